@@ -16,8 +16,8 @@ constexpr int V_CHUNKS = divided_up(DV, V_COLUMNS * 4 * PARTS);
 constexpr int REST = K_CHUNKS * (K_COLUMNS / 2);             // where the rest's fragments begin
 constexpr int DK_PART = REST + REST_CHUNKS * (REST_COLUMNS / 2);
 constexpr int DV_PART = V_CHUNKS * (V_COLUMNS / 2);
-const int part = group % PARTS;
-const int slot = group / PARTS;
+const int part = SLOTS == 1 ? group : group % PARTS;
+const int slot = SLOTS == 1 ? 0 : group / PARTS;
 
 simdgroup_matrix<T, 8, 8> queries[STRIPS][DK_PART];          // [columns x rows]
 simdgroup_matrix<float, 8, 8> output[STRIPS * DV_PART];      // [rows x columns]
@@ -35,16 +35,16 @@ for (int strip = 0; strip < STRIPS; ++strip) {
   if (HAS_SINKS && strip * 8 + lane_row < num_rows && partial_row < 0) {
     sink[strip] = float(sinks[kv_head * G + row % G]) * LOG2E;
   }
-  ulong at[2];
+  uint at[2];  // rows of q
   #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
     const int column_row = first_row + strip * 8 + lane_column + e;
-    at[e] = ((ulong(column_row / G) * num_kv_heads + kv_head) * G + column_row % G) * DK;
+    at[e] = (uint(column_row) / G * uint(num_kv_heads) + uint(kv_head)) * G + uint(column_row) % G;
   }
   const int left = num_rows - strip * 8 - lane_column;
-  load_queries<T, K_COLUMNS, K_CHUNKS, SPLIT_AT>(
+  load_queries<T, K_COLUMNS, K_CHUNKS, SPLIT_AT, DK>(
       q, at[0], at[1], left > 0, left > 1, part * K_CHUNKS, lane_row, queries[strip]);
-  load_queries<T, REST_COLUMNS, REST_CHUNKS, DK - SPLIT_AT>(
+  load_queries<T, REST_COLUMNS, REST_CHUNKS, DK - SPLIT_AT, DK>(
       q + SPLIT_AT, at[0], at[1], left > 0, left > 1, part * REST_CHUNKS, lane_row, queries[strip] + REST);
   #pragma clang loop unroll(full)
   for (int d = 0; d < DV_PART; ++d) {
@@ -55,62 +55,70 @@ for (int strip = 0; strip < STRIPS; ++strip) {
 threadgroup float* exchange = (threadgroup float*)shared;  // [2, SLOTS, PARTS, HELD, STRIPS, 8 rows, 8 keys]
 constexpr int EXCHANGED = HELD * STRIPS * 64;
 constexpr int STEP = SLOTS * 8;
-int parity = 0;
+const int exchange_to = group * EXCHANGED + lane_column * 8 + lane_row;
+const int exchange_from = slot * PARTS * EXCHANGED + lane_row * 8 + lane_column;
+int parity = 0;  // the half of `exchange` that has the scores of these keys
 // Fragments begin at multiples of 8, and so each lies in one block.
 const int first_key = key_begin / 8 * 8;
 int cache_slot[HELD];  // of each fragment's first key, looked up ahead: loads of keys need not wait for it
 #pragma clang loop unroll(full)
 for (int h = 0; h < HELD; ++h) {
   const int begin = first_key + h * STEP + slot * 8;
-  if (begin < key_end) {
-    cache_slot[h] = slot_of<BLOCK_SIZE>(block_table, table_row, begin);
-  }
+  cache_slot[h] = begin < key_end ? slot_of<BLOCK_SIZE>(block_table, table_row, uint(begin)) : 0;
 }
 for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
   simdgroup_matrix<T, 8, 8> keys[HELD][DK_PART];  // [keys x columns]
   typename KRows::template Loaded<K_COLUMNS, K_CHUNKS, 0> k_loaded[HELD];
   typename KRows::template Loaded<REST_COLUMNS, REST_CHUNKS, SPLIT_AT> rest_loaded[HELD];
-  ulong at[HELD];                                 // of this lane's key of each fragment in the cache
+  uint at[HELD];                                  // row of the cache with this lane's key of each fragment
   bool exists[HELD];
   #pragma clang loop unroll(full)
   for (int h = 0; h < HELD; ++h) {
     const int begin = tile + h * STEP + slot * 8;
-    if (begin < key_end) {
-      at[h] = ulong(cache_slot[h] + lane_row) * num_kv_heads + kv_head;
-      exists[h] = begin + lane_row >= key_begin && begin + lane_row < key_end;
-      const auto key = k_rows.row(at[h]);
-      load_row<K_COLUMNS, K_CHUNKS, 0, SPLIT_AT>(
-          key, part * K_CHUNKS, lane_column, exists[h], k_loaded[h], keys[h]);
-      load_row<REST_COLUMNS, REST_CHUNKS, SPLIT_AT, DK>(
-          key, part * REST_CHUNKS, lane_column, exists[h], rest_loaded[h], keys[h] + REST);
-    }
+    at[h] = uint(cache_slot[h] + lane_row) * uint(num_kv_heads) + uint(kv_head);
+    exists[h] = begin + lane_row >= key_begin && begin + lane_row < key_end;
+    load_row<K_COLUMNS, K_CHUNKS, PARTS, 0, SPLIT_AT>(
+        k_rows, at[h], part * K_CHUNKS, lane_column, exists[h], k_loaded[h], keys[h]);
+    load_row<REST_COLUMNS, REST_CHUNKS, PARTS, SPLIT_AT, DK>(
+        k_rows, at[h], part * REST_CHUNKS, lane_column, exists[h], rest_loaded[h], keys[h] + REST);
     const int next = tile + (HELD + h) * STEP + slot * 8;
-    if (next < key_end) {
-      cache_slot[h] = slot_of<BLOCK_SIZE>(block_table, table_row, next);
-    }
+    cache_slot[h] = next < key_end ? slot_of<BLOCK_SIZE>(block_table, table_row, uint(next)) : 0;
   }
-  threadgroup float* parts = exchange + (parity * SLOTS + slot) * PARTS * EXCHANGED;
+  threadgroup float* to_parts = exchange + uint(parity + exchange_to);
+  threadgroup const float* from_parts = exchange + uint(parity + exchange_from);
   #pragma clang loop unroll(full)
   for (int h = 0; h < HELD; ++h) {
-    if (tile + h * STEP + slot * 8 < key_end) {
+    // Transposed scores, so that keys lie as the product with the weights wants values.
+    simdgroup_matrix<float, 8, 8> scores[STRIPS];
+    #pragma clang loop unroll(full)
+    for (int strip = 0; strip < STRIPS; ++strip) {
+      scores[strip] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+    }
 #ifdef QUANTIZED
-      unpack_row<K_COLUMNS, K_CHUNKS>(part * K_CHUNKS, lane, k_loaded[h], keys[h]);
-      unpack_row<REST_COLUMNS, REST_CHUNKS>(part * REST_CHUNKS, lane, rest_loaded[h], keys[h] + REST);
+    float k_scale = 0.0f, k_bias = 0.0f, rest_scale = 0.0f, rest_bias = 0.0f;
+#endif
+    #pragma clang loop unroll(full)
+    for (int d = 0; d < DK_PART; ++d) {
+#ifdef QUANTIZED
+      if (d < REST && d % (K_COLUMNS / 2) == 0) {
+        unpack_chunk<K_COLUMNS, K_CHUNKS>(
+            d / (K_COLUMNS / 2), part * K_CHUNKS, lane, k_loaded[h], k_scale, k_bias, keys[h]);
+      }
+      if (d >= REST && (d - REST) % (REST_COLUMNS / 2) == 0) {
+        unpack_chunk<REST_COLUMNS, REST_CHUNKS>(
+            (d - REST) / (REST_COLUMNS / 2), part * REST_CHUNKS, lane, rest_loaded[h], rest_scale, rest_bias,
+            keys[h] + REST);
+      }
 #endif
       #pragma clang loop unroll(full)
       for (int strip = 0; strip < STRIPS; ++strip) {
-        if (strip * 8 < num_rows) {
-          // Transposed scores, so that keys lie as the product with the weights wants values.
-          simdgroup_matrix<float, 8, 8> scores = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
-          #pragma clang loop unroll(full)
-          for (int d = 0; d < DK_PART; ++d) {
-            simdgroup_multiply_accumulate(scores, keys[h][d], queries[strip][d], scores);
-          }
-          const int to = part * EXCHANGED + (h * STRIPS + strip) * 64 + lane_column * 8 + lane_row;
-          parts[to] = scores.thread_elements()[0];
-          parts[to + 8] = scores.thread_elements()[1];
-        }
+        simdgroup_multiply_accumulate(scores[strip], keys[h][d], queries[strip][d], scores[strip]);
       }
+    }
+    #pragma clang loop unroll(full)
+    for (int strip = 0; strip < STRIPS; ++strip) {
+      to_parts[(h * STRIPS + strip) * 64] = scores[strip].thread_elements()[0];
+      to_parts[(h * STRIPS + strip) * 64 + 8] = scores[strip].thread_elements()[1];
     }
   }
   simdgroup_matrix<T, 8, 8> values[LATENT ? 1 : HELD][DV_PART];
@@ -118,11 +126,9 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
   if (!LATENT) {
     #pragma clang loop unroll(full)
     for (int h = 0; h < HELD; ++h) {
-      if (tile + h * STEP + slot * 8 < key_end) {
-        load_row<V_COLUMNS, V_CHUNKS, 0, DV>(
-            v_rows.row(at[h]), part * V_CHUNKS, lane_column, exists[h], v_loaded[LATENT ? 0 : h],
-            values[LATENT ? 0 : h]);
-      }
+      load_row<V_COLUMNS, V_CHUNKS, PARTS, 0, DV>(
+          v_rows, at[h], part * V_CHUNKS, lane_column, exists[h], v_loaded[LATENT ? 0 : h],
+          values[LATENT ? 0 : h]);
     }
   }
   if (PARTS > 1) {
@@ -130,76 +136,75 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
   } else {
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
-  parity = 1 - parity;
+  parity = SLOTS * PARTS * EXCHANGED - parity;
 
+  simdgroup_matrix<T, 8, 8> weights[HELD][STRIPS];
   #pragma clang loop unroll(full)
   for (int strip = 0; strip < STRIPS; ++strip) {
-    if (strip * 8 < num_rows) {
-      float scores[HELD][2];
-      float tile_peak = LOWEST;
+    float scores[HELD][2];
+    float tile_peak = LOWEST;
+    #pragma clang loop unroll(full)
+    for (int h = 0; h < HELD; ++h) {
+      float2 sums = float2(0.0f);
       #pragma clang loop unroll(full)
-      for (int h = 0; h < HELD; ++h) {
-        const int begin = tile + h * STEP + slot * 8;
-        const bool all_visible = begin >= all_see && begin + 8 <= all_see_end;
-        #pragma clang loop unroll(full)
-        for (int e = 0; e < 2; ++e) {
-          float s = LOWEST;
-          if (begin < key_end) {
-            s = 0.0f;
-            #pragma clang loop unroll(full)
-            for (int p = 0; p < PARTS; ++p) {
-              s += parts[p * EXCHANGED + (h * STRIPS + strip) * 64 + lane_row * 8 + lane_column + e];
-            }
-            s *= scale;
-            if (HAS_SOFTCAP) {
-              s = precise::tanh(s) * softcap;
-            }
-            if (!all_visible) {
-              const int key = begin + lane_column + e;
-              s = key >= sees[strip] && key < sees_end[strip] ? s : LOWEST;
-            }
-          }
-          scores[h][e] = s;
-          tile_peak = max(tile_peak, s);
+      for (int p = 0; p < PARTS; ++p) {
+        sums += *(threadgroup const float2*)(from_parts + p * EXCHANGED + (h * STRIPS + strip) * 64);
+      }
+      #pragma clang loop unroll(full)
+      for (int e = 0; e < 2; ++e) {
+        float s = sums[e] * scale;
+        if (HAS_SOFTCAP) {
+          s = precise::tanh(s) * softcap;
         }
+        const int key = tile + h * STEP + slot * 8 + lane_column + e;
+        s = key >= sees[strip] && key < sees_end[strip] ? s : LOWEST;
+        scores[h][e] = s;
+        tile_peak = max(tile_peak, s);
       }
-      // The four lanes of a row differ in bits 0 and 3.
-      tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(1)));
-      tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(8)));
-      const float new_peak = max(peak[strip], tile_peak);
-      // A row that has seen no key yet has weights 2^0; `shrink` makes them 0 when it sees one, and if it sees none
-      // in this slot or split, the merge gives the whole 2^LOWEST = 0.
-      const float shrink = fast::exp2(peak[strip] - new_peak);
-      peak[strip] = new_peak;
-      total[strip] *= shrink;
+    }
+    // The four lanes of a row differ in bits 0 and 3.
+    tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(1)));
+    tile_peak = max(tile_peak, simd_shuffle_xor(tile_peak, ushort(8)));
+    const float new_peak = max(peak[strip], tile_peak);
+    // A row that has seen no key yet has weights 2^0; `shrink` makes them 0 when it sees one, and if it sees none
+    // in this slot or split, the merge gives the whole 2^LOWEST = 0.
+    const float shrink = fast::exp2(peak[strip] - new_peak);
+    peak[strip] = new_peak;
+    total[strip] *= shrink;
+    #pragma clang loop unroll(full)
+    for (int d = 0; d < DV_PART; ++d) {
+      output[strip * DV_PART + d].thread_elements()[0] *= shrink;
+      output[strip * DV_PART + d].thread_elements()[1] *= shrink;
+    }
+    #pragma clang loop unroll(full)
+    for (int h = 0; h < HELD; ++h) {
       #pragma clang loop unroll(full)
-      for (int d = 0; d < DV_PART; ++d) {
-        output[strip * DV_PART + d].thread_elements()[0] *= shrink;
-        output[strip * DV_PART + d].thread_elements()[1] *= shrink;
+      for (int e = 0; e < 2; ++e) {
+        const T w = T(fast::exp2(scores[h][e] - new_peak + WEIGHT_SHIFT));
+        weights[h][strip].thread_elements()[e] = w;
+        total[strip] += float(w);  // the rounded weight, as the product below takes it
       }
-      #pragma clang loop unroll(full)
-      for (int h = 0; h < HELD; ++h) {
-        if (tile + h * STEP + slot * 8 < key_end) {
-          simdgroup_matrix<T, 8, 8> weights;
-          #pragma clang loop unroll(full)
-          for (int e = 0; e < 2; ++e) {
-            const T w = T(fast::exp2(scores[h][e] - new_peak + WEIGHT_SHIFT));
-            weights.thread_elements()[e] = w;
-            total[strip] += float(w);  // the rounded weight, as the product below takes it
-          }
+    }
+  }
+  #pragma clang loop unroll(full)
+  for (int h = 0; h < HELD; ++h) {
 #ifdef QUANTIZED
-          if (strip == 0 && !LATENT) {
-            unpack_row<V_COLUMNS, V_CHUNKS>(
-                part * V_CHUNKS, lane, v_loaded[LATENT ? 0 : h], values[LATENT ? 0 : h]);
-          }
+    float v_scale = 0.0f, v_bias = 0.0f;
 #endif
-          #pragma clang loop unroll(full)
-          for (int d = 0; d < DV_PART; ++d) {
-            simdgroup_multiply_accumulate(
-                output[strip * DV_PART + d], weights, LATENT ? keys[h][d] : values[LATENT ? 0 : h][d],
-                output[strip * DV_PART + d]);
-          }
-        }
+    #pragma clang loop unroll(full)
+    for (int d = 0; d < DV_PART; ++d) {
+#ifdef QUANTIZED
+      if (!LATENT && d % (V_COLUMNS / 2) == 0) {
+        unpack_chunk<V_COLUMNS, V_CHUNKS>(
+            d / (V_COLUMNS / 2), part * V_CHUNKS, lane, v_loaded[LATENT ? 0 : h], v_scale, v_bias,
+            values[LATENT ? 0 : h]);
+      }
+#endif
+      #pragma clang loop unroll(full)
+      for (int strip = 0; strip < STRIPS; ++strip) {
+        simdgroup_multiply_accumulate(
+            output[strip * DV_PART + d], weights[h][strip], LATENT ? keys[h][d] : values[LATENT ? 0 : h][d],
+            output[strip * DV_PART + d]);
       }
     }
   }

@@ -20,12 +20,6 @@ METAL_FUNC T dequantized(P piece, int i, float scale, float bias) {
   return T(fma(float(integer), scale, bias));
 }
 
-template <typename T, int BITS, int GROUP_SIZE> struct QuantizedRow {
-  const device uint* words;
-  const device T* scales;
-  const device T* biases;
-};
-
 // Most groups that `columns` columns touch, which are whole chunks, if the first one begins at any chunk or, `aligned`,
 // where a group does.
 constexpr int groups_touched(int columns, int chunk, int group_size, bool aligned) {
@@ -57,74 +51,85 @@ template <typename T, int WIDTH, int BITS, int GROUP_SIZE> struct QuantizedRows 
   const device T* scales;
   const device T* biases;
 
-  QuantizedRow<T, BITS, GROUP_SIZE> row(ulong row) const thread {
-    const ulong groups = row * (WIDTH / GROUP_SIZE);
-    return {words + row * (WIDTH * BITS / 32), scales + groups, biases + groups};
+  // As of Rows.
+  template <int COLUMNS>
+  const device typename Packed<COLUMNS * BITS / 8>::type* piece(uint row, uint column) const thread {
+    typedef typename Packed<COLUMNS * BITS / 8>::type Piece;
+    return (const device Piece*)words + (row * (WIDTH / COLUMNS) + column / COLUMNS);
   }
+  // The number of the group of a row that `column` is in.
+  uint group(uint row, uint column) const thread { return row * (WIDTH / GROUP_SIZE) + column / GROUP_SIZE; }
   template <int COLUMNS, int CHUNKS, int BEGIN>
   using Loaded = LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN>;
   template <int COLUMNS> using Staged = StagedPiece<COLUMNS, BITS>;
 };
 
-// As of Rows; `fragments` are set by unpack_row.
-template <int COLUMNS, int CHUNKS, int BEGIN, int END, typename T, int BITS, int GROUP_SIZE>
+// As of Rows; unpack_chunk sets the fragments.
+template <int COLUMNS, int CHUNKS, int PARTS, int BEGIN, int END, typename T, int WIDTH, int BITS, int GROUP_SIZE>
 METAL_FUNC void load_row(
-    QuantizedRow<T, BITS, GROUP_SIZE> row, int first, int lane_column, bool exists,
+    QuantizedRows<T, WIDTH, BITS, GROUP_SIZE> rows, uint row, int first, int lane_column, bool exists,
     thread LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN>& loaded, thread simdgroup_matrix<T, 8, 8>*) {
   typedef LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN> Loaded;
   typedef typename Packed<COLUMNS * BITS / 8>::type Piece;
+  constexpr bool WHOLE = CHUNKS * Loaded::CHUNK * PARTS == END - BEGIN;
   const int first_column = BEGIN + first * Loaded::CHUNK;
   const int end = min(END, first_column + CHUNKS * Loaded::CHUNK);
   #pragma clang loop unroll(full)
   for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    const int column = first_column + (chunk * 4 + lane_column / 2) * COLUMNS;
     loaded.pieces[chunk] = Piece(0);
-    if (exists && column < end) {
-      loaded.pieces[chunk] = *(const device Piece*)((const device uchar*)row.words + column * BITS / 8);
-    }
   }
   #pragma clang loop unroll(full)
   for (int round = 0; round < Loaded::ROUNDS; ++round) {
-    const int group = first_column / GROUP_SIZE + round * 4 + lane_column / 2;
     loaded.scales[round] = 0.0f;
     loaded.biases[round] = 0.0f;
-    if (exists && group * GROUP_SIZE < end) {
-      loaded.scales[round] = float(row.scales[group]);
-      loaded.biases[round] = float(row.biases[group]);
+  }
+  if (exists) {
+    const int column = first_column + lane_column / 2 * COLUMNS;
+    const device Piece* from = rows.template piece<COLUMNS>(row, column);
+    #pragma clang loop unroll(full)
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      if (WHOLE || column + chunk * Loaded::CHUNK < end) {
+        loaded.pieces[chunk] = from[chunk * 4];
+      }
+    }
+    const uint groups = rows.group(row, first_column) + uint(lane_column / 2);
+    #pragma clang loop unroll(full)
+    for (int round = 0; round < Loaded::ROUNDS; ++round) {
+      const int group = first_column / GROUP_SIZE + round * 4 + lane_column / 2;
+      if (group * GROUP_SIZE < end) {
+        loaded.scales[round] = float(rows.scales[groups + round * 4]);
+        loaded.biases[round] = float(rows.biases[groups + round * 4]);
+      }
     }
   }
 }
 
-// Turns what load_row has loaded into fragments. All lanes of the SIMD group take part.
+// Turns a chunk that load_row has loaded into fragments. `scale` and `bias` are those of the chunk before, and then of this
+// one. All lanes of the SIMD group take part.
 template <int COLUMNS, int CHUNKS, typename T, int BITS, int GROUP_SIZE, int BEGIN>
-METAL_FUNC void unpack_row(
-    int first, int lane, thread const LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN>& loaded,
-    thread simdgroup_matrix<T, 8, 8>* fragments) {
+METAL_FUNC void unpack_chunk(
+    int chunk, int first, int lane, thread const LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN>& loaded,
+    thread float& scale, thread float& bias, thread simdgroup_matrix<T, 8, 8>* fragments) {
   typedef LoadedPieces<BITS, GROUP_SIZE, COLUMNS, CHUNKS, BEGIN> Loaded;
   const int offset = Loaded::ALIGNED ? 0 : (BEGIN + first * Loaded::CHUNK) % GROUP_SIZE;  // of chunk 0 in its group
-  float scale = 0.0f;
-  float bias = 0.0f;
-  #pragma clang loop unroll(full)
-  for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    if (!Loaded::ALIGNED || chunk * Loaded::CHUNK % GROUP_SIZE == 0) {
-      const int group = (offset + chunk * Loaded::CHUNK) / GROUP_SIZE;
-      scale = loaded.scales[0];
-      bias = loaded.biases[0];
-      #pragma clang loop unroll(full)
-      for (int round = 1; round < Loaded::ROUNDS; ++round) {
-        scale = group / 4 == round ? loaded.scales[round] : scale;
-        bias = group / 4 == round ? loaded.biases[round] : bias;
-      }
-      // The four lanes of a row differ in bits 0 and 3.
-      const ushort from = ushort((lane & ~9) | (group & 1) | (group & 2) << 2);
-      scale = simd_shuffle(scale, from);
-      bias = simd_shuffle(bias, from);
-    }
+  if (!Loaded::ALIGNED || chunk * Loaded::CHUNK % GROUP_SIZE == 0) {
+    const int group = (offset + chunk * Loaded::CHUNK) / GROUP_SIZE;
+    scale = loaded.scales[0];
+    bias = loaded.biases[0];
     #pragma clang loop unroll(full)
-    for (int i = 0; i < COLUMNS; ++i) {
-      fragments[chunk * (COLUMNS / 2) + i / 2].thread_elements()[i % 2] =
-          dequantized<T, BITS>(loaded.pieces[chunk], i, scale, bias);
+    for (int round = 1; round < Loaded::ROUNDS; ++round) {
+      scale = group / 4 == round ? loaded.scales[round] : scale;
+      bias = group / 4 == round ? loaded.biases[round] : bias;
     }
+    // The four lanes of a row differ in bits 0 and 3.
+    const ushort from = ushort((lane & ~9) | (group & 1) | (group & 2) << 2);
+    scale = simd_shuffle(scale, from);
+    bias = simd_shuffle(bias, from);
+  }
+  #pragma clang loop unroll(full)
+  for (int i = 0; i < COLUMNS; ++i) {
+    fragments[chunk * (COLUMNS / 2) + i / 2].thread_elements()[i % 2] =
+        dequantized<T, BITS>(loaded.pieces[chunk], i, scale, bias);
   }
 }
 
@@ -135,19 +140,21 @@ METAL_FUNC void load_stage(
     QuantizedRows<T, WIDTH, BITS, GROUP_SIZE> rows, threadgroup const int* key_slots, int num_keys, int num_kv_heads,
     int kv_head, int tid, thread StagedPiece<COLUMNS, BITS>* staged) {
   typedef typename Packed<COLUMNS * BITS / 8>::type Piece;
+  const StagePlace<COLUMNS, ROW_PIECES, BK> place(tid);
+  threadgroup const int* slots = key_slots + place.key;
+  const int left = min(place.end, num_keys) - place.key;
+  const int column = place.column;
   #pragma clang loop unroll(full)
   for (int i = 0; i < LOADS; ++i) {
-    const int key = (tid + i * THREADS) / ROW_PIECES;
-    const int column = (tid + i * THREADS) % ROW_PIECES * COLUMNS;
     staged[i].piece = Piece(0);
     staged[i].number = 0.0f;
-    if (key < BK && key < num_keys) {
-      const auto row = rows.row(ulong(key_slots[key]) * num_kv_heads + kv_head);
-      staged[i].piece = *(const device Piece*)((const device uchar*)row.words + column * BITS / 8);
-      const int place = column % GROUP_SIZE / COLUMNS;
-      if (place < 2) {
-        const device T* numbers = place == 0 ? row.scales : row.biases;
-        staged[i].number = float(numbers[column / GROUP_SIZE]);
+    if (i * place.AT_ONCE < left) {
+      const uint row = uint(slots[i * place.AT_ONCE]) * uint(num_kv_heads) + uint(kv_head);
+      staged[i].piece = *rows.template piece<COLUMNS>(row, column);
+      const int number = column % GROUP_SIZE / COLUMNS;
+      if (number < 2) {
+        const device T* numbers = number == 0 ? rows.scales : rows.biases;
+        staged[i].number = float(numbers[rows.group(row, column)]);
       }
     }
   }

@@ -43,16 +43,21 @@ METAL_FUNC void set_pair(thread simdgroup_matrix<T, 8, 8>& fragment, P piece, in
 }
 
 // Where the cache holds a request's key: a slot. `table_row`: where the request's row of the table begins.
-template <int BLOCK_SIZE>
-METAL_FUNC int slot_of(const device int* block_table, int table_row, int key) {
-  return block_table[table_row + key / BLOCK_SIZE] * BLOCK_SIZE + key % BLOCK_SIZE;
+template <int BLOCK_SIZE, typename Key>
+METAL_FUNC int slot_of(const device int* block_table, int table_row, Key key) {
+  return block_table[table_row + int(key / BLOCK_SIZE)] * BLOCK_SIZE + int(key % BLOCK_SIZE);
 }
 
 // K or V of all slots as they are, in rows of WIDTH elements. QuantizedRows (attention_quantized.metal) is used alike.
 template <typename T, int WIDTH> struct Rows {
   const device T* elements;
 
-  const device T* row(ulong row) const thread { return elements + row * WIDTH; }
+  // The piece of COLUMNS elements that begins at `column` of a row. Pieces of a layer have numbers below 2^32.
+  template <int COLUMNS>
+  const device typename Words<COLUMNS * int(sizeof(T)) / 4>::type* piece(uint row, uint column) const thread {
+    typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Piece;
+    return (const device Piece*)elements + (row * (WIDTH / COLUMNS) + column / COLUMNS);
+  }
   // What a lane has loaded of a row beside its fragments.
   template <int COLUMNS, int CHUNKS, int BEGIN> struct Loaded {};
   // What a thread has loaded for the stage.
@@ -61,58 +66,83 @@ template <typename T, int WIDTH> struct Rows {
 
 // This lane's pieces of CHUNKS chunks of columns BEGIN to END of a row, from chunk `first` of these on. Zeros stand for
 // columns from END on, and for the whole row where there is none; neither is read.
-template <int COLUMNS, int CHUNKS, int BEGIN, int END, typename T, typename Loaded>
+template <int COLUMNS, int CHUNKS, int PARTS, int BEGIN, int END, typename T, int WIDTH, typename Loaded>
 METAL_FUNC void load_row(
-    const device T* row, int first, int lane_column, bool exists, thread Loaded&,
+    Rows<T, WIDTH> rows, uint row, int first, int lane_column, bool exists, thread Loaded&,
     thread simdgroup_matrix<T, 8, 8>* fragments) {
   typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Piece;
+  constexpr bool WHOLE = COLUMNS * 4 * CHUNKS * PARTS == END - BEGIN;  // no piece of any part is beyond END
+  const int first_column = (first * 4 + lane_column / 2) * COLUMNS;
+  Piece pieces[CHUNKS > 0 ? CHUNKS : 1];
   #pragma clang loop unroll(full)
   for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-    const int column = ((first + chunk) * 4 + lane_column / 2) * COLUMNS;
-    Piece piece = Piece(0);
-    if (exists && column < END - BEGIN) {
-      piece = *(const device Piece*)(row + BEGIN + column);
-    }
+    pieces[chunk] = Piece(0);
+  }
+  if (exists) {
+    const device Piece* from = rows.template piece<COLUMNS>(row, BEGIN + first_column);
     #pragma clang loop unroll(full)
-    for (int i = 0; i < COLUMNS / 2; ++i) {
-      set_pair(fragments[chunk * (COLUMNS / 2) + i], piece, i);
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      if (WHOLE || first_column + chunk * COLUMNS * 4 < END - BEGIN) {
+        pieces[chunk] = from[chunk * 4];
+      }
     }
+  }
+  #pragma clang loop unroll(full)
+  for (int f = 0; f < CHUNKS * (COLUMNS / 2); ++f) {
+    set_pair(fragments[f], pieces[f / (COLUMNS / 2)], f % (COLUMNS / 2));
   }
 }
 
 // The two rows of q that a lane's column pair stands for, as fragments [columns x rows] in the order of load_row.
-template <typename T, int COLUMNS, int CHUNKS, int END>
+template <typename T, int COLUMNS, int CHUNKS, int END, int WIDTH>
 METAL_FUNC void load_queries(
-    const device T* q, ulong row0, ulong row1, bool exists0, bool exists1, int first, int lane_row,
+    const device T* q, uint row0, uint row1, bool exists0, bool exists1, int first, int lane_row,
     thread simdgroup_matrix<T, 8, 8>* fragments) {
   #pragma clang loop unroll(full)
   for (int f = 0; f < CHUNKS * (COLUMNS / 2); ++f) {
     const int column = ((first + f / (COLUMNS / 2)) * 4 + lane_row / 2) * COLUMNS + f % (COLUMNS / 2) * 2 + lane_row % 2;
     fragments[f] = make_filled_simdgroup_matrix<T, 8, 8>(T(0.0f));
     if (exists0 && column < END) {
-      fragments[f].thread_elements()[0] = q[row0 + column];
+      fragments[f].thread_elements()[0] = q[ulong(row0) * WIDTH + column];
     }
     if (exists1 && column < END) {
-      fragments[f].thread_elements()[1] = q[row1 + column];
+      fragments[f].thread_elements()[1] = q[ulong(row1) * WIDTH + column];
     }
   }
 }
 
-// A thread's LOADS pieces of the stage, COLUMNS elements of a row of the cache each; ROW_PIECES make a padded row of the
-// stage. Zeros stand for keys from `num_keys` on and for columns from WIDTH on; neither is read.
+// A thread's place in the stage: one piece of COLUMNS elements of a row, ROW_PIECES of which make a padded row. All threads
+// take AT_ONCE whole rows at a time, so a thread has the same columns of every AT_ONCE-th row. The last threads have no
+// rows where THREADS is not a multiple of ROW_PIECES.
+template <int COLUMNS, int ROW_PIECES, int BK> struct StagePlace {
+  enum : int { AT_ONCE = THREADS / ROW_PIECES, ALL = BK % AT_ONCE == 0 && THREADS % ROW_PIECES == 0 };
+  int key;  // the first
+  int column;
+  int end;  // this thread has none of the keys from here on
+
+  METAL_FUNC StagePlace(int tid) {
+    key = int(uint(tid) / ROW_PIECES);
+    column = int(uint(tid) % ROW_PIECES) * COLUMNS;
+    end = THREADS % ROW_PIECES == 0 || key < AT_ONCE ? BK : 0;
+  }
+};
+
+// A thread's LOADS pieces of the stage, COLUMNS elements of a row of the cache each. Zeros stand for keys from `num_keys`
+// on and for columns from WIDTH on; neither is read.
 template <int COLUMNS, int ROW_PIECES, int LOADS, int BK, typename T, int WIDTH>
 METAL_FUNC void load_stage(
     Rows<T, WIDTH> rows, threadgroup const int* key_slots, int num_keys, int num_kv_heads, int kv_head, int tid,
     thread typename Rows<T, WIDTH>::template Staged<COLUMNS>* staged) {
   typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Piece;
+  const StagePlace<COLUMNS, ROW_PIECES, BK> place(tid);
+  threadgroup const int* slots = key_slots + place.key;
+  const int left = (place.column < WIDTH ? min(place.end, num_keys) : 0) - place.key;
   #pragma clang loop unroll(full)
   for (int i = 0; i < LOADS; ++i) {
-    const int key = (tid + i * THREADS) / ROW_PIECES;
-    const int column = (tid + i * THREADS) % ROW_PIECES * COLUMNS;
     staged[i] = Piece(0);
-    if (key < BK && key < num_keys && column < WIDTH) {
-      staged[i] = *(const device Piece*)(
-          rows.elements + (ulong(key_slots[key]) * num_kv_heads + kv_head) * WIDTH + column);
+    if (i * place.AT_ONCE < left) {
+      const uint row = uint(slots[i * place.AT_ONCE]) * uint(num_kv_heads) + uint(kv_head);
+      staged[i] = *rows.template piece<COLUMNS>(row, place.column);
     }
   }
 }
@@ -128,12 +158,13 @@ METAL_FUNC typename Words<COLUMNS * int(sizeof(T)) / 4>::type unpack_piece(
 template <int COLUMNS, int ROW_PIECES, int LOADS, int BK, int STRIDE, typename CacheRows, typename Piece, typename T>
 METAL_FUNC void store_stage(CacheRows rows, thread const Piece* staged, int tid, threadgroup T* to) {
   typedef typename Words<COLUMNS * int(sizeof(T)) / 4>::type Unpacked;
+  const StagePlace<COLUMNS, ROW_PIECES, BK> place(tid);
+  threadgroup T* first = to + uint(place.key * STRIDE + place.column);
   #pragma clang loop unroll(full)
   for (int i = 0; i < LOADS; ++i) {
-    const int key = (tid + i * THREADS) / ROW_PIECES;
-    if (key < BK) {
-      *(threadgroup Unpacked*)(to + key * STRIDE + (tid + i * THREADS) % ROW_PIECES * COLUMNS) =
-          unpack_piece<COLUMNS>(rows, tid, staged[i]);
+    const Unpacked unpacked = unpack_piece<COLUMNS>(rows, tid, staged[i]);
+    if (place.ALL || place.key < place.end - i * place.AT_ONCE) {
+      *(threadgroup Unpacked*)(first + i * place.AT_ONCE * STRIDE) = unpacked;
     }
   }
 }
@@ -232,10 +263,12 @@ METAL_FUNC void write_rows(
           sum += carried[((from * STRIPS + strip) * 8 + row % 8) * CARRIED_STRIDE + i % width];
         }
         if (tile.partial_row >= 0) {
-          partial_out[(ulong(tile.partial_row + row) * tile.num_kv_heads + tile.kv_head) * DV + column] = sum;
+          const uint at = uint(tile.partial_row + row) * uint(tile.num_kv_heads) + uint(tile.kv_head);
+          partial_out[ulong(at) * DV + uint(column)] = sum;
         } else {
-          const int flat = tile.first_row + row;
-          out[((ulong(flat / G) * tile.num_kv_heads + tile.kv_head) * G + flat % G) * DV + column] = T(sum);
+          const uint flat = uint(tile.first_row + row);
+          const uint at = (flat / G * uint(tile.num_kv_heads) + uint(tile.kv_head)) * G + flat % G;
+          out[ulong(at) * DV + uint(column)] = T(sum);
         }
       }
     }

@@ -1,5 +1,5 @@
 // The staged way through paged_attention.metal: K, and then V in the same place, are copied to threadgroup memory by all
-// threads, BK keys at a time. Each SIMD group has one row fragment, and one of STAGED_PARTS parts of the columns.
+// threads, STAGE_KEYS keys at a time. Each SIMD group has one row fragment, and one of STAGED_PARTS parts of the columns.
 
 constexpr int PARTS_OF_STAGED = STAGED_PARTS > 0 ? STAGED_PARTS : 1;
 constexpr int DK_PART = divided_up(K_FRAGMENTS, PARTS_OF_STAGED);
@@ -41,49 +41,53 @@ float peak = LOWEST;   // of this lane's row, over the keys of this slot
 float total = 0.0f;    // of this lane's columns only, until the end
 
 threadgroup T* staged = (threadgroup T*)shared;
+threadgroup const T* k_columns = staged + part * (DK_PART * 8);
+threadgroup const T* v_columns = staged + part * (DV_PART * 8);
 threadgroup float* sums = (threadgroup float*)(shared + STAGE_BYTES / 16);  // [GROUPS, KEY_FRAGMENTS, 64]
-if (tid < BK && key_begin + tid < key_end) {
+threadgroup float* own_sums = sums + group * (KEY_FRAGMENTS * 64) + lane_row * 8 + lane_column;
+threadgroup const float* all_sums = own_sums - part * (KEY_FRAGMENTS * 64);  // of the first part
+if (tid < STAGE_KEYS && key_begin + tid < key_end) {
   key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, key_begin + tid);
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
-for (int tile = key_begin; tile < key_end; tile += BK) {
+for (int tile = key_begin; tile < key_end; tile += STAGE_KEYS) {
   // A thread's pieces come all at once: their loads are under way together.
   typename KRows::template Staged<K_PIECE> k_pieces[K_LOADS];
-  load_stage<K_PIECE, K_ROW, K_LOADS, BK>(k_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, k_pieces);
+  load_stage<K_PIECE, K_ROW, K_LOADS, STAGE_KEYS>(k_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, k_pieces);
   threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile's V has been read
-  store_stage<K_PIECE, K_ROW, K_LOADS, BK, STRIDE>(k_rows, k_pieces, tid, staged);
+  store_stage<K_PIECE, K_ROW, K_LOADS, STAGE_KEYS, STRIDE>(k_rows, k_pieces, tid, staged);
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   // Scores of this group's rows against its key fragments.
   simdgroup_matrix<float, 8, 8> scores[KEY_FRAGMENTS];
   #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
+    scores[f] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
     if (f % slots == slot) {
-      scores[f] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       #pragma clang loop unroll(full)
       for (int d = 0; d < DK_PART; ++d) {
         const int column = (part * DK_PART + d) * 8;
-        if (column < K_FRAGMENTS * 8) {
+        if (K_FRAGMENTS % PARTS_OF_STAGED == 0 || column < K_FRAGMENTS * 8) {
           simdgroup_matrix<T, 8, 8> keys;
-          simdgroup_load(keys, staged + f * 8 * STRIDE + column, STRIDE, ulong2(0, 0), true);
+          simdgroup_load(keys, k_columns + (f * 8 * STRIDE + d * 8), STRIDE, ulong2(0, 0), true);
           simdgroup_multiply_accumulate(scores[f], queries[d], keys, scores[f]);
         }
       }
       if (STAGED_PARTS > 1) {
-        threadgroup float* to = sums + (group * KEY_FRAGMENTS + f) * 64 + lane_row * 8 + lane_column;
-        to[0] = scores[f].thread_elements()[0];
-        to[1] = scores[f].thread_elements()[1];
+        own_sums[f * 64] = scores[f].thread_elements()[0];
+        own_sums[f * 64 + 1] = scores[f].thread_elements()[1];
       }
     }
   }
   typename VRows::template Staged<V_PIECE> v_pieces[V_LOADS];
-  load_stage<V_PIECE, V_ROW, V_LOADS, BK>(v_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, v_pieces);
   if (STAGED_PARTS > 1) {
+    load_stage<V_PIECE, V_ROW, V_LOADS, STAGE_KEYS>(
+        v_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, v_pieces);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // `sums` are written
   }
 
   // Every row of the tile sees every key of this stage: no mask arithmetic.
-  const bool all_visible = tile >= all_see && tile + BK <= all_see_end;
+  const bool all_visible = tile >= all_see && tile + STAGE_KEYS <= all_see_end;
   float tile_peak = LOWEST;
   #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
@@ -95,7 +99,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
           s = 0.0f;
           #pragma clang loop unroll(full)
           for (int p = 0; p < PARTS_OF_STAGED; ++p) {  // in one order, so that all parts get the same bits
-            s += sums[((group - part + p) * KEY_FRAGMENTS + f) * 64 + lane_row * 8 + lane_column + e];
+            s += all_sums[(p * KEY_FRAGMENTS + f) * 64 + e];
           }
         }
         s *= scale;
@@ -126,6 +130,7 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   simdgroup_matrix<T, 8, 8> weights[KEY_FRAGMENTS];
   #pragma clang loop unroll(full)
   for (int f = 0; f < KEY_FRAGMENTS; ++f) {
+    weights[f] = make_filled_simdgroup_matrix<T, 8, 8>(T(0.0f));
     if (f % slots == slot) {
       #pragma clang loop unroll(full)
       for (int e = 0; e < 2; ++e) {
@@ -137,11 +142,14 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   }
 
   if (STAGED_PARTS == 1) {
+    // Not before: registers have no room for V beside the scores.
+    load_stage<V_PIECE, V_ROW, V_LOADS, STAGE_KEYS>(
+        v_rows, key_slots, key_end - tile, num_kv_heads, kv_head, tid, v_pieces);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // K has been read
   }
-  store_stage<V_PIECE, V_ROW, V_LOADS, BK, STRIDE>(v_rows, v_pieces, tid, staged);
-  if (tid < BK && tile + BK + tid < key_end) {  // of the next stage
-    key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, tile + BK + tid);
+  store_stage<V_PIECE, V_ROW, V_LOADS, STAGE_KEYS, STRIDE>(v_rows, v_pieces, tid, staged);
+  if (tid < STAGE_KEYS && tile + STAGE_KEYS + tid < key_end) {  // of the next stage
+    key_slots[tid] = slot_of<BLOCK_SIZE>(block_table, table_row, tile + STAGE_KEYS + tid);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   #pragma clang loop unroll(full)
@@ -150,9 +158,9 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
       #pragma clang loop unroll(full)
       for (int d = 0; d < DV_PART; ++d) {
         const int column = (part * DV_PART + d) * 8;
-        if (column < V_FRAGMENTS * 8) {
+        if (V_FRAGMENTS % PARTS_OF_STAGED == 0 || column < V_FRAGMENTS * 8) {
           simdgroup_matrix<T, 8, 8> values;
-          simdgroup_load(values, staged + f * 8 * STRIDE + column, STRIDE);
+          simdgroup_load(values, v_columns + (f * 8 * STRIDE + d * 8), STRIDE);
           simdgroup_multiply_accumulate(output[d], weights[f], values, output[d]);
         }
       }

@@ -34,17 +34,26 @@
 constexpr float WEIGHT_SHIFT = is_same_v<T, half> ? 14.0f : 0.0f;
 constexpr int K_FRAGMENTS = divided_up(DK, 8);
 constexpr int V_FRAGMENTS = divided_up(DV, 8);
+// Keys of a stage: as many as registers hold scores and pieces of V of. Splits begin at multiples of BK.
+#ifdef TENSOR_OPS
+constexpr int MOST_STAGE_KEYS = BK;
+#elif defined(QUANTIZED)
+constexpr int MOST_STAGE_KEYS = STAGED_PARTS > 1 ? 16 : 32;
+#else
+constexpr int MOST_STAGE_KEYS = 32;
+#endif
+constexpr int STAGE_KEYS = BK < MOST_STAGE_KEYS ? BK : MOST_STAGE_KEYS;
 // Elements of a load to the stage, such pieces of a padded row there, and loads of each thread.
 constexpr int K_PIECE = DK * sizeof(T) % 16 == 0 ? 16 / sizeof(T) : 8 / sizeof(T);
 constexpr int V_PIECE = DV * sizeof(T) % 16 == 0 ? 16 / sizeof(T) : 8 / sizeof(T);
 constexpr int K_ROW = K_FRAGMENTS * 8 / K_PIECE;
 constexpr int V_ROW = V_FRAGMENTS * 8 / V_PIECE;
-constexpr int K_LOADS = divided_up(BK * K_ROW, THREADS);
-constexpr int V_LOADS = divided_up(BK * V_ROW, THREADS);
+constexpr int K_LOADS = divided_up(STAGE_KEYS, THREADS / K_ROW);
+constexpr int V_LOADS = divided_up(STAGE_KEYS, THREADS / V_ROW);
 // Elements from row to row of the stage: rows start in different banks.
 constexpr int STRIDE = (K_FRAGMENTS > V_FRAGMENTS ? K_FRAGMENTS : V_FRAGMENTS) * 8 + 16 / sizeof(T);
-constexpr int KEY_FRAGMENTS = BK / 8;
-constexpr int STAGE_BYTES = STAGED_PARTS ? BK * STRIDE * sizeof(T) : 0;
+constexpr int KEY_FRAGMENTS = STAGE_KEYS / 8;
+constexpr int STAGE_BYTES = STAGED_PARTS ? STAGE_KEYS * STRIDE * sizeof(T) : 0;
 constexpr int SUMS_BYTES = STAGED_PARTS > 1 ? GROUPS * KEY_FRAGMENTS * 256 : 0;
 constexpr int EXCHANGE_BYTES = 2 * GROUPS * HELD * STRIPS * 256;
 #ifdef TENSOR_OPS
@@ -72,7 +81,7 @@ const VRows v_rows = {v_cache};
 
 threadgroup uint4 shared[SHARED_BYTES / 16];  // one after the other: stage and sums, or exchange; results
 threadgroup float row_state[GROUPS * MOST_STRIPS * 8 * 2];
-threadgroup int key_slots[BK];                // where the cache holds the keys of a stage
+threadgroup int key_slots[STAGE_KEYS];        // where the cache holds the keys of a stage
 
 const int tid = int(thread_index_in_threadgroup);
 const int group = int(simdgroup_index_in_threadgroup);
@@ -81,8 +90,8 @@ const int lane = int(thread_index_in_simdgroup);
 const int lane_row = ((lane >> 2) & 4) + ((lane >> 1) & 3);
 const int lane_column = ((lane >> 2) & 2) * 2 + (lane & 1) * 2;
 
-const int kv_head = int(threadgroup_position_in_grid.y);
-const int num_kv_heads = int(k_cache_shape[1]);
+const int kv_head = LATENT ? 0 : int(threadgroup_position_in_grid.y);
+const int num_kv_heads = LATENT ? 1 : int(k_cache_shape[1]);
 const int item = int(threadgroup_position_in_grid.x) * ITEM_FIELDS;
 const int first_row = items[item + 0];      // (packed token) * G + (query head of the group)
 const int num_rows = items[item + 1];

@@ -118,7 +118,7 @@ def test_arrays_stay_in_registers(head_dim: int, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 96), (128, 128), (160, 160), (48, 96), (80, 32), (128, 64)])
+@pytest.mark.parametrize("dims", [(32, 32), (64, 64), (96, 96), (128, 128), (144, 128), (48, 96), (80, 32), (128, 64)])
 @pytest.mark.parametrize("group, block_size", [(1, 8), (4, 16), (20, 32), (12, 16)])
 def test_shapes(dtype: str, layout: int, dims: tuple[int, int], group: int, block_size: int) -> None:
     kv_heads = 1 if group > 4 else 2

@@ -119,11 +119,11 @@ def same(template: dict[str, Any], num_items: int) -> float:
 def test_the_fastest_is_chosen(on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps that look like serving."""
     steps = tuning.STEPS
-    gpu = on(by_held(held_4=3 * MS, held_2=2 * MS, held_1=2.5 * MS))
+    gpu = on(by_held(held_2=3 * MS, held_1=2 * MS))
     monkeypatch.setattr(tuning, "STEPS", steps)
     (choice,) = choose(gpu, tmp_path)
-    assert choice.cut == Cut(most_held=2) and choice.speedup == pytest.approx(1.5)
-    assert str(choice) == "at most 2 key fragments held (1.50 times as fast)"
+    assert choice.cut == Cut(most_held=1) and choice.speedup == pytest.approx(1.5)
+    assert str(choice) == "at most 1 key fragment held (1.50 times as fast)"
 
 
 def test_every_kind_of_candidate_can_win(on: Any, tmp_path: Path) -> None:
@@ -151,15 +151,15 @@ def test_fields_are_decided_one_after_the_other(on: Any, tmp_path: Path) -> None
         return MS * template["HELD"] * (1 if template["STAGED_PARTS"] == 2 else 3)
 
     (choice,) = choose(on(cost), tmp_path)
-    assert choice.cut == Cut(most_held=1, staged_parts=2) and choice.speedup == pytest.approx(12)
+    assert choice.cut == Cut(most_held=1, staged_parts=2) and choice.speedup == pytest.approx(6)
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.02])
 def test_a_tie_stays_with_the_default(gain: float, on: Any, tmp_path: Path) -> None:
     """A gain of 2% may be noise."""
-    gpu = on(lambda template, _: MS * (1 - gain * (template["HELD"] < 4)))
+    gpu = on(lambda template, _: MS * (1 - gain * (template["HELD"] < 2)))
     assert choose(gpu, tmp_path) == [Choice()]
-    assert {template["HELD"] for template in gpu.launched} == {1, 2, 4}
+    assert {template["HELD"] for template in gpu.launched} == {1, 2}
 
 
 def test_a_gpu_that_warms_up_changes_nothing(on: Any, tmp_path: Path) -> None:
@@ -176,10 +176,10 @@ def test_a_disturbance_does_not_decide(on: Any, tmp_path: Path) -> None:
 
     def cost(template: dict[str, Any], num_items: int) -> float:
         nonlocal num_default
-        num_default += template["HELD"] == 4
-        has_candidate = any(launched["HELD"] == 2 for launched in gpu.launched)
+        num_default += template["HELD"] == 2
+        has_candidate = any(launched["HELD"] == 1 for launched in gpu.launched)
         num_default *= has_candidate
-        return MS * (3 if has_candidate and template["HELD"] == 4 and num_default < 30 else 1)
+        return MS * (3 if has_candidate and template["HELD"] == 2 and num_default < 30 else 1)
 
     gpu.cost = cost
     assert choose(gpu, tmp_path) == [Choice()]
@@ -187,10 +187,10 @@ def test_a_disturbance_does_not_decide(on: Any, tmp_path: Path) -> None:
 
 def test_a_hopeless_candidate_is_given_up(on: Any, tmp_path: Path) -> None:
     """A candidate that is very slow in the first step is not measured in further steps."""
-    gpu = on(by_held(held_4=1 * MS, held_2=100 * MS, held_1=1 * MS))
+    gpu = on(by_held(held_2=1 * MS, held_1=100 * MS))
     assert choose(gpu, tmp_path) == [Choice()]
-    launches = {held: sum((t["HELD"], t["STAGED_PARTS"]) == (held, 1) for t in gpu.launched) for held in (2, 1)}
-    assert launches[1] == launches[2] * len(SHORT_STEPS)
+    slow, fair = (sum((t["HELD"], t["STAGED_PARTS"]) == which for t in gpu.launched) for which in ((1, 1), (2, 2)))
+    assert fair == slow * len(SHORT_STEPS)
 
 
 @pytest.mark.parametrize("mlx, wins", [(0.4 * MS, True), (0.6 * MS, False)])
@@ -202,25 +202,29 @@ def test_mlx_s_operations_must_take_less_than_half(mlx: float, wins: bool, on: A
 
 
 def test_mlx_s_operations_are_compared_with_the_best_cut(on: Any, tmp_path: Path) -> None:
-    (choice,) = choose(on(by_held(held_4=3 * MS, held_2=1 * MS, held_1=3 * MS), mlx=1 * MS), tmp_path)
-    assert choice.cut == Cut(most_held=2)
+    (choice,) = choose(on(by_held(held_2=3 * MS, held_1=1 * MS), mlx=1 * MS), tmp_path)
+    assert choice.cut == Cut(most_held=1)
 
 
 # --- candidates that fail ---
 
 
 def raising(template: dict[str, Any], num_items: int) -> float:
-    if template["HELD"] == 2:
+    if (template["HELD"], template["STAGED_PARTS"]) == (1, 1):
         raise RuntimeError("[metal::Device] Unable to load kernel\nerror: too many registers")
-    return MS * template["HELD"]
+    return by_tiles(template, num_items)
+
+
+def by_tiles(template: dict[str, Any], num_items: int) -> float:
+    return MS * {(2, 1): 4, (1, 1): 1}.get((template["HELD"], template["STAGED_PARTS"]), 2)
 
 
 def test_a_candidate_that_raises_is_dropped(on: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (choice,) = choose(on(raising), tmp_path)
-    assert choice.cut == Cut(most_held=1)
+    assert choice.cut == Cut(staged_parts=2)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "at most 2 key fragments held" in record.message and "too many registers" in record.message
+    assert "at most 1 key fragment held" in record.message and "too many registers" in record.message
     assert str(KIND) in record.message
 
 
@@ -229,26 +233,26 @@ def test_a_candidate_must_give_mlx_s_answers(
     what: str, on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In the simulator: a candidate that is fast and wrong, or that does not compile, is not chosen."""
-    monkeypatch.setattr(tuning, "TRIED", {"most_held": (4, 2, 1)})
-    gpu = on(by_held(held_4=4 * MS, held_2=1 * MS, held_1=2 * MS))
+    monkeypatch.setattr(tuning, "TRIED", {"most_held": (2, 1), "staged_parts": (1, 2)})
+    gpu = on(by_tiles)
     tried = []
 
     def try_in_simulator(metal: MetalBackend, kind: AttentionKind, block_size: int) -> None:
         (cut,) = metal.cuts.values()
         tried.append(cut)
-        gpu.does_compute = what == "raises" or cut.most_held == 1
-        if what == "raises" and cut.most_held == 2:
+        gpu.does_compute = what == "raises" or cut.most_held == 2
+        if what == "raises" and cut.most_held == 1:
             gpu.cost = raising
         try:
             try_kernel(metal, kind, block_size)
         finally:
             gpu.does_compute = False
-            gpu.cost = by_held(held_4=4 * MS, held_2=1 * MS, held_1=2 * MS)
+            gpu.cost = by_tiles
 
     monkeypatch.setattr(tuning, "try_kernel", try_in_simulator)
     (choice,) = choose(gpu, tmp_path)
-    assert choice.cut == Cut(most_held=1)
-    assert tried == [Cut(most_held=2), Cut(most_held=1)]
+    assert choice.cut == Cut(staged_parts=2)
+    assert tried == [Cut(most_held=1), Cut(staged_parts=2)]
     (record,) = caplog.records
     assert ("gives wrong results" if what == "wrong" else "too many registers") in record.message
 
@@ -268,11 +272,11 @@ def test_a_default_that_cannot_be_timed_stays(on: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seconds_of_launch", [0.05, 0.3])
 def test_measuring_ends_in_time(seconds_of_launch: float, on: Any, tmp_path: Path) -> None:
     """Kinds of layers share the time. Results of finished candidates count."""
-    gpu = on(lambda template, _: seconds_of_launch / (1 + (template["HELD"] < 4)), mlx=3.0)
+    gpu = on(lambda template, _: seconds_of_launch / (1 + (template["HELD"] < 2)), mlx=3.0)
     choices = choose(gpu, tmp_path, (KIND, OTHER), seconds=TUNING_SECONDS)
     assert gpu.now <= TUNING_SECONDS + 3.0  # a last run
     assert gpu.now > TUNING_SECONDS / 3
-    assert all(choice.cut in (Cut(most_held=2), DEFAULT_CUT) for choice in choices)
+    assert all(choice.cut in (Cut(most_held=1), DEFAULT_CUT) for choice in choices)
 
 
 def test_no_candidate_is_begun_that_would_take_too_long(
@@ -315,14 +319,14 @@ def test_each_candidate_has_a_turn_of_its_own(on: Any, tmp_path: Path) -> None:
 
     gpu.cost = lambda *_: MS if is_open else pytest.fail("a kernel runs in another model's turn")
     choose(gpu, tmp_path, turn=turn)
-    assert len(turns) == 8 and sum(turns) == len(gpu.launched)
+    assert len(turns) == 7 and sum(turns) == len(gpu.launched)
 
 
 # --- the file ---
 
 
 def test_what_was_chosen_is_kept(on: Any, tmp_path: Path) -> None:
-    first = choose(on(by_held(held_4=3 * MS, held_2=2 * MS, held_1=3 * MS)), tmp_path)
+    first = choose(on(by_held(held_2=3 * MS, held_1=2 * MS)), tmp_path)
     later = on(lambda *_: pytest.fail("it is measured again"))
     assert choose(later, tmp_path) == first
     # Other kinds of layers and other block sizes are measured. The first choice is kept.
@@ -336,12 +340,12 @@ def test_what_was_chosen_is_kept(on: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fact", MACHINE)
 def test_another_machine_measures_for_itself(fact: str, on: Any, tmp_path: Path) -> None:
     """Every fact about the machine counts. The first machine keeps its choice."""
-    choose(on(by_held(held_4=3 * MS, held_2=2 * MS, held_1=3 * MS)), tmp_path)
+    choose(on(by_held(held_2=3 * MS, held_1=2 * MS)), tmp_path)
     other = on(same)
     assert choose(other, tmp_path, machine=MACHINE | {fact: "other"}) == [Choice()]
     assert other.launched
     again = on(same)
-    assert choose(again, tmp_path)[0].cut == Cut(most_held=2) and not again.launched
+    assert choose(again, tmp_path)[0].cut == Cut(most_held=1) and not again.launched
 
 
 def changed(**facts: Any) -> Callable[[dict[str, Any]], bytes]:
@@ -367,7 +371,7 @@ def changed(**facts: Any) -> Callable[[dict[str, Any]], bytes]:
         lambda content: json.dumps(content | {"choices": {name_of(KIND, BLOCK_SIZE): None}}).encode(),
         changed(most_held=3),
         changed(most_held=True),
-        changed(most_held="2"),
+        changed(most_held="1"),
         changed(threadgroups_per_core=1 << 40),
         changed(more=1),
     ],
@@ -376,7 +380,7 @@ def test_a_file_that_is_wrong_is_not_believed(
     change: Callable[[dict[str, Any]], bytes], on: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The start logs a warning, measures and repairs the file."""
-    cost = by_held(held_4=3 * MS, held_2=2 * MS, held_1=3 * MS)
+    cost = by_held(held_2=3 * MS, held_1=2 * MS)
     expected = choose(on(cost), tmp_path)
     path = ChoiceFile(tmp_path, MACHINE).path
     path.write_bytes(change(json.loads(path.read_bytes())))
@@ -402,8 +406,8 @@ def test_a_choice_is_written_in_one_step(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fail)
-        cost = by_held(held_4=3 * MS, held_2=2 * MS, held_1=3 * MS)
-        assert choose(on(cost), tmp_path, (OTHER,))[0].cut == Cut(most_held=2)
+        cost = by_held(held_2=3 * MS, held_1=2 * MS)
+        assert choose(on(cost), tmp_path, (OTHER,))[0].cut == Cut(most_held=1)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
     assert "no space left" in caplog.text
 
@@ -458,18 +462,18 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_have_what_was_chosen_for_their_kind(untried: None, on: Any, tmp_path: Path) -> None:
     def cost(template: dict[str, Any], num_items: int) -> float:
-        return MS * (2 if template["HAS_WINDOW"] and template["HELD"] == 4 else 1)
+        return MS * (2 if template["HAS_WINDOW"] and template["HELD"] == 2 else 1)
 
     choice = backend_choice(on(cost), tmp_path)
     plain = choice.for_layers([KIND, OTHER, KIND], BLOCK_SIZE)
     tuned = choice.tuned(plain, BLOCK_SIZE)
-    assert isinstance(tuned.backend, MetalBackend) and tuned.backend.cuts == {OTHER: Cut(most_held=2)}
+    assert isinstance(tuned.backend, MetalBackend) and tuned.backend.cuts == {OTHER: Cut(most_held=1)}
     assert plain.backend is choice.metal and choice.metal is not None and not choice.metal.cuts
-    words = f"at most 2 key fragments held (2.00 times as fast) for {OTHER}"
+    words = f"at most 1 key fragment held (2.00 times as fast) for {OTHER}"
     (identity,) = tuned.layers.tuned
     assert tuned.layers == AttentionLayers(metal=3, tuning=words, tuned=(identity,))
-    assert repr(OTHER) in identity and repr(Cut(most_held=2)) in identity and "2.0" not in identity
-    for kind, held in ((KIND, 4), (OTHER, 2)):
+    assert repr(OTHER) in identity and repr(Cut(most_held=1)) in identity and "2.0" not in identity
+    for kind, held in ((KIND, 2), (OTHER, 1)):
         has_window = kind.has_window
         key = (kind.dtype, kind.num_heads, kind.spec, BLOCK_SIZE)
         assert tuned.backend.kind_of(key, has_window, False, None).variant.held == held
@@ -506,7 +510,7 @@ def test_mlx_s_operations_compute_what_they_compute_faster(untried: None, on: An
 
 def test_all_ranks_have_what_rank_0_decides(untried: None, on: Any, tmp_path: Path) -> None:
     """Rank 1 does not measure. Kinds of layers that rank 0 lacks have the default."""
-    cost = by_held(held_4=3 * MS, held_2=2 * MS, held_1=3 * MS)
+    cost = by_held(held_2=3 * MS, held_1=2 * MS)
     told: dict[str, Any] = {}
 
     def lead(what: str, own: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -519,7 +523,7 @@ def test_all_ranks_have_what_rank_0_decides(untried: None, on: Any, tmp_path: Pa
     follower = backend_choice(gpu, tmp_path / "1")
     chosen = follower.for_layers([KIND, OTHER], BLOCK_SIZE)
     second = follower.tuned(chosen, BLOCK_SIZE, decide=lambda what, own: told)
-    assert first.backend.cuts == second.backend.cuts == {KIND: Cut(most_held=2)}  # type: ignore[attr-defined]
+    assert first.backend.cuts == second.backend.cuts == {KIND: Cut(most_held=1)}  # type: ignore[attr-defined]
     assert first.layers.tuned == second.layers.tuned
 
 
@@ -528,11 +532,11 @@ def test_a_kept_choice_that_fails_is_not_used(
     fails_here: bool, untried: None, on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """A failure on one rank gives all ranks the default."""
-    choice = backend_choice(on(by_held(held_4=3 * MS, held_2=2 * MS, held_1=3 * MS)), tmp_path)
+    choice = backend_choice(on(by_held(held_2=3 * MS, held_1=2 * MS)), tmp_path)
     plain = choice.for_layers([KIND], BLOCK_SIZE)
 
     def fail(metal: MetalBackend, kind: AttentionKind, block_size: int) -> None:
-        assert metal.cuts[kind] == Cut(most_held=2)
+        assert metal.cuts[kind] == Cut(most_held=1)
         raise KernelFailedError("does not run", "error: of Metal's compiler")
 
     if fails_here:

@@ -26,7 +26,7 @@ class Cut:
     """
 
     threadgroups_per_core: int = THREADGROUPS_PER_CORE
-    most_held: int = 4
+    most_held: int = 2
     most_strips: int = 3
     staged_parts: int = 1
     tensor_ops: bool = True
@@ -44,7 +44,7 @@ class Cut:
     def __str__(self) -> str:
         words = {
             "threadgroups_per_core": f"{self.threadgroups_per_core} threadgroups a core",
-            "most_held": f"at most {self.most_held} key fragments held",
+            "most_held": f"at most {self.most_held} key fragment{'s' if self.most_held > 1 else ''} held",
             "most_strips": f"at most {8 * self.most_strips} rows direct",
             "staged_parts": "tiles of half the rows" if self.staged_parts else "nothing staged",
             "tensor_ops": "no tensor operations",
@@ -59,7 +59,7 @@ DEFAULT_CUT = Cut()
 # compilation.
 TRIED: dict[str, tuple[int, ...]] = {
     "threadgroups_per_core": (THREADGROUPS_PER_CORE, 4, 16),
-    "most_held": (4, 2, 1),
+    "most_held": (2, 1),
     "tensor_ops": (True, False),
     "staged_parts": (1, 2, 0),
     "most_strips": (3, 2, 1),

@@ -23,16 +23,20 @@ QUANTIZED_GROUPS = (64, 32)
 GROUPS = 8  # SIMD groups of a threadgroup, as in attention_rows.metal
 THREADS = GROUPS * 32
 STAGE_BYTES = 26 << 10  # most threadgroup memory for staged keys and their sums, of Metal's 32 KiB
-# Most fragments of the output in a SIMD group, and of the queries: each is two registers of every lane in float32. So
-# head dims from 164 on are shared out among SIMD groups.
+# Most fragments of the output in a SIMD group, and of the queries: each is two registers of every lane in float32.
 MANY_FRAGMENTS = 20
+# As many, where more SIMD groups could share them: so head dims from 148 on are shared out.
+SHARED_FRAGMENTS = 18
 # As many, in 16 bits and with the head shared out as far as it goes, for heads that would be read twice otherwise.
 MANY_FRAGMENTS_OF_16_BITS = 27
 TOO_WIDE_TO_STAGE = 256
 QUANTIZED_COLUMNS = (8, 4)  # that a lane may load at a time
 MAX_STRIPS = 3  # row fragments of a direct item: all of them leave through threadgroup memory together
-HELD_REGISTERS = 32  # for key fragments that are loaded together, as they are loaded
-MOST_REGISTERS = 88  # for those, the queries and the output, if more than one is loaded
+# A lane has 128 registers. Two threadgroups run on a core if it takes at most 104. Addresses and the like take 35 of
+# them, as compiled for M1 (docs/kernels.md), and more for each key fragment that it holds and for each row fragment.
+MOST_REGISTERS = 104 - 35
+REGISTERS_OF_HELD = 5
+REGISTERS_OF_STRIP = 12
 ROWS_REGISTERS = 78  # most for queries and output where SIMD groups are to have whole groups of quantized columns
 HELD_FRAGMENTS = 6  # key fragments times row fragments, which the exchange between parts has room for
 
@@ -180,7 +184,7 @@ def variant_of(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> Variant:
     fragments = _fragments(shape.head_dim - rest, k_columns, parts) + _fragments(rest, rest_columns, parts)
     registers = fragments * shape.dtype.size // 2  # of the queries or keys; a fragment of the output has two
     rows_registers = strips * (registers + 2 * _fragments(shape.v_head_dim, v_columns, parts))
-    counts = (n for n in (4, 2, 1) if n <= cut.most_held)
+    counts = (n for n in (2, 1) if n <= cut.most_held)
     held = next(n for n in counts if n == 1 or _can_hold(n, shape, strips, registers, rows_registers))
     return Variant(
         strips=strips,
@@ -208,7 +212,8 @@ def _can_hold(n: int, shape: AttentionShape, strips: int, registers: int, rows_r
         loaded = n * one
         # One is unpacked at a time, but where they are multiplied again.
         held = one + n * registers if shape.is_latent or strips > 1 else loaded + registers
-    return n * strips <= HELD_FRAGMENTS and loaded <= HELD_REGISTERS and rows_registers + held <= MOST_REGISTERS
+    beside = n * REGISTERS_OF_HELD + (strips - 1) * REGISTERS_OF_STRIP
+    return n * strips <= HELD_FRAGMENTS and rows_registers + held + beside <= MOST_REGISTERS
 
 
 @cache
@@ -230,13 +235,14 @@ def _strips(shape: AttentionShape, widest: int, most_strips: int, *, is_staged: 
     if is_staged:
         return wanted if wanted <= most_strips else 1
     most = MANY_FRAGMENTS_OF_16_BITS if shape.dtype.size == 2 else MANY_FRAGMENTS
-    fitting = most_strips if most_strips * -(-widest // (8 * GROUPS)) <= most else 2
+    fits = most_strips * -(-widest // (8 * GROUPS)) <= most and not (shape.bits and shape.is_latent)
+    fitting = most_strips if fits else 2
     return max(2, min(wanted, fitting))
 
 
 def _parts(dim: int, strips: int) -> int:
     """SIMD groups among which ``dim`` columns of so many row fragments are shared out."""
-    few_enough = (parts for parts in (1, 2, 4) if strips * -(-dim // (8 * parts)) <= MANY_FRAGMENTS)
+    few_enough = (parts for parts in (1, 2, 4) if strips * -(-dim // (8 * parts)) <= SHARED_FRAGMENTS)
     return next(few_enough, GROUPS)
 
 
