@@ -135,8 +135,8 @@ class LLM:
 
         Raises:
             ConfigError: the format of the model's tool calls or reasoning is not known here.
-            ValueError: a conversation can never be served, or the model cannot be given these tools; nothing has been
-                generated then.
+            ValueError: a conversation can never be served, or the model does not support these tools. Raised before
+                any generation.
             RuntimeError: a step failed, or the engine has stopped.
         """
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)

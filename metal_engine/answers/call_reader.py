@@ -88,7 +88,7 @@ class CallReader:
                 items = self._parsed(body)
                 problem = "there is none in it"
                 if begun is not None and items and not begun.is_same(items[0]):
-                    items, problem = [], f"it differs from the call of {begun.name} that has been given out"
+                    items, problem = [], f"the text differs from the call of {begun.name} that was already streamed"
             except Exception as error:  # noqa: BLE001  (whatever a parser makes of what a model wrote)
                 problem = f"{type(error).__name__}: {error}"
         is_call = any(isinstance(item, ToolCall) for item in items)

@@ -126,7 +126,7 @@ def check_adapter_folder(folder: Path, within: Path | None = None) -> None:
         AdapterError: the folder or the file is missing, or is outside ``within``.
     """
     if not _inside(folder, within).is_dir():
-        raise AdapterError(f"{folder} is not a directory: an adapter is one, with {CONFIG} in it")
+        raise AdapterError(f"{folder} is not a directory; an adapter must be a directory with {CONFIG}")
     if not _inside(folder / CONFIG, within).is_file():
         raise AdapterError(f"{folder} has no {CONFIG}: not an adapter")
 

@@ -1,4 +1,4 @@
-"""Checks of the names and paths in settings, for a model and for what is beside it.
+"""Checks model names and paths in the settings: model, tokenizer, generation config and adapters.
 
 Imports neither MLX nor transformers, so a wrong path is an error at once.
 """
@@ -18,7 +18,7 @@ def check_paths(args: EngineArgs) -> None:
     """Check the model's name and every path in the settings that must exist.
 
     Raises:
-        ModelLoadError: a path does not exist, or the model's name cannot be one.
+        ModelLoadError: a path does not exist, or the model's name is invalid.
         ConfigError: an adapter's folder does not exist.
     """
     check_model_name(args.model)
@@ -43,9 +43,9 @@ def check_model_name(model: str) -> None:
         raise ModelLoadError(f"{model} is neither a directory nor a .gguf file")
     elif is_ollama_name(model) and not path.is_dir():
         raise ModelLoadError(
-            f"{model} is a name from Ollama's registry, which is not read here: name a repository on the Hugging Face "
-            "hub that has the same weights, as OWNER/NAME or, for a GGUF file, OWNER/NAME:Q4_K_M (for example "
-            "mlx-community/Qwen3-8B-4bit)"
+            f"{model} is a name from Ollama's registry, which metal-engine does not read. Give a Hugging Face "
+            "repository with the same weights instead, as OWNER/NAME (for example mlx-community/Qwen3-8B-4bit) or, "
+            "for a GGUF file, OWNER/NAME:Q4_K_M"
         )
 
 

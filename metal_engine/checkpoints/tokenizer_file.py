@@ -1,6 +1,6 @@
 """Checks ``tokenizer.json`` before a library reads it: a few bytes of it can ask for any amount of memory.
 
-The library makes tables up to the largest id, and normalizes each text by rules of the file, one after the other.
+The library allocates tables up to the largest id, and applies the file's normalization rules to each text in sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from metal_engine.errors import ModelLoadError
 _MAX_ID = 1 << 22
 # Entries of lists and objects. Published files have 1.5 million.
 _MAX_ENTRIES = 1 << 23
-# Characters that rules may make of one, by replacing and prepending. Published files make 2.
+# Most characters that rules may turn one character into, by replacing and prepending. Published files reach 2.
 _MAX_GROWTH = 16
 # Bytes that Unicode's own normalization makes of a character at most (U+FDFA). Published tables have no more.
 _UNICODE_BYTES = 33
@@ -30,10 +30,10 @@ _RULES = ("normalizer", "decoder")
 def check_tokenizer_file(path: Path) -> None:
     """Refuse a ``tokenizer.json`` that needs much more memory than its own size.
 
-    What else may be wrong with the file is for the library to say.
+    The library reports other errors in the file.
 
     Raises:
-        ModelLoadError: as above; in one line.
+        ModelLoadError: the file needs too much memory. The message is one line.
     """
     check_readable(path, MAX_HEADER_BYTES)
     try:
@@ -47,7 +47,7 @@ def check_tokenizer_file(path: Path) -> None:
 
 
 def _problem(data: bytes) -> str:
-    """Return what is wrong with the file; "" if nothing is."""
+    """Return a description of the problem with the file, or "" if the file is acceptable."""
     if data.count(b",") > _MAX_ENTRIES:
         return f"has more than {_MAX_ENTRIES} entries"
     content = json.loads(data)
@@ -58,13 +58,13 @@ def _problem(data: bytes) -> str:
         return f"pads texts to more than {_MAX_ID} tokens"
     for name in _RULES:
         if (growth := _growth(content.get(name) or {})) > _MAX_GROWTH:
-            return f"has a {name} that may make {growth:.3g} characters of one, and {_MAX_GROWTH} are allowed"
+            return f"has a {name} that may make {growth:.3g} characters of one; the limit is {_MAX_GROWTH}"
     return ""
 
 
 def _ids(content: dict[str, Any]) -> Iterator[int]:
     vocabulary = content["model"].get("vocab")
-    if isinstance(vocabulary, dict):  # in a list, ids are the places
+    if isinstance(vocabulary, dict):  # ids in a list are its indices
         yield from vocabulary.values()
     yield from (token["id"] for token in content.get("added_tokens") or ())
 
@@ -76,7 +76,7 @@ def _padded_length(padding: dict[str, Any]) -> int:
 
 
 def _growth(rule: dict[str, Any]) -> float:
-    """Return how many characters a rule may make of one, as far as its file says it."""
+    """Return an estimate of the most characters that a rule turns one character into, from the rule's parameters."""
     match rule.get("type"):
         case "Sequence":
             inner = rule.get("normalizers") or rule.get("decoders") or ()

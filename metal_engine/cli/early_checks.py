@@ -12,11 +12,11 @@ from metal_engine.settings.speculative import speculative_config
 
 
 def check_engine_args(args: EngineArgs) -> None:
-    """Check all that can be known of the engine's settings without the model.
+    """Check the engine settings that can be checked without loading the model.
 
     Raises:
         ConfigError: a setting cannot work.
-        ModelLoadError: the model, or a file beside it, does not exist.
+        ModelLoadError: the model, the tokenizer or the generation config does not exist.
     """
     check_paths(args)
     speculative_config(args)

@@ -22,12 +22,12 @@ def find_several(
 
     Raises:
         ConfigError: settings that cannot work.
-        ModelLoadError: a named model, or a file beside it, does not exist.
+        ModelLoadError: a named model, the tokenizer or the generation config does not exist.
     """
     if server_args.served_model_name:
-        raise ConfigError("--served-model-name", "is for one model: several are called as they are named")
+        raise ConfigError("--served-model-name", "is for one model: several models are served under their own names")
     if server_args.lora_dir is not None:
-        raise ConfigError("--lora-dir", "is for one model that stays, not for those that come and go")
+        raise ConfigError("--lora-dir", "is for one model that stays loaded, not for models loaded on demand")
     if len(set(models)) < len(models):
         raise ConfigError(None, "a MODEL is named twice")
     for name in models:
@@ -42,15 +42,15 @@ def find_several(
 
 
 def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
-    """The models in a folder, by name: folders with a ``config.json`` and ``.gguf`` files, there and one level below.
+    """Return the models in a folder by name: folders with a ``config.json`` and ``.gguf`` files, also one level below.
 
-    What cannot be read, or has a name that no answer can hold, is passed over.
+    Skips unreadable entries and entries whose name is not UTF-8 or has invisible characters.
 
     Args:
-        warns: whether the log says what is passed over.
+        warns: log the skipped entries.
 
     Raises:
-        ConfigError: it is no folder, or cannot be read.
+        ConfigError: the path is not a readable folder.
     """
     try:
         paths = sorted(folder.expanduser().iterdir())
@@ -63,12 +63,12 @@ def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
         for inner in _below(path, passed_over):
             found |= _model_at(inner, f"{path.name}/{inner.name}", passed_over)
     if passed_over and warns:
-        logger.warning("of --models-dir, these are passed over: %s", "; ".join(dict.fromkeys(passed_over)))
+        logger.warning("skipping entries of --models-dir: %s", "; ".join(dict.fromkeys(passed_over)))
     return found
 
 
 def _below(path: Path, passed_over: list[str]) -> list[Path]:
-    """What is in a folder that is not a model itself."""
+    """Return the sorted entries of a folder. Empty if the path is hidden, a model, unreadable or not a folder."""
     try:
         if path.name.startswith(".") or not path.is_dir() or (path / "config.json").exists():
             return []

@@ -37,7 +37,7 @@ _life_lines: list[IO[str]] = []
 _leader_lines: list[int] = []
 # For a rank to end as rank 0 tells it, which may be the last that rank 0 does.
 _LAST_SECONDS = 1.0
-# For a rank to end after rank 0 has told it to; beyond that it is killed.
+# Time in which local ranks must exit on request. Remaining ranks are then killed.
 _OWN_END_SECONDS = 10.0
 
 
@@ -115,7 +115,7 @@ class LocalRanks:
         self.kill_left()
 
     def kill_left(self) -> None:
-        """Kill the ranks that do not end by themselves in a few seconds, such as stopped ones."""
+        """Wait ``_OWN_END_SECONDS`` at most for the ranks to exit. Kill the remaining ranks, such as stopped ones."""
         deadline = time.monotonic() + _OWN_END_SECONDS
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):

@@ -22,7 +22,7 @@ class LeaderRunner:
     may wait for the other ranks.
 
     Args:
-        kill_left: kills the ranks that rank 0 has started and that do not end when they are told to.
+        kill_left: kills the ranks that rank 0 has started and that do not exit on request.
     """
 
     def __init__(

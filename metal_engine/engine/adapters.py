@@ -80,8 +80,8 @@ class AdapterRegistry:
                 slot is free it takes that one's, which no request may have then; meanwhile there is none of that name.
 
         Raises:
-            AdapterError: the files cannot be read or do not fit the model; the name is taken or has a character that is
-                not visible; no slot is free.
+            AdapterError: the files are unreadable or do not fit the model, the name is taken or has an invisible
+                character, or all slots are in use.
         """
         if problem := problem_of_name(name):
             raise AdapterError(f"the name {problem}", "lora_name")

@@ -18,10 +18,10 @@ _MAX_SOURCE, _MAX_NODES = 1 << 17, 1 << 14
 
 
 def read_chat_template(given: str) -> str:
-    """The chat template that ``--chat-template`` names: the content of a file, or the Jinja text itself.
+    """Return the chat template that ``--chat-template`` names: the content of a file, or the Jinja text itself.
 
     Raises:
-        ConfigError: it is neither, or no valid Jinja.
+        ConfigError: the file cannot be read, or the template is invalid or too large.
     """
     text = given
     if "{{" not in given and "{%" not in given:

@@ -26,12 +26,13 @@ class Detokenizer:
     def __init__(self, backend: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
-        # Tokens that ended the last text of the stream, and the tokens since, whose text the stream holds back.
+        # Last tokens whose text the stream has returned, and later tokens whose text the stream holds back.
         self._context: tuple[int, ...] = ()
         self._held: list[int] = []
         self._shown = ""  # whole characters of the held tokens' text, which have been returned
-        # A stream whose context ends within a character would repeat the whole context with the first new text. So the
-        # context ends before that character, and the later tokens are added as if they were new.
+        # A stream whose context ends within a character would repeat the whole context with the first new text.
+        # Therefore the context ends before an incomplete character, and the remaining prompt tokens are added like new
+        # tokens.
         end = self._end_of_text(prompt_token_ids)
         context = tuple(prompt_token_ids[max(end - _CONTEXT_TOKENS, 0) : end])
         if not self._decode(context).endswith(_INCOMPLETE):
@@ -78,7 +79,7 @@ class Detokenizer:
         """
         self._held.append(token_id)
         before, text = self._decode(self._context), self._decode((*self._context, *self._held))
-        if not text.startswith(before):  # the decoder needs the rest of the character to spell the ones before it
+        if not text.startswith(before):  # the text of earlier tokens changes until this character is complete
             return ""
         whole = text[len(before) :].rstrip(_INCOMPLETE)
         new, self._shown = whole[len(self._shown) :], max(self._shown, whole, key=len)

@@ -85,7 +85,7 @@ def _unescaped(text: Any) -> int:
 
 
 def _stripped(text: Any, chars: Any = None, *_: Any, **__: Any) -> int:
-    """Each character of a text is sought among some others."""
+    """Python compares each character of the text with the characters to strip."""
     return len(_text(text)) * length(chars) // 16
 
 
@@ -96,20 +96,23 @@ def _stripped_of_tags(text: Any) -> int:
 
 
 def formatted(text: Any, given: Any) -> int:
-    """Text made by ``%``: widths in the text or, for ``*``, given as numbers; values as often as there are places."""
+    """Return the cost of ``text % given``: the widths, and the values as often as placeholders may use them.
+
+    A ``*`` reads its width from a number in ``given``.
+    """
     if not isinstance(text, str | bytes):
         return 0
     spelled = text if isinstance(text, str) else text.decode("latin-1")
     total, numbers = _totals(given)
     places = spelled.count("%")
     stars = numbers if "*" in spelled else 0
-    # A place takes one value of several; but a single one, and one with a name, may be taken by every place.
+    # Each placeholder uses one value of a tuple. A single value, or a named value, may be used by every placeholder.
     values = total if isinstance(given, tuple) else places * total
     return widths(spelled) + stars + values + places * STEP
 
 
 def _totals(value: Any) -> tuple[int, int]:
-    """Size of a value as text, and the sum of the numbers in it. Spends what looking at the value takes."""
+    """Return the size of a value as text, and the sum of the numbers in the value. Spends the cost of the traversal."""
     total, numbers, waiting = 0, 0, [value]
     budget = current_budget()
     while waiting:
@@ -148,7 +151,7 @@ def _json(value: Any, ensure_ascii: Any = False, indent: Any = None, separators:
 
 
 def _refused(*_: Any, **__: Any) -> int:
-    raise TemplateBudgetError("the chat template does what it may not")
+    raise TemplateBudgetError("the chat template calls a forbidden method")
 
 
 FILTER_GROWTH: dict[str, Growth] = {
@@ -167,7 +170,7 @@ METHOD_GROWTH: dict[str, Growth] = {
     "striptags": _stripped_of_tags,
     "fromkeys": lambda kind, keys=(), *_: STEP * length(keys), "from_bytes": _refused, "to_bytes": _refused,
 }  # fmt: skip
-# Their time and result are in proportion to what they read. Formats spend by themselves.
+# Methods whose time and result are proportional to their input. Format methods charge the budget themselves.
 LINEAR_TEXT_METHODS = frozenset(
     {
         "capitalize", "casefold", "count", "endswith", "escape", "find", "format", "format_map", "index", "isalnum",

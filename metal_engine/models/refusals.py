@@ -28,9 +28,9 @@ def refuse_half_experts(model: nn.Module) -> None:
 
 
 def forward_fails(error: Exception) -> UnsupportedModelError:
-    """What to raise for an error of a packed forward. Logs a text of many lines, such as a compiler's, in full.
+    """Return the exception for an error of a packed forward. Logs messages of several lines in full.
 
-    MLX raises a RuntimeError for what a device cannot do, such as experts in half precision on a CPU.
+    MLX raises a RuntimeError for operations that the device does not support, such as half-precision experts on a CPU.
     """
     first, *others = f"{type(error).__name__}: {error}".splitlines()
     if others:

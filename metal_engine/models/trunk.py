@@ -44,7 +44,7 @@ class Trunk:
 
 
 def select_rows_before_head(model: nn.Module, step: CurrentStep, make_caches: MakeCaches) -> Trunk:
-    """Make the trunk return only the rows whose logits are needed, so that only they go through the head.
+    """Make the trunk return only the rows whose logits are needed. The head then skips all other rows.
 
     Raises:
         UnsupportedModelError: no module's output can be cut to some of its rows.
@@ -68,11 +68,11 @@ def select_rows_before_head(model: nn.Module, step: CurrentStep, make_caches: Ma
 def hidden_problem(model: nn.Module, trunk: Trunk, vocab_size: int, make_caches: MakeCaches) -> str | None:
     """Return why the trunk's output cannot be used as hidden states. None if the LM head is given that output.
 
-    Only the head is computed, for three rows.
+    Computes the LM head alone, for three rows.
     """
     name = type(trunk.module).__name__
     if trunk.width == vocab_size:
-        return f"the output of its {name} is as wide as its logits, so it may be the logits"
+        return f"the output of its {name} is as wide as its logits and may be the logits"
     row = mx.random.normal((1, 1, trunk.width), key=mx.random.key(0))
     rows = mx.concatenate([row, row / _SHRINKING, mx.zeros_like(row)]).astype(trunk.dtype)
     with _class_of(trunk.module, lambda cls: _returning(cls, rows)):
@@ -87,7 +87,7 @@ def hidden_problem(model: nn.Module, trunk: Trunk, vocab_size: int, make_caches:
 def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
     """Yield modules that are called once and return a row for each token. The module whose call ends last is first.
 
-    Modules whose rows are as wide as the logits come after all others: they are the head, or contain it.
+    Modules with rows as wide as the logits come last, because these modules are the head or contain the head.
     """
     ended: list[tuple[nn.Module, Any]] = []
     with _noting_outputs(model, ended):

@@ -10,9 +10,9 @@ from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.workers import Workers
 
 _POLL_SECONDS = 1.0
-# After the last request: memory is kept while a conversation goes on.
+# Idle polls before the server returns memory. The delay keeps memory between the turns of a conversation.
 _IDLE_POLLS = 10
-# Between two large bodies that follow each other: the next step must fault its memory in again.
+# Minimum number of polls between returns of memory after large bodies. A return makes the next step fault memory in.
 _BUSY_POLLS = 5
 
 

@@ -30,12 +30,14 @@ class ChatArgs(Settings):
     api_key: str | None = setting(None, API_KEY_HELP, secret=True)
     system: str | None = setting(None, "System prompt.")
     temperature: float | None = setting(
-        None, "Sampling temperature; 0 is greedy. Default: what the model recommends, else 0.7; a server has its own."
+        None,
+        "Sampling temperature; 0 is greedy. Default: the model's recommendation, or 0.7 if the model has no "
+        "recommended sampling. A server uses its own default.",
     )
     top_p: float | None = setting(
         None,
-        "Sample from the most likely tokens whose probability reaches this together. Default: what the model "
-        "recommends, else 0.95; a server has its own.",
+        "Sample from the most likely tokens whose probability reaches this together. Default: the model's "
+        "recommendation, or 0.95 if the model has no recommended sampling. A server uses its own default.",
     )
     max_tokens: int | None = setting(None, "Longest answer in tokens. Default: as many as fit.", kind="count")
     log_level: str = setting(
@@ -54,5 +56,5 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # invalid port
         return False

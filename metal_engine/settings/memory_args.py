@@ -1,4 +1,4 @@
-"""Settings of memory beside those of the KV cache."""
+"""Memory settings other than the KV cache settings."""
 
 from __future__ import annotations
 

@@ -6,10 +6,10 @@ from metal_engine.errors import ConfigError
 
 
 def problem_of_name(name: str) -> str:
-    """Return what is wrong with a name; "" if nothing is.
+    """Return a description of the problem with a name, or "" if the name is valid.
 
     A name may have any character that is visible, and spaces. Control characters can forge lines of a log or end a
-    line of a shell. Formatting characters, such as U+202E, make a name look like another one.
+    line of a shell. Formatting characters, such as U+202E, make a name look like a different name.
     """
     hidden = next((char for char in name if not char.isprintable()), None)
     if hidden is None:

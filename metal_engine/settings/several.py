@@ -83,15 +83,15 @@ def refuse_for_one_model(args: EngineArgs) -> None:
     if args.async_scheduling:
         raise ConfigError("--async-scheduling", "is for one model: several take turns, step by step")
     if args.num_ranks > 1:
-        raise ConfigError(args.ranks_flag, "is for one model that stays, not for those that come and go")
+        raise ConfigError(args.ranks_flag, "is for one model that stays loaded, not for models loaded on demand")
     if args.has_adapters:
         flag = LORA_MODULES if args.lora_modules else "--enable-lora"
-        raise ConfigError(flag, "is for one model that stays, not for those that come and go")
+        raise ConfigError(flag, "is for one model that stays loaded, not for models loaded on demand")
     speculative = speculative_config(args)
     if speculative is not None and speculative.model is not None:
         raise ConfigError(
             SPECULATIVE,
-            f"with the method {speculative.method} is for one model that stays, not for those that come and go",
+            f"with the method {speculative.method} is for one model that stays loaded, not for models loaded on demand",
         )
 
 

@@ -183,7 +183,7 @@ def test_a_forced_answer_has_no_reasoning() -> None:
 def test_answers_under_a_grammar_are_never_empty(
     given: dict[str, Any], text: str, content: str, reasoning: str | None
 ) -> None:
-    """The prompt has begun the reasoning, and the grammar does not let the model end it."""
+    """The prompt opens the reasoning section, and most of these grammars forbid the mark that closes the section."""
     known = answer_format("json_tools")
     answers = ChatAnswers.for_prompt(known, PARSED, [], lambda ids: "assistant\n<think>\n")
     assert answers.in_reasoning and answers.under(None) is answers

@@ -26,7 +26,7 @@ class Load:
         return BlasThreads(most, self.set.append, lambda: self.busy, lambda: self.own, lambda: self.clock)
 
     def go_on(self, own: float, others: float) -> None:
-        """A second in which this process and others use so many cores."""
+        """Advance the clock by one second: this process uses ``own`` cores and other programs use ``others`` cores."""
         self.clock, self.busy, self.own = self.clock + 1, self.busy + own + others, self.own + own
 
 
@@ -88,7 +88,7 @@ print(json.dumps([before is None, threads, blas and blas.threads, set_to]))
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 @pytest.mark.parametrize("variable", [None, "OPENBLAS_NUM_THREADS"])
 def test_the_library_in_use(variable: str | None) -> None:
-    """It is adapted unless the environment has a number of threads."""
+    """:func:`blas_threads` adapts the thread count of OpenBLAS unless an environment variable sets the count."""
     names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "GOTO_NUM_THREADS")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     if variable is not None:

@@ -1,4 +1,4 @@
-"""Requests that ended leave the runner, though the plan that says so is never carried out."""
+"""The runner drops finished requests even if the plan that lists the drops fails."""
 
 from __future__ import annotations
 

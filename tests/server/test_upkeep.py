@@ -12,7 +12,7 @@ from metal_engine.server.workers import Workers
 
 @dataclass
 class Server:
-    """What the decision depends on, of a server's requests and of its threads."""
+    """Request and worker counts of a server, as :class:`FreedMemory` reads them."""
 
     num_active: int = 0
     num_begun: int = 0

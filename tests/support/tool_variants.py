@@ -1,4 +1,4 @@
-"""Answers as models write them beside their format: what is still a call, and what has to stay content."""
+"""Answers that deviate from a model's call format. `VARIANTS` parse as calls; `UNREADABLE` must stay content."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TRAINS_FUNCTION = "<function=find_trains>\n<parameter=city>\nRome\n</parameter>
 _NESTED = "Write <parameter=x>1</parameter> and <function=f></function>, then go on."
 _BOTH = '[get_weather(city="Zürich 😀", days=3), find_trains(city="Rome")]'
 
-# By name: the answer, its calls, its content.
+# Name -> answer, calls and content.
 VARIANTS: dict[str, Recorded] = {
     "hermes parameters": Recorded(
         "json_tools", '<tool_call>{"name": "find_trains", "parameters": {"city": "Rome"}}</tool_call>', [TRAINS]
@@ -121,7 +121,7 @@ VARIANTS: dict[str, Recorded] = {
 _ARG = "<arg_key>{}</arg_key><arg_value>{}</arg_value>"
 _KIMI = "<|tool_call_begin|>functions.find_trains:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
 
-# By name: a parser, and an answer from which it would take a call that lacks something. All of it is content.
+# Name -> (parser, answer). A lenient parser would return an incomplete call, so the whole answer must stay content.
 UNREADABLE: dict[str, tuple[str, str]] = {
     "hermes another key": ("json_tools", '<tool_call>{"name": "find_trains", "input": {"city": "Rome"}}</tool_call>'),
     "hermes arguments at the top": ("json_tools", '<tool_call>{"name": "find_trains", "city": "Rome"}</tool_call>'),

@@ -1,8 +1,8 @@
-"""Compare the whole server with that of another commit: the same requests, started several times, in turns.
+"""Compare the whole server with the server of another commit on the same requests, over several alternating starts.
 
     python -m tools.benchmarks.server_against eb2337c [--starts 4] [--model demo] [--serve-args "--block-size 32"]
 
-Both servers run in this Python environment: this checkout as it is, and the files of the other commit, which are
+Both servers run in this Python environment: the working tree of this checkout, and the files of the other commit,
 unpacked into the cache directory. Each start of a server answers every load. The table has each load's medians, their
 ratio (this checkout's figure over the other's), and user and system seconds of the server's busiest thread, which on a
 CPU is the thread that computes MLX's operations for the engine. Run it on idle cores.
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     roots = {other: folder, HERE: ROOT}
     results: dict[str, list[dict[str, Figures]]] = defaultdict(list)
     for start in range(args.starts):
-        # Every second turn begins with this checkout, so that neither always runs first.
+        # Alternate the order: this checkout runs first in every second turn.
         for name in sorted(roots, key=lambda one: (one == HERE) != bool(start % 2)):
             extra = args.serve_args.split()
             with running(OURS, args.model, same_blas=True, extra=extra, root=roots[name]) as server:

@@ -40,7 +40,7 @@ def decoded_calls(text: str, at: int) -> tuple[list[dict[str, Any]], int]:
     """Return the calls of the JSON value at a place in a text, and the place behind the value.
 
     Raises:
-        Exception: of any type, if there is no JSON value, or if the value is not a call or a list of calls.
+        Exception: no JSON value starts at ``at``, or the value is not a call or a list of calls. The type varies.
     """
     value, end = _DECODER.raw_decode(text, at)
     return [_call(one) for one in (value if isinstance(value, list) else [value])], end
@@ -50,8 +50,8 @@ def _call(given: Any) -> dict[str, Any]:
     """Return a call with its arguments under one key. Models take the key ``parameters`` from JSON schemas."""
     keys = [key for key in ("arguments", "parameters") if key in given]
     if len(keys) > 1:
-        raise ValueError("it has both arguments and parameters")
+        raise ValueError("the call has both arguments and parameters")
     if not keys and not given.keys() <= _LABELS:
-        raise ValueError("it has neither arguments nor parameters")
+        raise ValueError("the call has neither arguments nor parameters")
     arguments = given[keys[0]] if keys else {}
     return {"name": given["name"], "arguments": arguments, "id": given.get("id")}

@@ -6,7 +6,7 @@ import ast
 import re
 from typing import Any
 
-# A string literal, to the end of the text if it is not closed: a search from each quote would take quadratic time.
+# A string literal. An unclosed literal extends to the end of the text: searching from each quote would be quadratic.
 # Models write line breaks in literals as they are, which Python does not allow.
 _STRING = re.compile(r"""(["'])(?:(?!\1)[^\\]|\\(?:.|\Z))*+(?:\1|\Z)""", re.DOTALL)
 _ESCAPE_OR_BREAK = re.compile(r"(\\.)|\n", re.DOTALL)
@@ -23,7 +23,7 @@ class PythonicCalls:
         """Return the calls in a text. Raises an exception of any type if the text has anything else."""
         parsed = ast.parse(_STRING.sub(_escaped, text.strip()), mode="eval").body
         if not isinstance(parsed, ast.List):
-            raise ValueError("it is not a list")
+            raise ValueError("the text is not a Python list")
         return [_call(node) for node in parsed.elts]
 
 
@@ -40,7 +40,7 @@ class _JSONNames(ast.NodeTransformer):
 
 def _call(node: ast.expr) -> dict[str, Any]:
     if not isinstance(node, ast.Call) or node.args:
-        raise ValueError("it is not a call with keyword arguments")
+        raise ValueError("a list item is not a call with keyword arguments")
     arguments: dict[str, Any] = {}
     for keyword in node.keywords:
         if keyword.arg is None:

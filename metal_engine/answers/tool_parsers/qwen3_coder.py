@@ -78,7 +78,7 @@ def _arguments(text: str, at: int, properties: dict[str, Any]) -> tuple[dict[str
             return arguments, at
         found = _PARAMETER.match(text, at)
         if found is None or found[1] in arguments:
-            raise ValueError("it has text between parameters, or a parameter twice")
+            raise ValueError("the call has text between parameters, or a parameter twice")
         end = ends.search(text, found.end())
         if end is None:
             raise ValueError(f"the parameter {found[1][:100]} has no end")
@@ -91,10 +91,10 @@ def _arguments(text: str, at: int, properties: dict[str, Any]) -> tuple[dict[str
 
 
 def _value_end(properties: dict[str, Any]) -> re.Pattern[str]:
-    """Return a pattern for the end of a value: the closing tag, or the tag after one that is missing.
+    """Return a pattern for the end of a value: the closing tag, or the next tag if the closing tag is missing.
 
-    A value may have tags too, such as a piece of text about this format. Only a closing tag that another tag of the
-    call follows is the end, and only the opening tag of a parameter that the tool has.
+    A value can contain tags, such as text about this format. Therefore a closing tag ends the value only before another
+    tag of the call or at the end of the text. An opening tag ends the value only if it names a parameter of the tool.
     """
     closing = rf"{_CLOSING}(?=\s*(?:{_OPENING}|{_CLOSING}|{_FUNCTION_END}|<function=|\Z))"
     names = "|".join(map(re.escape, properties))
@@ -103,7 +103,7 @@ def _value_end(properties: dict[str, Any]) -> re.Pattern[str]:
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Return a value of a type that its schema names; the text itself if there is no such value."""
+    """Parse a text as a type that the schema allows. Return the text unchanged if no type fits."""
     kinds = _kinds(schema)
     if kinds == {"string"}:
         return text

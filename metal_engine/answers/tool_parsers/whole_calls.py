@@ -1,4 +1,4 @@
-"""A check of mlx-lm's parsers: they search a text for what they know, and pass over the rest.
+"""Checks the input of mlx-lm's parsers, which search a text for known patterns and ignore all other text.
 
 A value whose closing mark is missing, or a second call in a block, would be lost, and the call would look right.
 """
@@ -13,12 +13,12 @@ from metal_engine.answers.tool_parsers.json_calls import JSON_CALLS
 
 
 class WholeCalls:
-    """Parser that refuses a text of which another parser would pass over a part.
+    """Parser that refuses a text if the wrapped parser would ignore part of the text.
 
     Args:
         parser: parser of the format.
         shape: pattern that matches a whole text of calls and nothing else.
-        call: text that begins each call; the other parser may skip calls. Empty if it skips none.
+        call: text that begins each call, if the wrapped parser may skip calls. Otherwise empty.
     """
 
     def __init__(self, parser: ToolParser, shape: re.Pattern[str], call: str = "") -> None:
@@ -33,11 +33,11 @@ class WholeCalls:
         if self._shape.fullmatch(text) is None:
             if text.lstrip().startswith(("{", "[")):
                 return JSON_CALLS.parse_tool_call(text)
-            raise ValueError("it has text that is neither a call nor an argument")
+            raise ValueError("the text has parts outside of calls and arguments")
         parsed = self._parser.parse_tool_call(text, tools)
         num_calls = len(parsed) if isinstance(parsed, list) else 1
         if self._call and num_calls != text.count(self._call):
-            raise ValueError("one of its calls cannot be read")
+            raise ValueError("the parser skipped a call")
         return parsed
 
 

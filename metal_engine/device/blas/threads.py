@@ -19,12 +19,12 @@ _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 # Fields of a line of /proc/stat, in clock ticks: user, system, irq, softirq and steal. Programs with a positive nice
 # value (field 1) yield to this process.
 _BUSY_FIELDS = (0, 2, 5, 6, 7)
-# The BLAS gives a core up if other programs use more of it than this.
+# Share of a core that other programs may use before the BLAS releases that core.
 _SHARE_LEFT_TO_OTHERS = 0.5
 
 
 def busy_seconds(path: Path = Path("/proc/stat")) -> float:
-    """Return the seconds for which this process's cores have been busy so far, summed over these cores."""
+    """Return the total busy seconds since boot of all cores that this process may run on."""
     cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     rows = [line.split() for line in path.read_text().splitlines()]
     ticks = sum(int(row[1 + field]) for row in rows if row and row[0] in cores for field in _BUSY_FIELDS)
@@ -34,14 +34,15 @@ def busy_seconds(path: Path = Path("/proc/stat")) -> float:
 class BlasThreads:
     """Adapts the number of BLAS threads to the cores that other programs leave free.
 
-    A product ends when its last thread ends, and the other threads spin meanwhile. If another program holds the core of
-    one thread, all wait for the system to run it again: with every core taken, one thread is several times faster.
+    A matrix product completes when its last thread completes, and the finished threads spin. If another program holds
+    the core of one thread, all wait for the system to run it again: with every core taken, one thread is several times
+    faster.
 
     Args:
         most: number of threads if no other program runs.
         set_threads: sets the number of threads of products that start from now on.
         busy: see :func:`busy_seconds`.
-        own: returns the seconds of processor time that this process has used so far.
+        own: returns this process's CPU time in seconds.
         clock: returns the time in seconds.
     """
 

@@ -297,6 +297,6 @@ class _Preparation(Generic[BodyT]):
             raise invalid(f" of the prompts are {num_prompt_entries}, and may be {limit} at most", where=field)
         if body.return_token_ids and body.stream and max(map(len, prompts)) > MAX_STREAMED_IDS:
             raise invalid(
-                f" of prompts of more than {MAX_STREAMED_IDS} tokens: not in a stream", where="return_token_ids"
+                f" cannot be streamed for a prompt of more than {MAX_STREAMED_IDS} tokens", where="return_token_ids"
             )
         self.echoes = self._endpoint.echoes(body, prompts, engine.tokenizer)

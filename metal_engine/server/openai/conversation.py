@@ -39,8 +39,8 @@ _TOLD = "the model's chat template takes no tools: the system's message describe
 _EFFORT = "ignoring reasoning_effort: the model's chat template has no such setting"
 _DROPPED = "dropping the line x-anthropic-billing-header from system texts: it differs from request to request"
 _REORDERED = (
-    "the model's chat template does not keep messages in the order of the request: system messages join the "
-    "first one, or the user's text where they stand; so do messages of the user that follow each other"
+    "the model's chat template does not keep messages in the order of the request: leading system messages "
+    "are joined, a later system message becomes user text at its place, and consecutive user messages are joined"
 )
 # Templates and schemas make JSON of all tools in one call: 10 ms, and 40 MiB where a character is beyond U+FFFF.
 MAX_TOOL_CHARACTERS = 1 << 21
