@@ -102,7 +102,8 @@ class SchedulerOutput:
             Those that are :data:`UNKNOWN_DRAFT`, all of a request then, the draft model is to say; it may say fewer.
         draft_model_req_ids: requests of whose tokens in this step, which sample nothing or their first token, the draft
             model is to have KV, too.
-        dropped_req_ids: requests the runner must forget before this step: finished, aborted or preempted.
+        dropped_req_ids: requests the runner must forget before this step: finished, aborted or preempted. After a plan
+            that the runner refused, some may be requests that it has already forgotten.
         kv_connector_metadata: blocks to load and save with this step; None without KV transfer.
     """
 

@@ -53,10 +53,10 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
         ConfigError: there is nobody to talk to, or the settings cannot work.
         ModelLoadError: the model cannot be loaded.
     """
-    server = _find_server(chat_args, args)
-    if server is not None:
-        _note(f"Talking to {server.name}; the server's own settings hold.")
-        return _talk(server, chat_args)
+    found = _find_server(chat_args, args)
+    if isinstance(found, RunningServer):
+        _note(f"Talking to {found.name}; the server's own settings hold.")
+        return _talk(found, chat_args)
     from metal_engine.cli.early_checks import check_engine_args
     from metal_engine.sampling_params import SamplingParams
 
@@ -66,6 +66,7 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
         SamplingParams(**given)
     except ParameterError as error:
         raise ConfigError(flag(error.name), error.message) from error
+    _announce(found)
     _announce(f"Loading {args.model} into this process, which takes its own memory for weights and KV cache.")
     from metal_engine.engine.default_sampling import default_sampling_text
     from metal_engine.llm import LLM
@@ -86,11 +87,10 @@ def _talk(answerer: Answerer, chat_args: ChatArgs) -> bool:
 # --- whom to ask ---
 
 
-def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RunningServer | None:
+def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RunningServer | str:
     """Return the server at ``--url``, or our server at ``--host`` and ``--port`` if it serves the model.
 
-    Return None, after a note with the reason, if this process must load the model. Settings of the engine exclude a
-    running server.
+    Return the reason instead if this process must load the model. Settings of the engine exclude a running server.
 
     Raises:
         ConfigError: the server at ``--url`` cannot be used, or no server answers and no model is named.
@@ -99,8 +99,7 @@ def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RunningServer | None:
     key = first_key(chat_args.api_key) or None
     has_settings = args != EngineArgs(model=args.model)
     if chat_args.url is None and has_settings and args.model:
-        _announce("Flags of the engine are given, so no running server is used.")
-        return None
+        return "Flags of the engine are given, so no running server is used."
     try:
         cards = served_models(url, key)
         card = _usable_card(cards, url, args.model, is_any_server=chat_args.url is not None)
@@ -109,8 +108,7 @@ def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RunningServer | None:
             raise ConfigError("--url", f"{error} (--url)") from error
         if not args.model:
             raise ConfigError(None, f"{NO_MODEL}; {error} (--port or --url names another server)") from error
-        _announce(f"No running server is used: {error}.")
-        return None
+        return f"No running server is used: {error}."
     if has_settings:
         _note("Settings of the engine have no effect on a server that runs already.")
     return RunningServer(url, {"model": card["id"], **_given_sampling(chat_args)}, key)

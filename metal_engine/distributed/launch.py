@@ -37,8 +37,8 @@ _life_lines: list[IO[str]] = []
 _leader_lines: list[int] = []
 # For a rank to end as rank 0 tells it, which may be the last that rank 0 does.
 _LAST_SECONDS = 1.0
-# Time in which local ranks must exit on request. Remaining ranks are then killed.
-_OWN_END_SECONDS = 10.0
+# Time for a rank to end after rank 0 has told it to. The server waits for rank 0 for longer (10 s).
+_OWN_END_SECONDS = 5.0
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:

@@ -304,6 +304,7 @@ class EngineCore:
             try:
                 handle = self._runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (logged there)
+                self.scheduler.refused(plan)
                 outputs = failed + self._fail(plan, error)
                 # No later plan can follow directly on those under way: this one came between.
                 while self._under_way:

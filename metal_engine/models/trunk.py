@@ -27,6 +27,9 @@ MakeCaches = Callable[[], CacheTree]
 # norm would undo the division.
 _SHRINKING = 16
 
+# Layers whose output is one rank's columns only, such as a divided LM head: no hidden states.
+_DIVIDED = nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear
+
 
 @dataclass(frozen=True)
 class Trunk:
@@ -98,7 +101,8 @@ def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
     found = [
         Trunk(module, output.shape[-1], output.dtype)
         for module, output in reversed(ended)
-        if times[id(module)] == 1 and isinstance(output, mx.array) and output.ndim == 3 and output.shape[:2] == (2, 1)
+        if times[id(module)] == 1 and not isinstance(module, _DIVIDED)
+        if isinstance(output, mx.array) and output.ndim == 3 and output.shape[:2] == (2, 1)
     ]
     yield from sorted(found, key=lambda trunk: trunk.width == logits.shape[-1])
 

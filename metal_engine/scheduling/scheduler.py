@@ -281,10 +281,12 @@ class Scheduler:
     def failed(self, plan: SchedulerOutput | None = None) -> None:
         """Forget what hangs on a step that has failed, or will not be run; None: on all that have not ended."""
         self.prefix_cache.forget()  # it shared blocks that may never be written
-        if plan is not None:  # the runner may not have taken its drops in
-            self._dropped += [r for r in plan.dropped_req_ids if r not in self.held_by_runner]
         if self.speculation is not None:
             self.speculation.failed(plan)
+
+    def refused(self, plan: SchedulerOutput) -> None:
+        """Repeat a plan's drops in the next plan: the runner raised, perhaps before it took them in."""
+        self._dropped += [r for r in plan.dropped_req_ids if r not in self.held_by_runner]
 
     def cancel(self, plan: SchedulerOutput) -> None:
         """Take back a plan that will not be run: what it planned is computed again from its start.
