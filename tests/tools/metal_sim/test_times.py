@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 
+from metal_engine.attention.metal.variants import AttentionShape, variant_of
 from tools.metal_sim import __main__ as command
 from tools.metal_sim.agx import packages
 from tools.metal_sim.agx.listing import Instruction
@@ -51,6 +53,13 @@ def test_each_resource_of_a_launch() -> None:
     assert alone["latency"] == pytest.approx(2 * found["latency"]) and alone["issue"] > found["issue"]
 
 
+def test_an_idle_core_reads_nothing_and_the_slowest_group_counts() -> None:
+    found = limits(Launch([Group(8000, 9)], 8, 2, cache=640, threadgroup_memory=640), CHIP)
+    assert found["cache"] == found["core"] == pytest.approx(20e-9)
+    uneven = limits(Launch([Group(8000, 9), Group(800, 1)], 8, 2), CHIP)
+    assert uneven["latency"] == found["latency"] == pytest.approx(9 * 400e-9 + 1e-6)
+
+
 def instructions(**counts: int) -> list[Instruction]:
     return [Instruction(0, 8, name, "") for name, count in counts.items() for _ in range(count)]
 
@@ -89,19 +98,22 @@ def test_products_of_a_prompt_are_those_that_causality_leaves() -> None:
     assert len(launch.groups) == 2048 // 16 * 8
     (other,) = mlx(work, LLAMA_8B, CHIPS[0], KERNELS)
     assert len(other.groups) == 2048 // 32 * 32
+    # Each of a tile's fragments of 8 rows reads the staged keys, and the tile writes them once.
+    assert launch.threadgroup_memory == launch.cache * 9 and other.threadgroup_memory == other.cache * 5
     assert sum(g.loops for g in launch.groups) / len(launch.groups) == pytest.approx(1024 / 32, rel=0.03)
     assert sum(g.loops for g in other.groups) / len(other.groups) == pytest.approx(1024 / 16, rel=0.03)
 
 
-def test_a_gather_moves_k_and_v_through_the_smallest_memory_that_holds_them() -> None:
-    small, large = Workload("", 1, 1, 1024), Workload("", 1, 1, 16384)
-    for work, kv in ((small, 1024 * 4096), (large, 16384 * 4096)):
-        *gathers, attention, _ = [*mlx_gathered(work, LLAMA_8B, CHIPS[0], KERNELS), None][:4]
-        fits = work is small
-        assert [g.memory + g.last_level for g in gathers[:2]] == [kv, kv]
-        assert gathers[0].last_level == (kv / 2 if fits else 0)
-        if fits:
-            assert attention is None or attention.last_level in (kv, 0)
+@pytest.mark.parametrize("keys, fits", [(1024, True), (16384, False)])
+def test_gathered_arrays_stay_in_the_system_level_cache_if_they_fit(keys: int, fits: bool) -> None:
+    kv = keys * 8 * 128 * 4
+    work = Workload("", 1, 1, keys)
+    first, second, attention, *_ = mlx_gathered(work, LLAMA_8B, CHIPS[0], KERNELS)
+    # Each of two gathers reads and writes K or V, and attention reads both.
+    assert first == second == Launch(memory=kv / 2 if fits else kv, last_level=kv / 2 if fits else 0)
+    contiguous = mlx(work, LLAMA_8B, CHIPS[0], KERNELS)[0]
+    assert attention.memory == contiguous.memory - (kv if fits else 0)
+    assert attention.last_level == (kv if fits else 0)
 
 
 def test_a_step_is_limited_by_weights_or_products() -> None:
@@ -149,7 +161,9 @@ def test_compiled_kernels() -> None:
     found = compiled.compile_kernels()
     assert found.keys() == KERNELS.keys()
     assert (found["steel"].keys, found["sdpa_vector"].keys) == (16, 1)
-    assert found["direct"].keys % 8 == found["staged"].keys % 8 == 0
+    variant = variant_of(AttentionShape(mx.float16, 128, 128, 32, 8, 16))
+    assert found["direct"].keys == 8 * variant.held
+    assert found["staged"].keys % 8 == variant.bk % found["staged"].keys == 0
     for kernel in found.values():
         # A product takes 18 cycles, and a key has 4 products for each of its 8 rows.
         products = 4 if kernel.keys > 1 else 0
