@@ -1,4 +1,7 @@
-"""``python -m tools.metal_sim``: ``report``, ``emit``, ``agx``, ``undef``, ``cuda``, ``doctor``; each has --help."""
+"""``python -m tools.metal_sim``: ``report``, ``emit``, ``agx``, ``undef``, ``time``, ``cuda``, ``doctor``.
+
+Each has --help.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "kernel_bytes.md"
 BUILD = ROOT / "build" / "metal"
 REGISTERS = ROOT / "docs" / "kernel_registers.md"
+TIMES = ROOT / "docs" / "kernel_times.md"
 DTYPES = ("float16", "bfloat16", "float32")
 GENERATIONS = (13, 14)  # of Apple GPUs: M1, M2
 
@@ -111,6 +115,23 @@ def undef(options: argparse.Namespace) -> int:
     return bool(bad)
 
 
+def predict_times(write: bool) -> int:
+    """Predict the times of attention on Apple GPUs."""
+    from .errors import ToolchainError
+    from .times.kernels import compile_kernels
+    from .times.page import page
+
+    try:
+        text = page(compile_kernels())
+    except ToolchainError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(text)
+    if write:
+        TIMES.write_text(text)
+    return 0
+
+
 def cuda() -> int:
     """Run every kernel on a CUDA GPU and compare with float64."""
     from .cases import CASES
@@ -182,6 +203,8 @@ def main() -> int:
         "undef", parents=[dtype], help="values that kernels carry through loops and nothing has set"
     )
     sub.add_argument("pattern", nargs="*", help="regular expressions; a variant's name must match all of them")
+    sub = commands.add_parser("time", help="times of attention on M1, M2, M4 Max and M3 Ultra, predicted by a model")
+    sub.add_argument("--write", action="store_true", help="also write docs/kernel_times.md")
     commands.add_parser("cuda", help="run the engine's kernels on a CUDA GPU, against float64")
     commands.add_parser("doctor", help="is everything there that the simulator needs")
     options = parser.parse_args()
@@ -194,6 +217,8 @@ def main() -> int:
             return agx(options)
         case "undef":
             return undef(options)
+        case "time":
+            return predict_times(options.write)
         case "cuda":
             return cuda()
         case _:
