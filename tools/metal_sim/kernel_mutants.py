@@ -289,6 +289,8 @@ CASES = (
     Case([(1, 70), (15, 33)], 2, 1, head_dim=64, v_head_dim=128),
     # Latents.
     Case([(1, 300), (3, 33), (1, 1100)], 12, 1, target_threadgroups=1000, head_dim=48, v_head_dim=32, is_latent=True),
+    # A position part that does not fill its chunk.
+    Case([(1, 77), (3, 33)], 12, 1, head_dim=44, v_head_dim=32, is_latent=True),
     # Tiles that begin within one token and end in another, at the edge of the window.
     Case([(3, 74), (1, 9)], 20, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
     Case([(3, 74), (1, 9)], 28, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
