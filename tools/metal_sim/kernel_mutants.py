@@ -282,6 +282,8 @@ CASES = (
     # An odd number of rows, the last of all; columns that leave in pieces of unequal width, from two parts.
     Case([(1, 77), (1, 30)], 3, 1, mx.float16, head_dim=100, tolerance=7e-4),
     Case([(1, 77), (20, 40)], 2, 1, head_dim=208),
+    # A stage that fills its memory, and whose last loads are not all of its keys.
+    Case([(1, 30), (20, 40)], 2, 1, head_dim=96),
     # Three row fragments in a SIMD group, and a fourth that is staged.
     Case([(1, 77), (2, 600), (1, 9)], 24, 1, mx.float16, head_dim=128, window=550, tolerance=7e-4),
     # Two row fragments in a SIMD group. K and V of different sizes.
