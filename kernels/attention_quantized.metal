@@ -121,10 +121,16 @@ METAL_FUNC void unpack_chunk(
       scale = group / 4 == round ? loaded.scales[round] : scale;
       bias = group / 4 == round ? loaded.biases[round] : bias;
     }
-    // The four lanes of a row differ in bits 0 and 3.
-    const ushort from = ushort((lane & ~9) | (group & 1) | (group & 2) << 2);
-    scale = simd_shuffle(scale, from);
-    bias = simd_shuffle(bias, from);
+    // The four lanes of a row differ in bits 0 and 3. Two exchanges, each of which half of them take part in.
+    #pragma clang loop unroll(full)
+    for (int bit = 0; bit < 2; ++bit) {
+      const int mask = bit == 0 ? 1 : 8;
+      const bool other = ((lane & mask) != 0) != ((group >> bit & 1) != 0);
+      const float scale_there = simd_shuffle_xor(scale, ushort(mask));
+      const float bias_there = simd_shuffle_xor(bias, ushort(mask));
+      scale = other ? scale_there : scale;
+      bias = other ? bias_there : bias;
+    }
   }
   #pragma clang loop unroll(full)
   for (int i = 0; i < COLUMNS; ++i) {

@@ -96,6 +96,10 @@ for (int tile = key_begin; tile < key_end; tile += BK) {
   threadgroup_barrier(mem_flags::mem_threadgroup);  // K has been read
 
   T weights[WEIGHT_PRODUCTS * LEFT_ELEMENTS];
+  #pragma clang loop unroll(full)
+  for (int i = 0; i < WEIGHT_PRODUCTS * LEFT_ELEMENTS; ++i) {
+    weights[i] = T(0.0f);  // on every path, or the last stage's would be carried along
+  }
   if (has_keys) {
     #pragma clang loop unroll(full)
     for (int i = 0; i < SUM_ELEMENTS; ++i) {

@@ -49,13 +49,14 @@ for (int t = cu_seqlens[segment]; t < end; ++t) {
   const ulong k_at = (ulong(t) * Hk + k_head) * Dk;
   const ulong v_at = ulong(t) * Hv + v_head;
   const float decay = VECTOR_GATE ? 1.0f : g[v_at];
+  const uint gates_at = uint(v_at) * Dk;  // below 2^32, as the host sees to: 64 bits for each column would spill
 
   // Four sums, so that a lane's products need not wait for each other.
   float sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   #pragma clang loop unroll(full)
   for (int i = 0; i < PER_LANE; ++i) {
     const int column = first_column + i / 4 * (LANES * 4) + i % 4;
-    state[i] *= VECTOR_GATE ? g[v_at * Dk + column] : decay;
+    state[i] *= VECTOR_GATE ? g[gates_at + uint(column)] : decay;
     sums[i % 4] += state[i] * float(k[k_at + column]);
   }
   float held = (sums[0] + sums[1]) + (sums[2] + sums[3]);

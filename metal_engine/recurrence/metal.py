@@ -25,6 +25,7 @@ from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, DTYPES, kernel_te
 
 MAX_STATE_COLUMNS = 256  # of a recurrent state
 MAX_STATE_PER_LANE = 32  # numbers of a recurrent state that a lane keeps in registers
+MAX_GATES = 1 << 32  # of a step: the kernel numbers them in 32 bits
 SIMD_GROUPS = 4  # of a threadgroup
 KERNEL_SIZES = range(2, 9)  # inputs of an output of a convolution
 ROWS_OF_TILE = 8  # that a thread convolves, one after another: at least a kernel size less one
@@ -129,7 +130,8 @@ class MetalRecurrence:
         num_tokens, num_k_heads, key_dim = q.shape
         num_v_heads = v.shape[1]
         gates = ((num_tokens, num_v_heads), (num_tokens, num_v_heads, key_dim))
-        return g.shape in gates and num_v_heads % num_k_heads == 0 and _are_columns(key_dim)
+        is_whole = num_v_heads % num_k_heads == 0 and _are_columns(key_dim)
+        return g.shape in gates and g.size < MAX_GATES and is_whole
 
     def gated_delta(
         self,

@@ -10,6 +10,8 @@ import pytest
 from metal_engine.attention.metal.variants import GROUPS, AttentionShape, Variant, variant_of
 from tests.support.simulated import check
 
+STAGE_KEYS = 32  # at most, as in paged_attention.metal
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -116,7 +118,7 @@ def test_prefill_waits_four_times_a_stage(heads):
     """Parts need no barrier of their own to add their scores."""
 
     def barriers(stages):
-        (launch,) = heads.launches([(10, stages * heads.variant.bk)], target_threadgroups=1)
+        (launch,) = heads.launches([(10, stages * STAGE_KEYS)], target_threadgroups=1)
         return launch.barriers // launch.threadgroups
 
     assert barriers(4) - barriers(1) == 3 * 4

@@ -169,7 +169,7 @@ def test_shapes_that_fit() -> None:
         for v_head_dim in (head_dim, 64)
         if fits_tensor_ops(shape(mx.float16, head_dim, v_head_dim))
     }
-    dims = range(16, 161, 16)
+    dims = range(16, 145, 16)  # wider heads are shared out between SIMD groups
     assert fitting == {(dim, 64) for dim in dims} | {(dim, dim) for dim in dims if dim % 32 == 0}
     assert fits_tensor_ops(shape(mx.bfloat16, 128))
     assert not fits_tensor_ops(shape(mx.float32, 128))

@@ -273,6 +273,10 @@ def test_what_kernels_do():
         {"v_dtype": mx.int8},
     ):
         assert not does(*rule(**changed), mx.float32), changed
+    # Gates are numbered in 32 bits. Nothing is evaluated here.
+    for tokens in ((1 << 20) - 1, 1 << 20):
+        many = rule(q=(tokens, 32, 128), k=(tokens, 32, 128), v=(tokens, 32, 5), g=(tokens, 32, 128))
+        assert does(*many, mx.float32) == (tokens < 1 << 20)
     assert not does(*rule(), mx.bfloat16)
 
     scans = recurrence().does_ssm_update

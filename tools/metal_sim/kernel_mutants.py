@@ -282,6 +282,8 @@ CASES = (
     # An odd number of rows, the last of all; columns that leave in pieces of unequal width, from two parts.
     Case([(1, 77), (1, 30)], 3, 1, mx.float16, head_dim=100, tolerance=7e-4),
     Case([(1, 77), (20, 40)], 2, 1, head_dim=208),
+    # A stage that fills its memory, and whose last loads are not all of its keys.
+    Case([(1, 30), (20, 40)], 2, 1, head_dim=96),
     # Three row fragments in a SIMD group, and a fourth that is staged.
     Case([(1, 77), (2, 600), (1, 9)], 24, 1, mx.float16, head_dim=128, window=550, tolerance=7e-4),
     # Two row fragments in a SIMD group. K and V of different sizes.
@@ -289,6 +291,8 @@ CASES = (
     Case([(1, 70), (15, 33)], 2, 1, head_dim=64, v_head_dim=128),
     # Latents.
     Case([(1, 300), (3, 33), (1, 1100)], 12, 1, target_threadgroups=1000, head_dim=48, v_head_dim=32, is_latent=True),
+    # A position part that does not fill its chunk.
+    Case([(1, 77), (3, 33)], 12, 1, head_dim=44, v_head_dim=32, is_latent=True),
     # Tiles that begin within one token and end in another, at the edge of the window.
     Case([(3, 74), (1, 9)], 20, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
     Case([(3, 74), (1, 9)], 28, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),

@@ -24,8 +24,8 @@ TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 MUTANTS = (
     # the rule
     Mutant(DELTA, ": decay;", ": 1.0f;"),
-    Mutant(DELTA, "? g[v_at * Dk + column]", "? 1.0f"),
-    Mutant(DELTA, "g[v_at * Dk + column]", "g[v_at * Dk + first_column]"),
+    Mutant(DELTA, "? g[gates_at + uint(column)]", "? 1.0f"),
+    Mutant(DELTA, "gates_at + uint(column)", "gates_at + uint(first_column)"),
     Mutant(DELTA, "wanted - held", "wanted"),
     Mutant(DELTA, " * float(beta[v_at])", ""),
     Mutant(DELTA, "state[i] += float(k[k_at + column]) * delta;", ""),

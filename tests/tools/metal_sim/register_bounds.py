@@ -32,8 +32,15 @@ class Bound:
 BOUNDS: tuple[tuple[str, Bound], ...] = (
     # float32 is for comparing results: it takes twice the registers.
     (r" float32 ", Bound(loop_spills=None, outside=None)),
-    (r"^(gated_delta|ssm_update) ", Bound(loop_size=4_500, threadgroups=3)),
+    (r"^(gated_delta|ssm_update) ", Bound(loop_size=4_500, threadgroups=4)),
     (r"^(short_convolution|merge_splits) ", Bound(outside=0, loop_size=500, threadgroups=4)),
+    # 24 rows of queries and output take 72 registers; a SIMD group of fewer columns would read scales of its own.
+    (r"^paged_attention_quantized \w+ 128, group (20|24),", Bound(loop_spills=24, loop_size=18_000)),
+    # Integers, scales and a fragment of numbers take more registers than two threadgroups have.
+    (r"^paged_attention_quantized ", Bound(loop_size=16_000)),
+    # Queries, output and a fragment of keys take 84 registers for 24 rows of a latent, 72 for staged heads of 256 columns.
+    (r"^paged_attention \w+ (latent 512 \+ 64, group (20|32|64|96|128)|256,)", Bound(loop_size=14_000)),
+    (r"^paged_attention ", Bound(loop_size=12_000, threadgroups=2)),
     (r"", Bound()),
 )
 

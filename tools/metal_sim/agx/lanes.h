@@ -14,7 +14,7 @@ uint get_sub_group_id() __attribute__((const));
 uint get_sub_group_local_id() __attribute__((const));
 uint get_num_sub_groups() __attribute__((const));
 uint sub_group_shuffle(uint, uint) MS_CONVERGENT;
-uint sub_group_shuffle_xor(uint, uint) MS_CONVERGENT;
+uint sub_group_broadcast(uint, uint) MS_CONVERGENT;
 void barrier(uint) MS_CONVERGENT;
 void sub_group_barrier(uint) MS_CONVERGENT;
 
@@ -42,11 +42,12 @@ METAL_FUNC T ms_take(T value, uint lane) {
   return out.whole;
 }
 
-// Another instruction of the GPU than a shuffle from any lane.
+// A stand-in. The GPU has one instruction for simd_shuffle_xor; Mesa makes four shuffles of it, whose lane numbers take about
+// ten registers. A broadcast is one instruction with the same operands. Nothing runs, so the lane does not matter.
 template <class T>
 METAL_FUNC T ms_take_xor(T value, uint mask) {
   ms_words<T> out, in;
   in.whole = value;
-  for (uint i = 0; i < sizeof(in.word) / 4; ++i) out.word[i] = sub_group_shuffle_xor(in.word[i], mask);
+  for (uint i = 0; i < sizeof(in.word) / 4; ++i) out.word[i] = sub_group_broadcast(in.word[i], mask);
   return out.whole;
 }
