@@ -38,7 +38,7 @@ BOUNDS: tuple[tuple[str, Bound], ...] = (
     (r"^paged_attention_quantized \w+ 128, group (20|24),", Bound(loop_spills=24, loop_size=18_000)),
     # Integers, scales and a fragment of numbers take more registers than two threadgroups have.
     (r"^paged_attention_quantized ", Bound(loop_size=16_000)),
-    # Queries, output and a fragment of keys take 84 registers for 24 rows of a latent, 72 for staged heads of 256 columns.
+    # Arrays of 24 rows of a latent take 84 registers, those of staged heads of 256 columns 72.
     (r"^paged_attention \w+ (latent 512 \+ 64, group (20|32|64|96|128)|256,)", Bound(loop_size=14_000)),
     (r"^paged_attention ", Bound(loop_size=12_000, threadgroups=2)),
     (r"", Bound()),
