@@ -151,7 +151,7 @@ def _json(value: Any, ensure_ascii: Any = False, indent: Any = None, separators:
 
 
 def _refused(*_: Any, **__: Any) -> int:
-    raise TemplateBudgetError("the chat template calls a forbidden method")
+    raise TemplateBudgetError("the chat template may not call this method")
 
 
 FILTER_GROWTH: dict[str, Growth] = {

@@ -77,9 +77,10 @@ def hidden_problem(model: nn.Module, trunk: Trunk, vocab_size: int, make_caches:
     if trunk.width == vocab_size:
         return f"the output of its {name} is as wide as its logits and may be the logits"
     row = mx.random.normal((1, 1, trunk.width), key=mx.random.key(0))
-    rows = mx.concatenate([row, row / _SHRINKING, mx.zeros_like(row)]).astype(trunk.dtype)
-    with _class_of(trunk.module, lambda cls: _returning(cls, rows)):
+    output = [mx.concatenate([row, row / _SHRINKING, mx.zeros_like(row)]).astype(trunk.dtype)]
+    with _class_of(trunk.module, lambda cls: _returning(cls, output)):
         logits = model(mx.zeros((3, 1), mx.int32), cache=make_caches())
+    output.clear()  # a class lives until the garbage collector runs, with what its functions hold
     whole, shrunk, bias = np.array(logits.reshape(3, -1).astype(mx.float32))
     # Written so that NaN is refused. A cap on logits makes large scores smaller, so the bound is a wide one.
     if not np.abs(shrunk - bias).max() < 0.5 * np.abs(whole - bias).max():
@@ -104,6 +105,7 @@ def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
         if times[id(module)] == 1 and not isinstance(module, _DIVIDED)
         if isinstance(output, mx.array) and output.ndim == 3 and output.shape[:2] == (2, 1)
     ]
+    ended.clear()  # as in hidden_problem: it has the modules, and so the weights
     yield from sorted(found, key=lambda trunk: trunk.width == logits.shape[-1])
 
 
@@ -144,8 +146,8 @@ def _class_of(module: nn.Module, derive: Callable[[type[nn.Module]], type[nn.Mod
         module.__class__ = original_class
 
 
-def _returning(cls: type[nn.Module], rows: mx.array) -> type[nn.Module]:
-    return type(cls.__name__, (cls,), {"__call__": lambda self, *args, **kwargs: rows})
+def _returning(cls: type[nn.Module], output: list[mx.array]) -> type[nn.Module]:
+    return type(cls.__name__, (cls,), {"__call__": lambda self, *args, **kwargs: output[0]})
 
 
 def _selecting(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:

@@ -45,6 +45,7 @@ class FreedMemory:
 async def keep_up(lifecycle: Lifecycle, workers: Workers) -> None:
     """Return freed memory and adapt the number of BLAS threads, forever."""
     memory, threads = FreedMemory(lifecycle, workers), blas_threads()
+    await asyncio.to_thread(give_back_freed_memory)  # memory that loading freed
     while True:
         await asyncio.sleep(_POLL_SECONDS)
         if threads is not None:

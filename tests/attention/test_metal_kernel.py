@@ -253,7 +253,7 @@ def test_alone_equals_in_company(heads):
     [
         (Cut(threadgroups_per_core=4), {"num_heads": 4, "num_kv_heads": 2}),
         (Cut(threadgroups_per_core=16), {"num_heads": 4, "num_kv_heads": 2}),
-        (Cut(most_held=1), {"num_heads": 4, "num_kv_heads": 2}),
+        (Cut(most_held=1), {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32}),
         (Cut(staged_parts=2), {"num_heads": 4, "num_kv_heads": 2}),
         (Cut(staged_parts=0), {"num_heads": 4, "num_kv_heads": 2}),
         (Cut(most_strips=1, most_held=2), {"num_heads": 16, "num_kv_heads": 1}),

@@ -107,7 +107,7 @@ class Variant:
         k_columns: elements that a lane loads at a time of a key; ``rest_columns`` of a latent's position part;
             ``v_columns`` of a value.
         staged_parts: as ``parts``, for items that go the staged way; 0: the variant has none.
-        bk: keys of a stage.
+        bk: splits of a context begin at multiples of this number of keys. A stage has 32 of them at most.
     """
 
     strips: int
