@@ -105,7 +105,7 @@ def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
         if times[id(module)] == 1 and not isinstance(module, _DIVIDED)
         if isinstance(output, mx.array) and output.ndim == 3 and output.shape[:2] == (2, 1)
     ]
-    ended.clear()  # as in hidden_problem: it has the modules, and so the weights
+    ended.clear()  # the class that notes outputs holds this list, and so the weights
     yield from sorted(found, key=lambda trunk: trunk.width == logits.shape[-1])
 
 
