@@ -29,7 +29,7 @@ from metal_engine.distributed.launch import (
     started_here,
 )
 from metal_engine.distributed.leader import LeaderRunner
-from metal_engine.distributed.loss import FOLLOWER_GRACE_SECONDS, LEADER_GRACE_SECONDS, LossWatch, StepWatch
+from metal_engine.distributed.loss import FOLLOWER_GRACE_SECONDS, LEADER_GRACE_SECONDS, LossWatch, StepTimeout
 from metal_engine.distributed.meeting import ended_by_hang_up, watched_meeting
 from metal_engine.distributed.wire import encode
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
@@ -145,7 +145,7 @@ class Group:
 
     def lead(self, runner: ModelRunner, step_seconds: float) -> LeaderRunner:
         """On rank 0: a runner whose steps all ranks run, none of which takes as long as that."""
-        step_watch = StepWatch(self._watch, self._links, step_seconds)
+        step_watch = StepTimeout(self._watch, self._links, step_seconds)
         step_watch.start()
         kill_left = (lambda: None) if self._local is None else self._local.kill_left
         return LeaderRunner(runner, self._links, self._watch, step_watch, kill_left)

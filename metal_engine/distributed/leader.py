@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from metal_engine.distributed.channel import Kind, Link
-from metal_engine.distributed.loss import LossWatch, StepWatch
+from metal_engine.distributed.loss import LossWatch, StepTimeout
 from metal_engine.distributed.wire import encode_ids, encode_plan
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
@@ -30,7 +30,7 @@ class LeaderRunner:
         runner: ModelRunner,
         links: Sequence[Link],
         watch: LossWatch,
-        step_watch: StepWatch,
+        step_watch: StepTimeout,
         kill_left: Callable[[], None] = lambda: None,
     ) -> None:
         self._runner = runner

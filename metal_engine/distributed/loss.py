@@ -101,7 +101,7 @@ class LossWatch:
             raise self.error
 
 
-class StepWatch:
+class StepTimeout:
     """Loses the group where rank 0 waits for a step for longer than any can take, which heartbeats do not tell.
 
     Time is counted in parts by a thread of its own, so that it does not go on while this process is stopped.

@@ -25,7 +25,7 @@ from metal_engine.distributed.channel import Kind, Link, listen
 from metal_engine.distributed.follower import run_frame
 from metal_engine.distributed.group import Group, _pass_on
 from metal_engine.distributed.leader import LeaderRunner
-from metal_engine.distributed.loss import LossWatch, StepWatch
+from metal_engine.distributed.loss import LossWatch, StepTimeout
 from metal_engine.distributed.ranks import SeveralRanks
 from metal_engine.distributed.wire import decode_ids
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
@@ -174,7 +174,7 @@ def test_a_plan_that_is_too_large_drops_what_it_would_have_dropped(monkeypatch: 
     monkeypatch.setattr(leader_module, "encode_plan", too_large)
     ours, theirs = linked()
     runner: Any = _Runner()
-    leader = LeaderRunner(runner, [ours], Watched(0, 0), StepWatch(Watched(0, 0), [ours], 600))
+    leader = LeaderRunner(runner, [ours], Watched(0, 0), StepTimeout(Watched(0, 0), [ours], 600))
     with pytest.raises(ValueError, match="too large"):
         leader.execute(SchedulerOutput(3, {"a": 5}, dropped_req_ids=["x", "y"]))
     kind, content = theirs.receive(60)
@@ -217,7 +217,7 @@ def test_a_step_that_never_ends_is_a_loss() -> None:
     watch = Watched(0, 0)
     ours, theirs = linked()
     runner: Any = _Runner()
-    leader = LeaderRunner(runner, [ours], watch, StepWatch(watch, [ours], 0.4))
+    leader = LeaderRunner(runner, [ours], watch, StepTimeout(watch, [ours], 0.4))
     leader._step_watch.start()
     never = threading.Event()
     sampling = SimpleNamespace(late_req_ids=[])
@@ -252,7 +252,7 @@ def test_a_rank_that_does_not_go_on_is_named() -> None:
     until = threading.Event()
     pairs = [linked(rank) for rank in (1, 2, 3)]
     watch = Watched(0, 0)
-    steps = StepWatch(watch, [ours for ours, _ in pairs], 100)
+    steps = StepTimeout(watch, [ours for ours, _ in pairs], 100)
     runner: Any = _Hanging(until)
     leader = LeaderRunner(runner, [ours for ours, _ in pairs], watch, steps)
 
@@ -283,7 +283,7 @@ def test_a_rank_that_does_not_go_on_is_named() -> None:
 def test_steps_that_end_are_no_loss() -> None:
     """However many there are, and however long nobody asks for one."""
     watch = Watched(0, 0)
-    steps = StepWatch(watch, [], 100)
+    steps = StepTimeout(watch, [], 100)
     for _ in range(5):
         with steps:
             for _ in range(19):
