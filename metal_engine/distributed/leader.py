@@ -36,7 +36,7 @@ class LeaderRunner:
         self._runner = runner
         self._links = links
         self._watch = watch
-        self._step_watch = step_watch
+        self._step_timeout = step_watch
         self._kill_left = kill_left
 
     @property
@@ -52,7 +52,7 @@ class LeaderRunner:
         self._watch.check()
         try:
             content = encode_plan(plan)
-            with self._step_watch:  # a step may be waited for while the next one is given to the device
+            with self._step_timeout:  # a step may be waited for while the next one is given to the device
                 step = self._runner.execute(plan, on_built=lambda: self._start(content))
         except RunnerLostError:
             raise
@@ -76,9 +76,9 @@ class LeaderRunner:
         self._watch.check()
         self._send(Kind.FINISH, encode_ids(step.sampling.late_req_ids))
         try:
-            with self._step_watch:
+            with self._step_timeout:
                 output = step.result()
-            self._step_watch.progress += 1
+            self._step_timeout.progress += 1
             return output
         except Exception as error:
             lost = self._watch.wait(CAUSE_SECONDS)
@@ -91,7 +91,7 @@ class LeaderRunner:
     def _start(self, content: bytes) -> None:
         """Have the others start a step whose graph is built here."""
         self._send(Kind.PLAN, content)
-        self._step_watch.progress += 1
+        self._step_timeout.progress += 1
 
     def _send(self, kind: Kind, content: bytes = b"") -> None:
         for link in self._links:
@@ -99,7 +99,7 @@ class LeaderRunner:
 
     def close(self) -> None:
         """End the other ranks, then the runner. After a loss neither is to be had: a stream may never end."""
-        self._step_watch.close()
+        self._step_timeout.close()
         if self._watch.error is not None:
             return
         for link in self._links:

@@ -218,7 +218,7 @@ def test_a_step_that_never_ends_is_a_loss() -> None:
     ours, theirs = linked()
     runner: Any = _Runner()
     leader = LeaderRunner(runner, [ours], watch, StepTimeout(watch, [ours], 0.4))
-    leader._step_watch.start()
+    leader._step_timeout.start()
     never = threading.Event()
     sampling = SimpleNamespace(late_req_ids=[])
     step: Any = SimpleNamespace(sampling=sampling, result=never.wait)
