@@ -15,7 +15,7 @@ from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor, under_client_ids
 from metal_engine.engine.pooling import resolve_pooling
 from metal_engine.engine.prompt_parts import PromptParts
-from metal_engine.engine.step_watch import FrameSink, StepWatch
+from metal_engine.engine.step_watch import FrameSink, StepObserver
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
@@ -78,7 +78,7 @@ class EngineCore:
         self._under_way: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
-        self._watch: StepWatch | None = None
+        self._watch: StepObserver | None = None
 
     # --- requests ---
 
@@ -267,7 +267,7 @@ class EngineCore:
 
     def watch(self, on_frame: FrameSink | None) -> None:
         """Tell ``on_frame`` what steps do from now on, in place of whom they were told before; None: nobody."""
-        self._watch = None if on_frame is None else StepWatch(self.scheduler, on_frame)
+        self._watch = None if on_frame is None else StepObserver(self.scheduler, on_frame)
 
     def rest(self) -> bool:
         """Tell who watches what is left to tell; for when there is nothing to do. Returns whether there is more."""

@@ -120,7 +120,7 @@ class _Watched:
     num_registered: int = 0
 
 
-class StepWatch:
+class StepObserver:
     """Watches one scheduler from the engine's thread.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.step_watch import MAX_ROWS, Frame, StepWatch
+from metal_engine.engine.step_watch import MAX_ROWS, Frame, StepObserver
 from metal_engine.server.page.events import FRESH, SAMPLES, frame_data, piece_data
 from metal_engine.server.page.pool_mirror import PoolMirror, runs_of
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
@@ -25,7 +25,7 @@ class Look:
         self.frames: list[Frame] = []
         self.mirror = PoolMirror(harness.cache_config.num_blocks)
         self.pictures: list[PoolPicture] = []
-        self.watch = StepWatch(harness.scheduler, self._take)
+        self.watch = StepObserver(harness.scheduler, self._take)
         self.join()
 
     def _take(self, frame: Frame) -> None:

@@ -114,8 +114,8 @@ def test_nothing_is_watched_without_viewers(small: Served, monkeypatch: pytest.M
     with looking(small):
         assert small.core._watch is not None
     wait_for_nobody(small)
-    monkeypatch.setattr("metal_engine.engine.step_watch.StepWatch.planned", forbidden)
-    monkeypatch.setattr("metal_engine.engine.step_watch.StepWatch.rest", forbidden)
+    monkeypatch.setattr("metal_engine.engine.step_watch.StepObserver.planned", forbidden)
+    monkeypatch.setattr("metal_engine.engine.step_watch.StepObserver.rest", forbidden)
     monkeypatch.setattr(viewers_module, "event", forbidden)
     complete(small, "a" * 30, 5)
     assert not calls
