@@ -23,7 +23,7 @@ _BLOCKS_AT_ONCE = 1 << 16
 
 
 @dataclass(slots=True)
-class Segment:
+class StepSegment:
     """A request's rows in a step: ``num_tokens`` after the ``context_len`` that it had; ``key`` is the watch's.
 
     The last ``num_drafts`` of the tokens are drafts.
@@ -49,7 +49,7 @@ class StepRow:
 
     step_id: int
     idle: float
-    segments: list[Segment]
+    segments: list[StepSegment]
     num_steps: int = 1
     seconds: float = 0.0
 
@@ -202,15 +202,15 @@ class StepObserver:
             self._decodes = scheduled if is_decodes else None
         self._step_started = now
 
-    def _segments(self, plan: SchedulerOutput) -> list[Segment]:
+    def _segments(self, plan: SchedulerOutput) -> list[StepSegment]:
         fresh = {new.request_id for new in plan.new_requests}
         sampled = {*plan.sampled_req_ids, *plan.pooled_req_ids}
         requests, drafts = self._scheduler.requests, plan.scheduled_spec_decode_tokens
 
-        def segment(request_id: str, num_tokens: int) -> Segment:
+        def segment(request_id: str, num_tokens: int) -> StepSegment:
             context_len = requests[request_id].num_computed_tokens - num_tokens
             key, num_drafts = self._watched[request_id].key, len(drafts.get(request_id, ()))
-            return Segment(key, num_tokens, context_len, request_id in fresh, request_id in sampled, num_drafts)
+            return StepSegment(key, num_tokens, context_len, request_id in fresh, request_id in sampled, num_drafts)
 
         return [segment(request_id, n) for request_id, n in plan.num_scheduled_tokens.items()]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from metal_engine import __version__
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.step_watch import Frame, SeenRequest, Segment, StepRow
+from metal_engine.engine.step_watch import Frame, SeenRequest, StepRow, StepSegment
 from metal_engine.request import client_id
 from metal_engine.server.page.pool_mirror import Run, runs_of
 
@@ -117,7 +117,7 @@ def _row(row: StepRow) -> dict[str, Any]:
     }
 
 
-def _segment(one: Segment) -> list[int]:
+def _segment(one: StepSegment) -> list[int]:
     segment = [one.key, one.num_tokens, one.context_len, FRESH * one.is_fresh + SAMPLES * one.samples]
     return [*segment, one.num_drafts] if one.num_drafts else segment
 
