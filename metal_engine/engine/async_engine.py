@@ -15,7 +15,7 @@ from metal_engine.engine.device_share import DeviceTurns
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.metrics import EngineMetrics
-from metal_engine.engine.step_watch import Frame, FrameSink
+from metal_engine.engine.step_observer import Frame, FrameSink
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import AdapterError
 from metal_engine.pooling_params import PoolingParams

@@ -15,7 +15,7 @@ from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor, under_client_ids
 from metal_engine.engine.pooling import resolve_pooling
 from metal_engine.engine.prompt_parts import PromptParts
-from metal_engine.engine.step_watch import FrameSink, StepObserver
+from metal_engine.engine.step_observer import FrameSink, StepObserver
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError

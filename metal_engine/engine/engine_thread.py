@@ -16,7 +16,7 @@ from functools import partial
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import DeviceTurns
 from metal_engine.engine.engine_threads import EngineThreads, LentThread
-from metal_engine.engine.step_watch import FrameSink
+from metal_engine.engine.step_observer import FrameSink
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
 from metal_engine.step import RunnerLostError
 

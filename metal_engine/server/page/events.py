@@ -9,7 +9,7 @@ from typing import Any
 
 from metal_engine import __version__
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.step_watch import Frame, SeenRequest, StepRow, StepSegment
+from metal_engine.engine.step_observer import Frame, SeenRequest, StepRow, StepSegment
 from metal_engine.request import client_id
 from metal_engine.server.page.pool_mirror import Run, runs_of
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from metal_engine.engine.step_watch import Frame, SeenRequest
+from metal_engine.engine.step_observer import Frame, SeenRequest
 
 Run = tuple[int, int]
 """A first block, and how many follow on one another."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.step_watch import Frame
+from metal_engine.engine.step_observer import Frame
 from metal_engine.server.errors import APIError
 from metal_engine.server.generation.streaming import sse
 from metal_engine.server.page.events import event, frame_data, piece_data, snapshot, stats

@@ -114,8 +114,8 @@ def test_nothing_is_watched_without_viewers(small: Served, monkeypatch: pytest.M
     with looking(small):
         assert small.core._watch is not None
     wait_for_nobody(small)
-    monkeypatch.setattr("metal_engine.engine.step_watch.StepObserver.planned", forbidden)
-    monkeypatch.setattr("metal_engine.engine.step_watch.StepObserver.rest", forbidden)
+    monkeypatch.setattr("metal_engine.engine.step_observer.StepObserver.planned", forbidden)
+    monkeypatch.setattr("metal_engine.engine.step_observer.StepObserver.rest", forbidden)
     monkeypatch.setattr(viewers_module, "event", forbidden)
     complete(small, "a" * 30, 5)
     assert not calls
@@ -175,7 +175,7 @@ def test_a_viewer_that_reads_too_slowly_is_told_anew() -> None:
 def test_a_viewer_that_reads_nothing_holds_up_nobody(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """It holds a bounded number of events, and what it reads in the end is the truth."""
     monkeypatch.setattr(viewers_module, "MAX_UNREAD", 4)
-    monkeypatch.setattr("metal_engine.engine.step_watch.FRAME_SECONDS", 0.0)
+    monkeypatch.setattr("metal_engine.engine.step_observer.FRAME_SECONDS", 0.0)
 
     async def scenario() -> PoolPicture:
         viewers = Viewers(small.engine, [MODEL])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.step_watch import MAX_ROWS, Frame, StepObserver
+from metal_engine.engine.step_observer import MAX_ROWS, Frame, StepObserver
 from metal_engine.server.page.events import FRESH, SAMPLES, frame_data, piece_data
 from metal_engine.server.page.pool_mirror import PoolMirror, runs_of
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
@@ -121,7 +121,7 @@ def test_what_is_told_is_the_pool(seed: int, speculates: bool) -> None:
 
 
 def test_a_watch_that_begins_with_a_full_pool_tells_it_little_by_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metal_engine.engine.step_watch._BLOCKS_AT_ONCE", 4)
+    monkeypatch.setattr("metal_engine.engine.step_observer._BLOCKS_AT_ONCE", 4)
     harness = make_harness(num_blocks=60)
     for i in range(5):
         harness.submit(f"r{i}#{i}", make_prompt(i, 30), 20)
