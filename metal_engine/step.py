@@ -268,7 +268,7 @@ class Runner(Protocol):
         """Let go of what belongs to the calling thread. This is the last call, in the thread that ran the steps."""
 
 
-class Ranks(Protocol):
+class RankFailureSource(Protocol):
     """The other processes that compute their shares of every step."""
 
     def when_lost(self, tell: Callable[[RunnerLostError], None]) -> None:

@@ -45,7 +45,7 @@ class LeaderRunner:
         return self._runner.replay_refusal
 
     def when_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
-        """See :class:`metal_engine.step.Ranks`."""
+        """See :class:`metal_engine.step.RankFailureSource`."""
         self._watch.tell(tell)
 
     def execute(self, plan: SchedulerOutput) -> LeaderStep:

@@ -28,7 +28,7 @@ from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
-from metal_engine.step import KVCacheLostError, Ranks, Runner, RunnerLostError, SchedulerOutput, StepHandle
+from metal_engine.step import KVCacheLostError, RankFailureSource, Runner, RunnerLostError, SchedulerOutput, StepHandle
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class EngineCore:
         tokenizer: Tokenizer,
         kv_connector: KVConnectorScheduler | None = None,
         adapters: AdapterRegistry | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankFailureSource | None = None,
     ) -> None:
         self.config, self.ranks = config, ranks
         self.adapters, self.tokenizer = adapters, tokenizer

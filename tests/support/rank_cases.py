@@ -17,7 +17,7 @@ from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.token_share import TokenShare
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import EngineConfig
-from metal_engine.step import Ranks, Runner
+from metal_engine.step import RankFailureSource, Runner
 from tests.support.tiny_engine import with_vocabulary
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import VOCAB_SIZE, fake_config, tiny_tokenizer
@@ -128,7 +128,7 @@ def make_runner(
     return ModelRunner(paged, PortableBackend(), config.scheduler, config.cache, share=share)
 
 
-def run_case(case: RankCase, runner: Runner, ranks: Ranks | None = None) -> dict[str, Any]:
+def run_case(case: RankCase, runner: Runner, ranks: RankFailureSource | None = None) -> dict[str, Any]:
     """Run a case's requests, one more a step; what comes of them, in JSON's terms."""
     engine = EngineCore(config_of(case), runner, tiny_tokenizer(), ranks=ranks)
     asked = requests_of(case)
