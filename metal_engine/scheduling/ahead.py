@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from metal_engine.scheduling.draft_lengths import Choice, StepTimes
+from metal_engine.scheduling.draft_lengths import DraftLengths, StepTimes
 
 # One decision of so many is the other one, so that what has not been measured for long is measured again.
 _TRIED_EVERY = 256
@@ -50,7 +50,7 @@ class AheadTimes:
         times = self._times.times(num_rows, 0)
         return times[0] if times else None
 
-    def is_slower(self, num_rows: float, choice: Choice) -> bool:
+    def is_slower(self, num_rows: float, choice: DraftLengths) -> bool:
         """Returns whether a step with drafts gives more tokens a second than one that is planned ahead.
 
         Args:

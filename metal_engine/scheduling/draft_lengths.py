@@ -184,7 +184,7 @@ def time_weight(num_sampling: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DraftLengths:
     """How many drafts the requests of a step should have.
 
     Attributes:
@@ -208,7 +208,7 @@ def choose_lengths(
     num_again: Sequence[int] | None = None,
     chances: Sequence[float] | None = None,
     catching_up: Sequence[float] | None = None,
-) -> Choice:
+) -> DraftLengths:
     """Returns how many drafts each request should have.
 
     Args:
@@ -258,7 +258,7 @@ def choose_lengths(
     chosen = [0] * len(limits)
     for _, negative in gains[:num_taken]:
         chosen[-negative] += 1
-    return Choice(chosen, best_tokens, best_seconds)
+    return DraftLengths(chosen, best_tokens, best_seconds)
 
 
 def _cost(times: Sequence[float], num_rows: float) -> float:

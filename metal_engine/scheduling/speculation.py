@@ -16,7 +16,7 @@ from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.ahead import AheadTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
-from metal_engine.scheduling.draft_lengths import Choice, StepTimes, choose_lengths
+from metal_engine.scheduling.draft_lengths import DraftLengths, StepTimes, choose_lengths
 from metal_engine.scheduling.draft_model import DraftCosts
 from metal_engine.scheduling.draft_room import DraftRoom, room_for_drafts
 from metal_engine.scheduling.limits import StepBudget, num_remaining
@@ -145,7 +145,7 @@ class Speculation:
             choice = self._choice(proposals, acceptances, limits, len(requests), hoped, num_again, chances)
         return self._pays(requests, choice)
 
-    def _pays(self, requests: list[Request], choice: Choice) -> bool:
+    def _pays(self, requests: list[Request], choice: DraftLengths) -> bool:
         """Whether a step has drafts, and gives more tokens a second than steps ahead of the same requests."""
         num_waiting = sum(request.sampling_params.needs_token_on_host for request in requests)
         # Those that need their tokens on the host are in every second step that is planned ahead.
@@ -222,7 +222,7 @@ class Speculation:
         times: list[float],
         num_again: list[int] | None,
         chances: list[float] | None = None,
-    ) -> Choice:
+    ) -> DraftLengths:
         catching_up = [self._proposals.catching_up_seconds(request, drafts) for request, drafts in proposals.items()]
         choose = partial(choose_lengths, acceptances, num_sampling=num_sampling, times=times, num_again=num_again)
         choose = partial(choose, chances=chances, draft_seconds=self._proposals.draft_seconds, catching_up=catching_up)

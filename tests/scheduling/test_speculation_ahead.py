@@ -11,7 +11,7 @@ from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.ahead import AheadTimes
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.draft_lengths import Choice, StepTimes
+from metal_engine.scheduling.draft_lengths import DraftLengths, StepTimes
 from metal_engine.scheduling.draft_room import DraftRoom
 from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.speculation import Speculation
@@ -57,7 +57,7 @@ def test_steps_ahead_have_them_every_second_time() -> None:
     asked: list[float] = []
 
     class Watched(KnownAheadTimes):
-        def is_slower(self, num_rows: float, choice: Choice) -> bool:
+        def is_slower(self, num_rows: float, choice: DraftLengths) -> bool:
             asked.append(num_rows)
             return super().is_slower(num_rows, choice)
 
