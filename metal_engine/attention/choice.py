@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionBackend, AttentionKind
-from metal_engine.attention.choice_file import Choice, ChoiceFile, describe_machine, name_of
+from metal_engine.attention.choice_file import ChoiceFile, TunedChoice, describe_machine, name_of
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
 from metal_engine.attention.metal.variants import BLOCK_SIZES, UnsupportedAttentionError
@@ -146,7 +146,7 @@ class BackendChoice:
             return {name: choice.facts for name, choice in choices.items()}
 
         told = decide("choices of attention", choose)
-        choices = {kind: Choice.of(told[name]) for kind in kinds if (name := name_of(kind, block_size)) in told}
+        choices = {kind: TunedChoice.of(told[name]) for kind in kinds if (name := name_of(kind, block_size)) in told}
         choices = {kind: choice for kind, choice in choices.items() if not choice.is_default}
         cuts = {kind: choice.cut for kind, choice in choices.items() if choice.cut is not None}
         with turn():

@@ -33,7 +33,7 @@ _KERNELS = ("paged_attention", "attention_rows", "attention_products", "attentio
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedChoice:
     """A way to compute the attention of one kind of layer.
 
     Attributes:
@@ -58,7 +58,7 @@ class Choice:
         return {"cut": None if self.cut is None else asdict(self.cut), "speedup": self.speedup}
 
     @classmethod
-    def of(cls, facts: Any) -> Choice:
+    def of(cls, facts: Any) -> TunedChoice:
         """Return the choice that :attr:`facts` describes. Raises ValueError if there is no such choice."""
         if not isinstance(facts, dict) or facts.keys() != {"cut", "speedup"}:
             raise ValueError(f"a choice has a cut and a speedup, not {facts!r}")
@@ -107,7 +107,7 @@ class ChoiceFile:
         digest = sha256(json.dumps(self._machine, sort_keys=True).encode()).hexdigest()
         self.path = folder / f"{digest[:16]}.json"
 
-    def read(self) -> dict[str, Choice]:
+    def read(self) -> dict[str, TunedChoice]:
         """Return the choices by name of the kind of layer; none if there is no file for this machine."""
         try:
             return self._load()
@@ -115,28 +115,28 @@ class ChoiceFile:
             logger.warning("choices of attention in %s are not used, and measured again: %s", self.path, error)
             return {}
 
-    def add(self, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    def add(self, choices: Mapping[str, TunedChoice]) -> dict[str, TunedChoice]:
         """Add choices to the file. Return the file's choices for the same kinds of layers.
 
         A choice of another process takes precedence. The file is replaced atomically. An error of writing is logged.
         """
-        kept: dict[str, Choice] = {}
+        kept: dict[str, TunedChoice] = {}
         with suppress(*_UNUSABLE):
             kept = self._load()
         everything = {**choices, **kept}
         self._write(everything)
         return {name: everything[name] for name in choices}
 
-    def _load(self) -> dict[str, Choice]:
+    def _load(self) -> dict[str, TunedChoice]:
         try:
             content = json.loads(self.path.read_bytes())
         except FileNotFoundError:
             return {}
         if content["machine"] != self._machine:
             raise ValueError("it was measured on another machine")
-        return {name: Choice.of(facts) for name, facts in content["choices"].items()}
+        return {name: TunedChoice.of(facts) for name, facts in content["choices"].items()}
 
-    def _write(self, choices: Mapping[str, Choice]) -> None:
+    def _write(self, choices: Mapping[str, TunedChoice]) -> None:
         content = {"machine": self._machine, "choices": {name: choice.facts for name, choice in choices.items()}}
         temporary = None
         try:

@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, AttentionKind
-from metal_engine.attention.choice_file import Choice, ChoiceFile, name_of
+from metal_engine.attention.choice_file import ChoiceFile, TunedChoice, name_of
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, TRIED, Cut
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
@@ -92,7 +92,7 @@ class Tuner:
         *,
         may_use_mlx: bool,
         turn: Turn = nullcontext,
-    ) -> dict[str, Choice]:
+    ) -> dict[str, TunedChoice]:
         """Return the choice for each kind of layer, by name. Add measured choices to the file.
 
         Args:
@@ -155,11 +155,11 @@ class _OfKind:
         self._began = 0.0  # the candidate's time on the clock
         self._longest = 0.0  # seconds of the longest candidate
 
-    def choose(self, *, may_use_mlx: bool) -> Choice:
+    def choose(self, *, may_use_mlx: bool) -> TunedChoice:
         """Return the best choice that can be found in time."""
         speedup = 1.0
         if self._timed("the default", self._prepare) is None:
-            return Choice()
+            return TunedChoice()
         mlx = self._timed("MLX's operations", self._compare, PortableBackend(), 1.0) if may_use_mlx else None
         for cut in self._candidates():
             if self.spent + self._longest > self._most_seconds:
@@ -169,8 +169,8 @@ class _OfKind:
             if ratio is not None and ratio < WORTH_CHANGING:
                 self._best, speedup = cut, speedup / ratio
         if mlx is not None and mlx * speedup < WORTH_LEAVING_KERNEL:
-            return Choice(None, 1 / mlx)
-        return Choice(self._best, speedup)
+            return TunedChoice(None, 1 / mlx)
+        return TunedChoice(self._best, speedup)
 
     def _candidates(self) -> Iterator[Cut]:
         """Yield cuts that differ from the best cut in one field. Skip cuts whose work has been measured."""

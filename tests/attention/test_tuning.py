@@ -17,7 +17,7 @@ import pytest
 from metal_engine.attention import choice_file, tuning
 from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.choice import BackendChoice, choose_backend
-from metal_engine.attention.choice_file import Choice, ChoiceFile, describe_machine, name_of
+from metal_engine.attention.choice_file import ChoiceFile, TunedChoice, describe_machine, name_of
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, TRIED, Cut
 from metal_engine.attention.mixed import MixedBackend
@@ -102,7 +102,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
     return make
 
 
-def choose(gpu: FakeGpu, folder: Path, kinds: tuple[AttentionKind, ...] = (KIND,), **options: Any) -> list[Choice]:
+def choose(gpu: FakeGpu, folder: Path, kinds: tuple[AttentionKind, ...] = (KIND,), **options: Any) -> list[TunedChoice]:
     tuner = Tuner(ChoiceFile(folder, options.pop("machine", MACHINE)), gpu.clock, options.pop("seconds", 1e6))
     chosen = tuner.choose(gpu.backend(), kinds, BLOCK_SIZE, may_use_mlx=options.pop("may_use_mlx", True), **options)
     return [chosen[name_of(kind, BLOCK_SIZE)] for kind in kinds]
@@ -158,7 +158,7 @@ def test_fields_are_decided_one_after_the_other(on: Any, tmp_path: Path) -> None
 def test_a_tie_stays_with_the_default(gain: float, on: Any, tmp_path: Path) -> None:
     """A gain of 2% may be noise."""
     gpu = on(lambda template, _: MS * (1 - gain * (template["HELD"] < 2)))
-    assert choose(gpu, tmp_path) == [Choice()]
+    assert choose(gpu, tmp_path) == [TunedChoice()]
     assert {template["HELD"] for template in gpu.launched} == {1, 2}
 
 
@@ -166,7 +166,7 @@ def test_a_gpu_that_warms_up_changes_nothing(on: Any, tmp_path: Path) -> None:
     """The default is measured first, when the clock rate is low, and again beside each candidate."""
     gpu = on(same)
     gpu.cost = lambda template, num_items: MS * (5 if gpu.now < 0.2 else 1)
-    assert choose(gpu, tmp_path) == [Choice()]
+    assert choose(gpu, tmp_path) == [TunedChoice()]
 
 
 def test_a_disturbance_does_not_decide(on: Any, tmp_path: Path) -> None:
@@ -182,13 +182,13 @@ def test_a_disturbance_does_not_decide(on: Any, tmp_path: Path) -> None:
         return MS * (3 if has_candidate and template["HELD"] == 2 and num_default < 30 else 1)
 
     gpu.cost = cost
-    assert choose(gpu, tmp_path) == [Choice()]
+    assert choose(gpu, tmp_path) == [TunedChoice()]
 
 
 def test_a_hopeless_candidate_is_given_up(on: Any, tmp_path: Path) -> None:
     """A candidate that is very slow in the first step is not measured in further steps."""
     gpu = on(by_held(held_2=1 * MS, held_1=100 * MS))
-    assert choose(gpu, tmp_path) == [Choice()]
+    assert choose(gpu, tmp_path) == [TunedChoice()]
     slow, fair = (sum((t["HELD"], t["STAGED_PARTS"]) == which for t in gpu.launched) for which in ((1, 1), (2, 2)))
     assert fair == slow * len(SHORT_STEPS)
 
@@ -196,9 +196,9 @@ def test_a_hopeless_candidate_is_given_up(on: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mlx, wins", [(0.4 * MS, True), (0.6 * MS, False)])
 def test_mlx_s_operations_must_take_less_than_half(mlx: float, wins: bool, on: Any, tmp_path: Path) -> None:
     (choice,) = choose(on(same, mlx), tmp_path)
-    assert choice == (Choice(None, pytest.approx(2.5)) if wins else Choice())
+    assert choice == (TunedChoice(None, pytest.approx(2.5)) if wins else TunedChoice())
     (strict,) = choose(on(same, mlx), tmp_path / "strict", may_use_mlx=False)
-    assert strict == Choice()
+    assert strict == TunedChoice()
 
 
 def test_mlx_s_operations_are_compared_with_the_best_cut(on: Any, tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_default_that_cannot_be_timed_stays(on: Any, tmp_path: Path) -> None:
     def cost(template: dict[str, Any], num_items: int) -> float:
         raise RuntimeError("[malloc] Unable to allocate")
 
-    assert choose(on(cost), tmp_path) == [Choice()]
+    assert choose(on(cost), tmp_path) == [TunedChoice()]
 
 
 # --- time ---
@@ -330,8 +330,8 @@ def test_what_was_chosen_is_kept(on: Any, tmp_path: Path) -> None:
     later = on(lambda *_: pytest.fail("it is measured again"))
     assert choose(later, tmp_path) == first
     # Other kinds of layers and other block sizes are measured. The first choice is kept.
-    assert choose(on(same), tmp_path, (KIND, OTHER)) == [*first, Choice()]
-    assert choose(later, tmp_path, (OTHER, KIND)) == [Choice(), *first]
+    assert choose(on(same), tmp_path, (KIND, OTHER)) == [*first, TunedChoice()]
+    assert choose(later, tmp_path, (OTHER, KIND)) == [TunedChoice(), *first]
     tuner = Tuner(ChoiceFile(tmp_path, MACHINE), later.clock)
     with pytest.raises(pytest.fail.Exception):
         tuner.choose(later.backend(), [KIND], 2 * BLOCK_SIZE, may_use_mlx=False)
@@ -342,7 +342,7 @@ def test_another_machine_measures_for_itself(fact: str, on: Any, tmp_path: Path)
     """Every fact about the machine counts. The first machine keeps its choice."""
     choose(on(by_held(held_2=3 * MS, held_1=2 * MS)), tmp_path)
     other = on(same)
-    assert choose(other, tmp_path, machine=MACHINE | {fact: "other"}) == [Choice()]
+    assert choose(other, tmp_path, machine=MACHINE | {fact: "other"}) == [TunedChoice()]
     assert other.launched
     again = on(same)
     assert choose(again, tmp_path)[0].cut == Cut(most_held=1) and not again.launched
@@ -414,14 +414,14 @@ def test_a_choice_is_written_in_one_step(
 
 def test_a_cache_that_is_not_a_folder_is_told(on: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    assert choose(on(same), tmp_path / "file" / "attention") == [Choice()]
+    assert choose(on(same), tmp_path / "file" / "attention") == [TunedChoice()]
     assert "will be measured at each start" in caplog.records[-1].message
 
 
 def test_the_first_process_decides(on: Any, tmp_path: Path) -> None:
     """Two processes measure the same at the same time: both have the choice that was kept first."""
     gpu = on(same)
-    first = Choice(Cut(most_held=1), 1.25)
+    first = TunedChoice(Cut(most_held=1), 1.25)
 
     def cost(template: dict[str, Any], num_items: int) -> float:
         if not gpu.now:
