@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionBackend, AttentionKind
-from metal_engine.attention.choice_file import ChoiceFile, TunedChoice, describe_machine, name_of
+from metal_engine.attention.choice_file import TunedChoice, TunedChoiceFile, describe_machine, name_of
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
 from metal_engine.attention.metal.variants import BLOCK_SIZES, UnsupportedAttentionError
@@ -254,4 +254,4 @@ def _make_tuner(num_cores: int | None) -> Tuner:
     except FileNotFoundError as error:
         problem = f"auto keeps its choices in the cache directory: {error}. Set METAL_ENGINE_CACHE, or choose never"
         raise ConfigError("--attention-tuning", problem) from error
-    return Tuner(ChoiceFile(folder, describe_machine(num_cores)))
+    return Tuner(TunedChoiceFile(folder, describe_machine(num_cores)))

@@ -94,7 +94,7 @@ def _kernels_version() -> str:
     return digest.hexdigest()[:16]
 
 
-class ChoiceFile:
+class TunedChoiceFile:
     """The file that keeps choices for one machine.
 
     Args:

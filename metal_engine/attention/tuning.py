@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, AttentionKind
-from metal_engine.attention.choice_file import ChoiceFile, TunedChoice, name_of
+from metal_engine.attention.choice_file import TunedChoice, TunedChoiceFile, name_of
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, TRIED, Cut
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
@@ -78,7 +78,7 @@ class Tuner:
     """
 
     def __init__(
-        self, file: ChoiceFile, clock: Callable[[], float] = time.perf_counter, seconds: float = TUNING_SECONDS
+        self, file: TunedChoiceFile, clock: Callable[[], float] = time.perf_counter, seconds: float = TUNING_SECONDS
     ) -> None:
         self.file = file
         self._clock = clock

@@ -17,7 +17,7 @@ import pytest
 from metal_engine.attention import choice_file, tuning
 from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.choice import BackendChoice, choose_backend
-from metal_engine.attention.choice_file import ChoiceFile, TunedChoice, describe_machine, name_of
+from metal_engine.attention.choice_file import TunedChoice, TunedChoiceFile, describe_machine, name_of
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, TRIED, Cut
 from metal_engine.attention.mixed import MixedBackend
@@ -103,7 +103,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
 
 
 def choose(gpu: FakeGpu, folder: Path, kinds: tuple[AttentionKind, ...] = (KIND,), **options: Any) -> list[TunedChoice]:
-    tuner = Tuner(ChoiceFile(folder, options.pop("machine", MACHINE)), gpu.clock, options.pop("seconds", 1e6))
+    tuner = Tuner(TunedChoiceFile(folder, options.pop("machine", MACHINE)), gpu.clock, options.pop("seconds", 1e6))
     chosen = tuner.choose(gpu.backend(), kinds, BLOCK_SIZE, may_use_mlx=options.pop("may_use_mlx", True), **options)
     return [chosen[name_of(kind, BLOCK_SIZE)] for kind in kinds]
 
@@ -295,7 +295,7 @@ def test_no_candidate_is_begun_that_would_take_too_long(
 
 def test_models_of_a_start_share_the_time(on: Any, tmp_path: Path) -> None:
     gpu = on(lambda *_: 1.0)
-    tuner = Tuner(ChoiceFile(tmp_path, MACHINE), gpu.clock, 10.0)
+    tuner = Tuner(TunedChoiceFile(tmp_path, MACHINE), gpu.clock, 10.0)
     for kind in (KIND, OTHER):
         tuner.choose(gpu.backend(), [kind], BLOCK_SIZE, may_use_mlx=False)
     first = gpu.now
@@ -332,7 +332,7 @@ def test_what_was_chosen_is_kept(on: Any, tmp_path: Path) -> None:
     # Other kinds of layers and other block sizes are measured. The first choice is kept.
     assert choose(on(same), tmp_path, (KIND, OTHER)) == [*first, TunedChoice()]
     assert choose(later, tmp_path, (OTHER, KIND)) == [TunedChoice(), *first]
-    tuner = Tuner(ChoiceFile(tmp_path, MACHINE), later.clock)
+    tuner = Tuner(TunedChoiceFile(tmp_path, MACHINE), later.clock)
     with pytest.raises(pytest.fail.Exception):
         tuner.choose(later.backend(), [KIND], 2 * BLOCK_SIZE, may_use_mlx=False)
 
@@ -382,7 +382,7 @@ def test_a_file_that_is_wrong_is_not_believed(
     """The start logs a warning, measures and repairs the file."""
     cost = by_held(held_2=3 * MS, held_1=2 * MS)
     expected = choose(on(cost), tmp_path)
-    path = ChoiceFile(tmp_path, MACHINE).path
+    path = TunedChoiceFile(tmp_path, MACHINE).path
     path.write_bytes(change(json.loads(path.read_bytes())))
     gpu = on(cost)
     assert choose(gpu, tmp_path) == expected and gpu.launched
@@ -396,7 +396,7 @@ def test_a_choice_is_written_in_one_step(
 ) -> None:
     """A write that fails leaves the old file; the choice counts for this start."""
     choose(on(same), tmp_path)
-    path = ChoiceFile(tmp_path, MACHINE).path
+    path = TunedChoiceFile(tmp_path, MACHINE).path
     before = path.read_bytes()
 
     def fail(source: str, target: Path) -> None:
@@ -425,12 +425,14 @@ def test_the_first_process_decides(on: Any, tmp_path: Path) -> None:
 
     def cost(template: dict[str, Any], num_items: int) -> float:
         if not gpu.now:
-            ChoiceFile(tmp_path, MACHINE).add({name_of(KIND, BLOCK_SIZE): first, name_of(OTHER, BLOCK_SIZE): first})
+            TunedChoiceFile(tmp_path, MACHINE).add(
+                {name_of(KIND, BLOCK_SIZE): first, name_of(OTHER, BLOCK_SIZE): first}
+            )
         return MS
 
     gpu.cost = cost
     assert choose(gpu, tmp_path) == [first]
-    assert set(ChoiceFile(tmp_path, MACHINE).read()) == {name_of(KIND, BLOCK_SIZE), name_of(OTHER, BLOCK_SIZE)}
+    assert set(TunedChoiceFile(tmp_path, MACHINE).read()) == {name_of(KIND, BLOCK_SIZE), name_of(OTHER, BLOCK_SIZE)}
 
 
 def test_what_times_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +454,7 @@ def test_what_times_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def backend_choice(gpu: FakeGpu, folder: Path, **options: Any) -> BackendChoice:
-    return BackendChoice(gpu.backend(), tuner=Tuner(ChoiceFile(folder, MACHINE), gpu.clock, 1e6), **options)
+    return BackendChoice(gpu.backend(), tuner=Tuner(TunedChoiceFile(folder, MACHINE), gpu.clock, 1e6), **options)
 
 
 @pytest.fixture
