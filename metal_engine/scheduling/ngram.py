@@ -109,7 +109,7 @@ class NgramIndex:
         return drafts
 
 
-class Prediction:
+class PredictedText:
     """Where a request is in the text that its client expects: there, until another token comes; then where that stands.
 
     Args:
@@ -144,7 +144,7 @@ class Predictions:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
-        self._predictions: dict[str, Prediction] = {}
+        self._predictions: dict[str, PredictedText] = {}
         self._followed: set[str] = set()  # requests whose last proposal came from there
 
     def propose(self, request: Request, num_tokens: int, room: int) -> tuple[list[int], int]:
@@ -154,7 +154,7 @@ class Predictions:
         prediction = self._predictions.get(request.request_id)
         if prediction is None:
             text = request.options.predicted_token_ids
-            prediction = Prediction(text, self._config, request.num_prompt_tokens)
+            prediction = PredictedText(text, self._config, request.num_prompt_tokens)
             self._predictions[request.request_id] = prediction
         num_indexed = prediction.index(room)
         drafts = prediction.propose(request.token_ids, num_tokens)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling import ngram
-from metal_engine.scheduling.ngram import MAX_CANDIDATES, NgramIndex, NgramProposer, Prediction
+from metal_engine.scheduling.ngram import MAX_CANDIDATES, NgramIndex, NgramProposer, PredictedText
 from tests.support.speculation import speculative_config
 
 
@@ -140,7 +140,7 @@ def test_an_index_takes_a_few_bytes_a_token_and_grows_with_them() -> None:
 
 
 def test_a_prediction_is_followed_left_and_found_again() -> None:
-    prediction = Prediction(range(10, 30), speculative_config(shortest=2, longest=4), num_prompt_tokens=3)
+    prediction = PredictedText(range(10, 30), speculative_config(shortest=2, longest=4), num_prompt_tokens=3)
     prediction.index(100)
     tokens = [1, 2, 3]
     assert prediction.propose(tokens, 2) == [10, 11]
@@ -159,7 +159,7 @@ def test_a_prediction_is_followed_left_and_found_again() -> None:
 
 
 def test_a_long_prediction_is_indexed_over_several_steps() -> None:
-    prediction = Prediction(range(50), speculative_config(shortest=2, longest=2), num_prompt_tokens=1)
+    prediction = PredictedText(range(50), speculative_config(shortest=2, longest=2), num_prompt_tokens=1)
     assert [prediction.index(20) for _ in range(4)] == [20, 20, 8, 0]
 
 
