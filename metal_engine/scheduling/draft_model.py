@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from metal_engine.request import Request
-from metal_engine.scheduling.ngram import TOKENS_PER_STEP, Predictions
+from metal_engine.scheduling.ngram import TOKENS_PER_STEP, PredictedTexts
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 
@@ -26,7 +26,7 @@ class DraftModelProposer:
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        self._predictions = Predictions(config)
+        self._predictions = PredictedTexts(config)
         self._room = 0
 
     def begin_step(self) -> None:

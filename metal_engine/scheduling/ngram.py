@@ -139,7 +139,7 @@ class PredictedText:
         return [] if self._place is None else self._token_ids[self._place : self._place + num_tokens]
 
 
-class Predictions:
+class PredictedTexts:
     """Drafts of the texts that requests' clients expect, as long as the requests follow them."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -184,7 +184,7 @@ class NgramProposer:
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._indexes: dict[str, NgramIndex] = {}
-        self._predictions = Predictions(config)
+        self._predictions = PredictedTexts(config)
         self._room = 0
 
     def begin_step(self) -> None:
