@@ -19,7 +19,7 @@ from metal_engine.attention.portable.exp2 import LOG2E
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits
 from metal_engine.attention.portable.planning import Queries, Unit, Work, plan_work
 from metal_engine.attention.portable.runs import attend_runs
-from metal_engine.attention.portable.softmax import Running, Weights, after, cpu_weights, plain_weights, update
+from metal_engine.attention.portable.softmax import SoftmaxState, Weights, after, cpu_weights, plain_weights, update
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.device.streams import second_stream
 from metal_engine.kv_cache.rows import StepRows
@@ -136,17 +136,17 @@ class PortableStep:
             raise ValueError(f"window must be at least 1, not {window}")
 
 
-def _initial_state(sinks: mx.array | None, queries: Queries, num_kv_heads: int) -> Running | None:
+def _initial_state(sinks: mx.array | None, queries: Queries, num_kv_heads: int) -> SoftmaxState | None:
     """A sink is a key seen before all others, with a value of zero."""
     if sinks is None:
         return None
     t, r, group = queries.num_requests, queries.num_rows, sinks.size // num_kv_heads
     peak = (sinks.astype(mx.float32) * LOG2E).reshape(num_kv_heads, 1, group)
     peak = mx.broadcast_to(peak, (t, num_kv_heads, r, group)).reshape(t, num_kv_heads, r * group, 1)
-    return Running(peak, mx.ones_like(peak), mx.zeros((1, 1, 1, 1)))
+    return SoftmaxState(peak, mx.ones_like(peak), mx.zeros((1, 1, 1, 1)))
 
 
-def _finish(state: Running | None, queries: Queries, num_heads: int) -> mx.array:
+def _finish(state: SoftmaxState | None, queries: Queries, num_heads: int) -> mx.array:
     """-> [T * R, Hq, Dv]"""
     assert state is not None  # every row sees at least its own key
     out = state.out / state.total  # [T, Hkv, R * G, Dv]

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from metal_engine.attention.portable.exp2 import LOG2E
 from metal_engine.attention.portable.planning import RunDecodes
-from metal_engine.attention.portable.softmax import Running, Weights, after, update
+from metal_engine.attention.portable.softmax import SoftmaxState, Weights, after, update
 from metal_engine.kv_cache.state import KVState
 
 
@@ -53,7 +53,7 @@ def attend_runs(
             last = list(seen[1:])
         seen_by_request.append(seen)
     peaks, totals, outs = (mx.stack(list(arrays)) for arrays in zip(*seen_by_request, strict=True))
-    running = Running(peaks.swapaxes(1, 2), totals.swapaxes(1, 2), outs)  # [T, Hq, 1] twice, [T, Hq, Hkv * Dv]
+    running = SoftmaxState(peaks.swapaxes(1, 2), totals.swapaxes(1, 2), outs)  # [T, Hq, 1] twice, [T, Hq, Hkv * Dv]
     if decodes.rest is not None:
         k, v = state.read_tokens(after(decodes.rest, last))  # [T, S, Hkv * D]
         scores = _capped(queries @ k.swapaxes(1, 2), softcap)  # [T, Hq, S]

@@ -19,7 +19,7 @@ Weights = Callable[[mx.array, mx.array], mx.array]
 """From scores and a peak that broadcasts to 2^(scores - peak), of the scores' shape."""
 
 
-class Running(NamedTuple):
+class SoftmaxState(NamedTuple):
     """What is known of each row (row, head of the group) of a tile after some keys. Leading dimensions may differ."""
 
     peak: mx.array  # [T, Hkv, R * G, 1] largest score
@@ -37,7 +37,7 @@ def cpu_weights(scores: mx.array, peak: mx.array) -> mx.array:
     return weights_of_scores(scores, peak) if scores.size >= MIN_VECTOR else plain_weights(scores, peak)
 
 
-def update(running: Running | None, scores: mx.array, values: mx.array, weights: Weights) -> Running:
+def update(running: SoftmaxState | None, scores: mx.array, values: mx.array, weights: Weights) -> SoftmaxState:
     """Add a tile: scores [T, Hkv, R * G, L] in base 2, values [T, Hkv, L, Dv]. Leading dimensions may differ."""
     num_keys = scores.shape[-1]
     peak = mx.max(scores, axis=-1, keepdims=True)
@@ -50,7 +50,7 @@ def update(running: Running | None, scores: mx.array, values: mx.array, weights:
     if running is not None:
         shrink = plain_weights(running.peak, peak)
         total, out = running.total * shrink + total, running.out * shrink + out
-    return Running(peak, total, out)
+    return SoftmaxState(peak, total, out)
 
 
 def after(x: mx.array, last: list[mx.array]) -> mx.array:
