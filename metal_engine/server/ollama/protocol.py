@@ -206,7 +206,7 @@ class RunningModel(BaseModel):
     context_length: int
 
 
-class Running(BaseModel):
+class PsResponse(BaseModel):
     models: list[RunningModel]
 
 
