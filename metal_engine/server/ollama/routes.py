@@ -98,8 +98,8 @@ def _add_model_routes(app: FastAPI, there: Models) -> None:
         return protocol.Tags(models=models.listed(there, started_at))
 
     @get_and_head(app, "/api/ps", tags=["ollama"], responses=_ERRORS)
-    async def ollama_ps() -> protocol.Running:
-        return protocol.Running(models=models.running(there, started_at))
+    async def ollama_ps() -> protocol.PsResponse:
+        return protocol.PsResponse(models=models.running(there, started_at))
 
     @get_and_head(app, "/api/version", tags=["ollama"], responses=_ERRORS)
     async def ollama_version() -> protocol.OllamaVersion:
