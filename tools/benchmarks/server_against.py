@@ -28,7 +28,7 @@ from metal_engine.bench.datasets import BenchRequest
 from metal_engine.bench.stats import summarize
 from metal_engine.bench.tokens import PromptTokenizer, load_prompt_tokenizer
 from metal_engine.device.cache_dir import cache_dir
-from tools.compare.peers import OURS, ROOT, Running, running
+from tools.compare.peers import OURS, ROOT, PeerServer, running
 from tools.compare.scenarios import Group, at_once, random_requests
 from tools.compare.servers import run_groups
 
@@ -83,7 +83,7 @@ def busiest(before: dict[int, tuple[float, float]], after: dict[int, tuple[float
     return max(spent, key=sum, default=(float("nan"), float("nan")))
 
 
-def measure(server: Running, model: str, tokenizer: PromptTokenizer, seed: int) -> dict[str, Figures]:
+def measure(server: PeerServer, model: str, tokenizer: PromptTokenizer, seed: int) -> dict[str, Figures]:
     """Send every load to a server that has just started, and return the figures of each.
 
     Raises:

@@ -88,7 +88,7 @@ def install(peer: Peer) -> None:
 
 
 @dataclass(frozen=True)
-class Running:
+class PeerServer:
     """A server that is up. ``command`` is how it was started."""
 
     name: str
@@ -112,7 +112,7 @@ def command_of(name: str, model: Path | str, port: int, extra: Sequence[str] = (
 @contextmanager
 def running(
     name: str, model: Path | str, *, same_blas: bool, extra: Sequence[str] = (), root: Path = ROOT
-) -> Iterator[Running]:
+) -> Iterator[PeerServer]:
     """A server on a free port, stopped at the end with all its processes.
 
     Args:
@@ -138,7 +138,7 @@ def running(
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_until_up(name, process, url, log)
-        yield Running(name, url, command, log, process.pid)
+        yield PeerServer(name, url, command, log, process.pid)
     finally:
         _stop(process)
 

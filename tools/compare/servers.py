@@ -32,7 +32,7 @@ from metal_engine.bench.server_memory import server_peak_bytes
 from metal_engine.bench.stats import summarize
 from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.device.cache_dir import cache_dir
-from tools.compare.peers import OURS, PEERS, Running, install, running
+from tools.compare.peers import OURS, PEERS, PeerServer, install, running
 from tools.compare.scenarios import SCENARIOS, Group, Scenario
 from tools.fixtures.export_mlx import export
 
@@ -65,7 +65,7 @@ async def run_groups(args: BenchServeArgs, model: str, groups: Sequence[Group]) 
     return dict(zip((group.name for group in groups), records, strict=True))
 
 
-def measure(scenario: Scenario, server: Running, model: Path, seed: int) -> Result:
+def measure(scenario: Scenario, server: PeerServer, model: Path, seed: int) -> Result:
     """Ask one server what the scenario says.
 
     Raises:
