@@ -100,7 +100,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Run:
+class SlotRun:
     """The most keys of a decode that have consecutive slots, by their positions."""
 
     segment: Segment
@@ -121,7 +121,7 @@ def plan_work(rows: StepRows, window: int | None, dims: Dims, limits: Limits) ->
     """Cut a step into units and upload their indices and masks."""
     planner = _Planner(rows, window, dims, limits)
     small: list[Segment] = []
-    runs: list[Run] = []
+    runs: list[SlotRun] = []
     units: list[Unit] = []
     for segment in planner.segments():
         run = planner.run(segment)
@@ -219,7 +219,7 @@ class _Planner:
             self.scores_computed += visible.size
         return Unit([queries], spans)
 
-    def run(self, segment: Segment) -> Run | None:
+    def run(self, segment: Segment) -> SlotRun | None:
         """The keys that a decode is to read in place, if there are enough of them: half of its keys or more."""
         least = self.limits.run_keys
         if least is None or segment.num_rows > 1 or segment.num_keys < least or self.dims.num_kv_heads > MAX_RUN_HEADS:
@@ -233,9 +233,9 @@ class _Planner:
         is_long = end - start >= max(least, segment.num_keys / 2)
         # The other keys are gathered at once.
         is_rest_small = segment.num_keys - (end - start) <= self.keys_per_span(1)
-        return Run(segment, start, end) if is_long and is_rest_small else None
+        return SlotRun(segment, start, end) if is_long and is_rest_small else None
 
-    def run_decodes(self, runs: list[Run]) -> list[RunDecodes]:
+    def run_decodes(self, runs: list[SlotRun]) -> list[RunDecodes]:
         """Requests whose other keys are about as many share their gather."""
         by_start = {run.segment.start: run for run in runs}
         others = [Segment(r.segment.request, r.segment.start, 1, 0, r.num_rest) for r in runs]
@@ -244,7 +244,7 @@ class _Planner:
             for group in group_segments(others, self.dims, self.limits)
         ]
 
-    def _run_decodes(self, runs: list[Run]) -> RunDecodes:
+    def _run_decodes(self, runs: list[SlotRun]) -> RunDecodes:
         most = self.keys_per_span(1)
         start = np.array([run.segment.start for run in runs], np.int32)
         self._places.append(start)
