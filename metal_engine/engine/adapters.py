@@ -24,7 +24,7 @@ SetWeights = Callable[[int, Mapping[str, Weights | None]], Iterator[int]]
 _PIECE_LAYERS, _PIECE_BYTES = 8, 2 << 20
 
 
-class Run(Protocol):
+class RunInEngine(Protocol):
     """Calls a function in the engine's thread, between two steps, and waits for it."""
 
     def __call__(self, function: Callable[[], None]) -> None: ...
@@ -65,7 +65,7 @@ class AdapterRegistry:
         self,
         name: str,
         path: str,
-        run: Run,
+        run: RunInEngine,
         *,
         within: Path | None = None,
         in_place: bool = False,
@@ -97,7 +97,7 @@ class AdapterRegistry:
             self._adapters[name] = adapter
             return adapter
 
-    def _put(self, name: str, path: str, file: AdapterFile, run: Run, base_model_name: str | None) -> Adapter:
+    def _put(self, name: str, path: str, file: AdapterFile, run: RunInEngine, base_model_name: str | None) -> Adapter:
         slot = self._slot_for(name, file)
         try:
             digest = sha256(name.encode("utf-8", "surrogatepass") + b"\0")
@@ -137,7 +137,7 @@ class AdapterRegistry:
             ) from None
 
     @staticmethod
-    def _put_piece(parts: Iterator[int], run: Run) -> None:
+    def _put_piece(parts: Iterator[int], run: RunInEngine) -> None:
         """Have weights put into their slot, so many bytes between two steps."""
         is_done = False
 
