@@ -11,7 +11,7 @@ from metal_engine import __version__
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.step_observer import Frame, SeenRequest, StepRow, StepSegment
 from metal_engine.request import client_id
-from metal_engine.server.page.pool_mirror import Run, runs_of
+from metal_engine.server.page.pool_mirror import BlockRun, runs_of
 
 # Bits of a segment's flags.
 FRESH = 1
@@ -102,7 +102,7 @@ def frame_data(frame: Frame, stats_now: dict[str, Any]) -> dict[str, Any]:
     return {name: part for name, part in parts.items() if part} | {"whole": frame.is_whole, "stats": stats_now}
 
 
-def piece_data(tables: dict[int, list[Run]], cached: list[Run], is_whole: bool) -> dict[str, Any]:
+def piece_data(tables: dict[int, list[BlockRun]], cached: list[BlockRun], is_whole: bool) -> dict[str, Any]:
     """A part of a snapshot, in the form of a frame."""
     return {"tables": [[key, 1, runs] for key, runs in tables.items()], "cached": cached, "whole": is_whole}
 

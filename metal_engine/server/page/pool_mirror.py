@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator
 
 from metal_engine.engine.step_observer import Frame, SeenRequest
 
-Run = tuple[int, int]
+BlockRun = tuple[int, int]
 """A first block, and how many follow on one another."""
 # Runs in one piece of a snapshot: 2 ms to encode.
 _RUNS_AT_ONCE = 4096
 
 
-def runs_of(block_ids: Iterable[int]) -> list[Run]:
+def runs_of(block_ids: Iterable[int]) -> list[BlockRun]:
     """Block ids, in their order, as runs."""
-    runs: list[Run] = []
+    runs: list[BlockRun] = []
     first = after = -1
     for block_id in block_ids:
         if block_id != after:
@@ -45,7 +45,7 @@ class PoolMirror:
 
     def __init__(self, num_blocks: int) -> None:
         self.requests: dict[int, SeenRequest] = {}
-        self.tables: dict[int, list[Run]] = {}
+        self.tables: dict[int, list[BlockRun]] = {}
         self.is_whole = False
         self._cached = bytearray(num_blocks)
 
@@ -69,20 +69,20 @@ class PoolMirror:
         self.is_whole = frame.is_whole
 
     @property
-    def cached_runs(self) -> list[Run]:
+    def cached_runs(self) -> list[BlockRun]:
         """The blocks that hold cached prefixes."""
         return [(match.start(), match.end() - match.start()) for match in re.finditer(b"\x01+", self._cached)]
 
-    def pieces(self) -> Iterator[tuple[dict[int, list[Run]], list[Run]]]:
+    def pieces(self) -> Iterator[tuple[dict[int, list[BlockRun]], list[BlockRun]]]:
         """All tables and cached runs as they are now, some at a time; what is applied meanwhile is not among them."""
         tables, cached = list(self.tables.items()), self.cached_runs
         return self._pieces(tables, cached)
 
     @staticmethod
     def _pieces(
-        tables: list[tuple[int, list[Run]]], cached: list[Run]
-    ) -> Iterator[tuple[dict[int, list[Run]], list[Run]]]:
-        piece: dict[int, list[Run]] = {}
+        tables: list[tuple[int, list[BlockRun]]], cached: list[BlockRun]
+    ) -> Iterator[tuple[dict[int, list[BlockRun]], list[BlockRun]]]:
+        piece: dict[int, list[BlockRun]] = {}
         num_runs = 0
         for key, runs in tables:
             piece[key] = runs
