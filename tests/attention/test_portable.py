@@ -18,7 +18,7 @@ from metal_engine.attention.portable.groups import (
     GPU_LIMITS,
     Dims,
     Limits,
-    Segment,
+    RowSegment,
     group_segments,
     in_lanes,
 )
@@ -263,8 +263,8 @@ def test_a_short_decode_does_not_pay_for_a_long_one() -> None:
     ],
 )
 def test_two_lanes_gather_about_as_much(lengths: list[int], loads: list[int]) -> None:
-    items = [Segment(i, i, 1, 0, length) for i, length in enumerate(lengths)]
-    prompt = [Segment(90, 90, 30, 0, 30)]
+    items = [RowSegment(i, i, 1, 0, length) for i, length in enumerate(lengths)]
+    prompt = [RowSegment(90, 90, 30, 0, 30)]
     groups = [prompt, *group_segments(items, DIMS, replace(CPU_LIMITS, group_slack=0))]
     lanes = in_lanes(groups, DIMS, replace(CPU_LIMITS, lane_elements=0))
     assert sorted(item.request for _, group in lanes for item in group) == [*range(len(items)), 90]

@@ -38,7 +38,7 @@ class Dims:
 
 
 @dataclass(frozen=True)
-class Segment:
+class RowSegment:
     """One request's rows in a step, and the absolute positions [key_start, key_end) that any of them sees."""
 
     request: int
@@ -61,10 +61,10 @@ def _cost(num_rows: int, num_keys: int) -> int:
     return num_keys * (num_rows + 3)
 
 
-def group_segments(segments: Iterable[Segment], dims: Dims, limits: Limits) -> list[list[Segment]]:
+def group_segments(segments: Iterable[RowSegment], dims: Dims, limits: Limits) -> list[list[RowSegment]]:
     """Groups of similar segments: padding them all to the largest rows and keys costs at most
     max(group_slack, group_waste * real work), and a group of short contexts needs only one span."""
-    groups: list[list[Segment]] = []
+    groups: list[list[RowSegment]] = []
     rows = keys = real = 0
     for segment in sorted(segments, key=lambda s: (-s.num_rows, -s.num_keys, s.request)):
         cost, size = _cost(segment.num_rows, segment.num_keys), len(groups[-1]) + 1 if groups else 0
@@ -86,7 +86,7 @@ def group_segments(segments: Iterable[Segment], dims: Dims, limits: Limits) -> l
     return groups
 
 
-def in_lanes(groups: list[list[Segment]], dims: Dims, limits: Limits) -> list[tuple[int, list[Segment]]]:
+def in_lanes(groups: list[list[RowSegment]], dims: Dims, limits: Limits) -> list[tuple[int, list[RowSegment]]]:
     """Groups with their lanes, 0 or 1: decodes are divided so that each lane has about as many keys to gather.
 
     A gather takes one core, whatever BLAS has. What has several rows stays on lane 0: its products take all cores.

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.portable.groups import Dims, Limits, Segment, group_segments, in_lanes
+from metal_engine.attention.portable.groups import Dims, Limits, RowSegment, group_segments, in_lanes
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.writes import consecutive_runs
 
@@ -103,7 +103,7 @@ class Work:
 class SlotRun:
     """The most keys of a decode that have consecutive slots, by their positions."""
 
-    segment: Segment
+    segment: RowSegment
     start: int
     end: int
 
@@ -120,7 +120,7 @@ class SlotRun:
 def plan_work(rows: StepRows, window: int | None, dims: Dims, limits: Limits) -> Work:
     """Cut a step into units and upload their indices and masks."""
     planner = _Planner(rows, window, dims, limits)
-    small: list[Segment] = []
+    small: list[RowSegment] = []
     runs: list[SlotRun] = []
     units: list[Unit] = []
     for segment in planner.segments():
@@ -150,11 +150,11 @@ class _Planner:
         self._places: list[np.ndarray] = []  # packed row of each row of output; -1 for padding
         self._edges: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[RowSegment]:
         rows = self.rows
         key_start = np.maximum(rows.context_lens - self.window + 1, 0)  # the first row sees furthest back
         columns = (rows.cu_seqlens_q[:-1], rows.query_lens, key_start, rows.seq_lens)
-        return [Segment(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
+        return [RowSegment(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
 
     def order(self) -> mx.array | None:
         places = np.concatenate(self._places)  # [sum of T * R]
@@ -187,7 +187,7 @@ class _Planner:
     #     request 1   0 1 2 3 4 5 6 7      key_end 8
     #     request 2   0 1 2 3 4 . . .      key_end 5
 
-    def grouped(self, segments: list[Segment]) -> Unit:
+    def grouped(self, segments: list[RowSegment]) -> Unit:
         """A unit of several requests with few rows each."""
         num_requests = len(segments)
         fields = ((s.request, s.start, s.num_rows, s.key_start, s.key_end) for s in segments)
@@ -219,7 +219,7 @@ class _Planner:
             self.scores_computed += visible.size
         return Unit([queries], spans)
 
-    def run(self, segment: Segment) -> SlotRun | None:
+    def run(self, segment: RowSegment) -> SlotRun | None:
         """The keys that a decode is to read in place, if there are enough of them: half of its keys or more."""
         least = self.limits.run_keys
         if least is None or segment.num_rows > 1 or segment.num_keys < least or self.dims.num_kv_heads > MAX_RUN_HEADS:
@@ -238,7 +238,7 @@ class _Planner:
     def run_decodes(self, runs: list[SlotRun]) -> list[RunDecodes]:
         """Requests whose other keys are about as many share their gather."""
         by_start = {run.segment.start: run for run in runs}
-        others = [Segment(r.segment.request, r.segment.start, 1, 0, r.num_rest) for r in runs]
+        others = [RowSegment(r.segment.request, r.segment.start, 1, 0, r.num_rest) for r in runs]
         return [
             self._run_decodes([by_start[segment.start] for segment in group])
             for group in group_segments(others, self.dims, self.limits)
@@ -278,7 +278,7 @@ class _Planner:
         own_heads = mx.eye(self.dims.num_kv_heads)[:, None, :, None]
         return RunDecodes(queries, parts, rest, bias, own_heads)
 
-    def tiled(self, segment: Segment) -> Unit:
+    def tiled(self, segment: RowSegment) -> Unit:
         """A unit of one request with many rows."""
         tile_rows = min(self.limits.tile_rows, segment.num_rows)
         tile_keys = self.keys_per_tile(tile_rows)
