@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from metal_engine.recurrence.metal import KERNEL_SIZES, MAX_STATE_PER_LANE, MetalRecurrence, lanes_of_state_row
-from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, Segments, SSMStep, relative_errors
+from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SegmentLayout, SSMStep, relative_errors
 from tools.metal_sim import metal_kernel
 from tools.metal_sim.build import build, language_flags
 from tools.metal_sim.recurrence_mutants import LENGTHS, MUTANTS, READS, TOLERANCE, Step, caught, run_case
@@ -239,7 +239,7 @@ def test_small_steps_run_the_same_kernel_as_large_ones(make, num_segments):
 def test_layers_share_what_was_made_of_segments():
     calls: list[dict[str, Any]] = []
     own = MetalRecurrence(recording_factory(calls))
-    segments = Segments.of((2, 1), (-1, 0))
+    segments = SegmentLayout.of((2, 1), (-1, 0))
     layers = [replace(kind.make((2, 1), (-1, 0)), segments=segments) for kind in KINDS]
     assert [run_case(own, layer) for layer in layers * 2] == [None] * 6
     for table in (-1, -2):
@@ -307,13 +307,13 @@ def test_lanes_share_a_row_of_the_state(key_dim):
 @pytest.mark.parametrize(
     "segments, message",
     [
-        (Segments.of([2, 2], [0, 1]), "3 rows do not belong to segments of 4"),
-        (Segments.of([2, 1], [0, 4]), "row 4 is read of 4 states"),
-        (Segments.of([2, 1], [0, -2]), "-1"),
-        (Segments.of([4, -1], [0, 1]), "follow each other"),
-        (Segments.of([2, 1], [0]), "do not match"),
-        (Segments.of([], []), "do not match"),
-        (Segments(mx.array([0, 2, 3]), mx.array([0.0, 1.0])), "float32"),
+        (SegmentLayout.of([2, 2], [0, 1]), "3 rows do not belong to segments of 4"),
+        (SegmentLayout.of([2, 1], [0, 4]), "row 4 is read of 4 states"),
+        (SegmentLayout.of([2, 1], [0, -2]), "-1"),
+        (SegmentLayout.of([4, -1], [0, 1]), "follow each other"),
+        (SegmentLayout.of([2, 1], [0]), "do not match"),
+        (SegmentLayout.of([], []), "do not match"),
+        (SegmentLayout(mx.array([0, 2, 3]), mx.array([0.0, 1.0])), "float32"),
     ],
 )
 @every_kernel
