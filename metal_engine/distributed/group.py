@@ -48,7 +48,7 @@ _OWN_SETTINGS = {"model", "tokenizer", "download_dir", "chat_template", "generat
 _joined: list[str] = []
 
 
-class Group:
+class RankGroup:
     """The ranks of an engine, this process being one of them. Belongs to the engine's thread.
 
     Attributes:
@@ -177,7 +177,7 @@ def _versions() -> dict[str, str]:
     return {"metal-engine": __version__, **{name: metadata.version(name) for name in ("mlx", "mlx-lm")}}
 
 
-def open_group(args: EngineArgs) -> Group:
+def open_group(args: EngineArgs) -> RankGroup:
     """Join the group of ranks that the settings ask for, and wait for all of them; in the engine's thread.
 
     Where no launcher has started this process, it starts the other ranks on this machine.
@@ -223,7 +223,7 @@ def open_group(args: EngineArgs) -> Group:
             local.end()
     if rank:
         ignore_signals()
-    group = Group(args, communication, links, watch, local)
+    group = RankGroup(args, communication, links, watch, local)
     try:
         group.check_settings()
     except (RunnerLostError, ConfigError) as error:

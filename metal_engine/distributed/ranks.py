@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from metal_engine.checkpoints.prints import file_prints
-from metal_engine.distributed.group import Group, open_group
+from metal_engine.distributed.group import RankGroup, open_group
 from metal_engine.distributed.launch import host_name, refuse_ranks_without_size
 from metal_engine.distributed.leader import LeaderRunner
 from metal_engine.errors import ConfigError, ModelLoadError
@@ -83,7 +83,7 @@ class Ranks:
 class SeveralRanks(Ranks):
     """One of the ranks of an engine. All of them call the same methods in the same order."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._division = Division(group.communication, group.args.pipeline_parallel_size > 1)
         self._whole: WholeModel | None = None

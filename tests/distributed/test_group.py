@@ -23,7 +23,7 @@ from metal_engine.checkpoints.prints import file_prints
 from metal_engine.distributed import leader as leader_module
 from metal_engine.distributed.channel import Kind, Link, listen
 from metal_engine.distributed.follower import run_frame
-from metal_engine.distributed.group import Group, _pass_on
+from metal_engine.distributed.group import RankGroup, _pass_on
 from metal_engine.distributed.leader import LeaderRunner
 from metal_engine.distributed.loss import LossWatch, StepTimeout
 from metal_engine.distributed.ranks import SeveralRanks
@@ -59,20 +59,20 @@ def linked(rank: int = 1) -> tuple[Link, Link]:
 
 
 @pytest.fixture
-def groups() -> Iterator[list[Group]]:
+def groups() -> Iterator[list[RankGroup]]:
     """Two ranks in one process, which do not compute."""
     args = EngineArgs(model="none", tensor_parallel_size=2, distributed_timeout_seconds=1.5)
     found = []
     links = linked()
     for rank, link in enumerate(links):
         communication: Any = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 2)
-        found.append(Group(args, communication, [link], Watched(rank, 0), None))
+        found.append(RankGroup(args, communication, [link], Watched(rank, 0), None))
     yield found
     for link in links:
         link.close()
 
 
-def both(groups: list[Group], *work: Callable[[Group], Any]) -> list[Any]:
+def both(groups: list[RankGroup], *work: Callable[[RankGroup], Any]) -> list[Any]:
     """What comes of each rank's work: what it returns, or raises."""
     found: list[Any] = [None, None]
 
@@ -89,18 +89,18 @@ def both(groups: list[Group], *work: Callable[[Group], Any]) -> list[Any]:
     return found
 
 
-def test_ranks_at_different_places_do_not_take_one_fact_for_another(groups: list[Group]) -> None:
+def test_ranks_at_different_places_do_not_take_one_fact_for_another(groups: list[RankGroup]) -> None:
     assert both(groups, lambda g: g.largest("a", 3), lambda g: g.largest("a", 5))[0] == 5
     error, _ = both(groups, lambda g: g.largest("bytes", 3), lambda g: g.largest("tokens", 5))
     assert str(error) == "rank 1 (here) is at 'tokens', and rank 0 at 'bytes'"
 
 
-def test_rank_0_decides(groups: list[Group]) -> None:
+def test_rank_0_decides(groups: list[RankGroup]) -> None:
     """Other ranks do not measure."""
     choices = {"a layer": {"cut": None, "speedup": 2.5}}
     found: queue.Queue[Any] = queue.Queue()
 
-    def decide(group: Group) -> None:
+    def decide(group: RankGroup) -> None:
         own = (lambda: choices) if group.rank == 0 else lambda: pytest.fail("rank 1 measures")
         found.put(SeveralRanks(group).decided("choices", own))
 
@@ -108,12 +108,12 @@ def test_rank_0_decides(groups: list[Group]) -> None:
     assert [found.get(timeout=60) for _ in range(2)] == [choices, choices]
 
 
-def test_a_rank_that_does_not_come_along_is_not_waited_for(groups: list[Group]) -> None:
+def test_a_rank_that_does_not_come_along_is_not_waited_for(groups: list[RankGroup]) -> None:
     error, _ = both(groups, lambda g: g.come_together("a place"), lambda g: None)
     assert str(error) == "rank 1 (here) has not come to 'a place' within 1.5 s"
 
 
-def test_ranks_with_other_weights_are_refused(groups: list[Group], tmp_path: Path) -> None:
+def test_ranks_with_other_weights_are_refused(groups: list[RankGroup], tmp_path: Path) -> None:
     """Their configuration is the same, and so are names and sizes of their files."""
     folders = [write_checkpoint(tmp_path / name) for name in ("a", "b")]
     weights = folders[1] / "model.safetensors"

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from metal_engine.distributed.channel import Kind
 from metal_engine.distributed.follower import run_frame
-from metal_engine.distributed.group import Group, open_group
+from metal_engine.distributed.group import RankGroup, open_group
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.division import Division
 from metal_engine.runner import step_sampling
@@ -27,7 +27,7 @@ from tests.support.rank_cases import RankCase, make_runner, run_case
 WAITS = step_sampling._MASK_SECONDS
 
 
-def _run(case: RankCase, group: Group) -> Any:
+def _run(case: RankCase, group: RankGroup) -> Any:
     division = Division(group.communication, case.parallel == "pipeline")
     try:
         runner = make_runner(case, division.divide, group.share)
@@ -66,7 +66,7 @@ class Memory:
         return {"most": most, "now": now, "array": min(self._array_bytes)}
 
 
-def _follow(runner: ModelRunner, group: Group, *, keeps: bool) -> None:
+def _follow(runner: ModelRunner, group: RankGroup, *, keeps: bool) -> None:
     steps: deque[PendingStep] = deque()
     (leader,) = group._links
     kept: list[mx.array] = []
