@@ -14,7 +14,7 @@ from tools.metal_sim.times import kernels as compiled
 from tools.metal_sim.times.attention import WORKLOADS, Workload, _blocks, mlx, mlx_gathered, ours
 from tools.metal_sim.times.facts import CHIPS, LLAMA_8B, PUBLISHED, Chip
 from tools.metal_sim.times.kernels import Kernel, cycles_of
-from tools.metal_sim.times.model import Group, Launch, busiest_core, issue_rate, limit, limits, seconds
+from tools.metal_sim.times.model import Launch, RequestGroup, busiest_core, issue_rate, limit, limits, seconds
 from tools.metal_sim.times.page import page, predicted, step_seconds
 
 CHIP = Chip("toy", cores=2, bandwidth=1e9, clock=1e9)
@@ -35,12 +35,12 @@ def test_issue_rate_lies_between_measured_occupancies() -> None:
 
 
 def test_groups_go_to_the_core_with_the_least_work() -> None:
-    assert busiest_core([Group(c, 1) for c in (5, 4, 3, 3)], 2) == 8
-    assert busiest_core([Group(7, 1)], 2) == 7
+    assert busiest_core([RequestGroup(c, 1) for c in (5, 4, 3, 3)], 2) == 8
+    assert busiest_core([RequestGroup(7, 1)], 2) == 7
 
 
 def test_each_resource_of_a_launch() -> None:
-    launch = Launch([Group(8000, 3)] * 4, 8, 2, memory=870, last_level=1740, cache=640, threadgroup_memory=640)
+    launch = Launch([RequestGroup(8000, 3)] * 4, 8, 2, memory=870, last_level=1740, cache=640, threadgroup_memory=640)
     found = limits(launch, CHIP)
     assert found["memory"] == pytest.approx(2e-6)
     assert found["issue"] == pytest.approx(16000 / (4e9 * issue_rate(16)))  # two groups on each core, both resident
@@ -49,14 +49,14 @@ def test_each_resource_of_a_launch() -> None:
     assert found["latency"] == pytest.approx(3 * 400e-9 + 1e-6)
     assert seconds(launch, CHIP) == max(found.values()) and limit([launch], CHIP) == "issue"
     # With room for one group, a core runs its two groups one after the other.
-    alone = limits(Launch([Group(8000, 3)] * 4, 8, 1), CHIP)
+    alone = limits(Launch([RequestGroup(8000, 3)] * 4, 8, 1), CHIP)
     assert alone["latency"] == pytest.approx(2 * found["latency"]) and alone["issue"] > found["issue"]
 
 
 def test_an_idle_core_reads_nothing_and_the_slowest_group_counts() -> None:
-    found = limits(Launch([Group(8000, 9)], 8, 2, cache=640, threadgroup_memory=640), CHIP)
+    found = limits(Launch([RequestGroup(8000, 9)], 8, 2, cache=640, threadgroup_memory=640), CHIP)
     assert found["cache"] == found["core"] == pytest.approx(20e-9)
-    uneven = limits(Launch([Group(8000, 9), Group(800, 1)], 8, 2), CHIP)
+    uneven = limits(Launch([RequestGroup(8000, 9), RequestGroup(800, 1)], 8, 2), CHIP)
     assert uneven["latency"] == found["latency"] == pytest.approx(9 * 400e-9 + 1e-6)
 
 
