@@ -15,7 +15,7 @@ from typing import Any
 from metal_engine.cli.chat_answerers import (
     Answerer,
     AnswerError,
-    LoadedModel,
+    LocalModel,
     Message,
     RunningServer,
     ServerError,
@@ -74,7 +74,7 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
     with LLM(**vars(args)) as llm:
         defaults = llm.config.model.default_sampling or _SAMPLING
         sampling = {"max_tokens": None, **defaults, **given}
-        model = LoadedModel(llm, SamplingParams(**sampling))
+        model = LocalModel(llm, SamplingParams(**sampling))
         _note(f"Talking to {model.name}, with {default_sampling_text(sampling)}.")
         return _talk(model, chat_args)
 

@@ -63,7 +63,7 @@ class Answerer(Protocol):
         ...
 
 
-class LoadedModel:
+class LocalModel:
     """A model in this process."""
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:

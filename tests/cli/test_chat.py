@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from metal_engine.cli import chat as chat_module
 from metal_engine.cli.chat import Conversation, chat
-from metal_engine.cli.chat_answerers import AnswerError, LoadedModel, Piece, RunningServer, ServerError, served_models
+from metal_engine.cli.chat_answerers import AnswerError, LocalModel, Piece, RunningServer, ServerError, served_models
 from metal_engine.cli.chat_input import PipeInput, history_path, open_input
 from metal_engine.cli.chat_output import AnswerView, WordWrapper
 from metal_engine.cli.main import app
@@ -295,13 +295,13 @@ def test_a_loaded_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     with llm_module.LLM("tiny") as llm:
         monkeypatch.setattr(llm.tokenizer, "apply_chat_template", lambda messages: [5, 6, 7])
         params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        pieces = list(LoadedModel(llm, params).answer([user("Hi")]))
+        pieces = list(LocalModel(llm, params).answer([user("Hi")]))
         expected = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0]
         assert "".join(piece.text for piece in pieces) == expected.text
         assert pieces[-1].num_tokens == 6
         monkeypatch.setattr(llm.tokenizer, "apply_chat_template", lambda messages: [5] * 100_000)
         with pytest.raises(AnswerError, match="maximum context length"):
-            list(LoadedModel(llm, params).answer([user("Hi")]))
+            list(LocalModel(llm, params).answer([user("Hi")]))
         assert llm.stats.num_used_blocks == 0
 
 
