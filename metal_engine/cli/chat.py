@@ -17,7 +17,7 @@ from metal_engine.cli.chat_answerers import (
     AnswerError,
     LocalModel,
     Message,
-    RunningServer,
+    RemoteModel,
     ServerError,
     served_models,
 )
@@ -54,7 +54,7 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
         ModelLoadError: the model cannot be loaded.
     """
     found = _find_server(chat_args, args)
-    if isinstance(found, RunningServer):
+    if isinstance(found, RemoteModel):
         _note(f"Talking to {found.name}; the server's own settings hold.")
         return _talk(found, chat_args)
     from metal_engine.cli.early_checks import check_engine_args
@@ -87,7 +87,7 @@ def _talk(answerer: Answerer, chat_args: ChatArgs) -> bool:
 # --- whom to ask ---
 
 
-def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RunningServer | str:
+def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RemoteModel | str:
     """Return the server at ``--url``, or our server at ``--host`` and ``--port`` if it serves the model.
 
     Return the reason instead if this process must load the model. Settings of the engine exclude a running server.
@@ -111,7 +111,7 @@ def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RunningServer | str:
         return f"No running server is used: {error}."
     if has_settings:
         _note("Settings of the engine have no effect on a server that runs already.")
-    return RunningServer(url, {"model": card["id"], **_given_sampling(chat_args)}, key)
+    return RemoteModel(url, {"model": card["id"], **_given_sampling(chat_args)}, key)
 
 
 def _usable_card(cards: list[dict[str, Any]], url: str, model: str, *, is_any_server: bool) -> dict[str, Any]:

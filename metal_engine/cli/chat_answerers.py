@@ -93,7 +93,7 @@ class LocalModel:
             raise AnswerError(one_line(error)) from error
 
 
-class RunningServer:
+class RemoteModel:
     """A server that speaks OpenAI's API, ours or another.
 
     Args:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from metal_engine.cli import chat as chat_module
 from metal_engine.cli.chat import Conversation, chat
-from metal_engine.cli.chat_answerers import AnswerError, LocalModel, Piece, RunningServer, ServerError, served_models
+from metal_engine.cli.chat_answerers import AnswerError, LocalModel, Piece, RemoteModel, ServerError, served_models
 from metal_engine.cli.chat_input import PipeInput, history_path, open_input
 from metal_engine.cli.chat_output import AnswerView, WordWrapper
 from metal_engine.cli.main import app
@@ -217,7 +217,7 @@ def test_the_history_is_in_the_users_state_folder(monkeypatch: pytest.MonkeyPatc
 
 def test_a_server_answers(echoing: Served) -> None:
     assert [(card["id"], card["owned_by"]) for card in served_models(echoing.url)] == [(MODEL, "metal-engine")]
-    server = RunningServer(f"{echoing.url}/v1/", {"model": MODEL, "temperature": 0})
+    server = RemoteModel(f"{echoing.url}/v1/", {"model": MODEL, "temperature": 0})
     pieces = list(server.answer([user("Hello there.")]))
     answer = "".join(piece.text for piece in pieces)
     assert "Hello there." in answer
@@ -227,11 +227,11 @@ def test_a_server_answers(echoing: Served) -> None:
     with pytest.raises(AnswerError, match="maximum context length"):
         list(server.answer([user("x" * 20_000)]))
     with pytest.raises(AnswerError, match="other"):
-        list(RunningServer(echoing.url, {"model": "other"}).answer([user("Hi")]))
+        list(RemoteModel(echoing.url, {"model": "other"}).answer([user("Hi")]))
 
 
 def test_leaving_an_answer_ends_the_request(served: Served) -> None:
-    answer = RunningServer(served.url, {"model": MODEL}).answer([user("Hi")])
+    answer = RemoteModel(served.url, {"model": MODEL}).answer([user("Hi")])
     next(answer)
     answer.close()
     served.settle()
@@ -285,7 +285,7 @@ def test_what_is_no_server_of_models(body: bytes, odd_server: str, monkeypatch: 
 def test_streams_that_go_wrong(body: bytes, message: str, odd_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OddServer, "body", body)
     with pytest.raises(AnswerError, match=message):
-        list(RunningServer(odd_server, {"model": "m"}).answer([user("Hi")]))
+        list(RemoteModel(odd_server, {"model": "m"}).answer([user("Hi")]))
 
 
 def test_a_loaded_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:
