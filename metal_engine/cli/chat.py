@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from metal_engine.cli.chat_answerers import (
-    Answerer,
     AnswerError,
+    ChatBackend,
     LocalModel,
     Message,
     RemoteModel,
@@ -79,7 +79,7 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
         return _talk(model, chat_args)
 
 
-def _talk(answerer: Answerer, chat_args: ChatArgs) -> bool:
+def _talk(answerer: ChatBackend, chat_args: ChatArgs) -> bool:
     source = open_input(history_path())
     return Conversation(answerer, source, AnswerView(sys.stdout), chat_args.system).run()
 
@@ -158,7 +158,7 @@ class Conversation:
         system: the system prompt, if there is one.
     """
 
-    def __init__(self, answerer: Answerer, source: Input, view: AnswerView, system: str | None = None) -> None:
+    def __init__(self, answerer: ChatBackend, source: Input, view: AnswerView, system: str | None = None) -> None:
         self._answerer = answerer
         self._source = source
         self._view = view

@@ -49,7 +49,7 @@ class ServerError(Exception):
     """A failed request to a server, or a server without the model; the message has the reason."""
 
 
-class Answerer(Protocol):
+class ChatBackend(Protocol):
     """Answers conversations. ``name`` says to the user who it is."""
 
     name: str
