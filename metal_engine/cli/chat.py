@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from metal_engine.cli.chat_answerers import (
+from metal_engine.cli.chat_backends import (
     AnswerError,
     ChatBackend,
     LocalModel,

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from metal_engine.cli import chat as chat_module
 from metal_engine.cli.chat import Conversation, chat
-from metal_engine.cli.chat_answerers import AnswerError, LocalModel, Piece, RemoteModel, ServerError, served_models
+from metal_engine.cli.chat_backends import AnswerError, LocalModel, Piece, RemoteModel, ServerError, served_models
 from metal_engine.cli.chat_input import PipeInput, history_path, open_input
 from metal_engine.cli.chat_output import AnswerView, WordWrapper
 from metal_engine.cli.main import app
