@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from metal_engine.engine.default_sampling import default_sampling_text
-from metal_engine.engine.model_entry import ModelEntry, RunningModel
+from metal_engine.engine.model_entry import LoadedEngine, ModelEntry
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.settings.config import EngineConfig, ModelInfo, RankInfo, SpeculativeConfig
 from metal_engine.settings.fields import format_size
@@ -101,7 +101,7 @@ def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
     console.print(Panel(table, title="metal-engine", title_align="left", expand=False))
 
 
-def _loaded(entry: ModelEntry, running: RunningModel) -> str:
+def _loaded(entry: ModelEntry, running: LoadedEngine) -> str:
     """A loaded model: its name, what it takes, in what it keeps keys and values."""
     model = running.engine.config.model
     kv = f", KV cache in {model.kv_dtype}" if model.kv_bytes_per_token else ""

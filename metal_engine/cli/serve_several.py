@@ -10,7 +10,7 @@ from pathlib import Path
 from metal_engine.cli.models_dir import models_in
 from metal_engine.engine.device_share import DeviceShare, DeviceTurns
 from metal_engine.engine.engine_threads import EngineThreads
-from metal_engine.engine.model_entry import ModelSource, RunningModel, Start
+from metal_engine.engine.model_entry import LoadedEngine, ModelSource, Start
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import NoRoomError
 from metal_engine.server.listen import Listener
@@ -114,7 +114,7 @@ def files_signature(path: Path) -> object:
 
 def _starter(args: EngineArgs, server_args: ServerArgs) -> Start:
 
-    def start(share: DeviceShare, turns: DeviceTurns, threads: EngineThreads) -> RunningModel:
+    def start(share: DeviceShare, turns: DeviceTurns, threads: EngineThreads) -> LoadedEngine:
         from metal_engine.build import build_engine
         from metal_engine.engine.async_engine import AsyncEngine
 
@@ -130,7 +130,7 @@ def _starter(args: EngineArgs, server_args: ServerArgs) -> Start:
         except BaseException:
             engine.shutdown(None)
             raise
-        return RunningModel(engine, format_)
+        return LoadedEngine(engine, format_)
 
     return start
 

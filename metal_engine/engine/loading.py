@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from metal_engine.engine.device_share import DeviceTurns
 from metal_engine.engine.engine_threads import EngineThreads
-from metal_engine.engine.model_entry import Load, ModelSource, RunningModel
+from metal_engine.engine.model_entry import Load, LoadedEngine, ModelSource
 from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLargeError, NoRoomError, one_line
 from metal_engine.settings.config import DeviceInfo, EngineConfig
 
@@ -69,7 +69,7 @@ class RegistryShare:
 
 def load_in_thread(
     source: ModelSource, share: RegistryShare, turns: DeviceTurns, threads: EngineThreads
-) -> RunningModel:
+) -> LoadedEngine:
     """Load a model. An error keeps no frame alive, for a frame may keep weights.
 
     Raises:

@@ -23,7 +23,7 @@ class ModelState(enum.Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class RunningModel:
+class LoadedEngine:
     """A model that has been loaded: its engine, and how it writes answers."""
 
     engine: AsyncEngine
@@ -31,7 +31,7 @@ class RunningModel:
 
 
 # Loads a model and blocks until it is ready; called in a thread. Raises what loading raises.
-Start = Callable[[DeviceShare, DeviceTurns, EngineThreads], RunningModel]
+Start = Callable[[DeviceShare, DeviceTurns, EngineThreads], LoadedEngine]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class ModelEntry:
     name: str
     source: ModelSource
     state: ModelState = ModelState.UNLOADED
-    running: RunningModel | None = None
+    running: LoadedEngine | None = None
     num_bytes: int = 0
     step_bytes: int = 0
     num_leases: int = 0
@@ -135,7 +135,7 @@ class ModelEntry:
     max_model_len: int | None = None
     unloading: asyncio.Task[None] | None = None
     keep_alive: asyncio.TimerHandle | None = None
-    starting: Future[RunningModel] | None = None
+    starting: Future[LoadedEngine] | None = None
     ending: AsyncEngine | None = None
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 

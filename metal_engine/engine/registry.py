@@ -13,7 +13,7 @@ from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.load_queue import LoadQueue
 from metal_engine.engine.loading import RegistryShare, load_in_thread, same_error
 from metal_engine.engine.memory_budget import MemoryBudget
-from metal_engine.engine.model_entry import FailedLoad, Load, ModelEntry, ModelSource, ModelState, RunningModel
+from metal_engine.engine.model_entry import FailedLoad, Load, LoadedEngine, ModelEntry, ModelSource, ModelState
 from metal_engine.errors import LoadCancelledError, NoRoomError, one_line
 from metal_engine.settings.fields import format_size
 
@@ -51,7 +51,7 @@ class ModelRegistry:
         self.turns = DeviceTurns()
         self.engine_threads = threads or EngineThreads()
         self.is_closed = False
-        self.at_unload: list[Callable[[RunningModel], None]] = []
+        self.at_unload: list[Callable[[LoadedEngine], None]] = []
         self._entries: list[ModelEntry] = []
         self._by_name: dict[str, ModelEntry] = {}
         self.budget = MemoryBudget(memory_bytes, self._entries)
@@ -98,7 +98,7 @@ class ModelRegistry:
         """Whether a request for a model would not have to wait."""
         return entry.state is ModelState.LOADED and not entry.is_closing and entry.failure is None
 
-    async def use(self, entry: ModelEntry, *, may_evict: bool = True) -> RunningModel:
+    async def use(self, entry: ModelEntry, *, may_evict: bool = True) -> LoadedEngine:
         """Have a model for one request, until :meth:`release`; loads it if it has to.
 
         Args:

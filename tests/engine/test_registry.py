@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.model_entry import ModelState, RunningModel
+from metal_engine.engine.model_entry import LoadedEngine, ModelState
 from metal_engine.engine.registry import RegistryClosedError
 from metal_engine.errors import ModelLoadError, ModelTooLargeError, NoRoomError
 from tests.support.registry import RegistryOfFakes, run_with_fakes, until
@@ -146,7 +146,7 @@ def test_one_whose_clients_have_all_left_when_it_was_loaded_is_unloaded_too() ->
 
 def test_an_unload_that_fails_holds_up_nobody() -> None:
     async def test(made: RegistryOfFakes) -> None:
-        def fail(running: RunningModel) -> None:
+        def fail(running: LoadedEngine) -> None:
             raise ValueError("who counts requests has a mistake")
 
         made.registry.at_unload.append(fail)

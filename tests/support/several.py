@@ -18,7 +18,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_share import DeviceShare, DeviceTurns
 from metal_engine.engine.engine_threads import EngineThreads
-from metal_engine.engine.model_entry import ModelSource, RunningModel
+from metal_engine.engine.model_entry import LoadedEngine, ModelSource
 from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ModelLoadError
 from metal_engine.server.app import app_of
@@ -69,7 +69,7 @@ class FakeModel:
         """Its file is its problem."""
         return ModelSource(self.start, lambda: self.problem)
 
-    def start(self, share: DeviceShare, turns: DeviceTurns, threads: EngineThreads) -> RunningModel:
+    def start(self, share: DeviceShare, turns: DeviceTurns, threads: EngineThreads) -> LoadedEngine:
         def build() -> EngineCore:
             self.began.set()
             with share.turn():
@@ -87,7 +87,7 @@ class FakeModel:
 
         engine = AsyncEngine(build, turns, threads)
         engine.start()
-        return RunningModel(engine, AnswerFormat())
+        return LoadedEngine(engine, AnswerFormat())
 
 
 @dataclass

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.model_entry import ModelEntry, RunningModel
+from metal_engine.engine.model_entry import LoadedEngine, ModelEntry
 from metal_engine.engine.registry import ModelRegistry, RegistryClosedError
 from metal_engine.errors import ConfigError, LoadCancelledError, ModelLoadError, ModelTooLargeError
 from metal_engine.server.errors import APIError, model_not_found, shutting_down
@@ -161,7 +161,7 @@ class SeveralModels(Models):
         self._args = args
         self._notices: dict[str, Notices] = {}
         # What is unloaded is forgotten by itself.
-        self._served: WeakKeyDictionary[RunningModel, ServedModel] = WeakKeyDictionary()
+        self._served: WeakKeyDictionary[LoadedEngine, ServedModel] = WeakKeyDictionary()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -256,7 +256,7 @@ class SeveralModels(Models):
     def cut_requests(self, message: str) -> None:
         self.registry.cut(message)
 
-    def _of(self, entry: ModelEntry, running: RunningModel) -> ServedModel:
+    def _of(self, entry: ModelEntry, running: LoadedEngine) -> ServedModel:
         served = self._served.get(running)
         if served is None:
             notices = self._notices.setdefault(entry.name, Notices())

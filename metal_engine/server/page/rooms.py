@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.model_entry import RunningModel
+from metal_engine.engine.model_entry import LoadedEngine
 from metal_engine.server.errors import model_not_loaded
 from metal_engine.server.generation.models import Models, SeveralModels
 from metal_engine.server.page.viewers import Viewers
@@ -37,7 +37,7 @@ class Rooms:
         for viewers in self._viewers.values():
             viewers.close()
 
-    def _unloaded(self, running: RunningModel) -> None:
+    def _unloaded(self, running: LoadedEngine) -> None:
         viewers = self._viewers.pop(running.engine, None)
         if viewers is not None:
             viewers.close()
