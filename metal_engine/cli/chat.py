@@ -81,7 +81,7 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
 
 def _talk(answerer: ChatBackend, chat_args: ChatArgs) -> bool:
     source = open_input(history_path())
-    return Conversation(answerer, source, AnswerView(sys.stdout), chat_args.system).run()
+    return ChatHistory(answerer, source, AnswerView(sys.stdout), chat_args.system).run()
 
 
 # --- whom to ask ---
@@ -151,7 +151,7 @@ def _announce(text: str) -> None:
 # --- the conversation ---
 
 
-class Conversation:
+class ChatHistory:
     """Messages from the user and answers to them, and the commands that change it.
 
     Args:

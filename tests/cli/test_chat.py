@@ -21,7 +21,7 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from metal_engine.cli import chat as chat_module
-from metal_engine.cli.chat import Conversation, chat
+from metal_engine.cli.chat import ChatHistory, chat
 from metal_engine.cli.chat_backends import AnswerError, LocalModel, Piece, RemoteModel, ServerError, served_models
 from metal_engine.cli.chat_input import PipeInput, history_path, open_input
 from metal_engine.cli.chat_output import AnswerView, WordWrapper
@@ -68,7 +68,7 @@ def says(*pieces: str, then: BaseException | None = None) -> Callable[[], Iterat
 def talk(text: str, *answers: Callable[[], Iterator[Piece]], system: str | None = None) -> tuple[Any, str, bool]:
     """(whom it talked to, what was shown, whether all was answered)."""
     model, out = Scripted(*answers), io.StringIO()
-    answered = Conversation(model, PipeInput(io.StringIO(text)), AnswerView(out), system).run()
+    answered = ChatHistory(model, PipeInput(io.StringIO(text)), AnswerView(out), system).run()
     return model, out.getvalue(), answered
 
 
