@@ -22,7 +22,7 @@ from metal_engine.settings.config import DeviceInfo
 
 
 @dataclass(frozen=True)
-class ModelDetails:
+class CheckpointDetails:
     """A model as ``list`` and ``show`` tell of it.
 
     Attributes:
@@ -53,7 +53,7 @@ class ModelDetails:
         return checkpoint.context_length(self.facts.config.get("text_config") or self.facts.config)
 
 
-def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> ModelDetails:
+def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
     """The details of a model on this machine; what is wrong with its files is its ``problem``."""
     facts, quantization = None, ""
     problem: str | None = None
@@ -73,10 +73,10 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
         check_memory(facts, args, device)
     except (ModelLoadError, ConfigError) as error:
         problem = str(error)
-    return ModelDetails(model.name, model.size, model.path, facts, quantization, problem)
+    return CheckpointDetails(model.name, model.size, model.path, facts, quantization, problem)
 
 
-def remote_details(args: EngineArgs, device: DeviceInfo) -> ModelDetails:
+def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
     """The details of a model on the hub, of which nothing is downloaded.
 
     Raises:
@@ -87,7 +87,7 @@ def remote_details(args: EngineArgs, device: DeviceInfo) -> ModelDetails:
         repo = find_repo(name.repo, name.revision)
         gguf = choose_gguf(name, list(repo.files), lambda file: repo.files[file].size)
         if gguf is not None:
-            return ModelDetails(args.model, repo.files[gguf.name].size, None, None, gguf.quantization, None)
+            return CheckpointDetails(args.model, repo.files[gguf.name].size, None, None, gguf.quantization, None)
         check_has_model(repo)
         config = read_remote_config(repo)
         facts = remote_facts(repo, config, args, device)
@@ -103,7 +103,7 @@ def remote_details(args: EngineArgs, device: DeviceInfo) -> ModelDetails:
     except (ModelLoadError, ConfigError) as error:
         cannot_run = str(error)
     size = sum(repo.files[file].size for file in repo.matching(MODEL_PATTERNS))
-    return ModelDetails(args.model, size, None, facts, _quantization(config, facts), cannot_run)
+    return CheckpointDetails(args.model, size, None, facts, _quantization(config, facts), cannot_run)
 
 
 def _quantization(config: dict[str, Any], facts: CheckpointFacts) -> str:

@@ -21,7 +21,7 @@ from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.fields import format_size
 
 if TYPE_CHECKING:
-    from metal_engine.checkpoints.details import ModelDetails
+    from metal_engine.checkpoints.details import CheckpointDetails
     from metal_engine.checkpoints.facts import CheckpointFacts
     from metal_engine.settings.config import DeviceInfo
 
@@ -165,7 +165,7 @@ def _device() -> DeviceInfo:
     return device_info(load_optimized_blas())
 
 
-def _row(details: ModelDetails, last_used: float | None) -> _Row:
+def _row(details: CheckpointDetails, last_used: float | None) -> _Row:
     return _Row(
         name=details.name,
         path=None if details.path is None else str(details.path),
@@ -179,7 +179,7 @@ def _row(details: ModelDetails, last_used: float | None) -> _Row:
     )
 
 
-def _engine_facts(details: ModelDetails, args: EngineArgs, device: DeviceInfo) -> dict[str, Any]:
+def _engine_facts(details: CheckpointDetails, args: EngineArgs, device: DeviceInfo) -> dict[str, Any]:
     """What the engine would make of a model: parameters, memory, and tokens of KV that fit."""
     from metal_engine.models.info import expected_model_info
     from metal_engine.settings.resolve import check_kv_cache
