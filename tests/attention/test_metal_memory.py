@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import pytest
 
-from metal_engine.attention.metal.variants import GROUPS, AttentionShape, Variant, variant_of
+from metal_engine.attention.metal.variants import GROUPS, AttentionShape, KernelVariant, variant_of
 from tests.support.simulated import check
 
 STAGE_KEYS = 32  # at most, as in paged_attention.metal
@@ -29,7 +29,7 @@ class Heads:
         return (self.head_dim + (0 if self.is_latent else self.v_head_dim)) * self.num_kv_heads * 2
 
     @property
-    def variant(self) -> Variant:
+    def variant(self) -> KernelVariant:
         return variant_of(AttentionShape(mx.float16, **vars(self), block_size=16))
 
     def launches(self, segments, **options):

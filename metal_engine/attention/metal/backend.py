@@ -18,7 +18,7 @@ from metal_engine.attention.backend import AttentionKind, StepTables, size_class
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, THREADGROUPS_PER_CORE, Cut
 from metal_engine.attention.metal.kinds import Kind, make_kind
 from metal_engine.attention.metal.planning import WorkItems, plan_work_items
-from metal_engine.attention.metal.variants import THREADS, AttentionShape, Variant, fits_tensor_ops, variant_of
+from metal_engine.attention.metal.variants import THREADS, AttentionShape, KernelVariant, fits_tensor_ops, variant_of
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, kernel_text
 from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.rows import StepRows
@@ -112,7 +112,7 @@ class MetalStep:
         return tuple(self._uploaded)
 
     def _items(
-        self, shape: AttentionShape, variant: Variant, window: int | None, per_core: int = THREADGROUPS_PER_CORE
+        self, shape: AttentionShape, variant: KernelVariant, window: int | None, per_core: int = THREADGROUPS_PER_CORE
     ) -> _Uploaded:
         key = (shape.group, shape.num_kv_heads, window, variant.bk, variant.tile_rows, per_core)
         if key not in self._uploaded:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from metal_engine.attention.metal.cuts import Cut
 from metal_engine.attention.metal.planning import ITEM_FIELDS, MAX_SPLITS
-from metal_engine.attention.metal.variants import AttentionShape, Variant, check_supported, variant_of
+from metal_engine.attention.metal.variants import AttentionShape, KernelVariant, check_supported, variant_of
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Kind:
 
     shape: AttentionShape
     cut: Cut
-    variant: Variant
+    variant: KernelVariant
     template: list[tuple[str, mx.Dtype | int]]
     merge_template: list[tuple[str, mx.Dtype | int]]
 

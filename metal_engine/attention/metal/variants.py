@@ -97,7 +97,7 @@ class AttentionShape:
 
 
 @dataclass(frozen=True)
-class Variant:
+class KernelVariant:
     """How the kernel shares out the work of a shape; the names are those of its template arguments, in lower case.
 
     Attributes:
@@ -165,7 +165,7 @@ def _check_quantized(shape: AttentionShape, refuse: Callable[[str], None]) -> No
 
 
 @cache
-def variant_of(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> Variant:
+def variant_of(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> KernelVariant:
     """How the kernel computes a shape that :func:`check_supported` lets pass."""
     widest = max(shape.head_dim, shape.v_head_dim)
     can_stage = cut.staged_parts and not shape.is_latent and widest <= TOO_WIDE_TO_STAGE
@@ -186,7 +186,7 @@ def variant_of(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> Variant:
     rows_registers = strips * (registers + 2 * _fragments(shape.v_head_dim, v_columns, parts))
     counts = (n for n in (2, 1) if n <= cut.most_held)
     held = next(n for n in counts if n == 1 or _can_hold(n, shape, strips, registers, rows_registers))
-    return Variant(
+    return KernelVariant(
         strips=strips,
         parts=parts,
         held=held,
