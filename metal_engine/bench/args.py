@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.fields import Settings, setting
+from metal_engine.settings.fields import SettingsBase, setting
 
 DATASETS = ("random", "sonnet", "prefix", "mixed", "sharegpt", "custom")
 ENDPOINTS = ("completions", "chat", "embeddings")
@@ -13,7 +13,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkloadArgs(Settings):
+class WorkloadArgs(SettingsBase):
     """Settings of the requests to send: what they ask for, and how many there are."""
 
     dataset_name: str = setting(
@@ -117,7 +117,7 @@ class BenchThroughputArgs(WorkloadArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchLatencyArgs(Settings):
+class BenchLatencyArgs(SettingsBase):
     """Settings of ``bench latency``: the same requests at once, again and again."""
 
     input_len: int = setting(32, "Tokens of a prompt.", ge=1)

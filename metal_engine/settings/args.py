@@ -11,7 +11,7 @@ from math import inf
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings import attention_args, memory_args, rank_args, step_args
-from metal_engine.settings.fields import Settings, setting
+from metal_engine.settings.fields import SettingsBase, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
 from metal_engine.settings.model_names import check_name
@@ -198,7 +198,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerArgs(Settings):
+class ServerArgs(SettingsBase):
     """Settings of ``metal-engine serve`` beside the engine's."""
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all.", group=SERVER)

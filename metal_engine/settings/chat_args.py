@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import LOG_LEVELS, ServerArgs
-from metal_engine.settings.fields import Settings, setting
+from metal_engine.settings.fields import SettingsBase, setting
 
 # `ps` and `launch` have the same four options.
 HOST_HELP = "Address on which the server listens."
@@ -17,7 +17,7 @@ API_KEY_HELP = "Key of the server. The variable METAL_ENGINE_API_KEY is safer th
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatArgs(Settings):
+class ChatArgs(SettingsBase):
     """Settings of ``metal-engine chat`` beside the engine's."""
 
     host: str = setting(ServerArgs.host, HOST_HELP)

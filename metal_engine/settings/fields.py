@@ -93,7 +93,7 @@ class Setting:
             raise ConfigError(source, f"must be {wanted}{_got(self, value)}")
 
 
-class Settings:
+class SettingsBase:
     """Base of the dataclasses of settings: each value is one of the choices and within the bounds of its field."""
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.fields import Setting, Settings, read_object, setting
+from metal_engine.settings.fields import Setting, SettingsBase, read_object, setting
 from metal_engine.settings.model_names import check_name
 
 LORA = "LoRA adapters"
@@ -61,7 +61,7 @@ MAX_LORA_RANK: Any = setting(
 )
 
 
-class LoRAArgs(Settings):
+class LoRAArgs(SettingsBase):
     """What the settings of adapters come to; names and meanings are vLLM's."""
 
     lora_modules: tuple[str, ...]

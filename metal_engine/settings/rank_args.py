@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.fields import Settings, setting
+from metal_engine.settings.fields import SettingsBase, setting
 
 # Heading in `--help` and in docs/cli.md.
 RANKS = "Several machines"
@@ -34,7 +34,7 @@ DISTRIBUTED_TIMEOUT_SECONDS: Any = setting(
 )
 
 
-class RankArgs(Settings):
+class RankArgs(SettingsBase):
     """What the settings of ranks come to; names and meanings are vLLM's."""
 
     tensor_parallel_size: int

@@ -8,7 +8,7 @@ from math import inf
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
-from metal_engine.settings.fields import Settings, format_size, setting
+from metal_engine.settings.fields import SettingsBase, format_size, setting
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.speculative import FLAG as SPECULATIVE
 from metal_engine.settings.speculative import speculative_config
@@ -22,7 +22,7 @@ _KV_SHARE, _CPU_KV_BYTES = 1 / 8, 2 * GIB
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegistryArgs(Settings):
+class RegistryArgs(SettingsBase):
     """Settings of ``metal-engine serve`` for several models, which come and go."""
 
     models_dir: str | None = setting(
