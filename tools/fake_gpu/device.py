@@ -50,7 +50,7 @@ _NUM_CORES = 10
 
 
 @dataclass(frozen=True)
-class Settings:
+class FakeGpuSettings:
     """What things cost, and when a command buffer is committed.
 
     Attributes:
@@ -115,9 +115,9 @@ class FakeGpu:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self.configure(Settings())
+        self.configure(FakeGpuSettings())
 
-    def configure(self, settings: Settings) -> None:
+    def configure(self, settings: FakeGpuSettings) -> None:
         """Have things cost what ``settings`` say, from the next operation on."""
         self.settings = settings
         self._library.fake_configure(ctypes.byref(_CSettings(*astuple(settings))))
