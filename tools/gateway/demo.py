@@ -36,7 +36,7 @@ OPENINGS = ["Who is the fox? ", "Where does the fox live? ", "What does the fox 
 _LOOK_SECONDS = 0.5
 
 
-class Fleet:
+class GatewayFleet:
     """Two servers of a model on a store of their own, and the gateway before them.
 
     Args:
@@ -88,7 +88,7 @@ def complete(url: str, model: str, prompt: str) -> dict[str, Any]:
     return answer
 
 
-def show(fleet: Fleet, model: str) -> None:
+def show(fleet: GatewayFleet, model: str) -> None:
     """Four conversations of two turns through the gateway, then each first turn at the server that did not have it."""
     for opening in OPENINGS:
         prompt = opening + STORY * 4
@@ -111,7 +111,7 @@ def show(fleet: Fleet, model: str) -> None:
     print(f"the same prompt at the server that had not seen it: {from_store} tokens came from the store")
 
 
-def what_to_try(fleet: Fleet, model: str, log: str) -> str:
+def what_to_try(fleet: GatewayFleet, model: str, log: str) -> str:
     question = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
     pids = ", ".join(f"{process.pid} ({url})" for url, process in fleet.processes.items())
     return f"""
@@ -144,7 +144,7 @@ def main() -> int:
     with ExitStack() as stack, log.open("w", encoding="utf-8") as lines:
         try:
             print(f"metal-engine {__version__}", flush=True)
-            fleet = Fleet(stack, args.model, args.port or free_port(), lines)
+            fleet = GatewayFleet(stack, args.model, args.port or free_port(), lines)
             model = httpx.get(f"{next(iter(fleet.processes))}/v1/models").json()["data"][0]["id"]
             show(fleet, model)
             print(what_to_try(fleet, model, str(log)), flush=True)
