@@ -25,7 +25,7 @@ from tools.benchmarks.simulate_scheduler import make_config
 from tools.benchmarks.step_time_model import STEPS_FILE, StepTimeModel, load
 from tools.simulate.plot import plot_replicas
 from tools.simulate.routing import POLICIES, RouterConfig
-from tools.simulate.scenario import BLOCK_SIZE, Fleet, Loss, Scenario
+from tools.simulate.scenario import BLOCK_SIZE, Loss, Scenario, SimulatedFleet
 from tools.simulate.store import StoreConfig
 from tools.simulate.summary import HEADER, Summary, summarize
 from tools.simulate.traffic import TrafficConfig, make_chats
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace, num_replicas: int, policy: str, model: StepTim
     fleets = []
     for number in range(max(1, _REPLICAS_TOGETHER // num_replicas)):
         chats = make_chats(traffic_of(args, num_replicas), scenario.end, 1000 * args.seed + number)
-        fleet = Fleet(scenario, model, chats)
+        fleet = SimulatedFleet(scenario, model, chats)
         fleet.run()
         fleets.append(fleet)
     return summarize(fleets)

@@ -110,7 +110,7 @@ def _params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens)
 
 
-class Fleet:
+class SimulatedFleet:
     """Runs a scenario once.
 
     Attributes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tools.benchmarks.simulate_scheduler import percentile
-from tools.simulate.scenario import Fleet
+from tools.simulate.scenario import SimulatedFleet
 
 HEADER = (
     "requests", "TTFT P50 s", "P90 s", "P99 s", "s a token P50 / P99", "tokens/s a replica", "hits", "possible",
@@ -56,7 +56,7 @@ class Summary:
         ]
 
 
-def summarize(fleets: Sequence[Fleet]) -> Summary:
+def summarize(fleets: Sequence[SimulatedFleet]) -> Summary:
     """The figures of several runs of one scenario, which have ended, together.
 
     Raises:

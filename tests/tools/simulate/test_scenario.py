@@ -5,7 +5,7 @@ import pytest
 from tools.benchmarks.simulate_scheduler import MIXED, make_arrivals, make_config, simulate
 from tools.benchmarks.step_time_model import StepTimeModel
 from tools.simulate.routing import POLICIES, RouterConfig
-from tools.simulate.scenario import Fleet, Loss, Scenario
+from tools.simulate.scenario import Loss, Scenario, SimulatedFleet
 from tools.simulate.store import StoreConfig
 from tools.simulate.summary import summarize
 from tools.simulate.traffic import Chat, TrafficConfig, Turn, make_chats
@@ -20,7 +20,7 @@ def run(num_replicas=4, policy="cache_aware", seed=0, chats_per_second=0.15, poo
     values = {"warm_up": 0.0, "period": 300.0, "scheduler": make_config(max_num_partial_prefills=4)}
     scenario = Scenario(num_replicas=num_replicas, policy=policy, pool_blocks=pool_blocks, **(values | changes))
     traffic = TrafficConfig(num_users=200, chats_per_day=86_400 * chats_per_second / 200)
-    fleet = Fleet(scenario, MODEL, make_chats(traffic, scenario.period, seed))
+    fleet = SimulatedFleet(scenario, MODEL, make_chats(traffic, scenario.period, seed))
     fleet.run()
     for replica in fleet.replicas:
         replica.scheduler.check_integrity()
@@ -86,7 +86,7 @@ def test_one_replica_does_what_the_plain_simulator_does():
     scenario = Scenario(
         num_replicas=1, policy="cache_aware", warm_up=0.0, period=1e9, scheduler=config, pool_blocks=16_384
     )
-    served = Fleet(scenario, MODEL, chats).run()
+    served = SimulatedFleet(scenario, MODEL, chats).run()
     assert [s.first_token_at - s.asked_at for s in served] == expected.ttfts
 
 
@@ -139,7 +139,7 @@ def test_an_overloaded_replica_gets_nothing_until_the_router_has_looked_again():
             num_replicas=2, policy="cache_aware", warm_up=0.0, period=300.0, pool_blocks=1024, router=router,
             scheduler=make_config(max_num_partial_prefills=4),
         )  # fmt: skip
-        served = Fleet(scenario, MODEL, chats).run()
+        served = SimulatedFleet(scenario, MODEL, chats).run()
         assert all(one.outcome == "finished" for one in served)
         first = served[0].replica
         assert all(one.replica == first for one in served if one.asked_at < 10)  # nobody has looked yet
