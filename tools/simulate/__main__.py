@@ -25,7 +25,7 @@ from tools.benchmarks.simulate_scheduler import make_config
 from tools.benchmarks.step_time_model import STEPS_FILE, StepTimeModel, load
 from tools.simulate.plot import plot_replicas
 from tools.simulate.routing import POLICIES, RouterConfig
-from tools.simulate.scenario import BLOCK_SIZE, Loss, Scenario, SimulatedFleet
+from tools.simulate.scenario import BLOCK_SIZE, Loss, SimulatedFleet, SimulatedScenario
 from tools.simulate.store import StoreConfig
 from tools.simulate.summary import HEADER, Summary, summarize
 from tools.simulate.traffic import TrafficConfig, make_chats
@@ -73,7 +73,7 @@ VARIED = {
 }
 
 
-def scenario_of(args: argparse.Namespace, num_replicas: int, policy: str) -> Scenario:
+def scenario_of(args: argparse.Namespace, num_replicas: int, policy: str) -> SimulatedScenario:
     """What the arguments ask for, with so many replicas."""
     lost = args.lost and Loss(
         num_replicas=args.lost, at=args.warm_up + 60, noticed_after=args.noticed_after, seconds=args.lost_for
@@ -81,7 +81,7 @@ def scenario_of(args: argparse.Namespace, num_replicas: int, policy: str) -> Sce
     store = args.store_mb and StoreConfig(
         bandwidth=args.store_mb * MEGABYTE, block_bytes=BLOCK_SIZE * args.kv_bytes_per_token
     )
-    return Scenario(
+    return SimulatedScenario(
         num_replicas=num_replicas,
         policy=policy,
         warm_up=args.warm_up,

@@ -50,7 +50,7 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scenario:
+class SimulatedScenario:
     """What is simulated; times in seconds. Requests count that come within ``period`` after ``warm_up``."""
 
     num_replicas: int
@@ -118,7 +118,7 @@ class SimulatedFleet:
         store: the shared one; None without.
     """
 
-    def __init__(self, scenario: Scenario, model: StepTimeModel, chats: Sequence[Chat]) -> None:
+    def __init__(self, scenario: SimulatedScenario, model: StepTimeModel, chats: Sequence[Chat]) -> None:
         self.scenario = scenario
         self.served: list[Served] = []
         self.store = None if scenario.store is None else SharedStore(scenario.store)

@@ -5,7 +5,7 @@ import pytest
 from tools.benchmarks.simulate_scheduler import MIXED, make_arrivals, make_config, simulate
 from tools.benchmarks.step_time_model import StepTimeModel
 from tools.simulate.routing import POLICIES, RouterConfig
-from tools.simulate.scenario import Loss, Scenario, SimulatedFleet
+from tools.simulate.scenario import Loss, SimulatedFleet, SimulatedScenario
 from tools.simulate.store import StoreConfig
 from tools.simulate.summary import summarize
 from tools.simulate.traffic import Chat, TrafficConfig, Turn, make_chats
@@ -18,7 +18,9 @@ LOSS = Loss(num_replicas=2, at=100.0, noticed_after=50.0, seconds=100.0)
 def run(num_replicas=4, policy="cache_aware", seed=0, chats_per_second=0.15, pool_blocks=1024, **changes):
     """A fleet that has run; all its requests count."""
     values = {"warm_up": 0.0, "period": 300.0, "scheduler": make_config(max_num_partial_prefills=4)}
-    scenario = Scenario(num_replicas=num_replicas, policy=policy, pool_blocks=pool_blocks, **(values | changes))
+    scenario = SimulatedScenario(
+        num_replicas=num_replicas, policy=policy, pool_blocks=pool_blocks, **(values | changes)
+    )
     traffic = TrafficConfig(num_users=200, chats_per_day=86_400 * chats_per_second / 200)
     fleet = SimulatedFleet(scenario, MODEL, make_chats(traffic, scenario.period, seed))
     fleet.run()
@@ -83,7 +85,7 @@ def test_one_replica_does_what_the_plain_simulator_does():
         Chat(number, number, arrival.at, 0, 0, (Turn(arrival.num_prompt_tokens, output, 1.0),))
         for number, arrival in enumerate(arrivals)
     ]
-    scenario = Scenario(
+    scenario = SimulatedScenario(
         num_replicas=1, policy="cache_aware", warm_up=0.0, period=1e9, scheduler=config, pool_blocks=16_384
     )
     served = SimulatedFleet(scenario, MODEL, chats).run()
@@ -135,7 +137,7 @@ def test_an_overloaded_replica_gets_nothing_until_the_router_has_looked_again():
     shares = []
     for guarded in (True, False):
         router = RouterConfig(guarded=guarded, balance_capped=False)
-        scenario = Scenario(
+        scenario = SimulatedScenario(
             num_replicas=2, policy="cache_aware", warm_up=0.0, period=300.0, pool_blocks=1024, router=router,
             scheduler=make_config(max_num_partial_prefills=4),
         )  # fmt: skip
