@@ -32,7 +32,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Scenario:
+class PeerScenario:
     """Phases run one after the other on a server that has just been started; the groups of a phase run together."""
 
     name: str
@@ -94,51 +94,51 @@ def _long_arrive(tokenizer: PromptTokenizer, seed: int) -> list[list[Group]]:
 SCENARIOS = {
     s.name: s
     for s in (
-        Scenario(
+        PeerScenario(
             "1",
             "16 at once, 150 in, 32 out",
             _sixteen,
             [Goal("all", "output_throughput", 1.5, True), Goal("all", "median_ttft_ms", 0.6, False)],
         ),
-        Scenario(
+        PeerScenario(
             "2",
             "sonnet 1,024 in, 128 out, 8 at once",
             lambda tokenizer, seed: _sonnet(tokenizer, seed, 8, float("inf"), 8),
             [Goal("all", "output_throughput", 1.5, True)],
         ),
-        Scenario(
+        PeerScenario(
             "2b",
             "sonnet 1,024 in, 128 out, 32 at rate 10, 32 at once",
             lambda tokenizer, seed: _sonnet(tokenizer, seed, 32, 10.0, 32),
             [],
             peers=("mlx-lm",),
         ),
-        Scenario(
+        PeerScenario(
             "3",
             "one stream, 150 in, 64 out",
             _one_stream,
             [Goal("all", "median_ttft_ms", 1.0, False), Goal("all", "median_tpot_ms", 1.0, False)],
         ),
-        Scenario(
+        PeerScenario(
             "4",
             "1,000 common tokens, 8 at once, 50 more in, 32 out",
             _shared_prefix,
             [Goal("cold", "output_throughput", 3.0, True), Goal("warm", "output_throughput", 1.0, True)],
         ),
-        Scenario(
+        PeerScenario(
             "5",
             "5 words behind four prompts of 1,500 tokens",
             _short_behind_long,
             [Goal("short", "median_ttft_ms", 0.2, False)],
         ),
-        Scenario(
+        PeerScenario(
             "6",
             "8 answers under way while two prompts of 1,500 tokens arrive",
             _long_arrive,
             [Goal("running", "p99_itl_ms", 1.2, False), Goal("running", "mean_tpot_ms", 1.2, False)],
             show=("p99_itl_ms", "mean_tpot_ms", "output_throughput", "median_ttft_ms"),
         ),
-        Scenario(
+        PeerScenario(
             "7",
             "as installed: 16 at once, 150 in, 32 out",
             _sixteen,

@@ -33,7 +33,7 @@ from metal_engine.bench.stats import summarize
 from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.device.cache_dir import cache_dir
 from tools.compare.peers import OURS, PEERS, PeerServer, install, running
-from tools.compare.scenarios import SCENARIOS, Group, Scenario
+from tools.compare.scenarios import SCENARIOS, Group, PeerScenario
 from tools.fixtures.export_mlx import export
 
 Result = dict[str, Any]
@@ -65,7 +65,7 @@ async def run_groups(args: BenchServeArgs, model: str, groups: Sequence[Group]) 
     return dict(zip((group.name for group in groups), records, strict=True))
 
 
-def measure(scenario: Scenario, server: PeerServer, model: Path, seed: int) -> Result:
+def measure(scenario: PeerScenario, server: PeerServer, model: Path, seed: int) -> Result:
     """Ask one server what the scenario says.
 
     Raises:
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
     report(args.results, [scenario])
 
 
-def _one_line(scenario: Scenario, result: Result) -> str:
+def _one_line(scenario: PeerScenario, result: Result) -> str:
     parts = []
     for group, content in result["groups"].items():
         if group != "warm-up":
@@ -139,7 +139,7 @@ def median_of(rounds: Sequence[Result], group: str, metric: str) -> float:
     return statistics.median(r["groups"][group]["summary"][metric] for r in rounds)
 
 
-def report(folder: Path, scenarios: Sequence[Scenario]) -> None:
+def report(folder: Path, scenarios: Sequence[PeerScenario]) -> None:
     """Markdown: medians over rounds, and how ours compares with the best peer."""
     found = read_results(folder)
     for scenario in scenarios:
@@ -162,7 +162,7 @@ def report(folder: Path, scenarios: Sequence[Scenario]) -> None:
         _print_goals(scenario, servers)
 
 
-def _print_goals(scenario: Scenario, servers: dict[str, list[Result]]) -> None:
+def _print_goals(scenario: PeerScenario, servers: dict[str, list[Result]]) -> None:
     peers = {name: results for name, results in servers.items() if name != OURS}
     if OURS not in servers or not peers:
         return
