@@ -27,7 +27,7 @@ from tools.simulate.plot import plot_replicas
 from tools.simulate.routing import POLICIES, RouterConfig
 from tools.simulate.scenario import BLOCK_SIZE, Loss, SimulatedFleet, SimulatedScenario
 from tools.simulate.store import StoreConfig
-from tools.simulate.summary import HEADER, Summary, summarize
+from tools.simulate.summary import HEADER, SimulationSummary, summarize
 from tools.simulate.traffic import TrafficConfig, make_chats
 
 MEGABYTE = 1_000_000
@@ -111,7 +111,7 @@ def traffic_of(args: argparse.Namespace, num_replicas: int) -> TrafficConfig:
     )
 
 
-def run(args: argparse.Namespace, num_replicas: int, policy: str, model: StepTimeModel) -> Summary:
+def run(args: argparse.Namespace, num_replicas: int, policy: str, model: StepTimeModel) -> SimulationSummary:
     """Runs a scenario, a small one several times with seeds of its own."""
     scenario = scenario_of(args, num_replicas, policy)
     fleets = []
@@ -123,7 +123,9 @@ def run(args: argparse.Namespace, num_replicas: int, policy: str, model: StepTim
     return summarize(fleets)
 
 
-def run_all(jobs: list[tuple[argparse.Namespace, int, str]], processes: int, model: StepTimeModel) -> Iterator[Summary]:
+def run_all(
+    jobs: list[tuple[argparse.Namespace, int, str]], processes: int, model: StepTimeModel
+) -> Iterator[SimulationSummary]:
     """Yields what each of these calls of :func:`run` returns, in their order, which is not that of their ends."""
     if processes == 1:
         yield from (run(*job, model) for job in jobs)
@@ -138,15 +140,15 @@ def print_header(first: list[str], with_store: bool) -> None:
     print("|" + " --- |" * len(columns), flush=True)
 
 
-def print_row(first: list[str], summary: Summary, with_store: bool) -> None:
+def print_row(first: list[str], summary: SimulationSummary, with_store: bool) -> None:
     read, written = (f"{rate / MEGABYTE:.1f}" for rate in summary.store_bytes_per_second)
     of_store = [f"{summary.from_store:.1%}", f"{read} / {written}"] if with_store else []
     print("| " + " | ".join([*first, *summary.row, *of_store]) + " |", flush=True)
 
 
-def scale(args: argparse.Namespace, model: StepTimeModel) -> dict[str, dict[int, Summary]]:
+def scale(args: argparse.Namespace, model: StepTimeModel) -> dict[str, dict[int, SimulationSummary]]:
     """All policies at all numbers of replicas; prints the table, and returns what it shows, by policy."""
-    summaries: dict[str, dict[int, Summary]] = {policy: {} for policy in args.policies}
+    summaries: dict[str, dict[int, SimulationSummary]] = {policy: {} for policy in args.policies}
     print_header(["policy", "replicas", "users"], bool(args.store_mb))
     rows = list(itertools.product(args.policies, args.replicas))
     # With one replica there is nothing to choose: it is run once.
@@ -168,7 +170,7 @@ def vary(args: argparse.Namespace, model: StepTimeModel) -> None:
             changed = argparse.Namespace(**(vars(args) | changes))
             jobs[f"{policy} {changed}"] = (changed, args.replicas[0], policy)
     results = zip(jobs, run_all(list(jobs.values()), args.processes, model), strict=True)
-    done: dict[str, Summary] = {}
+    done: dict[str, SimulationSummary] = {}
     for name in args.vary:
         with_store = bool(args.store_mb) or name == "store"
         print_header(["policy", VARIED[name].title], with_store)

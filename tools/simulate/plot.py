@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tools.benchmarks.simulate_scheduler import percentile
-from tools.simulate.summary import Summary
+from tools.simulate.summary import SimulationSummary
 
 
-def plot_replicas(summaries: Mapping[str, Mapping[int, Summary]], path: Path) -> None:
+def plot_replicas(summaries: Mapping[str, Mapping[int, SimulationSummary]], path: Path) -> None:
     """Draw all policies' figures, which are by policy and number of replicas, to a file."""
     import matplotlib
 

@@ -16,7 +16,7 @@ HEADER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class SimulationSummary:
     """Figures of the requests that came within the period; seconds.
 
     Attributes:
@@ -56,7 +56,7 @@ class Summary:
         ]
 
 
-def summarize(fleets: Sequence[SimulatedFleet]) -> Summary:
+def summarize(fleets: Sequence[SimulatedFleet]) -> SimulationSummary:
     """The figures of several runs of one scenario, which have ended, together.
 
     Raises:
@@ -75,7 +75,7 @@ def summarize(fleets: Sequence[SimulatedFleet]) -> Summary:
     most = sum(max(Counter(s.replica for s in of_fleet).values(), default=0) for of_fleet in of_fleets)
     stores = [fleet.store for fleet in fleets if fleet.store is not None]
     whole = len(fleets) * scenario.end
-    return Summary(
+    return SimulationSummary(
         num_requests=len(counted),
         ttfts=[s.first_token_at - s.asked_at for s in counted],
         tokens_per_second=num_tokens / seconds / scenario.num_replicas,
