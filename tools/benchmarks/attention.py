@@ -18,7 +18,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """``requests`` requests of ``query`` new tokens each, at the end of ``context`` keys (these included)."""
 
     requests: int
@@ -40,18 +40,18 @@ class Shape:
 
 
 SHAPES = (
-    Shape(1, 1, 1024),
-    Shape(1, 1, 32_768),
-    Shape(16, 1, 1024),
-    Shape(64, 1, 2048),
-    Shape(1, 512, 512),
-    Shape(1, 2048, 2048),
-    Shape(1, 512, 8192),
+    StepShape(1, 1, 1024),
+    StepShape(1, 1, 32_768),
+    StepShape(16, 1, 1024),
+    StepShape(64, 1, 2048),
+    StepShape(1, 512, 512),
+    StepShape(1, 2048, 2048),
+    StepShape(1, 512, 8192),
 )
-SMOKE = (Shape(2, 1, 64, 4, 2, 64), Shape(1, 32, 48, 4, 2, 64))
+SMOKE = (StepShape(2, 1, 64, 4, 2, 64), StepShape(1, 32, 48, 4, 2, 64))
 
 
-def make_step(shape: Shape, block_size: int = 16):  # type: ignore[no-untyped-def]
+def make_step(shape: StepShape, block_size: int = 16):  # type: ignore[no-untyped-def]
     """Rows, q and the layer's state of the shape; blocks in random order."""
     import mlx.core as mx
 
@@ -95,7 +95,7 @@ def copy_bandwidth() -> float:
     return 2 * a.nbytes / seconds(lambda: a + 1, 10)
 
 
-def on_metal(shapes: tuple[Shape, ...]) -> None:
+def on_metal(shapes: tuple[StepShape, ...]) -> None:
     """Times, and ratios of times measured in this run."""
     import mlx.core as mx
 
@@ -132,7 +132,7 @@ def on_metal(shapes: tuple[Shape, ...]) -> None:
         print(f"| {shape.name} | {ours * 1e3:.3f} | {name} | {other * 1e3:.3f} | {ours / other:.2f} |")
 
 
-def simulated(shapes: tuple[Shape, ...]) -> None:
+def simulated(shapes: tuple[StepShape, ...]) -> None:
     """The simulator's counts. Every KV head does the same, so one of them is run and multiplied."""
     from metal_engine.attention.metal.backend import MetalBackend
     from tools.metal_sim import metal_kernel, record_launches
@@ -141,7 +141,7 @@ def simulated(shapes: tuple[Shape, ...]) -> None:
     print("| shape | K+V read | bound | ratio | 8x8 products | threadgroups | launches |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     for shape in shapes:
-        single = Shape(
+        single = StepShape(
             shape.requests, shape.query, shape.context, shape.num_heads // shape.num_kv_heads, 1, shape.head_dim
         )
         rows, q, state = make_step(single)
