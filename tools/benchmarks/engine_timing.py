@@ -16,7 +16,7 @@ from metal_engine.settings.args import EngineArgs
 
 
 @dataclass
-class Step:
+class TimedStep:
     """What one step computed and how long it took, in seconds."""
 
     seconds: float
@@ -49,7 +49,7 @@ class TimedEngine:
 
     def __init__(self, model: str = "demo", **engine_args: Any) -> None:
         self.core: EngineCore = build_engine(EngineArgs(model=model, dtype="float32", **engine_args))
-        self.steps: list[Step] = []
+        self.steps: list[TimedStep] = []
         self.requests: dict[str, Timed] = {}
 
     def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> Timed:
@@ -58,7 +58,7 @@ class TimedEngine:
         timed = self.requests[request_id] = Timed(time.perf_counter())
         return timed
 
-    def step(self) -> Step:
+    def step(self) -> TimedStep:
         """One step of the engine. Its composition is read off the scheduler's requests."""
         scheduler = self.core.scheduler
         before = {r: request.num_computed_tokens for r, request in scheduler.requests.items()}
@@ -66,7 +66,7 @@ class TimedEngine:
         start = time.perf_counter()
         outputs = self.core.step()
         now = time.perf_counter()
-        step = Step(now - start, 0, 0, 0, 0)
+        step = TimedStep(now - start, 0, 0, 0, 0)
         for request_id, request in requests.items():
             context = before[request_id]
             if request.last_step != self.core.num_steps - 1:
