@@ -27,7 +27,7 @@ from tests.support.running import run
 from tests.support.simulated import TOLERANCE, attend, backend, relative_error
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.fake_engine import tiny_tokenizer
-from tools.fixtures.packed_step import Step
+from tools.fixtures.packed_step import PackedStep
 from tools.fixtures.tiny_models import tiny_model
 from tools.metal_sim import record_launches
 
@@ -138,7 +138,7 @@ class _Recorder:
 
     inner: AttentionBackend
     name: str = "recorder"
-    seen: list[tuple[Step, dict[str, object]]] = field(default_factory=list)
+    seen: list[tuple[PackedStep, dict[str, object]]] = field(default_factory=list)
 
     def for_step(self, rows: StepRows) -> StepAttention:
         attention = self.inner.for_step(rows)
@@ -149,7 +149,7 @@ class _Recorder:
                 # Copies: states are written in place by later steps.
                 blocks = state.block_arrays()
                 arrays = [mx.array(np.array(a)) for a in (q, blocks["keys"], blocks["values"])]
-                recorder.seen.append((Step(rows, *arrays), options))
+                recorder.seen.append((PackedStep(rows, *arrays), options))
                 return attention.attend(q, state, **options)
 
         return Recording()
@@ -176,7 +176,7 @@ def test_real_activations_of_the_demo_model(demo_path: Path, dtype: mx.Dtype) ->
     else:
         pytest.fail("no mixed step came")
     for step, options in (recorder.seen[0], recorder.seen[layers - 1]):
-        cast = Step(step.rows, *(a.astype(dtype) for a in (step.q, step.k_cache, step.v_cache)))
+        cast = PackedStep(step.rows, *(a.astype(dtype) for a in (step.q, step.k_cache, step.v_cache)))
         assert {k for k, v in options.items() if v is not None} == {"scale"}
         out, _ = attend(cast, scale=options["scale"])
         assert relative_error(out, cast.reference(scale=options["scale"])) <= TOLERANCE[dtype]

@@ -13,7 +13,7 @@ import pytest
 from metal_engine.attention.metal.backend import MetalBackend, shape_of
 from metal_engine.attention.metal.variants import AttentionShape, fits_tensor_ops
 from tests.attention.test_metal_host import arrays_in_memory
-from tools.fixtures.packed_step import Step, make_step
+from tools.fixtures.packed_step import PackedStep, make_step
 from tools.metal_sim import LaunchCounts, metal_kernel, record_launches
 from tools.metal_sim.build import build
 from tools.metal_sim.tensor_mutants import LAYOUTS, MUTANTS, caught, factory_in
@@ -29,7 +29,7 @@ def backend(layout: int, target_threadgroups: int = 96) -> MetalBackend:
     return MetalBackend(factory_in(layout, metal_kernel), target_threadgroups, tensor_ops=True)
 
 
-def attend(step: Step, layout: int, target: int = 96, **options: Any) -> tuple[np.ndarray, list[LaunchCounts]]:
+def attend(step: PackedStep, layout: int, target: int = 96, **options: Any) -> tuple[np.ndarray, list[LaunchCounts]]:
     assert backend(layout).uses_tensor_ops(shape_of(step.q, step.state))
     with record_launches() as launches:
         out = backend(layout, target).for_step(step.rows).attend(step.q, step.state, **options)
@@ -37,7 +37,7 @@ def attend(step: Step, layout: int, target: int = 96, **options: Any) -> tuple[n
     return np.array(out.astype(mx.float32)), launches
 
 
-def check(step: Step, layout: int, target: int = 96, sinks: mx.array | None = None, **options: Any) -> np.ndarray:
+def check(step: PackedStep, layout: int, target: int = 96, sinks: mx.array | None = None, **options: Any) -> np.ndarray:
     """Compare each row with float64. NaN lies in every slot that must not be read."""
     out, _ = attend(step, layout, target, sinks=sinks, **options)
     expected = step.reference(sinks=None if sinks is None else np.array(sinks.astype(mx.float32)), **options)

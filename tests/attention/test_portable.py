@@ -23,7 +23,7 @@ from metal_engine.attention.portable.groups import (
     in_lanes,
 )
 from metal_engine.kv_cache.rows import step_rows
-from tools.fixtures.packed_step import Step, kv_state, make_step
+from tools.fixtures.packed_step import PackedStep, kv_state, make_step
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
 
@@ -51,7 +51,7 @@ def error(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.nan_to_num(difference / np.maximum(norm, norm.mean()), nan=np.inf).max())
 
 
-def check(step: Step, limits: Limits | None, **options: object) -> None:
+def check(step: PackedStep, limits: Limits | None, **options: object) -> None:
     options = {"scale": step.q.shape[-1] ** -0.5} | options
     assert error(step.attend(limits, **options), step.reference(**options)) < TOLERANCE[step.q.dtype]
 
@@ -179,7 +179,7 @@ def test_layers_with_different_windows_share_a_step() -> None:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Step, Limits, dict[str, object]]:
+def steps(draw: st.DrawFn) -> tuple[PackedStep, Limits, dict[str, object]]:
     segment = st.tuples(st.integers(1, 12) | st.just(1), st.integers(0, 40))
     segments = draw(st.lists(segment, min_size=1, max_size=7))
     group, num_kv_heads = draw(st.integers(1, 4)), draw(st.integers(1, 3))
@@ -210,7 +210,7 @@ def steps(draw: st.DrawFn) -> tuple[Step, Limits, dict[str, object]]:
 
 @settings(deadline=None, max_examples=100)
 @given(steps())
-def test_any_mix(case: tuple[Step, Limits, dict[str, object]]) -> None:
+def test_any_mix(case: tuple[PackedStep, Limits, dict[str, object]]) -> None:
     step, limits, options = case
     check(step, limits, **options)
 
@@ -229,7 +229,7 @@ def test_chunks_equal_one_prefill() -> None:
     expected = whole.attend(scale=0.3)
     for start in range(0, 90, 18):
         rows = step_rows(whole.rows.block_table, np.array([start], np.int32), [18], 16)
-        chunk = Step(rows, whole.q[start : start + 18], whole.k_cache, whole.v_cache)
+        chunk = PackedStep(rows, whole.q[start : start + 18], whole.k_cache, whole.v_cache)
         assert error(chunk.attend(TINY, scale=0.3), expected[start : start + 18]) < 1e-5
 
 
@@ -356,7 +356,7 @@ def test_attend_builds_a_graph_and_holds_no_cache() -> None:
 
 
 @pytest.fixture
-def one_request() -> Iterator[Step]:
+def one_request() -> Iterator[PackedStep]:
     yield make_step([(3, 10)])
 
 
@@ -367,7 +367,7 @@ def test_exp2() -> None:
     assert np.isnan(np.array(exp2(mx.array([np.nan])))).all()
 
 
-def test_mismatched_shapes_are_refused(one_request: Step) -> None:
+def test_mismatched_shapes_are_refused(one_request: PackedStep) -> None:
     attention = PortableBackend().for_step(one_request.rows)
     q, k, v = one_request.q, one_request.k_cache, one_request.v_cache
     with pytest.raises(ValueError, match="2 rows"):

@@ -13,7 +13,7 @@ from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS
 from tests.support.simulated import backend, relative_error
-from tools.fixtures.packed_step import Step, make_step
+from tools.fixtures.packed_step import PackedStep, make_step
 
 # Decodes, of which long ones are split; and verifications of drafts, of which some are several tiles.
 DECODES = [(1, 7), (1, 900), (1, 60), (1, 3), (1, 1301), (1, 0), (1, 16)]
@@ -28,12 +28,12 @@ SHAPES = [
 ]
 
 
-def attend(attention: Any, step: Step, options: dict[str, Any]) -> np.ndarray:
+def attend(attention: Any, step: PackedStep, options: dict[str, Any]) -> np.ndarray:
     out = attention.attend(step.q, step.state, scale=0.3, **options)
     return np.array(out.astype(mx.float32))[..., : step.v_cache.shape[-1]]
 
 
-def make_tables(chosen: ReplayableBackend, step: Step, options: dict[str, Any]) -> Any:
+def make_tables(chosen: ReplayableBackend, step: PackedStep, options: dict[str, Any]) -> Any:
     built = chosen.for_step(step.rows)
     attend(built, step, options)
     return chosen.tables(step.rows, built.asked)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend
-from tools.fixtures.packed_step import Step, make_step
+from tools.fixtures.packed_step import PackedStep, make_step
 from tools.metal_sim import LaunchCounts, metal_kernel, record_launches
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 7e-4, mx.bfloat16: 4e-3}
@@ -19,7 +19,7 @@ def backend(target_threadgroups: int = 96) -> MetalBackend:
     return MetalBackend(metal_kernel, target_threadgroups=target_threadgroups)
 
 
-def attend(step: Step, target_threadgroups: int = 96, **options: object) -> tuple[np.ndarray, list[LaunchCounts]]:
+def attend(step: PackedStep, target_threadgroups: int = 96, **options: object) -> tuple[np.ndarray, list[LaunchCounts]]:
     """Output in float32, and what each launch did."""
     with record_launches() as launches:
         out = backend(target_threadgroups).for_step(step.rows).attend(step.q, step.state, **options)

@@ -16,7 +16,7 @@ import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend, shape_of
 from metal_engine.attention.metal.variants import variant_of
-from tools.fixtures.packed_step import Step, make_step
+from tools.fixtures.packed_step import PackedStep, make_step
 from tools.metal_sim import LaunchCounts, MetalSimError, record_launches
 from tools.metal_sim.errors import CheckError
 from tools.metal_sim.group_reads import group_reads
@@ -338,7 +338,7 @@ def run_case(backend: MetalBackend, case: Case) -> str | None:
     return _wrong_reads(backend, step, case, launches[0])
 
 
-def _wrong_reads(backend: MetalBackend, step: Step, case: Case, launch: LaunchCounts) -> str | None:
+def _wrong_reads(backend: MetalBackend, step: PackedStep, case: Case, launch: LaunchCounts) -> str | None:
     """A tile reads no key twice and none outside its range; the planner's table says how many that are."""
     shape = shape_of(step.q, step.state)
     variant = variant_of(shape)
