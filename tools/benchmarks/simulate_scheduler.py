@@ -41,7 +41,7 @@ class Arrival:
 
 
 @dataclass
-class Result:
+class SimulationResult:
     """Seconds; throughput in tokens, prompt and output, per second."""
 
     ttfts: list[float]
@@ -91,7 +91,7 @@ def make_arrivals(
     return arrivals, rate
 
 
-def simulate(arrivals: list[Arrival], output: int, model: StepTimeModel, config: SchedulerConfig) -> Result:
+def simulate(arrivals: list[Arrival], output: int, model: StepTimeModel, config: SchedulerConfig) -> SimulationResult:
     """Run the scheduler until every request is done; the clock advances by what each step would take."""
     scheduler = Scheduler(config, CacheConfig(block_size=BLOCK_SIZE, num_blocks=16_384))
     replica = Replica(scheduler, model)
@@ -112,7 +112,7 @@ def simulate(arrivals: list[Arrival], output: int, model: StepTimeModel, config:
         for output_ in replica.end():
             times[output_.request_id].append(now)
     ttfts = [times[str(i)][0] - arrival.at for i, arrival in enumerate(arrivals)]
-    return Result(
+    return SimulationResult(
         ttfts=ttfts,
         large_ttfts=[t for t, arrival in zip(ttfts, arrivals, strict=True) if arrival.is_large],
         itls=[b - a for tokens in times.values() for a, b in itertools.pairwise(tokens)],
@@ -148,9 +148,9 @@ class Study:
         self.model = model
         self.count = count
         self.load = load_factor
-        self.curves: dict[str, dict[str, Result]] = {}
+        self.curves: dict[str, dict[str, SimulationResult]] = {}
 
-    def run(self, sizes: Any, output: int, **knobs: Any) -> Result:
+    def run(self, sizes: Any, output: int, **knobs: Any) -> SimulationResult:
         arrivals, _ = make_arrivals(sizes, self.count, output, self.model, self.load)
         return simulate(arrivals, output, self.model, make_config(**knobs))
 
