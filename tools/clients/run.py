@@ -39,7 +39,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Result:
+class ClientResult:
     client: str
     package: str
     version: str
@@ -100,14 +100,14 @@ def attempts_in(printed: str) -> tuple[Attempt, ...]:
     return tuple(Attempt(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"what":'))
 
 
-def try_client(client: Client, venvs: Path, url: str, model: str) -> Result:
+def try_client(client: Client, venvs: Path, url: str, model: str) -> ClientResult:
     try:
         install(client, venvs)
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["no output"])[-1]
-        return Result(client.name, client.package, "-", (Attempt("installing", last),))
+        return ClientResult(client.name, client.package, "-", (Attempt("installing", last),))
     attempts = attempts_of(python_of(client, venvs), TRIES / client.script, url, model)
-    return Result(client.name, client.package, version_of(client, venvs), attempts)
+    return ClientResult(client.name, client.package, version_of(client, venvs), attempts)
 
 
 def cell(text: str, limit: int = 160) -> str:
@@ -116,7 +116,7 @@ def cell(text: str, limit: int = 160) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def table(results: list[Result]) -> str:
+def table(results: list[ClientResult]) -> str:
     """What came of it, as Markdown: a row for each client."""
     rows = ["| client | package | worked | failed |", "| --- | --- | --- | --- |"]
     for result in results:
