@@ -44,7 +44,7 @@ _PROBE_PIPELINE = {"pipelines": {"compute_pipelines": [{"compute_function": "pro
 
 
 @dataclass
-class Result:
+class CompileResult:
     """What became of a variant: for each compiler that failed, its name and what it said."""
 
     name: str
@@ -57,9 +57,9 @@ def xcrun(*arguments: str | Path) -> str | None:
     return (done.stdout + done.stderr).strip() or f"exit status {done.returncode}" if done.returncode else None
 
 
-def compile_one(source: Path, pipeline: Path, gpus: list[str], out: Path, flags: list[str]) -> Result:
+def compile_one(source: Path, pipeline: Path, gpus: list[str], out: Path, flags: list[str]) -> CompileResult:
     """Compile one file to a library, and that for each GPU."""
-    result = Result(source.stem)
+    result = CompileResult(source.stem)
     air, library = out / f"{source.stem}.air", out / f"{source.stem}.metallib"
     said = xcrun("metal", *flags, "-c", source, "-o", air) or xcrun("metal", air, "-o", library)
     if said is not None:
@@ -129,7 +129,7 @@ def main() -> int:
                 sys.exit("this Xcode compiles for no GPU with matrix units: tensor operations need Xcode 26.2 or newer")
         print(f"{len(names)} kernels for {', '.join(f'{GPUS[gpu]} ({gpu})' for gpu in gpus)}")
 
-        def build(name: str) -> Result:
+        def build(name: str) -> CompileResult:
             source, pipeline = options.folder / f"{name}.metal", options.folder / f"{name}.mtlp-json"
             return compile_one(source, pipeline, gpus, out, flags)
 
