@@ -33,7 +33,7 @@ _HEADER = (
 
 
 @dataclass(frozen=True)
-class Case:
+class ReportCase:
     """One row of the report.
 
     Attributes:
@@ -54,7 +54,7 @@ class Case:
     replay: bool = False
 
 
-def measure_case(gpu: FakeGpu, case: Case, workload: Workload, gpu_ms: float, num_steps: int) -> Measured:
+def measure_case(gpu: FakeGpu, case: ReportCase, workload: Workload, gpu_ms: float, num_steps: int) -> Measured:
     """Run an engine as a case says; its kernels take ``gpu_ms`` a step together."""
     if case.is_mixed:  # as many end as come
         workload = replace(workload, max_tokens=_MIXED_EVERY * workload.num_requests)
@@ -92,7 +92,7 @@ class _Prompts:
             self._number += 1
 
 
-def row(case: Case, measured: Measured) -> str:
+def row(case: ReportCase, measured: Measured) -> str:
     counts, steps = measured.counts, measured.num_steps
     times = (measured.graph, measured.evaluate, measured.engine, measured.host, measured.blocked, measured.wait)
     cells = [
@@ -130,15 +130,15 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     ours = command_buffer_limits([workload.model], mx.device_info()["memory_size"], may_go_behind=True)
     limits = args.max_ops or ours.max_ops, args.max_mb or ours.max_mb
     cases = [
-        Case("one by one", False, MLX_LIMITS),
-        Case("after the end", True, MLX_LIMITS),
-        Case("one by one", False, limits),
-        Case("after the end", True, limits),
-        *(Case("behind", True, limits, True, encode_us) for encode_us in args.encode_us),
-        *(Case("behind", True, limits, True, encode_us, replay=True) for encode_us in args.encode_us),
-        Case("after the end", True, limits, is_mixed=True),
-        Case("behind", True, limits, True, is_mixed=True),
-        Case("behind", True, limits, True, is_mixed=True, replay=True),
+        ReportCase("one by one", False, MLX_LIMITS),
+        ReportCase("after the end", True, MLX_LIMITS),
+        ReportCase("one by one", False, limits),
+        ReportCase("after the end", True, limits),
+        *(ReportCase("behind", True, limits, True, encode_us) for encode_us in args.encode_us),
+        *(ReportCase("behind", True, limits, True, encode_us, replay=True) for encode_us in args.encode_us),
+        ReportCase("after the end", True, limits, is_mixed=True),
+        ReportCase("behind", True, limits, True, is_mixed=True),
+        ReportCase("behind", True, limits, True, is_mixed=True, replay=True),
     ]
     print(
         f"A model of a GPU (tools/fake_gpu/README.md): {args.requests} requests, {workload.num_layers} layers, "
@@ -147,7 +147,7 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
         f"{'| --- ' * _HEADER.count(' | ')}| --- |"
     )
     missed: list[str] = []
-    host: dict[Case, float] = {}
+    host: dict[ReportCase, float] = {}
     for case in cases:
         measured = measure_case(gpu, case, workload, args.gpu_ms, args.steps)
         print(row(case, measured), flush=True)
@@ -164,7 +164,7 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     return 1
 
 
-def missed_figures(case: Case, measured: Measured, limits: tuple[int, int]) -> list[str]:
+def missed_figures(case: ReportCase, measured: Measured, limits: tuple[int, int]) -> list[str]:
     """The figures that a case misses; only cases with the engine's limits have any."""
     if case.limits != limits:
         return []
