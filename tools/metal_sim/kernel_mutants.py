@@ -231,7 +231,7 @@ MUTANTS = (
 
 
 @dataclass(frozen=True)
-class Case:
+class MutantCase:
     """A step, and how to attend over it."""
 
     segments: list[tuple[int, int]]  # (query_len, kv_len)
@@ -253,54 +253,56 @@ class Case:
 
 CASES = (
     # Of the chunk of 10 the first row sees all keys of a stage but the last.
-    Case([(1, 1), (1, 7), (5, 18), (33, 33), (1, 130), (40, 200), (10, 72)], 8, 2),
+    MutantCase([(1, 1), (1, 7), (5, 18), (33, 33), (1, 130), (40, 200), (10, 72)], 8, 2),
     # The window begins where a fragment does.
-    Case([(1, 300), (9, 18), (5, 76), (2, 73), (33, 150), (17, 130)], 1, 1, window=64, softcap=15.0, sinks=True),
-    Case([(1, 1500), (6, 1300), (3, 20)], 2, 1, target_threadgroups=1000, sinks=True),
-    Case([(11, 1700)], 3, 1, target_threadgroups=1000, window=1690),
+    MutantCase([(1, 300), (9, 18), (5, 76), (2, 73), (33, 150), (17, 130)], 1, 1, window=64, softcap=15.0, sinks=True),
+    MutantCase([(1, 1500), (6, 1300), (3, 20)], 2, 1, target_threadgroups=1000, sinks=True),
+    MutantCase([(11, 1700)], 3, 1, target_threadgroups=1000, window=1690),
     # More splits than the merge has threads.
-    Case([(1, 8448)], 1, 1, target_threadgroups=1000),
+    MutantCase([(1, 8448)], 1, 1, target_threadgroups=1000),
     # Parts that add their scores; scores far apart, so that a wrong peak overflows.
-    Case([(1, 520)] * 8 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-4),
+    MutantCase([(1, 520)] * 8 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-4),
     # All scores far below zero.
-    Case([(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), tolerance=5e-4),
-    Case(
+    MutantCase([(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), tolerance=5e-4),
+    MutantCase(
         [(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), sinks=True, tolerance=5e-4
     ),
     # Half precision: other widths of loads and rows, rounded weights. Split, and with a tail of whole rows.
-    Case([(1, 1300), (3, 1100), (20, 90)], 4, 2, mx.float16, 1000, window=1250, tolerance=7e-4),
-    Case([(1, 1200), (2, 1030), (30, 90)], 3, 1, mx.bfloat16, 1000, head_dim=128, sinks=True, tolerance=4e-3),
+    MutantCase([(1, 1300), (3, 1100), (20, 90)], 4, 2, mx.float16, 1000, window=1250, tolerance=7e-4),
+    MutantCase([(1, 1200), (2, 1030), (30, 90)], 3, 1, mx.bfloat16, 1000, head_dim=128, sinks=True, tolerance=4e-3),
     # Sinks that count, among weights that are shifted.
-    Case([(1, 1100), (1, 300), (20, 90)], 2, 1, mx.float16, 1000, sinks=True, tolerance=7e-4),
+    MutantCase([(1, 1100), (1, 300), (20, 90)], 2, 1, mx.float16, 1000, sinks=True, tolerance=7e-4),
     # Weights that float16 would not hold.
-    Case([(1, 3000), (20, 2000)], 2, 1, mx.float16, 1000, sinks=True, scores=(17.0, 0.0), tolerance=7e-4),
-    Case([(1, 3000), (20, 2000)], 2, 1, mx.float16, scores=(17.0, 0.0), tolerance=7e-4),
+    MutantCase([(1, 3000), (20, 2000)], 2, 1, mx.float16, 1000, sinks=True, scores=(17.0, 0.0), tolerance=7e-4),
+    MutantCase([(1, 3000), (20, 2000)], 2, 1, mx.float16, scores=(17.0, 0.0), tolerance=7e-4),
     # Rows of the cache that are no multiple of 16 bytes; tiles that end within a token.
-    Case([(1, 77), (7, 30), (1, 9)], 40, 2, mx.float16, head_dim=100, tolerance=7e-4),
-    Case([(1, 77), (3, 30)], 4, 2, mx.float16, head_dim=100, tolerance=7e-4),
-    Case([(1, 77), (7, 30)], 4, 2, mx.float16, head_dim=100, tolerance=7e-4),
+    MutantCase([(1, 77), (7, 30), (1, 9)], 40, 2, mx.float16, head_dim=100, tolerance=7e-4),
+    MutantCase([(1, 77), (3, 30)], 4, 2, mx.float16, head_dim=100, tolerance=7e-4),
+    MutantCase([(1, 77), (7, 30)], 4, 2, mx.float16, head_dim=100, tolerance=7e-4),
     # An odd number of rows, the last of all; columns that leave in pieces of unequal width, from two parts.
-    Case([(1, 77), (1, 30)], 3, 1, mx.float16, head_dim=100, tolerance=7e-4),
-    Case([(1, 77), (20, 40)], 2, 1, head_dim=208),
+    MutantCase([(1, 77), (1, 30)], 3, 1, mx.float16, head_dim=100, tolerance=7e-4),
+    MutantCase([(1, 77), (20, 40)], 2, 1, head_dim=208),
     # A stage that fills its memory, and whose last loads are not all of its keys.
-    Case([(1, 30), (20, 40)], 2, 1, head_dim=96),
+    MutantCase([(1, 30), (20, 40)], 2, 1, head_dim=96),
     # Three row fragments in a SIMD group, and a fourth that is staged.
-    Case([(1, 77), (2, 600), (1, 9)], 24, 1, mx.float16, head_dim=128, window=550, tolerance=7e-4),
+    MutantCase([(1, 77), (2, 600), (1, 9)], 24, 1, mx.float16, head_dim=128, window=550, tolerance=7e-4),
     # Two row fragments in a SIMD group. K and V of different sizes.
-    Case([(1, 300), (2, 33), (7, 1100)], 16, 1, target_threadgroups=1000, head_dim=192, v_head_dim=128),
-    Case([(1, 70), (15, 33)], 2, 1, head_dim=64, v_head_dim=128),
+    MutantCase([(1, 300), (2, 33), (7, 1100)], 16, 1, target_threadgroups=1000, head_dim=192, v_head_dim=128),
+    MutantCase([(1, 70), (15, 33)], 2, 1, head_dim=64, v_head_dim=128),
     # Latents.
-    Case([(1, 300), (3, 33), (1, 1100)], 12, 1, target_threadgroups=1000, head_dim=48, v_head_dim=32, is_latent=True),
+    MutantCase(
+        [(1, 300), (3, 33), (1, 1100)], 12, 1, target_threadgroups=1000, head_dim=48, v_head_dim=32, is_latent=True
+    ),
     # A position part that does not fill its chunk.
-    Case([(1, 77), (3, 33)], 12, 1, head_dim=44, v_head_dim=32, is_latent=True),
+    MutantCase([(1, 77), (3, 33)], 12, 1, head_dim=44, v_head_dim=32, is_latent=True),
     # Tiles that begin within one token and end in another, at the edge of the window.
-    Case([(3, 74), (1, 9)], 20, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
-    Case([(3, 74), (1, 9)], 28, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
-    Case([(1, 300), (2, 33)], 20, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, tolerance=7e-4),
+    MutantCase([(3, 74), (1, 9)], 20, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
+    MutantCase([(3, 74), (1, 9)], 28, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
+    MutantCase([(1, 300), (2, 33)], 20, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, tolerance=7e-4),
 )
 
 
-def run_case(backend: MetalBackend, case: Case) -> str | None:
+def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
     """None, or what is wrong."""
     step = make_step(
         [(n, kv - n) for n, kv in case.segments],
@@ -338,7 +340,7 @@ def run_case(backend: MetalBackend, case: Case) -> str | None:
     return _wrong_reads(backend, step, case, launches[0])
 
 
-def _wrong_reads(backend: MetalBackend, step: PackedStep, case: Case, launch: LaunchCounts) -> str | None:
+def _wrong_reads(backend: MetalBackend, step: PackedStep, case: MutantCase, launch: LaunchCounts) -> str | None:
     """A tile reads no key twice and none outside its range; the planner's table says how many that are."""
     shape = shape_of(step.q, step.state)
     variant = variant_of(shape)
