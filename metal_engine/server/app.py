@@ -16,7 +16,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.server.anthropic.routes import add_anthropic_routes
 from metal_engine.server.errors import install_error_handlers
 from metal_engine.server.generation.answerer import Answerer
-from metal_engine.server.generation.models import Models, OneModel, SeveralModels, served_model
+from metal_engine.server.generation.models import Models, SeveralModels, SingleModel, served_model
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
@@ -58,7 +58,7 @@ def create_app(
     workers = Workers()
     parameters = ParameterPolicy(strict=args.strict_params)
     served = served_model(engine, names, args, answer_format or AnswerFormat(), workers, parameters)
-    return app_of(OneModel(served), args)
+    return app_of(SingleModel(served), args)
 
 
 def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -> FastAPI:
@@ -88,7 +88,7 @@ def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -
     add_pooling_routes(app, models)
     add_tokenization_routes(app, models)
     add_model_routes(app, models, discover)
-    if isinstance(models, OneModel):
+    if isinstance(models, SingleModel):
         _add_lora(app, models.served, args)
     add_status_routes(app, models, lifecycle, metrics)
     add_docs(app, models)

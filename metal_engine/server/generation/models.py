@@ -109,7 +109,7 @@ class Models(ABC):
         """End every request, now and from now on."""
 
 
-class OneModel(Models):
+class SingleModel(Models):
     """A server's only model."""
 
     def __init__(self, served: ServedModel) -> None:

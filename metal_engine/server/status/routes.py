@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.responses import Response
 
 from metal_engine import __version__
-from metal_engine.server.generation.models import Models, OneModel, SeveralModels
+from metal_engine.server.generation.models import Models, SeveralModels, SingleModel
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.status.metrics import ServerMetrics
@@ -49,7 +49,7 @@ def add_model_routes(app: FastAPI, models: Models, discover: Discover | None = N
         if discover is not None:
             add_loading_routes(app, models, discover, created)
         add_registry_routes(app, models, created)
-    elif isinstance(models, OneModel):
+    elif isinstance(models, SingleModel):
         _add_one_models_routes(app, models.served, created)
 
 
@@ -186,7 +186,7 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
     async def version() -> Version:
         return Version(version=__version__)
 
-    if isinstance(models, OneModel):
+    if isinstance(models, SingleModel):
         served = models.served
 
         # The second address is its older one, which gateways ask for.
