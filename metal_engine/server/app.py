@@ -16,7 +16,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.server.anthropic.routes import add_anthropic_routes
 from metal_engine.server.errors import install_error_handlers
 from metal_engine.server.generation.answerer import Answerer
-from metal_engine.server.generation.models import Models, SeveralModels, SingleModel, served_model
+from metal_engine.server.generation.models import Models, MultiModel, SingleModel, served_model
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
@@ -93,7 +93,7 @@ def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -
     add_status_routes(app, models, lifecycle, metrics)
     add_docs(app, models)
     add_page(app, models, lifecycle, args.sse_keep_alive)
-    if isinstance(models, SeveralModels):
+    if isinstance(models, MultiModel):
         app.add_middleware(models.leasing)
     _add_gates(app, args, lifecycle, metrics)
     return app

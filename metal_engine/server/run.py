@@ -28,7 +28,7 @@ from metal_engine.server.connections.acceptor import Acceptor
 from metal_engine.server.connections.connection import Connection
 from metal_engine.server.connections.limits import ConnectionLimits
 from metal_engine.server.connections.registry import Connections
-from metal_engine.server.generation.models import Models, SeveralModels
+from metal_engine.server.generation.models import Models, MultiModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.listen import Listener
 from metal_engine.server.status.registry_routes import Discover
@@ -250,7 +250,7 @@ def run_registry(
         prepare: loads what is to be loaded before anybody is let in.
         discover: see :func:`app_of`.
     """
-    models = SeveralModels(registry, args, Workers())
+    models = MultiModel(registry, args, Workers())
     server = _server(app_of(models, args, discover), models, args, listener, on_ready, prepare)
     return _run(server, listener, registry.shutdown)
 

@@ -23,7 +23,7 @@ from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ModelLoadError
 from metal_engine.server.app import app_of
 from metal_engine.server.connections.limits import connection_limits
-from metal_engine.server.generation.models import SeveralModels
+from metal_engine.server.generation.models import MultiModel
 from metal_engine.server.run import Server
 from metal_engine.server.status.registry_routes import Discover
 from metal_engine.server.workers import Workers
@@ -127,7 +127,7 @@ def serve_models(
     registry = ModelRegistry(memory_bytes, keep_alive, threads)
     for name, source in sources.items():
         registry.add(name, source)
-    models = SeveralModels(registry, args, Workers())
+    models = MultiModel(registry, args, Workers())
     loops: list[asyncio.AbstractEventLoop] = []
     is_up = threading.Event()
     server = Server(

@@ -151,7 +151,7 @@ class SingleModel(Models):
         self.served.engine.cut_requests(message)
 
 
-class SeveralModels(Models):
+class MultiModel(Models):
     """Models of a registry."""
 
     def __init__(self, registry: ModelRegistry, args: ServerArgs, workers: Workers) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.model_entry import LoadedEngine
 from metal_engine.server.errors import model_not_loaded
-from metal_engine.server.generation.models import Models, SeveralModels
+from metal_engine.server.generation.models import Models, MultiModel
 from metal_engine.server.page.viewers import Viewers
 
 
@@ -15,7 +15,7 @@ class Rooms:
     def __init__(self, models: Models) -> None:
         self._models = models
         self._viewers: dict[AsyncEngine, Viewers] = {}
-        if isinstance(models, SeveralModels):
+        if isinstance(models, MultiModel):
             models.registry.at_unload.append(self._unloaded)
 
     def of(self, model: str | None) -> Viewers:

@@ -20,7 +20,7 @@ from metal_engine import __version__
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.metrics import EngineMetrics, Histogram
 from metal_engine.engine.model_entry import ModelEntry
-from metal_engine.server.generation.models import Models, SeveralModels
+from metal_engine.server.generation.models import Models, MultiModel
 
 PREFIX = "metal_engine:"
 VLLM_PREFIX = "vllm:"
@@ -67,7 +67,7 @@ class ServerMetrics:
         help_, labels = "Requests that never reached the engine.", ["model_name", "reason"]
         self._rejections = Counter(f"{PREFIX}requests_rejected", help_, labels, registry=self._registry)
         # Of requests that were turned away before a model was looked for.
-        self._model = "" if isinstance(models, SeveralModels) else models.names[0]
+        self._model = "" if isinstance(models, MultiModel) else models.names[0]
         for reason in REJECTIONS:
             self._rejections.labels(self._model, reason)
         self._registry.register(_ModelsCollector(models))
@@ -104,11 +104,11 @@ class _ModelsCollector(Collector):
                 else:
                     families[family.name] = family
         yield from families.values()
-        if isinstance(self._models, SeveralModels):
+        if isinstance(self._models, MultiModel):
             yield from _registry_families(self._models)
 
 
-def _registry_families(models: SeveralModels) -> Iterator[Metric]:
+def _registry_families(models: MultiModel) -> Iterator[Metric]:
     kinds: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[ModelEntry], float]], ...] = (
         (GaugeMetricFamily, "model_loaded", "Whether a model is loaded.", lambda one: one.running is not None),
         (GaugeMetricFamily, "model_memory_bytes", "Memory that a model has been given.", lambda one: one.num_bytes),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 
 from metal_engine.engine.model_entry import ModelEntry, ModelSource
-from metal_engine.server.generation.models import SeveralModels, told_load_errors
+from metal_engine.server.generation.models import MultiModel, told_load_errors
 from metal_engine.server.protocol import RequestModel
 from metal_engine.server.status.protocol import ModelHealth, RegistryCard, RegistryHealth, RegistryList
 from metal_engine.server.workers import Weight
@@ -23,7 +23,7 @@ class LoadBody(RequestModel):
     model: str
 
 
-def add_registry_routes(app: FastAPI, models: SeveralModels, created: int) -> None:
+def add_registry_routes(app: FastAPI, models: MultiModel, created: int) -> None:
     # HEAD, too, which probes send.
     @app.get("/v1/models", tags=["models"])
     @app.head("/v1/models", include_in_schema=False)
@@ -35,7 +35,7 @@ def add_registry_routes(app: FastAPI, models: SeveralModels, created: int) -> No
         return _card(model_id, models.entry(model_id), created)
 
 
-def add_loading_routes(app: FastAPI, models: SeveralModels, discover: Discover, created: int) -> None:
+def add_loading_routes(app: FastAPI, models: MultiModel, discover: Discover, created: int) -> None:
     """To load and unload models, for whoever may send requests."""
 
     @app.post("/v1/models/load", tags=["models"])
@@ -72,7 +72,7 @@ def _card(name: str, entry: ModelEntry, created: int) -> RegistryCard:
 
 
 def registry_health(
-    models: SeveralModels, *, draining: bool, unknown: dict[str, int], tells: bool, tells_models: bool
+    models: MultiModel, *, draining: bool, unknown: dict[str, int], tells: bool, tells_models: bool
 ) -> RegistryHealth:
     """How all models are.
 

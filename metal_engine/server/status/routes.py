@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.responses import Response
 
 from metal_engine import __version__
-from metal_engine.server.generation.models import Models, SeveralModels, SingleModel
+from metal_engine.server.generation.models import Models, MultiModel, SingleModel
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.status.metrics import ServerMetrics
@@ -45,7 +45,7 @@ def get_and_head(app: FastAPI, path: str, **options: Any) -> Callable[[EndpointT
 
 def add_model_routes(app: FastAPI, models: Models, discover: Discover | None = None) -> None:
     created = int(time.time())
-    if isinstance(models, SeveralModels):
+    if isinstance(models, MultiModel):
         if discover is not None:
             add_loading_routes(app, models, discover, created)
         add_registry_routes(app, models, created)
@@ -159,14 +159,14 @@ def _server_info(served: ServedModel) -> ServerInfo:
 
 
 def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
-    kind = RegistryHealth if isinstance(models, SeveralModels) else Health
+    kind = RegistryHealth if isinstance(models, MultiModel) else Health
 
     @get_and_head(app, "/health", tags=["status"], responses={503: {"model": kind}})
     async def health(request: Request) -> JSONResponse:
         tells = _may_see_names(request)
         body: Health | RegistryHealth
         tells_errors = not request.scope.get(WITHOUT_KEY, False)  # and of models: as /v1/models does
-        if isinstance(models, SeveralModels):
+        if isinstance(models, MultiModel):
             unknown = models.parameters.num_unknown
             draining = lifecycle.draining
             body = registry_health(models, draining=draining, unknown=unknown, tells=tells, tells_models=tells_errors)
