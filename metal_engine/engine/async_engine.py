@@ -11,7 +11,7 @@ from pathlib import Path
 from metal_engine.adapter import Adapter
 from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.device_share import DeviceTurns
+from metal_engine.engine.device_share import FairDeviceLock
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.metrics import EngineMetrics
@@ -126,7 +126,7 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, build: Callable[[], EngineCore], turns: DeviceTurns | None = None, threads: EngineThreads | None = None
+        self, build: Callable[[], EngineCore], turns: FairDeviceLock | None = None, threads: EngineThreads | None = None
     ) -> None:
         self._thread = EngineThread(build, self._on_outputs, turns, self._on_end, threads)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -13,7 +13,7 @@ from metal_engine.settings.config import DeviceInfo, EngineConfig
 T = TypeVar("T")
 
 
-class DeviceTurns:
+class FairDeviceLock:
     """Lets the threads of several models use the device one at a time, first come, first served.
 
     So two models that are both busy alternate step by step. A plain lock would not do: a thread that asks for it again

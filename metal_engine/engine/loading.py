@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metal_engine.engine.device_share import DeviceTurns
+from metal_engine.engine.device_share import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.model_entry import Load, LoadedEngine, ModelSource
 from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLargeError, NoRoomError, one_line
@@ -68,7 +68,7 @@ class RegistryShare:
 
 
 def load_in_thread(
-    source: ModelSource, share: RegistryShare, turns: DeviceTurns, threads: EngineThreads
+    source: ModelSource, share: RegistryShare, turns: FairDeviceLock, threads: EngineThreads
 ) -> LoadedEngine:
     """Load a model. An error keeps no frame alive, for a frame may keep weights.
 

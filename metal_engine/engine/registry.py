@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from metal_engine.engine.device_share import DeviceTurns
+from metal_engine.engine.device_share import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.load_queue import LoadQueue
 from metal_engine.engine.loading import RegistryShare, load_in_thread, same_error
@@ -48,7 +48,7 @@ class ModelRegistry:
 
     def __init__(self, memory_bytes: int, keep_alive: float = 0.0, threads: EngineThreads | None = None) -> None:
         self.keep_alive = keep_alive
-        self.turns = DeviceTurns()
+        self.turns = FairDeviceLock()
         self.engine_threads = threads or EngineThreads()
         self.is_closed = False
         self.at_unload: list[Callable[[LoadedEngine], None]] = []

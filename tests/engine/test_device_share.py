@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.device_share import DeviceTurns
+from metal_engine.engine.device_share import FairDeviceLock
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import NO_RULES, SamplingParams
@@ -17,7 +17,7 @@ from tests.support.serving import serve, wait_until
 
 
 def test_who_comes_first_is_first() -> None:
-    turns, order = DeviceTurns(), []
+    turns, order = FairDeviceLock(), []
 
     def take(name: str) -> None:
         with turns.turn():
@@ -37,7 +37,7 @@ def test_who_comes_first_is_first() -> None:
 
 
 def test_a_turn_ends_with_what_fails_in_it() -> None:
-    turns = DeviceTurns()
+    turns = FairDeviceLock()
 
     def fail() -> None:
         raise ValueError
@@ -82,7 +82,7 @@ class BusyCore:
 
 
 def test_two_busy_models_alternate() -> None:
-    turns = DeviceTurns()
+    turns = FairDeviceLock()
     log: list[str] = []
     both = threading.Barrier(2)
     cores: list[Any] = [BusyCore(name, log, both) for name in "ab"]
@@ -107,8 +107,8 @@ def test_one_model_takes_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*args: Any) -> None:
         raise AssertionError("a turn")
 
-    monkeypatch.setattr(DeviceTurns, "turn", forbidden)
-    monkeypatch.setattr(DeviceTurns, "run", forbidden)
+    monkeypatch.setattr(FairDeviceLock, "turn", forbidden)
+    monkeypatch.setattr(FairDeviceLock, "run", forbidden)
     with serve() as served:
         answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 8})
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
