@@ -18,7 +18,7 @@ from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.chat_template import templates_of
 from metal_engine.engine.chat_template_file import check_templates, read_chat_template
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.device_share import WHOLE_DEVICE, DeviceShare
+from metal_engine.engine.device_share import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineCore:
+def build_engine(args: EngineArgs, share: DeviceAccess = WHOLE_DEVICE) -> EngineCore:
     """Load a model and make an engine for it, in the thread that will step it.
 
     Args:
@@ -84,7 +84,7 @@ def build_engine(args: EngineArgs, share: DeviceShare = WHOLE_DEVICE) -> EngineC
 
 def _build(
     args: EngineArgs,
-    share: DeviceShare,
+    share: DeviceAccess,
     blas: BlasInfo,
     chat_template: str | None,
     transfer: KVTransferConfig | None,
@@ -130,7 +130,7 @@ def _build(
 
 def _assemble(
     args: EngineArgs,
-    share: DeviceShare,
+    share: DeviceAccess,
     blas: BlasInfo,
     choice: BackendChoice,
     loaded: LoadedModel,
@@ -256,7 +256,7 @@ def _expected_bytes(args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo
     return kv_bytes, estimate_step_bytes(info, device, args.block_size, kv_bytes, *largest_step)
 
 
-def _claim_for_loading(share: DeviceShare, args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> None:
+def _claim_for_loading(share: DeviceAccess, args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> None:
     """Claim what a model takes while its weights are read and its step is measured; what it keeps is claimed then."""
     with share.turn():
         kv_bytes, step_bytes = _expected_bytes(args, facts, device)
@@ -282,7 +282,7 @@ class _OpenedModel:
 
 
 def _open(
-    args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks, share: DeviceShare
+    args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks, share: DeviceAccess
 ) -> _OpenedModel:
     """Put a loaded model over a paged KV cache, and check that it runs right."""
     from metal_engine.attention.metal.variants import UnsupportedAttentionError
@@ -313,7 +313,7 @@ def _open(
 
 
 def _load_draft(
-    args: EngineArgs, target: LoadedModel, device: DeviceInfo, choice: BackendChoice, share: DeviceShare
+    args: EngineArgs, target: LoadedModel, device: DeviceInfo, choice: BackendChoice, share: DeviceAccess
 ) -> _OpenedModel | None:
     """Load the draft model of ``--speculative-config``, if it names one.
 

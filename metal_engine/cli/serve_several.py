@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from metal_engine.cli.models_dir import models_in
-from metal_engine.engine.device_share import DeviceShare, FairDeviceLock
+from metal_engine.engine.device_share import DeviceAccess, FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.model_entry import LoadedEngine, ModelSource, Start
 from metal_engine.engine.registry import ModelRegistry
@@ -114,7 +114,7 @@ def files_signature(path: Path) -> object:
 
 def _starter(args: EngineArgs, server_args: ServerArgs) -> Start:
 
-    def start(share: DeviceShare, turns: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
+    def start(share: DeviceAccess, turns: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
         from metal_engine.build import build_engine
         from metal_engine.engine.async_engine import AsyncEngine
 

@@ -51,7 +51,7 @@ class FairDeviceLock:
             return step()
 
 
-class DeviceShare(Protocol):
+class DeviceAccess(Protocol):
     """What a model has of the device while it is loaded. Its methods are called in the model's thread."""
 
     def turn(self) -> AbstractContextManager[None]:

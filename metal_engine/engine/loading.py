@@ -24,7 +24,7 @@ _ANY_BYTES = 1 << 62
 
 
 class RegistryShare:
-    """A model's share of the device (:class:`metal_engine.engine.device_share.DeviceShare`).
+    """A model's share of the device (:class:`metal_engine.engine.device_share.DeviceAccess`).
 
     Attributes:
         signature: of the model's files, before any of them was read.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.device_share import DeviceShare, FairDeviceLock
+from metal_engine.engine.device_share import DeviceAccess, FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 
 
@@ -31,7 +31,7 @@ class LoadedEngine:
 
 
 # Loads a model and blocks until it is ready; called in a thread. Raises what loading raises.
-Start = Callable[[DeviceShare, FairDeviceLock, EngineThreads], LoadedEngine]
+Start = Callable[[DeviceAccess, FairDeviceLock, EngineThreads], LoadedEngine]
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,7 @@ class ModelRegistry:
         self._start_timer(load.entry)
 
     async def claim(self, load: Load, num_bytes: int) -> None:
-        """Give a model that is being loaded so many bytes, in all. Raises as :meth:`DeviceShare.claim`."""
+        """Give a model that is being loaded so many bytes, in all. Raises as :meth:`DeviceAccess.claim`."""
         entry = load.entry
         self.budget.check_fits(entry, num_bytes)
         if not entry.num_bytes:  # the first claim; what it took before it may take again
@@ -288,7 +288,7 @@ class ModelRegistry:
             raise LoadCancelledError(_unwanted(load.entry))
 
     def settle(self, entry: ModelEntry, step_bytes: int) -> tuple[int, int]:
-        """See :meth:`DeviceShare.settle`; in the model's thread, while no other model is loaded or given memory."""
+        """See :meth:`DeviceAccess.settle`; in the model's thread, while no other model is loaded or given memory."""
         entry.step_bytes = step_bytes
         return self.budget.taken_bytes, max(one.step_bytes for one in self._entries)
 
