@@ -83,7 +83,7 @@ class DeviceAccess(Protocol):
         """Say what the model takes. Returns what all models take, and the largest step of any, in bytes."""
 
 
-class WholeDevice:
+class ExclusiveDeviceAccess:
     """The share of a model that has the device for itself."""
 
     def turn(self) -> AbstractContextManager[None]:
@@ -105,4 +105,4 @@ class WholeDevice:
         return config.peak_bytes, config.step_bytes
 
 
-WHOLE_DEVICE = WholeDevice()
+WHOLE_DEVICE = ExclusiveDeviceAccess()
