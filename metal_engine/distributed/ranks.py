@@ -21,7 +21,7 @@ from metal_engine.distributed.leader import LeaderRunner
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.models.division import Division, WholeModel, evaluate_one_by_one
 from metal_engine.runner.model_runner import ModelRunner
-from metal_engine.runner.token_share import TokenShare
+from metal_engine.runner.token_share import TokenBroadcast
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo, ModelInfo, RankInfo
 from metal_engine.settings.fields import format_size
@@ -42,7 +42,7 @@ class Ranks:
     """
 
     facts: tuple[RankInfo, ...] = ()
-    share: TokenShare | None = None
+    share: TokenBroadcast | None = None
 
     def device(self, device: DeviceInfo) -> DeviceInfo:
         """The device as every rank may use it."""

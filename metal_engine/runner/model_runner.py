@@ -22,7 +22,7 @@ from metal_engine.runner.pending_step import PendingStep, forget_locals
 from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_sampling import StepSampling
-from metal_engine.runner.token_share import TokenShare
+from metal_engine.runner.token_share import TokenBroadcast
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import DecodeForward, DecodeOutcome, Drafting, ModelOutput, SchedulerOutput
 
@@ -63,7 +63,7 @@ class ModelRunner:
         draft_model: DraftModel | None = None,
         *,
         outlives_model: bool = False,
-        share: TokenShare | None = None,
+        share: TokenBroadcast | None = None,
         goes_behind: bool = False,
         in_parts: bool | None = None,
     ) -> None:

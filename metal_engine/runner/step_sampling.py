@@ -16,7 +16,7 @@ from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.logits_edits import CannotGoOnError, StepEdits
 from metal_engine.runner.logprobs import LogprobArrays, compute_logprobs
 from metal_engine.runner.sampler import sample
-from metal_engine.runner.token_share import TokenShare
+from metal_engine.runner.token_share import TokenBroadcast
 from metal_engine.step import ModelOutput, PromptLogprobs, SchedulerOutput
 
 # How long the grammars of a step are waited for. Most need a tenth of a millisecond.
@@ -58,7 +58,7 @@ class StepSampling:
         batch: PackedBatch,
         *,
         may_be_late: bool = True,
-        share: TokenShare | None = None,
+        share: TokenBroadcast | None = None,
     ) -> None:
         self._share = share
         self._mask_seconds = _MASK_SECONDS if may_be_late else math.inf

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 
-class TokenShare:
+class TokenBroadcast:
     """Brings rank 0's samples to every rank: the others add zeros to them, so no two ranks go on from other tokens.
 
     The sum is an array like any other: the step after may be built on it before anybody knows the tokens.

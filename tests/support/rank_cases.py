@@ -14,7 +14,7 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
 from metal_engine.runner.model_runner import ModelRunner
-from metal_engine.runner.token_share import TokenShare
+from metal_engine.runner.token_share import TokenBroadcast
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import EngineConfig
 from metal_engine.step import RankFailureSource, Runner
@@ -118,7 +118,7 @@ def make_model(case: RankCase) -> nn.Module:
 
 
 def make_runner(
-    case: RankCase, divide: Callable[[nn.Module], Any] = lambda model: None, share: TokenShare | None = None
+    case: RankCase, divide: Callable[[nn.Module], Any] = lambda model: None, share: TokenBroadcast | None = None
 ) -> ModelRunner:
     """A runner over a model of random weights, or over this rank's share of it."""
     model = make_model(case)
