@@ -9,7 +9,7 @@ from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import Block
 from metal_engine.scheduling.checkpoints import RequestStates
-from metal_engine.scheduling.limits import PrefillShares, is_long
+from metal_engine.scheduling.limits import PrefillAllocator, is_long
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.waiting_queue import WaitingQueue
 from metal_engine.settings.config import SchedulerConfig
@@ -106,7 +106,7 @@ class Admissions:
 
     # --- who is next ----------------------------------------------------------------------------------------
 
-    def next(self, prefills: PrefillShares) -> Candidate | None:
+    def next(self, prefills: PrefillAllocator) -> Candidate | None:
         """Returns the request to admit next, which stays here until it is removed; None if none may be now.
 
         Long prompts are passed over while as many as may be are in progress, and so are requests that would
@@ -130,7 +130,7 @@ class Admissions:
                 return candidate
         return None
 
-    def _find_owner(self, candidate: Candidate, prefills: PrefillShares) -> tuple[Request, int] | None:
+    def _find_owner(self, candidate: Candidate, prefills: PrefillAllocator) -> tuple[Request, int] | None:
         """The running prefill to wait for, and up to which token; None if there is none, or if it would be in vain."""
         found = self._prefix_cache.find_owner(candidate.request, candidate.num_cached_tokens, prefills.in_progress)
         if found is None:

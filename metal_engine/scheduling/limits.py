@@ -1,6 +1,6 @@
 """Limits one request's share of a step: its size is decided here, for running and for waiting requests.
 
-Token budget, even shares, block alignment and the cap on attention work meet in :class:`PrefillShares`;
+Token budget, even shares, block alignment and the cap on attention work meet in :class:`PrefillAllocator`;
 ``max_model_len`` is in :func:`num_remaining`, which is all that a decode needs: its share is one token. Which waiting
 request may start, beside how many others and how many long ones, is decided in ``scheduler.py`` and ``admission.py``.
 
@@ -110,7 +110,7 @@ def chunk_unit(config: SchedulerConfig, block_size: int) -> int:
     return block_size if config.page_aligned_scheduling else 1
 
 
-class PrefillShares:
+class PrefillAllocator:
     """Shares out a step's budget for prefills, as decodes left it.
 
     First every request taken in gets the smallest share: a block, or what is left of its prompt if that is less.

@@ -14,7 +14,7 @@ from metal_engine.scheduling.admission import Admissions, Candidate
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.integrity import check_integrity
-from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillShares, StepBudget, check_fits, num_remaining
+from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillAllocator, StepBudget, check_fits, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.proposals import Proposer
 from metal_engine.scheduling.speculation import Speculation
@@ -126,7 +126,7 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         partial = self._schedule_decodes(plan, budget)
         rooms = self.states.room, self.states.take_at_once
-        prefills = PrefillShares(budget, partial, self.config, self.blocks.block_size, *rooms)
+        prefills = PrefillAllocator(budget, partial, self.config, self.blocks.block_size, *rooms)
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
         if not pool_is_full and prefills.is_turn_of_a_new_one(self._last_admission):
             self._fill_slots(plan, prefills, at_most=1)
@@ -170,7 +170,7 @@ class Scheduler:
                 self._add_to_plan(plan, request, num_rows)
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
-    def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillShares, at_most: int | None = None) -> None:
+    def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillAllocator, at_most: int | None = None) -> None:
         """Admit waiting requests to the free slots for partial prefills, while there is a block for each."""
         num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
         for _ in range(num_free if at_most is None else min(at_most, num_free)):
@@ -181,7 +181,7 @@ class Scheduler:
                 break
             prefills.take(candidate.request)
 
-    def _use_up(self, plan: SchedulerOutput, prefills: PrefillShares) -> None:
+    def _use_up(self, plan: SchedulerOutput, prefills: PrefillAllocator) -> None:
         """Admit further requests to the budget that is left: to slots free by now, or with their whole prompts."""
         while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
@@ -191,7 +191,7 @@ class Scheduler:
             prefills.take(candidate.request, whole=not has_slot)
             prefills.spread()
 
-    def _next_candidate(self, prefills: PrefillShares) -> Candidate | None:
+    def _next_candidate(self, prefills: PrefillAllocator) -> Candidate | None:
         """Returns the request to admit next; None if there is none, or nothing left to give it."""
         if prefills.step.tokens <= 0 or len(self.running) >= self.config.max_num_seqs:
             return None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from metal_engine.errors import ConfigError
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillShares, StepBudget, attention_work, rows_for_work
+from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillAllocator, StepBudget, attention_work, rows_for_work
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, DeviceInfo, ModelInfo, SchedulerConfig
@@ -206,7 +206,7 @@ def test_shares_are_even_and_nothing_is_wasted(
         max_num_batched_tokens=budget, max_num_seqs=99, max_model_len=10**6, page_aligned_scheduling=aligned
     )
     requests = [Request(str(i), [1] * n, SamplingParams(), max_tokens=1) for i, n in enumerate(remaining)]
-    prefills = PrefillShares(StepBudget(budget, 1 << 62), requests, config, block_size)
+    prefills = PrefillAllocator(StepBudget(budget, 1 << 62), requests, config, block_size)
     prefills.take_turns()
     prefills.spread()
     unit = block_size if aligned else 1
