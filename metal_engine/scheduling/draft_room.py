@@ -23,7 +23,7 @@ def room_for_drafts(
     return room if states is None else min(room, states.draft_room(request, num_computed))
 
 
-class DraftRoom:
+class DraftCapacity:
     """What a step would leave for drafts that gave each of some running requests its next token.
 
     Args:

@@ -18,7 +18,7 @@ from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.draft_lengths import DraftLengths, StepTimes, choose_lengths
 from metal_engine.scheduling.draft_model import DraftCosts
-from metal_engine.scheduling.draft_room import DraftRoom, room_for_drafts
+from metal_engine.scheduling.draft_room import DraftCapacity, room_for_drafts
 from metal_engine.scheduling.limits import StepBudget, num_remaining
 from metal_engine.scheduling.proposals import Proposals, Proposer
 from metal_engine.settings.config import SchedulerConfig
@@ -119,8 +119,8 @@ class Speculation:
         self._to_try = tried
         return True
 
-    def _room_after(self, requests: list[Request]) -> DraftRoom:
-        return DraftRoom(requests, self._config.max_attention_work, self._blocks, self._states)
+    def _room_after(self, requests: list[Request]) -> DraftCapacity:
+        return DraftCapacity(requests, self._config.max_attention_work, self._blocks, self._states)
 
     def _give_more(
         self,

@@ -12,7 +12,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.ahead import AheadTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.draft_lengths import DraftLengths, StepTimes
-from metal_engine.scheduling.draft_room import DraftRoom
+from metal_engine.scheduling.draft_room import DraftCapacity
 from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
@@ -139,9 +139,9 @@ def test_room_is_taken_from_what_decodes_leave() -> None:
         request.num_computed_tokens = request.num_tokens
         assert blocks.allocate(request.request_id, request.num_tokens)
     # The next token of a is in a new block, with room for 3 drafts; b has room for 2 in its own. 2 blocks are left.
-    room = DraftRoom(requests, 1000, blocks, None)
+    room = DraftCapacity(requests, 1000, blocks, None)
     assert [room.take(request, 12) for request in requests] == [11, 2]
-    room = DraftRoom(requests, 1000, blocks, None)
+    room = DraftCapacity(requests, 1000, blocks, None)
     assert [room.take(request, n) for request, n in zip(requests, (4, 12), strict=True)] == [4, 6]
     # They see 9 + 10 keys; two drafts of a, 10 + 11; one of b, 11.
     for work, expected in (
@@ -151,7 +151,7 @@ def test_room_is_taken_from_what_decodes_leave() -> None:
         (19 + 10 + 11, [2, 0]),
         (19 + 32, [2, 1]),
     ):
-        room = DraftRoom(requests, work, blocks, None)
+        room = DraftCapacity(requests, work, blocks, None)
         assert [room.take(request, 2) for request in requests] == expected, work
     assert room.take(requests[0], -1) == 0
 
