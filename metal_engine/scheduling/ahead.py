@@ -16,7 +16,7 @@ from metal_engine.scheduling.draft_lengths import DraftLengths, StepTimes
 _TRIED_EVERY = 256
 
 
-class AheadTimes:
+class AsyncStepTimes:
     """How long steps take that are planned ahead and only decode, by their number of rows: from end to end."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

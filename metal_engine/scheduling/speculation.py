@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from metal_engine.request import Request, RequestStatus
-from metal_engine.scheduling.ahead import AheadTimes
+from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.draft_lengths import DraftLengths, StepTimes, choose_lengths
@@ -51,7 +51,7 @@ class Speculation:
         costs: DraftCosts | None = None,
         *,
         states: RequestStates | None = None,
-        ahead: AheadTimes | None = None,
+        ahead: AsyncStepTimes | None = None,
     ) -> None:
         assert config.speculative is not None
         self._config = config
@@ -59,7 +59,7 @@ class Speculation:
         self._blocks = blocks
         self._states = states if states is not None and states.is_used else None
         self._times = times if times is not None else StepTimes()
-        self._ahead = ahead if ahead is not None else AheadTimes()
+        self._ahead = ahead if ahead is not None else AsyncStepTimes()
         if costs is None and config.speculative.method == "draft_model":
             costs = DraftCosts()
         self._costs = costs

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_engine.request import Request
-from metal_engine.scheduling.ahead import AheadTimes
+from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.draft_lengths import Acceptance, StepTimes, choose_lengths, least_gain, time_weight
 from metal_engine.scheduling.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
@@ -295,7 +295,7 @@ def run(
     clock, scheduler = Clock(), harness.scheduler
     if right_from is not None:
         drafts = Drafts(harness, right_from=right_from, is_unsure=is_unsure)
-        times, ahead = StepTimes(clock), AheadTimes(clock)
+        times, ahead = StepTimes(clock), AsyncStepTimes(clock)
         scheduler.speculation = Speculation(
             harness.config, scheduler.blocks, drafts, times, states=scheduler.states, ahead=ahead
         )

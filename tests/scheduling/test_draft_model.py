@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.ahead import AheadTimes
+from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.draft_lengths import MIN_GAIN, StepTimes, choose_lengths, least_gain
 from metal_engine.scheduling.draft_model import DraftCosts
@@ -108,7 +108,7 @@ def run(
         draft_model = TimedDraftModel(harness, clock, right_from, forward_seconds, forward_seconds / 10)
         harness.runner.draft_model = draft_model  # type: ignore[assignment]
         blocks, proposer = harness.scheduler.blocks, make_proposer(config.speculative)
-        ahead = AheadTimes(clock)
+        ahead = AsyncStepTimes(clock)
         harness.scheduler.speculation = Speculation(config, blocks, proposer, StepTimes(clock), ahead=ahead)
     execute = harness.runner.execute
 

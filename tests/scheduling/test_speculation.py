@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from metal_engine.request import Request, RequestOptions
-from metal_engine.scheduling.ahead import AheadTimes
+from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.draft_lengths import StepTimes
@@ -181,7 +181,7 @@ def test_a_step_that_failed_is_not_under_way() -> None:
     for fails in ("a step", "the scheduler"):
         harness = make_harness(ahead_seconds=0.9)
         scheduler, clock = harness.scheduler, [0.0]
-        times, ahead = StepTimes(lambda clock=clock: clock[0]), AheadTimes(lambda clock=clock: clock[0])
+        times, ahead = StepTimes(lambda clock=clock: clock[0]), AsyncStepTimes(lambda clock=clock: clock[0])
         scheduler.speculation = Speculation(
             harness.config, scheduler.blocks, RightDrafts(harness), times, states=scheduler.states, ahead=ahead
         )

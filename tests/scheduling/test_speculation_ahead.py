@@ -9,7 +9,7 @@ import pytest
 
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.ahead import AheadTimes
+from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.draft_lengths import DraftLengths, StepTimes
 from metal_engine.scheduling.draft_room import DraftCapacity
@@ -37,7 +37,7 @@ def test_requests_that_need_their_tokens_on_the_host_have_drafts(num_requests: i
 @pytest.mark.parametrize("measured", [(), (4, 4, 4)], ids=["no step ahead", "larger ones only"])
 def test_they_have_drafts_whatever_is_known_of_steps_ahead(measured: tuple[int, ...]) -> None:
     harness = make_harness(num_drafts=4, ahead_seconds=0.1)
-    ahead = AheadTimes()
+    ahead = AsyncStepTimes()
     for i, num_rows in enumerate(measured):
         ahead.planned(-10 + i, num_rows)
         ahead.ended(-10 + i)
@@ -227,7 +227,7 @@ def test_a_step_without_anything_to_do_changes_nothing() -> None:
     harness = make_harness(num_drafts=4, ahead_seconds=0.9)
     scheduler, times = harness.scheduler, Measured()
     scheduler.speculation = Speculation(
-        harness.config, scheduler.blocks, RightDrafts(harness), times, ahead=AheadTimes()
+        harness.config, scheduler.blocks, RightDrafts(harness), times, ahead=AsyncStepTimes()
     )
     harness.submit("a", make_prompt(0, 6), 21, needs_token_on_host=True)
     harness.run()

@@ -7,7 +7,7 @@ from typing import Any
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
-from metal_engine.scheduling.ahead import AheadTimes
+from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.draft_lengths import StepTimes
 from metal_engine.scheduling.draft_model import DraftCosts
 from metal_engine.scheduling.proposals import Proposer, make_proposer
@@ -50,7 +50,7 @@ class KnownTimes(StepTimes):
         return [1 + self._row_seconds * n for n in range(num_rows, num_rows + most + 1)]
 
 
-class KnownAheadTimes(AheadTimes):
+class KnownAheadTimes(AsyncStepTimes):
     """Steps planned ahead that take as long as they are said to."""
 
     def __init__(self, step_seconds: float) -> None:
