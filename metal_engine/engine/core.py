@@ -14,7 +14,7 @@ from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor, under_client_ids
 from metal_engine.engine.pooling import resolve_pooling
-from metal_engine.engine.prompt_parts import PromptParts
+from metal_engine.engine.prompt_parts import PromptBoundaries
 from metal_engine.engine.step_observer import FrameSink, StepObserver
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ class EngineCore:
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
-        self._parts = PromptParts(tokenizer) if config.cache.num_state_slots else None
+        self._parts = PromptBoundaries(tokenizer) if config.cache.num_state_slots else None
         self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats, runner.replay_refusal)
         self._seeds = random.Random(config.seed)
         self._serials = itertools.count()

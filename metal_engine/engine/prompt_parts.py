@@ -12,7 +12,7 @@ from metal_engine.request import PreparedRequest
 _VARIABLES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
 
 
-class PromptParts:
+class PromptBoundaries:
     """How a chat template begins a user's message, and how it asks for an answer.
 
     What follows instructions is another conversation's, or another user's. What follows the generation prompt may not

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metal_engine.engine.prompt_parts import PromptParts
+from metal_engine.engine.prompt_parts import PromptBoundaries
 from metal_engine.sampling_params import SamplingParams
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import tiny_tokenizer
@@ -19,7 +19,7 @@ MESSAGES = [{"role": "user", "content": "what is it?"}]
 
 def test_each_way_to_ask_is_known() -> None:
     tokenizer = tiny_tokenizer(THINKING)
-    parts = PromptParts(tokenizer)
+    parts = PromptBoundaries(tokenizer)
     for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
         prompt = tokenizer.apply_chat_template(MESSAGES, **variables)
         history = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False, **variables)
@@ -29,13 +29,13 @@ def test_each_way_to_ask_is_known() -> None:
 
 
 def test_a_tokenizer_without_a_template_has_none() -> None:
-    parts = PromptParts(tiny_tokenizer(None))
+    parts = PromptBoundaries(tiny_tokenizer(None))
     assert parts.num_lasting_tokens([1, 2, 3]) == 3 and parts.num_instruction_tokens([1, 2, 3]) == 0
 
 
 def test_instructions_end_before_the_first_users_text() -> None:
     tokenizer = tiny_tokenizer(THINKING)
-    parts = PromptParts(tokenizer)
+    parts = PromptBoundaries(tokenizer)
     system = {"role": "system", "content": "be brief"}
     told = tokenizer.apply_chat_template([system], add_generation_prompt=False)
     for rest in (MESSAGES, [*MESSAGES, {"role": "assistant", "content": "that"}, *MESSAGES]):
@@ -61,7 +61,7 @@ def test_the_second_conversation_with_the_same_instructions_hits() -> None:
             outputs = run_all(engine, [(prompt, params) for prompt in prompts])
         else:
             outputs = [run_all(engine, [(prompt, params)])[0] for prompt in prompts]
-        num_instructions = PromptParts(engine.tokenizer).num_instruction_tokens(prompts[0])
+        num_instructions = PromptBoundaries(engine.tokenizer).num_instruction_tokens(prompts[0])
         assert num_instructions > 256
         assert [o[-1].num_cached_tokens for o in outputs] == [0, num_instructions - num_instructions % 4]
 
