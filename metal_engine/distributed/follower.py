@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from metal_engine.distributed.channel import Kind, Link
 from metal_engine.distributed.leader import CAUSE_SECONDS
-from metal_engine.distributed.loss import LossWatch
+from metal_engine.distributed.loss import RankFailureMonitor
 from metal_engine.distributed.wire import decode_ids, decode_plan
 from metal_engine.errors import one_line
 from metal_engine.runner.model_runner import ModelRunner
@@ -15,7 +15,7 @@ from metal_engine.runner.pending_step import PendingStep
 from metal_engine.step import RunnerLostError
 
 
-def follow(runner: ModelRunner, link: Link, watch: LossWatch, rank: int) -> None:
+def follow(runner: ModelRunner, link: Link, watch: RankFailureMonitor, rank: int) -> None:
     """Run the steps that rank 0 runs, until it ends. A rank that cannot go on tells rank 0, which ends all.
 
     Raises:
@@ -59,7 +59,7 @@ def run_frame(runner: ModelRunner, steps: deque[PendingStep], link: Link, kind: 
     return True
 
 
-def tell_failure(link: Link, watch: LossWatch, rank: int, message: str) -> None:
+def tell_failure(link: Link, watch: RankFailureMonitor, rank: int, message: str) -> None:
     """Tell rank 0 why this rank ends."""
     message = f"rank {rank} has failed ({message})"
     with suppress(RunnerLostError):  # rank 0 may have gone, too, and is named

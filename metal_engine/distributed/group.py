@@ -29,7 +29,7 @@ from metal_engine.distributed.launch import (
     started_here,
 )
 from metal_engine.distributed.leader import LeaderRunner
-from metal_engine.distributed.loss import FOLLOWER_GRACE_SECONDS, LEADER_GRACE_SECONDS, LossWatch, StepTimeout
+from metal_engine.distributed.loss import FOLLOWER_GRACE_SECONDS, LEADER_GRACE_SECONDS, RankFailureMonitor, StepTimeout
 from metal_engine.distributed.meeting import ended_by_hang_up, watched_meeting
 from metal_engine.distributed.wire import encode
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
@@ -63,7 +63,7 @@ class RankGroup:
         args: EngineArgs,
         communication: mx.distributed.Group,
         links: Sequence[Link],
-        watch: LossWatch,
+        watch: RankFailureMonitor,
         local: LocalRanks | None,
     ) -> None:
         self.args = args
@@ -197,7 +197,7 @@ def open_group(args: EngineArgs) -> RankGroup:
         rank = 0
         logger.info("started %d more ranks on this machine", args.num_ranks - 1)
     _joined.append(flag)
-    watch = LossWatch(rank, FOLLOWER_GRACE_SECONDS if rank else LEADER_GRACE_SECONDS)
+    watch = RankFailureMonitor(rank, FOLLOWER_GRACE_SECONDS if rank else LEADER_GRACE_SECONDS)
     if local is not None:
         watch.at_end(local.kill)
     atexit.register(watch.leave_the_end)
@@ -240,7 +240,7 @@ def _watched_meeting(rank: int, local: LocalRanks | None) -> AbstractContextMana
     return watched_meeting(f"rank 0 ({LOOPBACK})", local.watched(), _MEETING_SECONDS, local.hostfile)
 
 
-def _meet(communication: mx.distributed.Group, host: str, timeout: float, watch: LossWatch) -> list[Link]:
+def _meet(communication: mx.distributed.Group, host: str, timeout: float, watch: RankFailureMonitor) -> list[Link]:
     """Connect the side channel: rank 0 tells its port and a secret through the group itself.
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from metal_engine.distributed.channel import Kind, Link
-from metal_engine.distributed.loss import LossWatch, StepTimeout
+from metal_engine.distributed.loss import RankFailureMonitor, StepTimeout
 from metal_engine.distributed.wire import encode_ids, encode_plan
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
@@ -29,7 +29,7 @@ class LeaderRunner:
         self,
         runner: ModelRunner,
         links: Sequence[Link],
-        watch: LossWatch,
+        watch: RankFailureMonitor,
         step_watch: StepTimeout,
         kill_left: Callable[[], None] = lambda: None,
     ) -> None:

@@ -24,7 +24,7 @@ _TELLING_SECONDS = 0.5
 _PARTS = 20
 
 
-class LossWatch:
+class RankFailureMonitor:
     """Ends this process when a rank is lost: a step that waits for that rank would never end.
 
     Args:
@@ -115,7 +115,7 @@ class StepTimeout:
         progress: how far rank 0 is, counted as in :class:`metal_engine.distributed.channel.Link`.
     """
 
-    def __init__(self, watch: LossWatch, links: Sequence[Link], seconds: float) -> None:
+    def __init__(self, watch: RankFailureMonitor, links: Sequence[Link], seconds: float) -> None:
         self.progress = 0
         self._watch = watch
         self._links = links

@@ -25,7 +25,7 @@ from metal_engine.distributed.channel import Kind, Link, listen
 from metal_engine.distributed.follower import run_frame
 from metal_engine.distributed.group import RankGroup, _pass_on
 from metal_engine.distributed.leader import LeaderRunner
-from metal_engine.distributed.loss import LossWatch, StepTimeout
+from metal_engine.distributed.loss import RankFailureMonitor, StepTimeout
 from metal_engine.distributed.ranks import SeveralRanks
 from metal_engine.distributed.wire import decode_ids
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
@@ -40,7 +40,7 @@ from tools.fixtures.tiny_models import random_model
 ROOT = Path(__file__).parents[2]
 
 
-class Watched(LossWatch):
+class Watched(RankFailureMonitor):
     """One that ends no process."""
 
     def lose(self, message: str) -> None:

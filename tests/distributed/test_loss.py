@@ -10,7 +10,7 @@ import pytest
 # From Python 3.12 on no thread starts once the interpreter has begun to end: here on none.
 PROGRAM = """
 import atexit, sys, threading
-from metal_engine.distributed.loss import LossWatch
+from metal_engine.distributed.loss import RankFailureMonitor
 
 def refuse(thread):
     raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -21,7 +21,7 @@ def at_the_end():
     if "lost" in sys.argv:
         watch.lose("rank 1 has gone")
 
-watch = LossWatch(0, 0.1)
+watch = RankFailureMonitor(0, 0.1)
 atexit.register(watch.leave_the_end)
 atexit.register(at_the_end)
 """
