@@ -9,7 +9,7 @@ from metal_engine.server.generation.models import Models, MultiModel
 from metal_engine.server.page.viewers import Viewers
 
 
-class Rooms:
+class ViewerRegistry:
     """The viewers of each loaded model. Belongs to the event loop."""
 
     def __init__(self, models: Models) -> None:

@@ -14,7 +14,7 @@ from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.streaming import EventStreamResponse
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.page.files import INDEX, PREFIX, load_files, wants_html
-from metal_engine.server.page.rooms import Rooms
+from metal_engine.server.page.rooms import ViewerRegistry
 from metal_engine.server.status.pages import LINKS
 from metal_engine.server.status.routes import get_and_head
 
@@ -26,7 +26,7 @@ _MAX_SECONDS = 86_400.0
 
 def add_page(app: FastAPI, models: Models, lifecycle: Lifecycle, keep_alive: float) -> None:
     files = load_files()
-    rooms = app.state.rooms = Rooms(models)
+    rooms = app.state.rooms = ViewerRegistry(models)
     lifecycle.at_end.append(rooms.close)
 
     @get_and_head(app, "/", include_in_schema=False)
