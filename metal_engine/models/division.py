@@ -32,7 +32,7 @@ class Division:
     communication: mx.distributed.Group
     is_pipeline: bool
 
-    def divide(self, model: nn.Module) -> WholeModel:
+    def divide(self, model: nn.Module) -> UnshardedModelInfo:
         """Leave this rank's share in a model, whose weights may be on the disk yet; returns what it was.
 
         Raises:
@@ -42,7 +42,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class WholeModel:
+class UnshardedModelInfo:
     """What a model was before it was divided: its layers, and its parameters."""
 
     num_layers: int
@@ -55,13 +55,13 @@ def evaluate_one_by_one(model: nn.Module) -> None:
         mx.eval(array)
 
 
-def divide_heads(model: nn.Module, group: mx.distributed.Group) -> WholeModel:
+def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedModelInfo:
     """Leave one rank's share of each layer in a model. Raises what :meth:`Division.divide` raises."""
     size = group.size()
     if not hasattr(model, "shard"):
         raise UnsupportedModelError("mlx-lm cannot share its layers between ranks (it has no shard())")
     before = recorded(model)
-    whole = WholeModel(len(before), get_total_parameters(model))
+    whole = UnshardedModelInfo(len(before), get_total_parameters(model))
     try:
         model.shard(group)
         after = recorded(model)
@@ -117,12 +117,12 @@ def _heads(recorder: Recorder) -> str:
     return f"{recorder.num_heads} heads and {spec.num_kv_heads} KV heads of {spec.head_dim}"
 
 
-def divide_layers(model: nn.Module, group: mx.distributed.Group) -> WholeModel:
+def divide_layers(model: nn.Module, group: mx.distributed.Group) -> UnshardedModelInfo:
     """Leave one rank's layers in a model. Raises what :meth:`Division.divide` raises."""
     trunk: Any = getattr(model, "model", None)
     if not hasattr(trunk, "pipeline"):
         raise UnsupportedModelError("mlx-lm cannot give its layers to several ranks (its trunk has no pipeline())")
-    whole = WholeModel(len(model.layers), get_total_parameters(model))
+    whole = UnshardedModelInfo(len(model.layers), get_total_parameters(model))
     if whole.num_layers < group.size():
         raise UnsupportedModelError(f"it has {whole.num_layers} layers, which are too few for {group.size()} machines")
     is_recurrent = _is_recurrent(model)
