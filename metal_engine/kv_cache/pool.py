@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from metal_engine.device.streams import synchronize
 from metal_engine.kv_cache.quantized import QuantizedKVState
-from metal_engine.kv_cache.recurrent import RecurrentState, StatesAtHand
+from metal_engine.kv_cache.recurrent import PendingByArray, RecurrentState
 from metal_engine.kv_cache.segments import Slots
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, QuantizedKVSpec, RecurrentSpec, StateSpec, unquantized
 from metal_engine.kv_cache.state import KVState, LatentState, LayerState, StateSnapshot
@@ -194,11 +194,11 @@ class StatePool:
         for state in self.states:
             yield from state.written()
 
-    def at_hand(self) -> list[StatesAtHand]:
+    def at_hand(self) -> list[PendingByArray]:
         """The recurrent states that the step built last leaves, to go back to if one on top of it is built in vain."""
         return [state.at_hand() for state in self._recurrent]
 
-    def back_at_hand(self, states: list[StatesAtHand]) -> None:
+    def back_at_hand(self, states: list[PendingByArray]) -> None:
         """Go back to what :meth:`at_hand` has given."""
         for state, pending in zip(self._recurrent, states, strict=True):
             state.back_at_hand(pending)

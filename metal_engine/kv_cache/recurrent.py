@@ -36,7 +36,7 @@ class PendingStates:
         return PendingStates(tuple(self.slots[i] for i in wanted), self.values[mx.array(wanted)])
 
 
-StatesAtHand = dict[str, list[PendingStates]]
+PendingByArray = dict[str, list[PendingStates]]
 """By name of an array of a layer, what is pending of it."""
 
 
@@ -166,14 +166,14 @@ class RecurrentState:
         assert states is not None
         return states
 
-    def at_hand(self) -> StatesAtHand:
+    def at_hand(self) -> PendingByArray:
         """What is pending: to go back to if a step was built in vain.
 
         What :meth:`take` has written to the pool since then is pending there, too, and so is written again.
         """
         return {name: list(pending) for name, pending in self._pending.items()}
 
-    def back_at_hand(self, pending: StatesAtHand) -> None:
+    def back_at_hand(self, pending: PendingByArray) -> None:
         self._pending = pending
 
     def take_back(self, name: str, slots: Slots, values: mx.array) -> None:
