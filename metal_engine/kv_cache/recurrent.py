@@ -58,7 +58,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Moves:
+class StateTransferPlan:
     """What a step does with the states at hand, before its layers read them; the same for every layer.
 
     Attributes:
@@ -80,7 +80,9 @@ class Moves:
 
 # Every array of every layer asks the same in a step, but for layers of another kind.
 @lru_cache(maxsize=8)
-def plan_moves(pending: tuple[Slots, ...], reads: tuple[Slots | None, ...], writes: tuple[Slots, ...]) -> Moves:
+def plan_moves(
+    pending: tuple[Slots, ...], reads: tuple[Slots | None, ...], writes: tuple[Slots, ...]
+) -> StateTransferPlan:
     """How a step gets its states.
 
     Any slot may be ``TRASH_STATE``, for padded rows.
@@ -108,7 +110,7 @@ def plan_moves(pending: tuple[Slots, ...], reads: tuple[Slots | None, ...], writ
         ]
         runs = [(source, [row for _, row in run]) for source, run in groupby(places, key=itemgetter(0))]
         taken.append([_rows(source, rows, pending) for source, rows in runs])
-    return Moves(written, mx.array(slots) if slots else None, taken)
+    return StateTransferPlan(written, mx.array(slots) if slots else None, taken)
 
 
 def _rows(source: int | None, rows: list[int], pending: tuple[Slots, ...]) -> Rows:
