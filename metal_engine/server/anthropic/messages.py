@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart, TextDelta, assemble
 from metal_engine.server.anthropic.protocol import AnthropicOutputTokens, AnthropicResponse, AnthropicUsage
 from metal_engine.server.errors import APIError, anthropic_error
-from metal_engine.server.generation.generation import Arrived, Choice, Generation
+from metal_engine.server.generation.generation import Choice, ChoiceOutput, Generation
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.conversation import Conversation
@@ -55,7 +55,7 @@ class MessagesEndpoint(Conversation):
         message = AnthropicResponse(id=generation.request_id, model=generation.model, content=[], usage=usage)
         return _encode([{"type": "message_start", "message": message.model_dump()}, {"type": "ping"}])
 
-    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
         events: list[Event] = []
         for delta in arrived[2]:
             kind = delta.kind if isinstance(delta, TextDelta) else "call"

@@ -31,7 +31,7 @@ _LONG = 1 << 11
 _TASKS_AT_ONCE = 256
 
 # The index of a choice, an output of it, and what the output's text comes to; nothing where that is not read.
-Arrived = tuple[int, RequestOutput, list[AnswerDelta]]
+ChoiceOutput = tuple[int, RequestOutput, list[AnswerDelta]]
 # Outputs of a step or more, each with the index of its choice.
 _Batch = list[tuple[int, RequestOutput]]
 
@@ -140,7 +140,7 @@ class Generation:
             for j in range(self.params.n)
         ]
 
-    async def outputs(self, *, read: bool = True) -> AsyncGenerator[list[Arrived], None]:
+    async def outputs(self, *, read: bool = True) -> AsyncGenerator[list[ChoiceOutput], None]:
         """Outputs as they come, those that came together in one batch. Closing it aborts what is unfinished.
 
         Args:
@@ -168,7 +168,7 @@ class Generation:
                 async for batch in batches:
                     if self.first_output_time is None:
                         self.first_output_time = time.monotonic()
-                    arrived: list[Arrived] = []
+                    arrived: list[ChoiceOutput] = []
                     for index, output in batch:
                         if output.finish_reason in ("error", "abort"):
                             raise failure(self.engine, output, self.timeout if self._timed_out else None)

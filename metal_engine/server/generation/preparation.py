@@ -20,7 +20,7 @@ from metal_engine.request import PreparedRequest, RequestOptions
 from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission, overloaded
-from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, Arrived, Generation
+from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, ChoiceOutput, Generation
 from metal_engine.server.generation.logprobs import num_entries
 from metal_engine.server.generation.notices import Notices
 from metal_engine.server.generation.parameters import ParameterPolicy
@@ -136,7 +136,7 @@ class Endpoint(ABC, Generic[BodyT]):
         return b""
 
     @abstractmethod
-    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
         """The events of one output in a stream.
 
         Args:

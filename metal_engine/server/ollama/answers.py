@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart
 from metal_engine.server.errors import APIError
-from metal_engine.server.generation.generation import Arrived, Choice, Generation
+from metal_engine.server.generation.generation import Choice, ChoiceOutput, Generation
 from metal_engine.server.generation.preparation import BodyT, Endpoint, ServedModel
 from metal_engine.server.ollama.protocol import (
     AnswerMessage,
@@ -118,7 +118,7 @@ class OllamaEndpoint(Endpoint[BodyT]):
         pieces = [*self._read(choice.text, choice.deltas), *self._pieces.close()]
         return self._answer(merged(pieces), **self._last(generation, choice))
 
-    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
         _, output, deltas = arrived
         return b"".join(map(self._line, self._read(output.text, deltas)))
 

@@ -8,7 +8,7 @@ from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import TokenLogprobs
 from metal_engine.server.errors import invalid_prompt
-from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
+from metal_engine.server.generation.generation import Choice, ChoiceOutput, Generation, finish_reason
 from metal_engine.server.generation.logprobs import chat_logprobs, chat_logprobs_json
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
@@ -76,7 +76,7 @@ class ChatEndpoint(Conversation):
         json = chat_logprobs_json(generation.tokenizer, choice.text_logprobs, spells_ids=generation.spells_ids)
         return generation.parts.add(json)
 
-    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
         index, output, deltas = arrived
         reason = finish_reason(output)
         shows_ids = generation.shows_token_ids

@@ -10,7 +10,7 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import invalid, invalid_prompt
-from metal_engine.server.generation.generation import Arrived, Choice, Generation, finish_reason
+from metal_engine.server.generation.generation import Choice, ChoiceOutput, Generation, finish_reason
 from metal_engine.server.generation.logprobs import completion_logprobs, completion_logprobs_json, prompt_offsets
 from metal_engine.server.generation.preparation import MAX_PROMPT_TOKENS, Endpoint
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
@@ -101,7 +101,7 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
         answer.kv_transfer_params = generation.kv_handover
         return answer
 
-    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
         index, output, _ = arrived
         choice = generation.choices[index]
         text = (choice.echo or "") + output.text if first else output.text

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.server.errors import APIError, invalid
-from metal_engine.server.generation.generation import Arrived, Generation, finish_reason
+from metal_engine.server.generation.generation import ChoiceOutput, Generation, finish_reason
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.conversation import Conversation, message_of
@@ -167,7 +167,7 @@ class ResponsesEndpoint(Conversation):
         events = [{"type": kind, "response": response} for kind in ("response.created", "response.in_progress")]
         return self._numbered(events)
 
-    def chunk(self, generation: Generation, arrived: Arrived, first: bool, usage: Usage | None) -> bytes:
+    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
         _, output, deltas = arrived
         return self._numbered(self._take(deltas, finish_reason(output)))
 
