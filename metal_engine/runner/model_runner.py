@@ -18,7 +18,7 @@ from metal_engine.models.adapters import AdapterRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.draft_model import DraftModel
-from metal_engine.runner.pending_step import PendingStep, forget_locals
+from metal_engine.runner.pending_step import PendingStep, clear_traceback_frames
 from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_sampling import StepSampling
@@ -114,7 +114,7 @@ class ModelRunner:
             self._table.forget_samples()
             self._pool.restore(before)
             del before
-            forget_locals(error)
+            clear_traceback_frames(error)
             raise
         del before  # the step's own, to let go of
         self._steps.append(step)
@@ -343,7 +343,7 @@ class ModelRunner:
         # All that holds arrays of the cache goes first: there is no room for two.
         for failed_or_void in (step, *self._steps):
             failed_or_void.release()
-        forget_locals(error)
+        clear_traceback_frames(error)
         self._steps.clear()
         self._table.forget_samples()
         if step.is_async:

@@ -119,7 +119,7 @@ class PendingStep:
         return self.finish(self)
 
 
-def forget_locals(error: BaseException) -> None:
+def clear_traceback_frames(error: BaseException) -> None:
     """Drop the variables of functions that an error has left: arrays among them hold those of the KV cache."""
     seen: BaseException | None = error
     while seen is not None:

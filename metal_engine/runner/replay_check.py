@@ -19,7 +19,7 @@ from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.segments import NO_STATE
 from metal_engine.models.check import LOGITS_TOLERANCE
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.runner.pending_step import forget_locals
+from metal_engine.runner.pending_step import clear_traceback_frames
 from metal_engine.runner.replay import TRACE_AT, DecodeReplay
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import KVCacheLostError
@@ -55,7 +55,7 @@ def check_replay(
     except Exception as error:
         logger.exception("replaying a step failed")
         replay.refuse(f"trying it failed ({one_line(error)})")
-        forget_locals(error)  # which hold arrays of the cache
+        clear_traceback_frames(error)  # which hold arrays of the cache
         with suppress(KVCacheLostError):  # it was empty
             model.pool.recover(error)
         return
