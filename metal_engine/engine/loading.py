@@ -79,12 +79,12 @@ def load_in_thread(
         share.signature = source.signature()
         return source.start(share, turns, threads)
     except Exception as error:  # noqa: BLE001  (raised again)
-        failure = same_error(error)
+        failure = to_model_load_error(error)
         _forget_frames(error)
     raise failure
 
 
-def same_error(error: Exception) -> ModelLoadError:
+def to_model_load_error(error: Exception) -> ModelLoadError:
     """An error anew, as one of loading a model."""
     if isinstance(error, ModelTooLargeError):
         return ModelTooLargeError(str(error), error.missing_bytes)

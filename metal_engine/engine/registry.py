@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from metal_engine.engine.device_share import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.load_queue import LoadQueue
-from metal_engine.engine.loading import RegistryShare, load_in_thread, same_error
+from metal_engine.engine.loading import RegistryShare, load_in_thread, to_model_load_error
 from metal_engine.engine.memory_budget import MemoryBudget
 from metal_engine.engine.model_entry import FailedLoad, Load, LoadedEngine, ModelEntry, ModelSource, ModelState
 from metal_engine.errors import LoadCancelledError, NoRoomError, one_line
@@ -141,7 +141,7 @@ class ModelRegistry:
         if time.monotonic() < failed.until:
             signature = await asyncio.get_running_loop().run_in_executor(self._threads, entry.source.signature)
             if signature == failed.signature:
-                raise same_error(failed.error)
+                raise to_model_load_error(failed.error)
         if entry.failed is failed:
             entry.failed = None
 
@@ -237,7 +237,7 @@ class ModelRegistry:
             entry.state, entry.num_bytes, entry.step_bytes, entry.starting = ModelState.UNLOADED, 0, 0, None
             if not (load.is_cancelled or isinstance(error, NoRoomError | LoadCancelledError)):
                 entry.error = one_line(error)
-                entry.failed = FailedLoad(same_error(error), share.signature, time.monotonic() + RETRY_SECONDS)
+                entry.failed = FailedLoad(to_model_load_error(error), share.signature, time.monotonic() + RETRY_SECONDS)
                 logger.error("cannot load %s: %s", entry.name, entry.error)
             raise
         entry.starting = None  # not before: at the end it is waited for
