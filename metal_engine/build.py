@@ -373,7 +373,7 @@ def _with_recurrence(paged: PagedModel, ranks: Ranks, run: Callable[[], T]) -> T
         if not paged.has_recurrence_kernels:
             raise
         logger.warning("without the kernels for recurrent layers, with which it does not run: %s", error)
-        ranks.come_together("no kernels for recurrent layers")
+        ranks.barrier("no kernels for recurrent layers")
         paged.drop_recurrence_kernels()
         return run()
 

@@ -118,7 +118,7 @@ class RankGroup:
         """The largest of all ranks' numbers."""
         return max(told["number"] for told in self.exchange(what, {"number": number}))
 
-    def come_together(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Wait until all ranks are at a place that some of them may not come to.
 
         Raises:

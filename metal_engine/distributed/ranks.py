@@ -69,7 +69,7 @@ class Ranks:
     def same_files(self, path: Path) -> None:
         """Raises ModelLoadError where the ranks have other files of the model: a directory, or a GGUF file."""
 
-    def come_together(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Wait until all ranks are at a place that some may not come to. Raises RunnerLostError if some do not."""
 
     def follow(self, runner: ModelRunner) -> None:
@@ -152,8 +152,8 @@ class SeveralRanks(Ranks):
                     problem = f"{name} of the model on rank {rank} is not what it is on rank 0: copy it to all machines"
                     raise ModelLoadError(problem)
 
-    def come_together(self, what: str) -> None:
-        self._group.come_together(what)
+    def barrier(self, what: str) -> None:
+        self._group.barrier(what)
 
     def follow(self, runner: ModelRunner) -> None:
         if self._group.rank:

@@ -109,7 +109,7 @@ def test_rank_0_decides(groups: list[RankGroup]) -> None:
 
 
 def test_a_rank_that_does_not_come_along_is_not_waited_for(groups: list[RankGroup]) -> None:
-    error, _ = both(groups, lambda g: g.come_together("a place"), lambda g: None)
+    error, _ = both(groups, lambda g: g.barrier("a place"), lambda g: None)
     assert str(error) == "rank 1 (here) has not come to 'a place' within 1.5 s"
 
 
