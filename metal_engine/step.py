@@ -258,7 +258,7 @@ class Runner(Protocol):
         that is refused (this raises) leaves the steps under way as they are.
         """
 
-    def dispatch_rest(self) -> None:
+    def dispatch_second_part(self) -> None:
         """Give the device what it lacks of steps that it has begun; called before requests are taken in and each plan.
 
         Raises nothing: where it fails, the step's result raises that.

@@ -63,9 +63,9 @@ class LeaderRunner:
             raise
         return LeaderStep(self, step)
 
-    def dispatch_rest(self) -> None:
+    def dispatch_second_part(self) -> None:
         """See :class:`metal_engine.step.Runner`. Every rank's steps are given whole."""
-        self._runner.dispatch_rest()
+        self._runner.dispatch_second_part()
 
     def finish(self, step: PendingStep) -> ModelOutput:
         """Finish a step on every rank.

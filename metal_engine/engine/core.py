@@ -275,9 +275,9 @@ class EngineCore:
 
     # --- a step ---
 
-    def dispatch_rest(self) -> None:
+    def dispatch_second_part(self) -> None:
         """Give the device the rest of the step under way: it is not to wait for a plan, nor for requests that come."""
-        self._runner.dispatch_rest()
+        self._runner.dispatch_second_part()
 
     def step(self) -> list[RequestOutput]:
         """Plan and start a step, then finish the oldest one under way and return its outputs.
@@ -290,7 +290,7 @@ class EngineCore:
             RunnerLostError: no step can run any more.
         """
         started = time.monotonic()
-        self.dispatch_rest()
+        self.dispatch_second_part()
         try:
             plan = self.scheduler.schedule()
         except Exception as error:  # noqa: BLE001  (logged there)

@@ -213,7 +213,7 @@ class EngineThread:
         step = engine.step if self._turns is None else partial(self._turns.run, engine.step)
         while True:
             if self._turns is None:  # else within the turn, by the step
-                engine.dispatch_rest()
+                engine.dispatch_second_part()
             outputs = self._take_in(engine)
             if outputs is None:
                 return

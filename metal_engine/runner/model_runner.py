@@ -106,7 +106,7 @@ class ModelRunner:
         """
         if self._steps and not self._runs_ahead:
             raise RuntimeError("without async scheduling, a step is finished before the next one is started")
-        self.dispatch_rest()
+        self.dispatch_second_part()
         before = self._pool.snapshot()
         try:
             step, logits = self._build_step(plan, before)
@@ -126,10 +126,10 @@ class ModelRunner:
             self._dispatch(step)
         return step
 
-    def dispatch_rest(self) -> None:
-        """See :meth:`metal_engine.step.Runner.dispatch_rest`."""
+    def dispatch_second_part(self) -> None:
+        """See :meth:`metal_engine.step.Runner.dispatch_second_part`."""
         for step in self._steps:
-            step.dispatch_rest()
+            step.dispatch_second_part()
 
     @property
     def replay_refusal(self) -> str | None:
@@ -306,7 +306,7 @@ class ModelRunner:
         """See :meth:`PendingStep.result`."""
         if not self._steps or self._steps[0] is not step:
             raise RuntimeError("steps are finished in the order in which they were started, and once")
-        step.dispatch_rest()
+        step.dispatch_second_part()
         self._steps.popleft()
         try:
             step.wait()

@@ -76,7 +76,7 @@ class PendingStep:
         is_beside = has_saves or bool(self.loads) or self.sampling.has_masks
         return is_beside or not self.results or self.moves_states or self.error is not None
 
-    def dispatch_rest(self) -> None:
+    def dispatch_second_part(self) -> None:
         """Give the device the second part, if it has the first alone. An error is kept for :meth:`result`."""
         if self.has_rest and self.error is None:
             self.has_rest = False

@@ -41,7 +41,7 @@ class SlowCore:
         time.sleep(0.004)
         self.log.append("add")
 
-    def dispatch_rest(self) -> None:
+    def dispatch_second_part(self) -> None:
         """Nothing runs on a device."""
 
     def step(self) -> list[RequestOutput]:

@@ -148,7 +148,7 @@ class FakeKVRunner:
     def close(self) -> None:
         """Nothing here belongs to a thread."""
 
-    def dispatch_rest(self) -> None:
+    def dispatch_second_part(self) -> None:
         """A step is given to the device whole."""
 
     def execute(self, plan: SchedulerOutput) -> FakeStep:

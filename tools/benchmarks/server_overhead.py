@@ -63,7 +63,7 @@ class FreeRunner:
     def replay_refusal(self) -> None:
         """Nothing is to be replayed."""
 
-    def dispatch_rest(self) -> None:
+    def dispatch_second_part(self) -> None:
         """A step is given to the device whole."""
 
     def close(self) -> None:
