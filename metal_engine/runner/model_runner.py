@@ -279,7 +279,7 @@ class ModelRunner:
             step.root += step.saves.arrays.values() if step.saves is not None else ()
             if step.first_part is not None:
                 step.is_async, first, step.first_part = True, step.first_part, None
-                step.has_rest = True
+                step.has_second_part = True
                 mx.async_eval(first)
             elif self._runs_ahead:
                 step.is_async = True

@@ -34,7 +34,7 @@ class PendingStep:
         first_part: where it is to be dispatched in two parts, what the first one computes, until the dispatch.
         is_dispatched: whether it was given to the device, or could not be (``error``).
         root: what the device computes last, from the dispatch on.
-        has_rest: whether the second part is still to be dispatched.
+        has_second_part: whether the second part is still to be dispatched.
         has_follower: whether the next step was dispatched behind it.
         error: why it could not be dispatched.
         is_async: whether some of it was evaluated asynchronously.
@@ -54,7 +54,7 @@ class PendingStep:
     first_part: mx.array | None = None
     is_dispatched: bool = False
     root: list[mx.array] | None = None
-    has_rest: bool = False
+    has_second_part: bool = False
     has_follower: bool = False
     error: Exception | None = None
     is_async: bool = False
@@ -78,8 +78,8 @@ class PendingStep:
 
     def dispatch_second_part(self) -> None:
         """Give the device the second part, if it has the first alone. An error is kept for :meth:`result`."""
-        if self.has_rest and self.error is None:
-            self.has_rest = False
+        if self.has_second_part and self.error is None:
+            self.has_second_part = False
             try:
                 mx.async_eval(self.root)
             except Exception as error:  # noqa: BLE001  (raised by result())

@@ -159,7 +159,7 @@ def test_tokens_are_told_between_the_parts_of_the_next_step(monkeypatch: pytest.
         engine.add_request(str(i), engine.prepare(byte_ids("abc"), SamplingParams(max_tokens=8, ignore_eos=True)))
     while engine.has_requests:
         if engine.step() and runner._steps:
-            told_with_rest.append(runner._steps[0].has_rest)
+            told_with_rest.append(runner._steps[0].has_second_part)
     assert len(told_with_rest) >= 6 and all(told_with_rest)
 
 

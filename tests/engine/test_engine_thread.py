@@ -84,7 +84,7 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
 
     def look() -> None:
         runner: Any = core._runner
-        found.extend((step.is_dispatched, step.has_rest) for step in runner._steps)
+        found.extend((step.is_dispatched, step.has_second_part) for step in runner._steps)
 
     def on_outputs(outputs: list[RequestOutput]) -> None:
         assert not any(output.error for output in outputs)
