@@ -47,7 +47,7 @@ def run_frame(runner: ModelRunner, steps: deque[PendingStep], link: Link, kind: 
             steps.append(runner.execute(decode_plan(content), on_built=done))
         case Kind.FINISH:
             step = steps.popleft()
-            step.sampling.told_late(set(decode_ids(content)))
+            step.sampling.set_late_requests(set(decode_ids(content)))
             step.result()
             done()
         case Kind.DROP:

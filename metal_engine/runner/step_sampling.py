@@ -190,10 +190,10 @@ class StepSampling:
 
     @property
     def late_req_ids(self) -> set[str]:
-        """Requests whose grammar has not told in time, after :meth:`build` or :meth:`told_late`."""
+        """Requests whose grammar has not told in time, after :meth:`build` or :meth:`set_late_requests`."""
         return self._late
 
-    def told_late(self, request_ids: set[str]) -> None:
+    def set_late_requests(self, request_ids: set[str]) -> None:
         """Take over whose samples are void from the rank that sampled."""
         self._late = request_ids
 

@@ -244,7 +244,9 @@ class _Hanging:
             self._until.wait()
         on_built()
         result = self._until.wait if plan.step_id == 2 else lambda: None
-        return SimpleNamespace(sampling=SimpleNamespace(late_req_ids=[], told_late=lambda ids: None), result=result)
+        return SimpleNamespace(
+            sampling=SimpleNamespace(late_req_ids=[], set_late_requests=lambda ids: None), result=result
+        )
 
 
 def test_a_rank_that_does_not_go_on_is_named() -> None:
