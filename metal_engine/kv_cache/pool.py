@@ -132,7 +132,7 @@ class StatePool:
         """Whether some layer keeps anything of each token."""
         return bool(self._of_tokens)
 
-    def hand_out(self, reads: Slots, writes: Slots) -> list[mx.array]:
+    def detach_arrays(self, reads: Slots, writes: Slots) -> list[mx.array]:
         """Give away what a step of decodes reads and writes, of all layers in one order, until :meth:`take_back`.
 
         Args:
@@ -142,11 +142,11 @@ class StatePool:
         Returns:
             The arrays of tokens, and for each array of requests the states to go on from, [len(reads), ...].
         """
-        states = [state.hand_out(name, reads, writes) for state, name in self._of_requests]
+        states = [state.detach_arrays(name, reads, writes) for state, name in self._of_requests]
         return [state.arrays.pop(name) for state, name in self._of_tokens] + states
 
     def take_back(self, arrays: list[mx.array], slots: Slots) -> None:
-        """Have such arrays as :meth:`hand_out` gave away, in its order, with the recurrent states of some slots."""
+        """Have such arrays as :meth:`detach_arrays` gave away, in its order, with the recurrent states of some slots."""
         num_of_tokens = len(self._of_tokens)
         for (state, name), array in zip(self._of_tokens, arrays[:num_of_tokens], strict=True):
             state.arrays[name] = array

@@ -162,7 +162,7 @@ class RecurrentState:
     def written(self) -> list[mx.array]:
         return [*self.arrays.values(), *self.pending()]
 
-    def hand_out(self, name: str, reads: Slots, writes: Slots) -> mx.array:
+    def detach_arrays(self, name: str, reads: Slots, writes: Slots) -> mx.array:
         """Give away the states from which a step of decodes goes on, [b, ...], until :meth:`take_back`."""
         (states,) = self.take(name, [reads], [writes])
         assert states is not None
@@ -179,7 +179,7 @@ class RecurrentState:
         self._pending = pending
 
     def take_back(self, name: str, slots: Slots, values: mx.array) -> None:
-        """Have the states that are to be in some slots, [b, ...], of the shape that :meth:`hand_out` gives."""
+        """Have the states that are to be in some slots, [b, ...], of the shape that :meth:`detach_arrays` gives."""
         self._pending[name] = [PendingStates(slots, values)]
 
     def pending(self) -> list[mx.array]:

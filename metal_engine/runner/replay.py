@@ -230,7 +230,7 @@ class DecodeReplay:
             traced = TracedRows(TracedWrites(slots), segments)
             with merged_views():
                 logits = model.forward_of_arrays(input_ids, positions, traced, attention_over(given))
-            return logits, pool.hand_out(state_slots, state_slots)
+            return logits, pool.detach_arrays(state_slots, state_slots)
 
         return forward
 
@@ -241,7 +241,7 @@ class DecodeReplay:
             input_ids = mx.concatenate([input_ids, mx.zeros((missing,), mx.int32)])
         positions, slots = mx.array(rows.positions), mx.array(rows.slot_mapping)
         reads, writes = _state_slots(rows) if self._pool.is_recurrent else ((), ())
-        arrays = self._pool.hand_out(reads, writes)
+        arrays = self._pool.detach_arrays(reads, writes)
         try:
             # What went in is let go of: writes are in place only if nothing else holds the old arrays.
             logits, arrays = trace(input_ids, positions, slots, tables.arrays, arrays)

@@ -595,8 +595,8 @@ def peak_of_decoding(engine: EngineCore) -> int:
 class Keeps(StatePool):
     """A mutant: something holds the arrays that went into a trace."""
 
-    def hand_out(self, *state_slots: Slots) -> list[mx.array]:
-        arrays = super().hand_out(*state_slots)
+    def detach_arrays(self, *state_slots: Slots) -> list[mx.array]:
+        arrays = super().detach_arrays(*state_slots)
         self.kept = [array.reshape(-1) for array in arrays]
         return arrays
 

@@ -22,10 +22,10 @@ def test_padded_rows_go_on_with_the_array_that_they_are_in() -> None:
     slots = (2, 5, 3, TRASH_STATE, TRASH_STATE)
     for step in range(3):
         pool.begin_step()
-        pool.take_back(pool.hand_out(slots, slots), slots)
+        pool.take_back(pool.detach_arrays(slots, slots), slots)
         assert pool.has_moved_states == (step == 0)
     fewer = (2, 5, TRASH_STATE, TRASH_STATE)
-    pool.take_back(pool.hand_out(fewer, fewer), fewer)
+    pool.take_back(pool.detach_arrays(fewer, fewer), fewer)
     assert pool.has_moved_states
 
 
@@ -47,11 +47,11 @@ def test_steps_that_are_built_and_others_that_are_replayed(data: st.DataObject) 
         padding = (TRASH_STATE,) * num_padded
         if data.draw(st.booleans(), "is tried"):
             before = pool.at_hand()
-            tried = pool.hand_out(reads + padding, writes + padding)
+            tried = pool.detach_arrays(reads + padding, writes + padding)
             pool.take_back([values + 100 for values in tried], writes + padding)
             pool.back_at_hand(before)
         if data.draw(st.booleans(), "is replayed"):
-            (values,) = pool.hand_out(reads + padding, writes + padding)
+            (values,) = pool.detach_arrays(reads + padding, writes + padding)
             assert values.shape == (len(reads) + num_padded, 2)
             pool.take_back([values + 1], writes + padding)
         else:
