@@ -198,10 +198,10 @@ class StatePool:
         """The recurrent states that the step built last leaves, to go back to if one on top of it is built in vain."""
         return [state.at_hand() for state in self._recurrent]
 
-    def back_at_hand(self, states: list[PendingByArray]) -> None:
+    def restore_pending_states(self, states: list[PendingByArray]) -> None:
         """Go back to what :meth:`at_hand` has given."""
         for state, pending in zip(self._recurrent, states, strict=True):
-            state.back_at_hand(pending)
+            state.restore_pending_states(pending)
 
     def read_states(self, slots: Slots) -> list[mx.array]:
         """Recurrent states, [len(slots), ...] of each array, as the steps built so far leave them."""

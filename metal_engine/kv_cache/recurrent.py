@@ -175,7 +175,7 @@ class RecurrentState:
         """
         return {name: list(pending) for name, pending in self._pending.items()}
 
-    def back_at_hand(self, pending: PendingByArray) -> None:
+    def restore_pending_states(self, pending: PendingByArray) -> None:
         self._pending = pending
 
     def take_back(self, name: str, slots: Slots, values: mx.array) -> None:

@@ -146,7 +146,7 @@ class DecodeReplay:
             except Exception as error:  # noqa: BLE001  (raised again by what is built, unless it is the trace that fails)
                 reason = one_line(error)  # not the error itself: see below
             del self._traces[key]
-            self._pool.back_at_hand(before)
+            self._pool.restore_pending_states(before)
             built = build()
             self._broken.add(key)
             logger.warning("a trace of %d rows cannot be replayed, and is dropped: %s", larger.num_tokens, reason)
@@ -162,7 +162,7 @@ class DecodeReplay:
         else:
             self._keep(key, trace)
             return logits[: rows.num_tokens], "traced"
-        self._pool.back_at_hand(before)
+        self._pool.restore_pending_states(before)
         built = build()
         self.refuse(f"its forward cannot be traced ({reason})")
         return built, "refused"

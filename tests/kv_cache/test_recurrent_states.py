@@ -49,7 +49,7 @@ def test_steps_that_are_built_and_others_that_are_replayed(data: st.DataObject) 
             before = pool.at_hand()
             tried = pool.detach_arrays(reads + padding, writes + padding)
             pool.take_back([values + 100 for values in tried], writes + padding)
-            pool.back_at_hand(before)
+            pool.restore_pending_states(before)
         if data.draw(st.booleans(), "is replayed"):
             (values,) = pool.detach_arrays(reads + padding, writes + padding)
             assert values.shape == (len(reads) + num_padded, 2)
