@@ -175,7 +175,7 @@ class StatePool:
         """Whether the step built last has copied recurrent states, to slots or into another order."""
         return any(state.has_moved for state in self._recurrent)
 
-    def left_states(self) -> mx.array:
+    def states_done_marker(self) -> mx.array:
         """An array that is computed when the recurrent states are that the step built last has computed.
 
         As :meth:`written`, but it holds no array that steps write to, unless :attr:`has_moved_states`.

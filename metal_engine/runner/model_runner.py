@@ -292,7 +292,7 @@ class ModelRunner:
         if not step.results or step.moves_states:  # only intermediate chunks; or states that went to slots
             return [self._pool.written()]
         # Results depend on the recurrent states that a step reads, and not on those that it leaves.
-        return [self._pool.left_states()] if self._pool.is_recurrent else []
+        return [self._pool.states_done_marker()] if self._pool.is_recurrent else []
 
     def _load(self, step: PendingStep) -> None:
         """Write what a step loads into the KV cache as the step before has left it."""
