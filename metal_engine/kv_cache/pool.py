@@ -182,7 +182,7 @@ class StatePool:
         """
         return _after(array for state in self._recurrent for array in state.pending())
 
-    def written_half_way(self) -> mx.array:
+    def half_done_marker(self) -> mx.array:
         """An array that is computed when a layer in the middle has been written to, and so those before it have.
 
         What depends on arrays holds them until the device has computed it; of all others, this leaves the device free

@@ -157,7 +157,7 @@ class ModelRunner:
         step.moves_states = self._pool.has_moved_states
         step.shared = logits if self._share is not None else None
         if self._in_parts and is_built:
-            step.first_part = self._pool.written_half_way()
+            step.first_part = self._pool.half_done_marker()
         return step, None if is_built else logits
 
     def _draft(self, plan: SchedulerOutput) -> Drafting | None:
