@@ -37,8 +37,10 @@ def limit_command_buffers(models: Iterable[EngineArgs]) -> None:
     models = list(models)
     configs = [config for args in models if (config := known_config(args)) is not None]
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    may_go_behind = any(plans_ahead(args, "metal") for args in models)
-    set_command_buffer_limits(command_buffer_limits(configs, memory_bytes, may_go_behind=may_go_behind))
+    allows_queued_dispatch = any(plans_ahead(args, "metal") for args in models)
+    set_command_buffer_limits(
+        command_buffer_limits(configs, memory_bytes, allows_queued_dispatch=allows_queued_dispatch)
+    )
     if (limits := limits_in_force()) is None:
         logger.info("Metal's command buffers have MLX's own limits: MLX has been loaded before")
     else:

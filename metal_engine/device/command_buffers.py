@@ -53,7 +53,7 @@ def _num_layers(config: Mapping[str, Any]) -> int | None:
 
 
 def command_buffer_limits(
-    configs: Iterable[Mapping[str, Any]], memory_bytes: int, *, may_go_behind: bool
+    configs: Iterable[Mapping[str, Any]], memory_bytes: int, *, allows_queued_dispatch: bool
 ) -> CommandBufferLimits:
     """The limits for a process that serves models with these ``config.json``: of several, what the smallest needs.
 
@@ -62,12 +62,12 @@ def command_buffer_limits(
 
     Args:
         memory_bytes: of the machine. Whatever the cache takes of it, a command buffer has about a step's share.
-        may_go_behind: whether steps may be dispatched behind others.
+        allows_queued_dispatch: whether steps may be dispatched behind others.
     """
     known = [kernels for config in configs if (kernels := kernels_of_step(config)) is not None]
     # One more than the limit goes into a command buffer.
     max_ops = max(min(known) // BUFFERS_PER_STEP - 1, _LEAST_OPS) if known else None
-    if max_ops is not None and not may_go_behind and max_ops <= _MOST_OWN_OPS:
+    if max_ops is not None and not allows_queued_dispatch and max_ops <= _MOST_OWN_OPS:
         max_ops = None
     elements = memory_bytes // 2  # all of it, in half precision
     return CommandBufferLimits(max_ops, max(2 * elements // BUFFERS_PER_STEP >> 20, _LEAST_MB))

@@ -42,7 +42,7 @@ def test_kernels_of_a_step(config: dict[str, Any], expected: int | None) -> None
 
 @pytest.mark.parametrize(("num_layers", "per_layer"), [(16, 17), (30, 17), (62, 20), (94, 30)])
 def test_a_step_has_command_buffers_enough_to_go_behind_another(num_layers: int, per_layer: int) -> None:
-    limits = command_buffer_limits([{"num_hidden_layers": num_layers}], 16 * GIB, may_go_behind=True)
+    limits = command_buffer_limits([{"num_hidden_layers": num_layers}], 16 * GIB, allows_queued_dispatch=True)
     assert limits.max_ops is not None
     # A command buffer is committed when it has more kernels than the limit.
     assert num_layers * per_layer / (limits.max_ops + 1) >= 14
@@ -53,7 +53,7 @@ def test_a_step_has_command_buffers_enough_to_go_behind_another(num_layers: int,
 def test_the_cache_does_not_end_a_command_buffer(num_layers: int, memory_gib: int) -> None:
     """The keys and values of all memory there is, in half precision; weights are counted in packed words."""
     elements = memory_gib * GIB // 2
-    limits = command_buffer_limits([{"num_hidden_layers": num_layers}], memory_gib * GIB, may_go_behind=True)
+    limits = command_buffer_limits([{"num_hidden_layers": num_layers}], memory_gib * GIB, allows_queued_dispatch=True)
     assert limits.max_ops is not None and limits.max_mb is not None
     layers_of_a_buffer = (limits.max_ops + 1) / 16
     assert limits.max_mb << 20 >= elements / num_layers * layers_of_a_buffer
@@ -62,15 +62,15 @@ def test_the_cache_does_not_end_a_command_buffer(num_layers: int, memory_gib: in
 def test_of_several_models_the_smallest_decides() -> None:
     small, large = {"num_hidden_layers": 24}, {"num_hidden_layers": 80}
     limits = [
-        command_buffer_limits(configs, 64 * GIB, may_go_behind=True)
+        command_buffer_limits(configs, 64 * GIB, allows_queued_dispatch=True)
         for configs in ([small], [large, small], [small, {}], [large])
     ]
     assert [one.max_ops for one in limits] == [23, 23, 23, 79]
 
 
-@pytest.mark.parametrize("may_go_behind", [False, True])
-def test_a_model_that_is_not_known_leaves_mlx_s_own_limit_of_operations(may_go_behind: bool) -> None:
-    limits = command_buffer_limits([], 64 * GIB, may_go_behind=may_go_behind)
+@pytest.mark.parametrize("allows_queued_dispatch", [False, True])
+def test_a_model_that_is_not_known_leaves_mlx_s_own_limit_of_operations(allows_queued_dispatch: bool) -> None:
+    limits = command_buffer_limits([], 64 * GIB, allows_queued_dispatch=allows_queued_dispatch)
     assert limits.max_ops is None and limits.max_mb is not None
 
 
@@ -78,9 +78,9 @@ def test_a_model_that_is_not_known_leaves_mlx_s_own_limit_of_operations(may_go_b
 def test_where_nothing_goes_behind_the_limit_of_operations_is_not_lowered(num_layers: int, max_ops: int | None) -> None:
     """MLX's own is 40 or 50."""
     config = {"num_hidden_layers": num_layers}
-    limits = command_buffer_limits([config], 64 * GIB, may_go_behind=False)
+    limits = command_buffer_limits([config], 64 * GIB, allows_queued_dispatch=False)
     assert limits.max_ops == max_ops
-    assert limits.max_mb == command_buffer_limits([config], 64 * GIB, may_go_behind=True).max_mb
+    assert limits.max_mb == command_buffer_limits([config], 64 * GIB, allows_queued_dispatch=True).max_mb
 
 
 @pytest.mark.parametrize(

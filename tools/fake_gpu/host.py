@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     """Print the report. Returns the process's exit status: 1 where a figure is missed."""
     workload = workload_of(args)
-    limits = command_buffer_limits([workload.model], mx.device_info()["memory_size"], may_go_behind=True)
+    limits = command_buffer_limits([workload.model], mx.device_info()["memory_size"], allows_queued_dispatch=True)
     assert limits.max_ops is not None  # the model is known
     gpu.configure(Settings(max_ops=limits.max_ops, max_mb=limits.max_mb, kernel_us=args.kernel_us))
     steppers: dict[str, Any] = {

@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     """Print the report. Returns the process's exit status: 1 where a figure is missed."""
     workload = replace(workload_of(args), num_blocks=args.num_blocks)
-    ours = command_buffer_limits([workload.model], mx.device_info()["memory_size"], may_go_behind=True)
+    ours = command_buffer_limits([workload.model], mx.device_info()["memory_size"], allows_queued_dispatch=True)
     limits = args.max_ops or ours.max_ops, args.max_mb or ours.max_mb
     cases = [
         ReportCase("one by one", False, MLX_LIMITS),
