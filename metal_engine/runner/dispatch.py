@@ -78,8 +78,12 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
         return f"{AFTER}: trying it behind failed: {type(error).__name__}: {one_line(error)}"
     logger.debug("two steps at a time take %d bytes more; an array of the cache has %d", more, array_bytes)
     # A copy adds an array, less what else went since the peak of steps one after the other.
-    runner.goes_behind = more < array_bytes / 2
-    return BEHIND if runner.goes_behind else f"{AFTER}: behind it, {format_size(more)} of the KV cache would be copied"
+    runner.allow_queued_dispatch = more < array_bytes / 2
+    return (
+        BEHIND
+        if runner.allow_queued_dispatch
+        else f"{AFTER}: behind it, {format_size(more)} of the KV cache would be copied"
+    )
 
 
 def _more_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) -> int:
@@ -93,12 +97,16 @@ def _more_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) ->
     mx.eval(matrix)
     try:
         peaks = []
-        for goes_behind, is_replayed in [(False, False), (True, False), *([(True, True)] * 2 if replays else [])]:
-            runner.goes_behind, runner.replays = goes_behind, is_replayed
+        for allow_queued_dispatch, is_replayed in [
+            (False, False),
+            (True, False),
+            *([(True, True)] * 2 if replays else []),
+        ]:
+            runner.allow_queued_dispatch, runner.replays = allow_queued_dispatch, is_replayed
             peaks.append(_peak_bytes(runner, blocks, num_steps, matrix))
         return max(peaks[1:]) - peaks[0]
     finally:
-        runner.goes_behind, runner.replays = False, replays
+        runner.allow_queued_dispatch, runner.replays = False, replays
         mx.clear_cache()
 
 

@@ -44,11 +44,11 @@ class ModelRunner:
     Args:
         outlives_model: the thread goes on when the runner is closed: the weights go then, and the streams stay.
         share: how the ranks of a group come to the same tokens; None: there is one rank.
-        goes_behind: dispatch steps behind others, where nothing of a step is against it.
+        allow_queued_dispatch: dispatch steps behind others, where nothing of a step is against it.
         in_parts: dispatch steps in two parts; None: those of a GPU, built ahead, of one rank.
 
     Attributes:
-        goes_behind: as above; it may change between steps.
+        allow_queued_dispatch: as above; it may change between steps.
         replay: traces of decode steps; None where none are replayed.
         replays: whether decode steps are replayed where they can be; it may change between steps.
     """
@@ -64,11 +64,11 @@ class ModelRunner:
         *,
         outlives_model: bool = False,
         share: TokenBroadcast | None = None,
-        goes_behind: bool = False,
+        allow_queued_dispatch: bool = False,
         in_parts: bool | None = None,
     ) -> None:
         self._share = share
-        self.goes_behind = goes_behind
+        self.allow_queued_dispatch = allow_queued_dispatch
         self._model = model
         self._pool = model.pool
         self._backend = backend
@@ -121,7 +121,7 @@ class ModelRunner:
         on_built()
         if len(self._steps) == 1:
             self._dispatch(step, logits)
-        elif self.goes_behind and not any(one.must_be_alone for one in self._steps):
+        elif self.allow_queued_dispatch and not any(one.must_be_alone for one in self._steps):
             self._steps[-2].has_follower = True
             self._dispatch(step)
         return step

@@ -57,7 +57,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def goes_behind(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def allow_queued_dispatch(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each step that is begun from now on: whether it was given to the device while another was under way."""
     runner: Any = engine._runner
     execute = runner.execute
@@ -87,7 +87,7 @@ def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pyt
     model = {"architecture": architecture, "num_state_slots": 60 if architecture == "qwen3_next" else 0}
     alone = [run_all(tiny_engine(**model), [request])[0] for request in asked()]
     engine = tiny_engine(behind=True, **model, **SIZES[sizes])
-    seen = goes_behind(engine, monkeypatch)
+    seen = allow_queued_dispatch(engine, monkeypatch)
     for ours, theirs in zip(run_all(engine, asked()), alone, strict=True):
         same(ours, theirs)
     assert sum(seen) > 5 or architecture == "qwen3_next"  # blocks are small: most steps leave checkpoints, and go after
@@ -103,7 +103,7 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
     expected = [token_ids(run_all(tiny_engine(), [request])[0]) for request in requests]
     engine = tiny_engine(behind=True, replay=replay, **SIZES["chunks"])
     runner: Any = engine._runner
-    seen = goes_behind(engine, monkeypatch)
+    seen = allow_queued_dispatch(engine, monkeypatch)
     rng = random.Random(seed)
     plans, execute, wait = {}, runner.execute, PendingStep.wait
     survivors: list[set[int]] = []
@@ -220,7 +220,7 @@ def test_where_no_step_goes_behind_another(
     monkeypatch.setattr(ModelRunner, "execute", None)  # nothing has to be run for it
     dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, **{"device": METAL, **given}))
     assert dispatch.startswith("each step after the end of the one before: ") and reason in dispatch
-    assert not runner.goes_behind
+    assert not runner.allow_queued_dispatch
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def test_a_check_that_fails_is_no_end(where: str, at: int, monkeypatch: pytest.M
         dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, device=METAL))
     assert dispatch.startswith("each step after the end of the one before: trying it behind failed: ")
     assert "no memory left" in dispatch
-    assert not runner.goes_behind and not runner._steps and not runner._table._index_of
+    assert not runner.allow_queued_dispatch and not runner._steps and not runner._table._index_of
     assert list(map(token_ids, run_all(engine, requests))) == expected
 
 
@@ -291,7 +291,11 @@ def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.M
 
         def failing(step: PendingStep) -> None:
             wait(step)
-            if runner.goes_behind and step.decode_forward is not None and step.decode_forward.outcome == "traced":
+            if (
+                runner.allow_queued_dispatch
+                and step.decode_forward is not None
+                and step.decode_forward.outcome == "traced"
+            ):
                 raise RuntimeError("no memory left")
 
         patch.setattr(PendingStep, "wait", failing)

@@ -24,7 +24,7 @@ from metal_engine.runner import replay
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.replay import DecodeReplay, padded
 from metal_engine.sampling_params import SamplingParams
-from tests.engine.test_behind import SIZES, asked, goes_behind, same
+from tests.engine.test_behind import SIZES, allow_queued_dispatch, asked, same
 from tests.engine.test_failed_steps import Fault, run_with_fault
 from tests.engine.test_one_ahead import ASKED, ask_all, tokens_of, with_caching
 from tests.engine.test_quantized_kv import model_of
@@ -158,7 +158,7 @@ def test_every_control_behind_other_steps(sizes: str, monkeypatch: pytest.Monkey
     """Grammars, whose masks the host makes, among them: a replayed step behind a replayed one, a built one, or none."""
     alone = [run_all(tiny_engine(), [request])[0] for request in asked()]
     engine = tiny_engine(behind=True, replay=True, **SIZES[sizes])
-    seen = goes_behind(engine, monkeypatch)
+    seen = allow_queued_dispatch(engine, monkeypatch)
     for ours, theirs in zip(run_all(engine, asked()), alone, strict=True):
         same(ours, theirs)
     assert sum(seen) > 5 and num_replayed(engine) > 5

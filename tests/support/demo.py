@@ -154,7 +154,7 @@ def engine_for(
     draft_model = None
     if draft is not None:
         draft_model = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
-    gpu_like = {"goes_behind": True, "in_parts": True} if behind else {}
+    gpu_like = {"allow_queued_dispatch": True, "in_parts": True} if behind else {}
     runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model, **gpu_like)
     if runner.replay is not None:
         runner.replay._trace_at = 1

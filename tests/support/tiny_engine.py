@@ -86,7 +86,7 @@ def tiny_engine(
     if draft is not None:
         sizes = {"vocab_size": settings.model.vocab_size}
         draft_model = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
-    gpu_like = {"goes_behind": True, "in_parts": True} if behind else {}
+    gpu_like = {"allow_queued_dispatch": True, "in_parts": True} if behind else {}
     runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, draft_model, **gpu_like)
     if runner.replay is not None:
         runner.replay._trace_at = 1

@@ -37,7 +37,7 @@ class Ours:
     """An engine with answers under way, whose outputs go to the queues of an event loop, as in a server."""
 
     def __init__(self, workload: Workload, *, replay: bool) -> None:
-        self.engine = make_engine(workload, ahead=True, replay=replay, goes_behind=True)
+        self.engine = make_engine(workload, ahead=True, replay=replay, allow_queued_dispatch=True)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()

@@ -61,7 +61,7 @@ def measure_case(gpu: FakeGpu, case: ReportCase, workload: Workload, gpu_ms: flo
     max_ops, max_mb = case.limits
     settings = Settings(max_ops=max_ops, max_mb=max_mb)
     gpu.configure(settings)
-    engine = make_engine(workload, ahead=case.ahead, replay=case.replay, goes_behind=case.behind)
+    engine = make_engine(workload, ahead=case.ahead, replay=case.replay, allow_queued_dispatch=case.behind)
     try:
         pool_bytes = engine._runner._pool.smallest_array_bytes
         kernel_us = 1e3 * gpu_ms / count_kernels(gpu, engine)

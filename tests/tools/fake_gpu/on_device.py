@@ -130,7 +130,7 @@ def decode(
     """Steps of answers under way; ``hold``: somebody keeps the pool's arrays as each step finds them."""
     settings = Settings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb)
     workload = HYBRID_WORKLOAD if hybrid else WORKLOAD
-    engine = _engine(ahead, settings, workload, goes_behind=behind, replay=replay)
+    engine = _engine(ahead, settings, workload, allow_queued_dispatch=behind, replay=replay)
     held: list[Any] = []
 
     def before_step(step: int) -> None:
@@ -153,7 +153,7 @@ def decode(
 
 def prefill(behind: bool) -> dict[str, Any]:
     """The chunks of a long prompt, most of which sample nothing, then an answer; on a slow device."""
-    engine = _engine(True, Settings(kernel_us=150.0, max_ops=24, max_mb=4096), goes_behind=behind)
+    engine = _engine(True, Settings(kernel_us=150.0, max_ops=24, max_mb=4096), allow_queued_dispatch=behind)
     for request_id in list(engine.request_ids):
         engine.abort_request(request_id)
     while engine.has_requests:
@@ -182,7 +182,12 @@ def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False, hybrid: b
     config = replace(engine.config, device=replace(engine.config.device, kind="metal"))
     dispatch = choose_dispatch(runner, runner._pool, config)
     is_clean = not runner._steps and not runner._table._index_of
-    found = {"dispatch": dispatch, "goes_behind": runner.goes_behind, "is_clean": is_clean, "replays": runner.replays}
+    found = {
+        "dispatch": dispatch,
+        "allow_queued_dispatch": runner.allow_queued_dispatch,
+        "is_clean": is_clean,
+        "replays": runner.replays,
+    }
     num_traces = runner.replay.num_traces if replay else 0
     return found | {"pool_copies": GPU.counts().pool_copies, "num_traces": num_traces}
 
@@ -192,7 +197,7 @@ def order(behind: bool) -> dict[str, Any]:
 
     And after each wait, how many command buffers of others the device had still to do.
     """
-    engine = _engine(True, Settings(kernel_us=5.0, max_ops=24, max_mb=4096), goes_behind=behind)
+    engine = _engine(True, Settings(kernel_us=5.0, max_ops=24, max_mb=4096), allow_queued_dispatch=behind)
     GPU.configure(replace(GPU.settings, kernel_us=1000.0))
     seen: list[str] = []
     unfinished: list[int] = []

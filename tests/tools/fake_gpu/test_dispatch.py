@@ -61,12 +61,12 @@ def test_a_check_at_the_start_chooses_where_states_are_carried_on(on_device: OnD
     """Behind where a step has enough command buffers, and not where it has few, or the cache is small."""
     for max_ops, num_blocks in ((24, 1 << 16), (60, 1 << 16), (24, 1 << 8)):
         chosen = on_device("choose", max_ops=max_ops, num_blocks=num_blocks, replay=replay, hybrid=True)
-        assert chosen["goes_behind"] == ((max_ops, num_blocks) == (24, 1 << 16))
+        assert chosen["allow_queued_dispatch"] == ((max_ops, num_blocks) == (24, 1 << 16))
         assert chosen["is_clean"] and chosen["replays"] == replay
         if num_blocks == 1 << 8:
             assert "beside recurrent states so large" in chosen["dispatch"]
         else:
-            assert chosen["goes_behind"] == (chosen["pool_copies"] == 0)
+            assert chosen["allow_queued_dispatch"] == (chosen["pool_copies"] == 0)
 
 
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
@@ -78,11 +78,11 @@ def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, rep
     """
     chosen = on_device("choose", max_ops=MAX_OPS_OF[num_buffers], replay=replay)
     assert chosen["replays"] == replay and chosen["num_traces"] == int(replay)
-    assert chosen["goes_behind"] == (chosen["pool_copies"] == 0)
+    assert chosen["allow_queued_dispatch"] == (chosen["pool_copies"] == 0)
     assert chosen["is_clean"]
     if num_buffers in (8, 17):
-        assert chosen["goes_behind"] == (num_buffers == 17)
-    if chosen["goes_behind"]:
+        assert chosen["allow_queued_dispatch"] == (num_buffers == 17)
+    if chosen["allow_queued_dispatch"]:
         assert chosen["dispatch"] == "each step behind the one before"
     else:
         assert "after the end" in chosen["dispatch"] and "of the KV cache would be copied" in chosen["dispatch"]
