@@ -122,7 +122,7 @@ class ModelRunner:
         if len(self._steps) == 1:
             self._dispatch(step, logits)
         elif self.allow_queued_dispatch and not any(one.must_be_alone for one in self._steps):
-            self._steps[-2].has_follower = True
+            self._steps[-2].has_queued_successor = True
             self._dispatch(step)
         return step
 

@@ -35,7 +35,7 @@ class PendingStep:
         is_dispatched: whether it was given to the device, or could not be (``error``).
         root: what the device computes last, from the dispatch on.
         has_second_part: whether the second part is still to be dispatched.
-        has_follower: whether the next step was dispatched behind it.
+        has_queued_successor: whether the next step was dispatched behind it.
         error: why it could not be dispatched.
         is_async: whether some of it was evaluated asynchronously.
         shared: the logits of a rank's step, until it is dispatched; None if there is one rank.
@@ -55,7 +55,7 @@ class PendingStep:
     is_dispatched: bool = False
     root: list[mx.array] | None = None
     has_second_part: bool = False
-    has_follower: bool = False
+    has_queued_successor: bool = False
     error: Exception | None = None
     is_async: bool = False
     shared: mx.array | None = None
@@ -100,7 +100,7 @@ class PendingStep:
             with suppress(Exception):
                 synchronize()
             raise
-        if not self.has_follower:
+        if not self.has_queued_successor:
             synchronize()
 
     def release(self) -> None:

@@ -116,7 +116,7 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
     def fails(step: PendingStep) -> None:
         wait(step)
         left_out = engine.scheduler.running.keys() - plans[step].num_scheduled_tokens.keys()
-        if step.has_follower and left_out and len(survivors) < 2 and rng.random() < 0.3:
+        if step.has_queued_successor and left_out and len(survivors) < 2 and rng.random() < 0.3:
             survivors.append({int(client_id(request_id)) for request_id in left_out})
             raise RuntimeError("the device is gone")
 

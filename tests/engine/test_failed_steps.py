@@ -466,7 +466,7 @@ def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(runner._pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
     (output,) = engine.step()
     assert output.request_id == "fails" and output.error is not None
-    assert len(started) == 2 and started[1].is_dispatched and started[0].has_follower
+    assert len(started) == 2 and started[1].is_dispatched and started[0].has_queued_successor
     assert len(allocations) == 1
     with pytest.raises(RuntimeError, match="in the order"):
         started[1].result()
