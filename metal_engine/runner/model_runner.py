@@ -121,7 +121,7 @@ class ModelRunner:
         on_built()
         if len(self._steps) == 1:
             self._dispatch(step, logits)
-        elif self.allow_queued_dispatch and not any(one.must_be_alone for one in self._steps):
+        elif self.allow_queued_dispatch and not any(one.needs_exclusive_device for one in self._steps):
             self._steps[-2].has_queued_successor = True
             self._dispatch(step)
         return step

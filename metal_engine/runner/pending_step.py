@@ -66,7 +66,7 @@ class PendingStep:
         return self.sampling.arrays + (self.pooling.arrays if self.pooling is not None else [])
 
     @property
-    def must_be_alone(self) -> bool:
+    def needs_exclusive_device(self) -> bool:
         """Whether the device may have no other step.
 
         KV is written or read beside it; the host makes masks; all that it computes is KV, so that it holds all of that
