@@ -178,8 +178,8 @@ class ModelRunner:
         if self._draft_model is not None:
             self._draft_model.packed(batch.rows)
         # A recurrent state that has gone on past a token cannot go back.
-        may_be_late = not self._pool.is_recurrent
-        sampling = StepSampling(self._table, plan, batch, may_be_late=may_be_late, share=self._share)
+        allow_late_masks = not self._pool.is_recurrent
+        sampling = StepSampling(self._table, plan, batch, allow_late_masks=allow_late_masks, share=self._share)
         if self._kv_connector is not None:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:

@@ -40,7 +40,7 @@ class StepSampling:
     Construction brings each sampling request's edits up to date with its tokens, on the host alone.
 
     Args:
-        may_be_late: whether a token may be computed again, when its grammar has told what may follow; else that is
+        allow_late_masks: whether a token may be computed again, when its grammar has told what may follow; else that is
             waited for.
         share: how the ranks of a group come to the same tokens; None: there is one rank.
 
@@ -57,11 +57,11 @@ class StepSampling:
         plan: SchedulerOutput,
         batch: PackedBatch,
         *,
-        may_be_late: bool = True,
+        allow_late_masks: bool = True,
         share: TokenBroadcast | None = None,
     ) -> None:
         self._share = share
-        self._mask_seconds = _MASK_SECONDS if may_be_late else math.inf
+        self._mask_seconds = _MASK_SECONDS if allow_late_masks else math.inf
         self._sampling = table.sampling
         self._req_ids = plan.sampled_req_ids
         self._drafts = plan.scheduled_spec_decode_tokens
