@@ -197,7 +197,7 @@ class Proposals:
         if self._costs is not None:
             self._costs.forget(request_id)
 
-    def hold_up(self, request_id: str) -> None:
+    def suspend_drafts(self, request_id: str) -> None:
         """Let a request have no drafts in the next step that is planned."""
         self._held_up.add(request_id)
 

@@ -374,7 +374,7 @@ class Scheduler:
     def _take_back_token(self, request: Request) -> None:
         """Have the last token of a running request computed again."""
         if self.speculation is not None:
-            self.speculation.hold_up(request.request_id)
+            self.speculation.suspend_drafts(request.request_id)
         if request.status is not RequestStatus.RUNNING:
             return
         if self.states.is_used:

@@ -348,9 +348,9 @@ class Speculation:
         self._times.start()  # what is planned next begins now, and a step before it that is under way is not measured
         self._ahead.failed(steps)
 
-    def hold_up(self, request_id: str) -> None:
+    def suspend_drafts(self, request_id: str) -> None:
         """Plan a request without drafts the next time: what its grammar has been asked is still to be answered."""
-        self._proposals.hold_up(request_id)
+        self._proposals.suspend_drafts(request_id)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request that has ended."""

@@ -85,7 +85,7 @@ def test_a_step_ahead_holds_nobody_up_any_more() -> None:
     harness.submit("a", make_prompt(0, 6), 40)
     for _ in range(4):
         harness.step()
-    speculation.hold_up("a")
+    speculation.suspend_drafts("a")
     harness.step()
     assert set(kinds_of(harness)[2:]) == {"plain"} and not speculation._proposals._held_up
     harness.drain()
@@ -203,7 +203,7 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
     harness.submit("without", make_prompt(2, 4), 40, options=RequestOptions(use_speculation=False))
     harness.schedule()
     harness.update()
-    scheduler.speculation.hold_up("a")
+    scheduler.speculation.suspend_drafts("a")
     assert harness.schedule().num_scheduled_tokens == {"a": 1, "without": 1}
     harness.abort("without")
     harness.submit("b", make_prompt(1, 30), 2)
