@@ -164,7 +164,7 @@ class Proposals:
         if drafts and drafts[0] != UNKNOWN_DRAFT:
             self._noted[request.request_id] = request.num_tokens, drafts[0]
 
-    def note_some(self, others: list[Request]) -> None:
+    def record_untried_drafts(self, others: list[Request]) -> None:
         """Note the next draft of some requests, where it is known, to see whether it comes."""
         for i in range(min(_MAX_NOTED, len(others))):
             request = others[(self._turn + i) % len(others)]

@@ -103,7 +103,7 @@ class Speculation:
         # What is not known of steps with drafts is to be found out: as if it were nothing that more of them take.
         hoped = [*times, *(times[-1:] or [1.0]) * (1 + most - len(times))]
         proposals, others = self._proposals.of(requests, len(requests), hoped, num_planned=0)
-        self._proposals.note_some(others)
+        self._proposals.record_untried_drafts(others)
         for request, drafts in proposals.items():
             self._proposals.note(request, drafts)
         room = self._room_after(requests)
@@ -187,7 +187,7 @@ class Speculation:
         may_pay = was_worth_waiting or all(request.sampling_params.needs_token_on_host for request in decoding)
         chosen = self._chosen(proposals, decoding, times, plan, may_pay=may_pay)
         num_drafts = sum(self._add(plan, budget, request, drafts) for request, drafts in chosen)
-        self._proposals.note_some(others)
+        self._proposals.record_untried_drafts(others)
         # Beside steps ahead, those that pay are others than those that are likely enough.
         unpaid = [*proposals, *others] if self._config.async_scheduling else others
         if to_try in unpaid:
