@@ -171,7 +171,7 @@ class Proposals:
             self.note(request, self._drafts(request, 1))
         self._turn += _MAX_NOTED
 
-    def to_try(self, requests: list[Request]) -> Request | None:
+    def pick_probe_request(self, requests: list[Request]) -> Request | None:
         """Returns one of some requests whose drafts do not pay, for which the draft model may say one nevertheless."""
         if self._costs is None or not requests:
             return None

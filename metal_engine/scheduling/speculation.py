@@ -113,7 +113,7 @@ class Speculation:
         )
         if self._was_worth_waiting:
             return True
-        tried = self._proposals.to_try([*proposals, *others])
+        tried = self._proposals.pick_probe_request([*proposals, *others])
         if tried is None or not self._room_after(requests).take(tried, 1):
             return False
         self._to_try = tried
@@ -165,7 +165,7 @@ class Speculation:
         for new in plan.new_requests:
             self._proposals.admitted(new.request_id)
         was_worth_waiting, self._was_worth_waiting = self._was_worth_waiting, False
-        to_try, self._to_try = self._to_try, None
+        pick_probe_request, self._to_try = self._to_try, None
         if self._steps:  # planned ahead
             self._proposals.planned_ahead(scheduled)
             self._ahead.planned(plan.step_id, num_rows if only_decodes else 0)
@@ -190,9 +190,9 @@ class Speculation:
         self._proposals.record_untried_drafts(others)
         # Beside steps ahead, those that pay are others than those that are likely enough.
         unpaid = [*proposals, *others] if self._config.async_scheduling else others
-        if to_try in unpaid:
-            unpaid = [to_try]
-        if times and not num_drafts and (tried := self._proposals.to_try(unpaid)) is not None:
+        if pick_probe_request in unpaid:
+            unpaid = [pick_probe_request]
+        if times and not num_drafts and (tried := self._proposals.pick_probe_request(unpaid)) is not None:
             num_drafts = self._add(plan, budget, tried, [UNKNOWN_DRAFT])
             self._is_try = num_drafts > 0
         self._have_prompts_followed(plan, running)
