@@ -114,7 +114,7 @@ class DraftCosts:
         """Returns how many tokens of a request the draft model lacks, beside those that are new in each step."""
         return request.num_tokens - NEW_TO_DRAFT_MODEL - self._num_computed.get(request.request_id, 0)
 
-    def may_try(self, request: Request) -> bool:
+    def may_probe(self, request: Request) -> bool:
         """Whether a draft of a request may be computed only to see whether it comes."""
         num_behind = self.num_behind(request) + NEW_TO_DRAFT_MODEL
         seconds = self.forward_seconds + num_behind * (self._token_seconds or self.forward_seconds)

@@ -177,7 +177,7 @@ class Proposals:
             return None
         request = requests[self._turn // _MAX_NOTED % len(requests)]
         is_unknown = self._drafts(request, 1) == [UNKNOWN_DRAFT]
-        return request if is_unknown and self._costs.may_try(request) else None
+        return request if is_unknown and self._costs.may_probe(request) else None
 
     def _compare(self, request: Request) -> None:
         """See whether a draft that was only noted has come."""

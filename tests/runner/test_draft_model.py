@@ -39,10 +39,10 @@ def blurred(share: float) -> nn.Module:
     return model
 
 
-def drafting_engine(draft: nn.Module, num_drafts: int = 4, *, may_try: bool = True, **config: Any) -> EngineCore:
+def drafting_engine(draft: nn.Module, num_drafts: int = 4, *, may_probe: bool = True, **config: Any) -> EngineCore:
     max_draft_len = config.pop("max_draft_len", None)
     engine = tiny_engine(speculative=draft_model_config(num_drafts, max_draft_len), draft=draft, **config)
-    draft_for_free(engine, may_try=may_try)
+    draft_for_free(engine, may_probe=may_probe)
     return engine
 
 

@@ -438,7 +438,7 @@ class SchedulerHarness:
             assert config.speculative is not None
             times = KnownTimes(row_seconds=(0.0, 0.02, 0.2)[drafts % 3])
             proposer = self.proposer or make_proposer(config.speculative)
-            costs = FreeDrafts(may_try=drafts % 2 == 0) if has_draft_model else None
+            costs = FreeDrafts(may_probe=drafts % 2 == 0) if has_draft_model else None
             ahead = KnownAheadTimes((0.3, 0.6, 2.0)[drafts // 3 % 3])
             self.scheduler.speculation = Speculation(
                 config, self.scheduler.blocks, proposer, times, costs, states=self.scheduler.states, ahead=ahead

@@ -101,12 +101,12 @@ class FreeDrafts(DraftCosts):
     """A draft model that takes no time, so that plans do not depend on the machine.
 
     Args:
-        may_try: whether drafts that are not expected to pay are tried at once, or never.
+        may_probe: whether drafts that are not expected to pay are tried at once, or never.
     """
 
-    def __init__(self, *, may_try: bool = True) -> None:
+    def __init__(self, *, may_probe: bool = True) -> None:
         super().__init__()
-        self._may_try = may_try
+        self._may_try = may_probe
 
     @property
     def are_known(self) -> bool:
@@ -115,18 +115,18 @@ class FreeDrafts(DraftCosts):
     def measured(self, *args: Any, **kwargs: Any) -> None:
         """Nothing here depends on the time."""
 
-    def may_try(self, request: Request) -> bool:
+    def may_probe(self, request: Request) -> bool:
         return self._may_try
 
 
-def draft_for_free(engine: EngineCore, *, may_try: bool = True) -> None:
+def draft_for_free(engine: EngineCore, *, may_probe: bool = True) -> None:
     """Have an engine with a draft model take drafts as if neither its forwards nor rows cost anything.
 
     Steps that are planned ahead take 0.7 of others.
     """
     scheduler, config, ahead = engine.scheduler, engine.config.scheduler, KnownAheadTimes(0.7)
     assert config.speculative is not None
-    proposer, costs = make_proposer(config.speculative), FreeDrafts(may_try=may_try)
+    proposer, costs = make_proposer(config.speculative), FreeDrafts(may_probe=may_probe)
     scheduler.speculation = Speculation(
         config, scheduler.blocks, proposer, KnownTimes(), costs, states=scheduler.states, ahead=ahead
     )
