@@ -154,7 +154,7 @@ class Proposals:
         """Returns how many of a request's drafts stand for tokens under way, and must come true for the others to."""
         return 0 if drafts[0] == UNKNOWN_DRAFT else request.num_output_placeholders
 
-    def are_likely(self, request: Request) -> bool:
+    def may_pay_off(self, request: Request) -> bool:
         """Whether a draft model's drafts of a request are likely to pay when it decodes."""
         may_have_drafts = request.options.use_speculation and request.pooling_params is None
         return may_have_drafts and self.acceptance.of(request.request_id) >= self._least_gain

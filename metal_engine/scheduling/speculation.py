@@ -210,7 +210,7 @@ class Speculation:
             return
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             is_prompt = request_id not in plan.scheduled_spec_decode_tokens and num_tokens > 1
-            if is_prompt and self._proposals.are_likely(running[request_id]):
+            if is_prompt and self._proposals.may_pay_off(running[request_id]):
                 plan.draft_model_req_ids.append(request_id)
 
     def _choice(
