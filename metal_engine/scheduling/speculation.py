@@ -195,7 +195,7 @@ class Speculation:
         if times and not num_drafts and (tried := self._proposals.pick_probe_request(unpaid)) is not None:
             num_drafts = self._add(plan, budget, tried, [UNKNOWN_DRAFT])
             self._is_try = num_drafts > 0
-        self._have_prompts_followed(plan, running)
+        self._schedule_draft_prefill(plan, running)
         self._times.planned(num_rows + num_drafts if only_decodes else 0)
 
     def _may_get_on(self, plan: SchedulerOutput, request: Request) -> bool:
@@ -204,7 +204,7 @@ class Speculation:
     def _decodes(self, request: Request, num_rows: int) -> bool:
         return num_rows == 1 or (self._states is not None and self._states.computes_again(request))
 
-    def _have_prompts_followed(self, plan: SchedulerOutput, running: Mapping[str, Request]) -> None:
+    def _schedule_draft_prefill(self, plan: SchedulerOutput, running: Mapping[str, Request]) -> None:
         """Have a draft model compute the prompts of a plan, too, where drafts are likely to pay later."""
         if self._costs is None:
             return
