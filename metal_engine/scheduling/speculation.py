@@ -181,7 +181,7 @@ class Speculation:
         most = min(budget.tokens, self._max_sample_rows - len(plan.sampled_req_ids))
         has_room = decoding and most > 0 and budget.attention_work > 0
         times = self._times.times(num_rows, most) if has_room else []
-        usable = [request for request in decoding if self._may_get_on(plan, request)]
+        usable = [request for request in decoding if self._can_have_drafts(plan, request)]
         proposals, others = self._proposals.of(usable, len(decoding), times)
         # Where nobody could have gone on before, no step ahead is given up.
         may_pay = was_worth_waiting or all(request.sampling_params.needs_token_on_host for request in decoding)
@@ -198,7 +198,7 @@ class Speculation:
         self._schedule_draft_prefill(plan, running)
         self._times.planned(num_rows + num_drafts if only_decodes else 0)
 
-    def _may_get_on(self, plan: SchedulerOutput, request: Request) -> bool:
+    def _can_have_drafts(self, plan: SchedulerOutput, request: Request) -> bool:
         return self._states is None or plan.num_scheduled_tokens[request.request_id] <= _MAX_ROWS_AGAIN
 
     def _decodes(self, request: Request, num_rows: int) -> bool:
