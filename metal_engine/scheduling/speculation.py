@@ -109,7 +109,7 @@ class Speculation:
         room = self._room_after(requests)
         limits = [room.take(r, len(drafts) - r.num_output_placeholders) for r, drafts in proposals.items()]
         self._was_worth_waiting = any(limits) and (
-            not times or self._give_more(proposals, limits, requests, times, hoped)
+            not times or self._beats_async(proposals, limits, requests, times, hoped)
         )
         if self._was_worth_waiting:
             return True
@@ -122,7 +122,7 @@ class Speculation:
     def _room_after(self, requests: list[Request]) -> DraftCapacity:
         return DraftCapacity(requests, self._config.max_attention_work, self._blocks, self._states)
 
-    def _give_more(
+    def _beats_async(
         self,
         proposals: dict[Request, list[int]],
         limits: list[int],
