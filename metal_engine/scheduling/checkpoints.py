@@ -292,7 +292,7 @@ class RequestStates:
         held = self._held.get(request.request_id)
         return held is not None and (held.is_rejected or held.is_again)
 
-    def computes_again(self, request: Request) -> bool:
+    def recomputes_drafts(self, request: Request) -> bool:
         """Whether the step just planned does so."""
         held = self._held.get(request.request_id)
         return held is not None and held.before is not None

@@ -202,7 +202,7 @@ class Speculation:
         return self._states is None or plan.num_scheduled_tokens[request.request_id] <= _MAX_ROWS_AGAIN
 
     def _decodes(self, request: Request, num_rows: int) -> bool:
-        return num_rows == 1 or (self._states is not None and self._states.computes_again(request))
+        return num_rows == 1 or (self._states is not None and self._states.recomputes_drafts(request))
 
     def _schedule_draft_prefill(self, plan: SchedulerOutput, running: Mapping[str, Request]) -> None:
         """Have a draft model compute the prompts of a plan, too, where drafts are likely to pay later."""
