@@ -41,7 +41,7 @@ class _Held:
         left: (blocks, slot) of states that it has left behind and whose blocks' hashes are not known yet.
         interval: tokens between the checkpoints of its prompt that nobody has asked for.
         spaced: those: position -> hash.
-        has_end_left_only: whether all of its prompt but what follows its last checkpoint was planned at once.
+        is_prompt_scheduled_whole: whether all of its prompt but what follows its last checkpoint was planned at once.
         latest: hash of the checkpoint that its prompt has left at the last place wanted.
         rolling: hash of the checkpoint in its answer.
         is_written: whether there is a state in the slot: one that a planned step leaves, or a loaded one.
@@ -57,7 +57,7 @@ class _Held:
     slot: int
     interval: int
     is_written: bool = False
-    has_end_left_only: bool = False
+    is_prompt_scheduled_whole: bool = False
     stops: tuple[int, ...] = ()
     left: list[tuple[int, int]] = field(default_factory=list)
     spaced: dict[int, bytes] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class RequestStates:
     def want(self, request: Request, position: int) -> None:
         """Have a running request leave a checkpoint on its way: another waits for the prefix that both have."""
         held = self._held.get(request.request_id)
-        if held is not None and self._keeps_checkpoints and not held.has_end_left_only:
+        if held is not None and self._keeps_checkpoints and not held.is_prompt_scheduled_whole:
             held.stops = (*held.stops, position)
             held.spaced.pop(position, None)
 
@@ -201,14 +201,14 @@ class RequestStates:
         held = self._held.get(request.request_id)
         if held is None or not self._keeps_checkpoints:
             return request.num_tokens - num_computed
-        held.has_end_left_only = True
+        held.is_prompt_scheduled_whole = True
         last = max(held.stops, default=0)
         return (last if num_computed < last < request.num_tokens else request.num_tokens) - num_computed
 
-    def has_end_left_only(self, request: Request) -> bool:
+    def is_prompt_scheduled_whole(self, request: Request) -> bool:
         """Whether a running request was planned at once, so that its prompt takes no slot."""
         held = self._held.get(request.request_id)
-        return held is not None and held.has_end_left_only
+        return held is not None and held.is_prompt_scheduled_whole
 
     def plan(self, plan: SchedulerOutput, request: Request) -> None:
         """Called when a step is to go on with a request, before its tokens are counted as computed."""

@@ -32,7 +32,7 @@ def check_integrity(scheduler: Scheduler) -> None:
         assert request.num_registered_blocks * scheduler.blocks.block_size <= request.num_computed_tokens
     rest = [r for r in scheduler.running.values() if not scheduler.states.is_rejected(r)]
     partial = [r for r in rest if num_remaining(r, scheduler.config) > 1]
-    num_slots = sum(not scheduler.states.has_end_left_only(request) for request in partial)
+    num_slots = sum(not scheduler.states.is_prompt_scheduled_whole(request) for request in partial)
     assert num_slots <= scheduler.config.max_num_partial_prefills
     num_long = sum(is_long(num_remaining(r, scheduler.config), scheduler.config) for r in partial)
     assert num_long <= scheduler.config.max_long_partial_prefills
