@@ -157,7 +157,7 @@ class PrefillAllocator:
             else:
                 self._left_out.append(request)
 
-    def is_turn_of_a_new_one(self, last_admission: int) -> bool:
+    def should_admit_first(self, last_admission: int) -> bool:
         """Whether a waiting request now goes before the running ones, which use up what there is.
 
         It does once every running prefill has had a share since step ``last_admission``, the last that admitted

@@ -128,7 +128,7 @@ class Scheduler:
         rooms = self.states.room, self.states.take_at_once
         prefills = PrefillAllocator(budget, partial, self.config, self.blocks.block_size, *rooms)
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
-        if not pool_is_full and prefills.is_turn_of_a_new_one(self._last_admission):
+        if not pool_is_full and prefills.should_admit_first(self._last_admission):
             self._fill_slots(plan, prefills, at_most=1)
         prefills.take_turns()
         if not pool_is_full:
