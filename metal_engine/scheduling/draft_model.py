@@ -110,14 +110,14 @@ class DraftCosts:
         if drafting.num_tokens:
             self._token.measured((drafting.seconds - drafting.forward_seconds) / drafting.num_tokens)
 
-    def num_behind(self, request: Request) -> int:
+    def num_missing_tokens(self, request: Request) -> int:
         """Returns how many tokens of a request the draft model lacks, beside those that are new in each step."""
         return request.num_tokens - NEW_TO_DRAFT_MODEL - self._num_computed.get(request.request_id, 0)
 
     def may_probe(self, request: Request) -> bool:
         """Whether a draft of a request may be computed only to see whether it comes."""
-        num_behind = self.num_behind(request) + NEW_TO_DRAFT_MODEL
-        seconds = self.forward_seconds + num_behind * (self._token_seconds or self.forward_seconds)
+        num_missing_tokens = self.num_missing_tokens(request) + NEW_TO_DRAFT_MODEL
+        seconds = self.forward_seconds + num_missing_tokens * (self._token_seconds or self.forward_seconds)
         return self._tried_seconds + seconds <= _TRYING_SHARE * self._seconds
 
     def catching_up_seconds(self, request: Request) -> float:
@@ -126,7 +126,7 @@ class DraftCosts:
         0 while nothing is known of that.
         """
         num_steps = min(_CATCHING_UP_STEPS, request.max_tokens - request.num_output_tokens)
-        return max(0, self.num_behind(request)) * self._token_seconds / max(1, num_steps)
+        return max(0, self.num_missing_tokens(request)) * self._token_seconds / max(1, num_steps)
 
     def settled(self, request_id: str, num_tokens: int) -> None:
         """A request has so many tokens, accepted drafts among them: KV of others is of rejected drafts."""

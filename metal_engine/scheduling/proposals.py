@@ -127,7 +127,7 @@ class Proposals:
         if len(requests) <= 1:
             return requests
         if self._costs is not None and not self._costs.are_known:
-            return sorted(requests, key=self._costs.num_behind)
+            return sorted(requests, key=self._costs.num_missing_tokens)
         first = self._first % len(requests)
         turns = [*requests[first:], *requests[:first]]
         return sorted(turns, key=lambda request: -round(_LEVELS * self.acceptance.of(request.request_id)))

@@ -244,24 +244,24 @@ def test_steps_that_load_or_save_run_alone(make: MakeEngine, monkeypatch: pytest
     make().run(PROMPTS)
     engine = make(ahead=True, behind=True)
     runner: Any = engine.core._runner
-    dispatch, num_loading, num_saving, num_behind = runner._dispatch, 0, 0, 0
+    dispatch, num_loading, num_saving, num_missing_tokens = runner._dispatch, 0, 0, 0
 
     def saves(step: PendingStep) -> bool:
         return step.saves is not None and bool(step.saves.arrays)
 
     def checked(step: PendingStep, *args: Any) -> None:
-        nonlocal num_loading, num_saving, num_behind
+        nonlocal num_loading, num_saving, num_missing_tokens
         if is_behind := runner._steps[0] is not step:
             assert not step.loads and not any(map(saves, runner._steps))
         num_loading += bool(step.loads)
         num_saving += saves(step)
-        num_behind += is_behind
+        num_missing_tokens += is_behind
         dispatch(step, *args)
 
     monkeypatch.setattr(runner, "_dispatch", checked)
     engine.run([*PROMPTS, make_prompt(50, 60)], 20)
     engine.run([make_prompt(9, 61)], 30)  # alone, it fills a block in one of eight steps
-    assert min(num_loading, num_saving, num_behind) > 0
+    assert min(num_loading, num_saving, num_missing_tokens) > 0
 
 
 @DISPATCH

@@ -69,8 +69,8 @@ class TimedDraftModel:
         return drafting
 
     def _follow(self, request_id: str, num_tokens: int, drafting: Drafting) -> None:
-        num_behind = num_tokens - self._num_computed.get(request_id, 0) - 5
-        drafting.num_tokens += max(0, num_behind)
+        num_missing_tokens = num_tokens - self._num_computed.get(request_id, 0) - 5
+        drafting.num_tokens += max(0, num_missing_tokens)
         drafting.num_computed_tokens[request_id] = self._num_computed[request_id] = num_tokens
 
 
