@@ -74,7 +74,7 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
         with suppress(Exception):  # what a stream keeps of the same error is not for the first request's step
             synchronize()
         if runner.replay is not None and refusal is None:
-            runner.replay.start_anew()  # going behind may have been the cause of what it refuses now
+            runner.replay.reset_traces()  # going behind may have been the cause of what it refuses now
         return f"{AFTER}: trying it behind failed: {type(error).__name__}: {one_line(error)}"
     logger.debug("two steps at a time take %d bytes more; an array of the cache has %d", more, array_bytes)
     # A copy adds an array, less what else went since the peak of steps one after the other.

@@ -93,7 +93,7 @@ class DecodeReplay:
     def _refusal_of_model(self) -> str | None:
         return NO_REPLAY_WITHOUT_KERNEL if self._backend is None else None
 
-    def start_anew(self) -> None:
+    def reset_traces(self) -> None:
         """Forget all traces, and what failed: it was no fault of theirs."""
         self._traces.clear()
         self._num_seen.clear()

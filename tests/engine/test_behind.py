@@ -299,8 +299,8 @@ def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.M
                 raise RuntimeError("no memory left")
 
         patch.setattr(PendingStep, "wait", failing)
-        start_anew = runner.replay.start_anew
-        patch.setattr(runner.replay, "start_anew", lambda: (refusals.append(runner.replay_refusal), start_anew()))
+        reset_traces = runner.replay.reset_traces
+        patch.setattr(runner.replay, "reset_traces", lambda: (refusals.append(runner.replay_refusal), reset_traces()))
         dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, device=METAL))
     assert "trying it behind failed" in dispatch
     assert "failed that was replayed for the first time" in refusals[0]
