@@ -11,12 +11,12 @@ class Cancelled(Exception):
 
 
 # Set while work runs for somebody who may leave; ``asyncio.to_thread`` and ``Context.run`` hand it on to threads.
-asker_left: ContextVar[threading.Event | None] = ContextVar("asker_left", default=None)
+caller_disconnected: ContextVar[threading.Event | None] = ContextVar("caller_disconnected", default=None)
 
 
 def is_cancelled() -> bool:
     """Whether whoever asked for the work under way has left."""
-    left = asker_left.get()
+    left = caller_disconnected.get()
     return left is not None and left.is_set()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from metal_engine.cancellation import Cancelled, asker_left, check_cancelled
+from metal_engine.cancellation import Cancelled, caller_disconnected, check_cancelled
 from metal_engine.server.errors import shutting_down
 from metal_engine.server.large_bodies import ALWAYS_SMALL_BYTES
 
@@ -65,7 +65,7 @@ class Workers:
             raise shutting_down()
         left = threading.Event()
         context = contextvars.copy_context()
-        context.run(asker_left.set, left)
+        context.run(caller_disconnected.set, left)
         future: Future[T] = self._pools[weight].submit(context.run, _unless_left, work, *args)
         self._under_way[left] = weight, future
         self.num_heavy += weight is Weight.HEAVY

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.cancellation import Cancelled, asker_left
+from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.engine import chat_template, template_budget
 from metal_engine.engine.long_text import TextTooLongError
 from metal_engine.engine.tokenizer import Tokenizer
@@ -246,7 +246,7 @@ def test_a_rendering_ends_when_its_client_leaves() -> None:
     left = threading.Event()
     left.set()
     context = copy_context()
-    context.run(asker_left.set, left)
+    context.run(caller_disconnected.set, left)
     with pytest.raises(Cancelled):
         context.run(tiny_tokenizer(LOOP).apply_chat_template, [{"role": "user", "content": "x"}])
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal_engine.cancellation import Cancelled, asker_left
+from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.engine import long_text
 from metal_engine.engine.long_text import TextTooLongError, encode
 from metal_engine.engine.tokenizer import Tokenizer
@@ -90,9 +90,9 @@ def test_a_text_that_is_too_long_is_not_encoded_to_its_end(demo_tokenizer: Token
 def test_nobody_waits_for_it_any_more(demo_tokenizer: Tokenizer) -> None:
     left = threading.Event()
     left.set()
-    token = asker_left.set(left)
+    token = caller_disconnected.set(left)
     try:
         with pytest.raises(Cancelled):
             demo_tokenizer.encode("some words " * 1_000)
     finally:
-        asker_left.reset(token)
+        caller_disconnected.reset(token)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from metal_engine.cancellation import Cancelled, asker_left
+from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.engine.grammars import compiled as compiled_module
 from metal_engine.engine.grammars import compiler as compiler_module
 from metal_engine.engine.grammars.channel import receive
@@ -52,7 +52,7 @@ class Asker(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        asker_left.set(self.left)
+        caller_disconnected.set(self.left)
         try:
             self.outcome = self._compiler.compile(self._params)
         except BaseException as error:  # noqa: BLE001  (looked at by the test)
