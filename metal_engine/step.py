@@ -271,5 +271,5 @@ class Runner(Protocol):
 class RankFailureSource(Protocol):
     """The other processes that compute their shares of every step."""
 
-    def when_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
+    def on_rank_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
         """Have ``tell`` called, in another thread, when one of them has gone: a step may then hang for ever."""

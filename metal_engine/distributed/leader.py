@@ -44,7 +44,7 @@ class LeaderRunner:
         """See :class:`metal_engine.step.Runner`."""
         return self._runner.replay_refusal
 
-    def when_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
+    def on_rank_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
         """See :class:`metal_engine.step.RankFailureSource`."""
         self._watch.tell(tell)
 

@@ -170,7 +170,7 @@ class EngineThread:
         finally:
             self._ready.set()
         if self._engine.ranks is not None:
-            self._engine.ranks.when_lost(self._lose)
+            self._engine.ranks.on_rank_lost(self._lose)
         message = "the engine was shut down"
         try:
             self._loop(self._engine)

@@ -110,7 +110,7 @@ class LostRanks:
 
     tell: Callable[[RunnerLostError], None]
 
-    def when_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
+    def on_rank_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
         self.tell = tell
 
 
