@@ -153,7 +153,7 @@ class Admissions:
         for owner_id in self.waiting.owners:
             self.waiting.unpark(owner_id, running[owner_id].num_computed_tokens)
 
-    def owner_left(self, request_id: str) -> None:
+    def release_waiters(self, request_id: str) -> None:
         """Let requests go on that waited for this one, which computes nothing any more."""
         self.waiting.unpark(request_id)
 

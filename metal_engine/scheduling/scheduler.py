@@ -307,7 +307,7 @@ class Scheduler:
         self.blocks.free(request.request_id)
         self.states.release(request)
         request.num_registered_blocks = 0
-        self.admissions.owner_left(request.request_id)
+        self.admissions.release_waiters(request.request_id)
         if self.connector is not None:
             self.connector.forget_request(request)
         if request.request_id in self.held_by_runner:
