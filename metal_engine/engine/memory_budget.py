@@ -40,7 +40,7 @@ class MemoryBudget:
             )
             raise ModelTooLargeError(message, missing)
 
-    def no_room_for(self, entry: ModelEntry, num_bytes: int) -> NoRoomError:
+    def out_of_memory_error(self, entry: ModelEntry, num_bytes: int) -> NoRoomError:
         """That a model does not fit beside those that are loaded: how much is missing. Before its step is measured."""
         free = self.free_for(entry)
         return NoRoomError(

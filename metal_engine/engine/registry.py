@@ -272,7 +272,7 @@ class ModelRegistry:
         while self.budget.free_for(entry) < num_bytes:
             self.check_wanted(load)
             if not load.may_evict:
-                raise self.budget.no_room_for(entry, num_bytes)
+                raise self.budget.out_of_memory_error(entry, num_bytes)
             victims = self.budget.victims(entry, num_bytes, also_used=False)
             if victims is None:
                 load.lacks_room = True
