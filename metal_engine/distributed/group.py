@@ -200,7 +200,7 @@ def open_group(args: EngineArgs) -> RankGroup:
     watch = RankFailureMonitor(rank, FOLLOWER_GRACE_SECONDS if rank else LEADER_GRACE_SECONDS)
     if local is not None:
         watch.at_end(local.kill)
-    atexit.register(watch.leave_the_end)
+    atexit.register(watch.exit_if_rank_lost)
     try:
         host = leader_host(flag)
         with _watched_meeting(rank, local):

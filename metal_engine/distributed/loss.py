@@ -67,7 +67,7 @@ class RankFailureMonitor:
         self._is_lost.set()
         # A thread of its own, first: whatever else hangs or fails, this process ends.
         thread = threading.Thread(target=self._end, args=(time.monotonic() + self._grace,), daemon=True)
-        with suppress(RuntimeError):  # the interpreter is ending, and starts none: see leave_the_end
+        with suppress(RuntimeError):  # the interpreter is ending, and starts none: see exit_if_rank_lost
             thread.start()
         logger.critical("%s: rank %d ends", message, self._rank)
         self._is_told.set()
@@ -82,7 +82,7 @@ class RankFailureMonitor:
         finally:
             os._exit(1)
 
-    def leave_the_end(self) -> None:
+    def exit_if_rank_lost(self) -> None:
         """At the end of the interpreter: where a rank is lost, the process ends as :meth:`lose` has it end.
 
         Else MLX's threads, which may wait for that rank, end it with a signal.

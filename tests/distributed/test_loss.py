@@ -22,7 +22,7 @@ def at_the_end():
         watch.lose("rank 1 has gone")
 
 watch = RankFailureMonitor(0, 0.1)
-atexit.register(watch.leave_the_end)
+atexit.register(watch.exit_if_rank_lost)
 atexit.register(at_the_end)
 """
 
