@@ -232,7 +232,7 @@ class MultiModel(Models):
     async def _in_time(self, entry: ModelEntry, done: str) -> AsyncIterator[None]:
         seconds = self._args.request_timeout
         try:
-            with told_load_errors():
+            with load_errors_as_api_errors():
                 async with asyncio.timeout(seconds or None):
                     yield
         except TimeoutError as error:
@@ -267,7 +267,7 @@ class MultiModel(Models):
 
 
 @contextmanager
-def told_load_errors() -> Iterator[None]:
+def load_errors_as_api_errors() -> Iterator[None]:
     """Within it, what a model cannot be loaded for is told as an APIError."""
     try:
         yield

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fastapi import FastAPI
 
 from metal_engine.engine.model_entry import ModelEntry, ModelSource
-from metal_engine.server.generation.models import MultiModel, told_load_errors
+from metal_engine.server.generation.models import MultiModel, load_errors_as_api_errors
 from metal_engine.server.protocol import RequestModel
 from metal_engine.server.status.protocol import ModelHealth, RegistryCard, RegistryHealth, RegistryList
 from metal_engine.server.workers import Weight
@@ -41,7 +41,7 @@ def add_loading_routes(app: FastAPI, models: MultiModel, discover: Discover, cre
     @app.post("/v1/models/load", tags=["models"])
     async def load_model(body: LoadBody) -> RegistryCard:
         if models.registry.find(body.model) is None:
-            with told_load_errors():
+            with load_errors_as_api_errors():
                 source = await models.workers.run(Weight.LIGHT, discover, body.model)
             if source is not None and models.registry.find(body.model) is None:
                 models.registry.add(body.model, source)
