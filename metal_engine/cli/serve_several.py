@@ -16,7 +16,7 @@ from metal_engine.errors import NoRoomError
 from metal_engine.server.listen import Listener
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.pool_size import pool_flag
-from metal_engine.settings.several import RegistryArgs, args_of_one, models_memory
+from metal_engine.settings.several import RegistryArgs, models_memory, per_model_args
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def serve_several(
     device = device_info(load_optimized_blas())
     import_what_loads()
     memory_bytes = models_memory(args, registry_args, device)
-    each = args_of_one(args, memory_bytes, device)
+    each = per_model_args(args, memory_bytes, device)
     registry = ModelRegistry(memory_bytes, registry_args.keep_alive, engine_threads())
     for name in models:
         registry.add(name, source_of(replace(each, model=name), server_args))

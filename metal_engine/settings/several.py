@@ -95,7 +95,7 @@ def refuse_for_one_model(args: EngineArgs) -> None:
         )
 
 
-def args_of_one(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> EngineArgs:
+def per_model_args(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> EngineArgs:
     """Return the settings for one of several models: its KV cache has a fixed size."""
     args = replace(args, async_scheduling=False)
     if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:

@@ -24,7 +24,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
 from metal_engine.settings.fields import format_size
-from metal_engine.settings.several import RegistryArgs, args_of_one, models_memory
+from metal_engine.settings.several import RegistryArgs, models_memory, per_model_args
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.serving import serve, wait_until
 from tools.fixtures.ports import free_port
@@ -197,7 +197,7 @@ def test_memory() -> None:
     assert models_memory(args, RegistryArgs(models_memory=GIB), device("metal")) == GIB
     with pytest.raises(ConfigError, match="--models-memory"):
         models_memory(args, RegistryArgs(models_memory=60 * GIB), device("metal"))
-    assert args_of_one(args, 48 * GIB, device("metal")).kv_cache_memory_bytes == 6 * GIB
-    assert args_of_one(args, 48 * GIB, device("cpu")).kv_cache_memory_bytes == 2 * GIB
+    assert per_model_args(args, 48 * GIB, device("metal")).kv_cache_memory_bytes == 6 * GIB
+    assert per_model_args(args, 48 * GIB, device("cpu")).kv_cache_memory_bytes == 2 * GIB
     given = EngineArgs(model="m", kv_cache_memory_bytes=GIB)
-    assert args_of_one(given, 48 * GIB, device("cpu")) == replace(given, async_scheduling=False)
+    assert per_model_args(given, 48 * GIB, device("cpu")) == replace(given, async_scheduling=False)

@@ -10,7 +10,7 @@ import pytest
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from metal_engine.settings.resolve import plans_ahead
-from metal_engine.settings.several import args_of_one
+from metal_engine.settings.several import per_model_args
 
 NGRAM = {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 4})}
 DRAFT_MODEL = {
@@ -38,4 +38,4 @@ def test_the_flag_settles_it(kind: str, given: bool) -> None:
 
 def test_not_where_several_models_take_turns() -> None:
     device = DeviceInfo(kind="metal", name="GPU", compute="GPU", memory_bytes=1 << 34)
-    assert not plans_ahead(args_of_one(EngineArgs(model="model"), 1 << 33, device), device.kind)
+    assert not plans_ahead(per_model_args(EngineArgs(model="model"), 1 << 33, device), device.kind)
