@@ -165,7 +165,7 @@ class Connection(HttpToolsProtocol):
         self._phase = "idle"
         super().on_message_complete()
         if self._num_answering:
-            self._registry.wait_no_longer(self)
+            self._registry.request_received(self)
         else:  # the rest of a body whose request had been answered before
             self._await_client(self._limits.keep_alive_seconds)
 

@@ -75,14 +75,14 @@ class Connections:
         if connection in self._open:
             self._open.discard(connection)
             self._num_spare -= connection.is_spare
-            self.wait_no_longer(connection)
+            self.request_received(connection)
 
     def wait_for(self, connection: Closable) -> None:
         """The server has begun to wait for the connection's client."""
         if connection in self._open:
             (self._spare_waiting if connection.is_spare else self._waiting).setdefault(connection, _now())
 
-    def wait_no_longer(self, connection: Closable) -> None:
+    def request_received(self, connection: Closable) -> None:
         """The connection's client has sent what the server waited for."""
         (self._spare_waiting if connection.is_spare else self._waiting).pop(connection, None)
 
