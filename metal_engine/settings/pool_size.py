@@ -44,7 +44,7 @@ class PoolSize:
     kv_room_bytes: int
 
 
-def wanted_context(args: EngineArgs, model: ModelInfo) -> int:
+def requested_context_length(args: EngineArgs, model: ModelInfo) -> int:
     """Returns the length asked for, in tokens, or the checkpoint's context length."""
     return args.max_model_len or model.max_position_embeddings or _UNKNOWN_CONTEXT
 
@@ -125,7 +125,7 @@ def _num_blocks(
         return args.num_gpu_blocks_override
     block_bytes = args.block_size * model.kv_bytes_per_token
     if not block_bytes:
-        each = -(-wanted_context(args, model) // args.block_size)
+        each = -(-requested_context_length(args, model) // args.block_size)
         return max(each, min(each * max_num_seqs, _MAX_EMPTY_BLOCKS))
     num_blocks = pool_bytes // block_bytes - num_trash_blocks
     if num_blocks < 1:

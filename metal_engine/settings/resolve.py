@@ -21,7 +21,7 @@ from metal_engine.settings.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, wanted_context
+from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, requested_context_length
 from metal_engine.settings.speculative import speculative_config
 
 # A step on a CPU should take about a second at most; two laptop-class cores reach about this rate.
@@ -228,7 +228,7 @@ def _fingerprint(args: EngineArgs, model: ModelInfo) -> str:
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
     """Returns the length asked for, or the checkpoint's context length; never more tokens than the pool holds."""
     limit = model.max_position_embeddings
-    wanted = wanted_context(args, model)
+    wanted = requested_context_length(args, model)
     if limit is not None and wanted > limit:
         raise ConfigError("--max-model-len", f"{wanted} exceeds the {limit} tokens that {model.name} was trained for")
     if wanted <= cache.num_tokens:
