@@ -183,7 +183,7 @@ def unquantized(spec: StateSpec) -> StateSpec:
     return spec.full if isinstance(spec, QuantizedKVSpec) else spec
 
 
-def as_kept(spec: StateSpec, kv_cache_dtype: str) -> StateSpec:
+def kv_cache_spec(spec: StateSpec, kv_cache_dtype: str) -> StateSpec:
     """What a layer keeps with ``--kv-cache-dtype``: quantized, but for states that are not KV.
 
     Raises:

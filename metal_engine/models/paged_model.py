@@ -25,7 +25,7 @@ from metal_engine.attention.backend import StepAttention
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows, TracedRows
-from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, as_kept
+from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, kv_cache_spec
 from metal_engine.kv_cache.state import KVState
 from metal_engine.models.adapters import AdaptedLayers, AdapterRows
 from metal_engine.models.cache_tree import map_caches
@@ -85,7 +85,7 @@ class PagedModel:
         self.model = model
         self._step = CurrentStep(recurrence)
         opened = open_model(model, self._step)
-        self.pool = StatePool.of(as_kept(spec, kv_cache_dtype) for spec in opened.specs)
+        self.pool = StatePool.of(kv_cache_spec(spec, kv_cache_dtype) for spec in opened.specs)
         self.layer_caches = [layer_cache(self._step, state) for state in self.pool.states]
         by_recorder = dict(zip(map(id, opened.recorders), self.layer_caches, strict=True))
         self._caches = map_caches(lambda recorder: by_recorder[id(recorder)], opened.caches)

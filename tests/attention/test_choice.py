@@ -22,7 +22,7 @@ from metal_engine.build import build_engine
 from metal_engine.doctor.examine import OK, examine
 from metal_engine.errors import ConfigError, UnsupportedModelError
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec, QuantizedKVSpec, as_kept
+from metal_engine.kv_cache.spec import KVSpec, LatentSpec, QuantizedKVSpec, kv_cache_spec
 from metal_engine.models.attention_kinds import attention_kinds
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.layer_cache import LayerCache
@@ -53,7 +53,7 @@ TOO_MANY_THREADS = "Thread group size (256) is greater than  the maximum allowed
 
 
 # No group of the position part begins where lanes load one.
-QUANTIZED = as_kept(LatentSpec(40, 24, mx.float16), "int8")
+QUANTIZED = kv_cache_spec(LatentSpec(40, 24, mx.float16), "int8")
 assert isinstance(QUANTIZED, QuantizedKVSpec)
 
 

@@ -12,7 +12,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.pool import make_state
 from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.rows import StepRows, step_rows
-from metal_engine.kv_cache.spec import ArraySpec, KVSpec, LatentSpec, QuantizedKVSpec, RecurrentSpec, as_kept
+from metal_engine.kv_cache.spec import ArraySpec, KVSpec, LatentSpec, QuantizedKVSpec, RecurrentSpec, kv_cache_spec
 from metal_engine.kv_cache.writes import BlockWrites, RunWrites, SlotWrites
 from metal_engine.kv_transfer.runner_side import block_parts
 
@@ -57,7 +57,7 @@ def random_rows(spec: KVSpec | LatentSpec, num_rows: int) -> dict[str, mx.array]
 
 
 def written(spec: KVSpec | LatentSpec, kv_cache_dtype: str, make_writes: type = SlotWrites) -> QuantizedKVState:
-    state = make_state(as_kept(spec, kv_cache_dtype))
+    state = make_state(kv_cache_spec(spec, kv_cache_dtype))
     assert isinstance(state, QuantizedKVState)
     state.allocate(NUM_BLOCKS, BLOCK_SIZE)
     step = a_step(make_writes)
@@ -106,11 +106,11 @@ def test_what_attention_reads_is_what_is_stored(spec: Any, kv_cache_dtype: str) 
 def test_sizes() -> None:
     """Of 64 numbers in 16 bits: 128 bytes; in 8 bits 64, in 4 bits 32, and 4 of a scale and a bias."""
     kv = KVSpec(num_kv_heads=8, head_dim=128, v_head_dim=128, dtype=mx.bfloat16)
-    assert as_kept(kv, "int8").bytes_per_token == kv.bytes_per_token * 68 / 128
-    assert as_kept(kv, "int4").bytes_per_token == kv.bytes_per_token * 36 / 128
+    assert kv_cache_spec(kv, "int8").bytes_per_token == kv.bytes_per_token * 68 / 128
+    assert kv_cache_spec(kv, "int4").bytes_per_token == kv.bytes_per_token * 36 / 128
     narrow = KVSpec(num_kv_heads=8, head_dim=96, v_head_dim=96, dtype=mx.bfloat16)
-    assert as_kept(narrow, "int8").bytes_per_token == narrow.bytes_per_token * 36 / 64
-    assert as_kept(narrow, "int4").bytes_per_token == narrow.bytes_per_token * 20 / 64
+    assert kv_cache_spec(narrow, "int8").bytes_per_token == narrow.bytes_per_token * 36 / 64
+    assert kv_cache_spec(narrow, "int4").bytes_per_token == narrow.bytes_per_token * 20 / 64
     for spec in (PLAIN, NARROW, LATENT):
         state = written(spec, "int8")
         assert sum(a.nbytes for a in state.arrays.values()) == NUM_BLOCKS * BLOCK_SIZE * state.spec.bytes_per_token
@@ -120,7 +120,7 @@ def test_sizes() -> None:
 
 
 def test_the_parts_of_a_block() -> None:
-    parts = block_parts([as_kept(PLAIN, "int4"), as_kept(LATENT, "int4")], 16)
+    parts = block_parts([kv_cache_spec(PLAIN, "int4"), kv_cache_spec(LATENT, "int4")], 16)
     assert [(p.name, p.dtype, p.shape, p.nbytes) for p in parts] == [
         ("layers.0000.keys", "uint32", (16, 3, 16), 3072),
         ("layers.0000.key_scales", "float16", (16, 3, 2), 192),
@@ -136,11 +136,11 @@ def test_the_parts_of_a_block() -> None:
 
 def test_what_is_quantized() -> None:
     recurrent = RecurrentSpec((ArraySpec((4, 64), mx.float32),))
-    assert as_kept(recurrent, "int8") is recurrent and as_kept(PLAIN, "auto") is PLAIN
+    assert kv_cache_spec(recurrent, "int8") is recurrent and kv_cache_spec(PLAIN, "auto") is PLAIN
     for spec, group_size in ((PLAIN, 64), (NARROW, 32), (LATENT, 64), (LatentSpec(512, 64, mx.float16), 64)):
-        assert as_kept(spec, "int8") == QuantizedKVSpec(spec, 8, group_size)
-        assert as_kept(spec, "int4") == QuantizedKVSpec(spec, 4, group_size)
+        assert kv_cache_spec(spec, "int8") == QuantizedKVSpec(spec, 8, group_size)
+        assert kv_cache_spec(spec, "int4") == QuantizedKVSpec(spec, 4, group_size)
     for spec in (KVSpec(2, 80, 80, mx.float16), KVSpec(2, 64, 40, mx.float16), LatentSpec(512, 40, mx.float16)):
         with pytest.raises(ConfigError, match="choose auto") as refused:
-            as_kept(spec, "int4")
+            kv_cache_spec(spec, "int4")
         assert str(spec) in str(refused.value)

@@ -19,7 +19,7 @@ from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.pool import make_state
 from metal_engine.kv_cache.rows import StepRows, step_rows
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec, as_kept
+from metal_engine.kv_cache.spec import KVSpec, LatentSpec, kv_cache_spec
 from metal_engine.kv_cache.state import KVState
 from metal_engine.recurrence.metal import MetalRecurrence
 from metal_engine.settings.args import EngineArgs
@@ -160,7 +160,7 @@ class Recorder:
             if layer.is_latent
             else KVSpec(layer.num_kv_heads, layer.head_dim, layer.v_head_dim, dtype)
         )
-        state = make_state(as_kept(spec, kv_cache_dtype))
+        state = make_state(kv_cache_spec(spec, kv_cache_dtype))
         assert isinstance(state, KVState)
         state.allocate(_NUM_BLOCKS, block_size)
         backend = MetalBackend(self, tensor_ops=tensor_ops)
