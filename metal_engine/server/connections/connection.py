@@ -85,7 +85,7 @@ class Connection(HttpToolsProtocol):
                 self.parser.feed_data(piece)
             except httptools.HttpParserUpgrade as upgrade:
                 self._told = True
-                rest = memoryview(b"".join((self._without_upgrade(), piece[upgrade.args[0] :], rest)))
+                rest = memoryview(b"".join((self._strip_upgrade_header(), piece[upgrade.args[0] :], rest)))
             except httptools.HttpParserError as error:
                 self._refuse(_to_api_error(error))
                 return
@@ -169,7 +169,7 @@ class Connection(HttpToolsProtocol):
         else:  # the rest of a body whose request had been answered before
             self._await_client(self._limits.keep_alive_seconds)
 
-    def _without_upgrade(self) -> bytes:
+    def _strip_upgrade_header(self) -> bytes:
         """The head that has just been parsed, as it would be had the client not wished for another protocol.
 
         Clients that could speak HTTP/2 ask for it so, and are content with an answer in HTTP/1.1; but the parser takes
