@@ -131,7 +131,7 @@ class GrammarServer:
         self._credit = BURST_CPU_SECONDS
         self._mask_size = 0
         self._fork: Fork | None = None
-        self._has_told_end = False  # of the fork
+        self._end_reported = False  # of the fork
         self._untold: dict[int, list[int]] = {}  # by output, tokens that the fork has not been told
         self._drafts_credit = DRAFTS_BURST_CPU_SECONDS  # the fork's
 
@@ -152,8 +152,8 @@ class GrammarServer:
             self._untold.setdefault(output_id, []).extend(token_ids)
         if drafts:
             masks += self._masks_after(output_id, drafts)
-        if self._fork is not None and self._fork.has_ended and not self._has_told_end:
-            self._has_told_end = True
+        if self._fork is not None and self._fork.has_ended and not self._end_reported:
+            self._end_reported = True
             return pack_masks(MASK_ALONE, masks)
         return pack_masks(MASK_LAST if self._growth.num_bytes > _MUCH_GROWTH else MASK, masks)
 
