@@ -166,7 +166,9 @@ def find_reranker(
 
     A Qwen3-Reranker is known by its name, or by a model card that says so. It answers yes or no.
     """
-    if config.get("model_type") != "qwen3" or not (_RERANKER_NAME.search(name) or _card_says_so(folder)):
+    if config.get("model_type") != "qwen3" or not (
+        _RERANKER_NAME.search(name) or _model_card_declares_embedder(folder)
+    ):
         return None
     vocabulary = tokenizer.get_vocab()
     if "yes" not in vocabulary or "no" not in vocabulary:
@@ -182,7 +184,7 @@ def find_reranker(
     )
 
 
-def _card_says_so(folder: Path) -> bool:
+def _model_card_declares_embedder(folder: Path) -> bool:
     path = folder / _CARD
     if not path.is_file():
         return False
