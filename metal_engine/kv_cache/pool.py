@@ -136,7 +136,7 @@ class StatePool:
         """Give away what a step of decodes reads and writes, of all layers in one order, until :meth:`take_back`.
 
         Args:
-            reads: slots of the recurrent states that its requests go on from; padded rows have ``TRASH_STATE``.
+            reads: slots of the recurrent states that its requests go on from; padded rows have ``PADDING_SLOT``.
             writes: slots of those that they will leave.
 
         Returns:

@@ -17,7 +17,7 @@ from operator import itemgetter
 
 import mlx.core as mx
 
-from metal_engine.kv_cache.segments import NO_STATE, TRASH_STATE, SegmentGroup, Slots
+from metal_engine.kv_cache.segments import NO_STATE, PADDING_SLOT, SegmentGroup, Slots
 from metal_engine.kv_cache.spec import RecurrentSpec
 from metal_engine.kv_cache.state import StateSnapshot
 
@@ -85,7 +85,7 @@ def plan_moves(
 ) -> StateTransferPlan:
     """How a step gets its states.
 
-    Any slot may be ``TRASH_STATE``, for padded rows.
+    Any slot may be ``PADDING_SLOT``, for padded rows.
 
     Args:
         pending: slots of the pending arrays' rows.
@@ -95,8 +95,8 @@ def plan_moves(
     rows = [(slot, (source, row)) for source, slots in enumerate(pending) for row, slot in enumerate(slots)]
     at_hand = dict(rows)
     # Padded rows follow each other, so that those of a step before are taken with the whole array that they are in.
-    trash = iter([place for slot, place in rows if slot == TRASH_STATE])
-    overwritten = {TRASH_STATE, *(slot for slots in writes for slot in slots)}
+    trash = iter([place for slot, place in rows if slot == PADDING_SLOT])
+    overwritten = {PADDING_SLOT, *(slot for slots in writes for slot in slots)}
     left = [[row for row, slot in enumerate(slots) if slot not in overwritten] for slots in pending]
     written = [_rows(source, rows, pending) for source, rows in enumerate(left) if rows]
     slots = [pending[source][row] for source, rows in enumerate(left) for row in rows]
@@ -106,7 +106,7 @@ def plan_moves(
             taken.append(None)
             continue
         places = [
-            next(trash, (None, NO_STATE)) if slot == TRASH_STATE else at_hand.get(slot, (None, slot)) for slot in group
+            next(trash, (None, NO_STATE)) if slot == PADDING_SLOT else at_hand.get(slot, (None, slot)) for slot in group
         ]
         runs = [(source, [row for _, row in run]) for source, run in groupby(places, key=itemgetter(0))]
         taken.append([_rows(source, rows, pending) for source, rows in runs])

@@ -17,7 +17,7 @@ import numpy as np
 # The slot of no request. In arrays of states its row is zeros: what a request begins with.
 NO_STATE = 0
 # The slot of padded rows. No array has it: they go on from any state, and nobody reads what they leave.
-TRASH_STATE = -1
+PADDING_SLOT = -1
 
 Slots = tuple[int, ...]
 

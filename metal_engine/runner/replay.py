@@ -36,7 +36,7 @@ from metal_engine.attention.backend import (
 )
 from metal_engine.errors import one_line
 from metal_engine.kv_cache.rows import StepRows, TracedRows
-from metal_engine.kv_cache.segments import NO_STATE, TRASH_STATE, Segments, Slots
+from metal_engine.kv_cache.segments import NO_STATE, PADDING_SLOT, Segments, Slots
 from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.merged_views import merged_views
@@ -311,6 +311,6 @@ def padded(rows: StepRows, trash_block: int, max_num_requests: int | None = None
         slot_mapping=np.concatenate([rows.slot_mapping, zeros + trash_block * rows.block_size]),
         logits_indices=np.concatenate([rows.logits_indices, new_rows]),
         sample_requests=np.concatenate([rows.sample_requests, requests]),
-        state_reads=np.concatenate([rows.state_reads, zeros + TRASH_STATE]),
-        state_writes=np.concatenate([rows.state_writes, zeros + TRASH_STATE]),
+        state_reads=np.concatenate([rows.state_reads, zeros + PADDING_SLOT]),
+        state_writes=np.concatenate([rows.state_writes, zeros + PADDING_SLOT]),
     )

@@ -502,7 +502,7 @@ def test_padded_rows_that_left_a_state_in_a_real_slot_would_show(monkeypatch: py
     sizes = {"max_num_seqs": 10, "budget": 256}
     expected = run(tiny(model_of("qwen3_next"), replay=False, **sizes), nine, greedy)
     assert run(tiny(model_of("qwen3_next"), **sizes), nine, greedy) == expected
-    monkeypatch.setattr(replay, "TRASH_STATE", 1)
+    monkeypatch.setattr(replay, "PADDING_SLOT", 1)
     assert run(tiny(model_of("qwen3_next"), **sizes), nine, greedy) != expected
 
 

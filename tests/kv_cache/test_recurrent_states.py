@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.recurrent import RecurrentState
-from metal_engine.kv_cache.segments import TRASH_STATE
+from metal_engine.kv_cache.segments import PADDING_SLOT
 from metal_engine.kv_cache.spec import ArraySpec, RecurrentSpec
 
 NUM_SLOTS = 6
@@ -19,12 +19,12 @@ def test_padded_rows_go_on_with_the_array_that_they_are_in() -> None:
     """Or each step would gather all states anew."""
     pool = StatePool.of([RecurrentSpec((ArraySpec((2,), mx.float32),))])
     pool.allocate(1, 1, NUM_SLOTS)
-    slots = (2, 5, 3, TRASH_STATE, TRASH_STATE)
+    slots = (2, 5, 3, PADDING_SLOT, PADDING_SLOT)
     for step in range(3):
         pool.begin_step()
         pool.take_back(pool.detach_arrays(slots, slots), slots)
         assert pool.has_moved_states == (step == 0)
-    fewer = (2, 5, TRASH_STATE, TRASH_STATE)
+    fewer = (2, 5, PADDING_SLOT, PADDING_SLOT)
     pool.take_back(pool.detach_arrays(fewer, fewer), fewer)
     assert pool.has_moved_states
 
@@ -44,7 +44,7 @@ def test_steps_that_are_built_and_others_that_are_replayed(data: st.DataObject) 
         is_same = data.draw(st.booleans(), "in place") and 0 not in reads and len(set(reads)) == len(reads)
         writes = reads if is_same else tuple(data.draw(slots, "writes"))
         num_padded = data.draw(st.integers(0, 2), "padded")
-        padding = (TRASH_STATE,) * num_padded
+        padding = (PADDING_SLOT,) * num_padded
         if data.draw(st.booleans(), "is tried"):
             before = pool.at_hand()
             tried = pool.detach_arrays(reads + padding, writes + padding)
