@@ -17,7 +17,7 @@ from operator import itemgetter
 
 import mlx.core as mx
 
-from metal_engine.kv_cache.segments import NO_STATE, PADDING_SLOT, SegmentGroup, Slots
+from metal_engine.kv_cache.segments import PADDING_SLOT, ZERO_STATE_SLOT, SegmentGroup, Slots
 from metal_engine.kv_cache.spec import RecurrentSpec
 from metal_engine.kv_cache.state import StateSnapshot
 
@@ -106,7 +106,8 @@ def plan_moves(
             taken.append(None)
             continue
         places = [
-            next(trash, (None, NO_STATE)) if slot == PADDING_SLOT else at_hand.get(slot, (None, slot)) for slot in group
+            next(trash, (None, ZERO_STATE_SLOT)) if slot == PADDING_SLOT else at_hand.get(slot, (None, slot))
+            for slot in group
         ]
         runs = [(source, [row for _, row in run]) for source, run in groupby(places, key=itemgetter(0))]
         taken.append([_rows(source, rows, pending) for source, rows in runs])
@@ -126,7 +127,7 @@ class RecurrentState:
     """The states of one layer, in slots of requests (:class:`metal_engine.kv_cache.state.LayerState`).
 
     Attributes:
-        arrays: by name, [1 + num_slots, ...]; the row of ``NO_STATE`` stays zeros.
+        arrays: by name, [1 + num_slots, ...]; the row of ``ZERO_STATE_SLOT`` stays zeros.
         has_moved: whether states have been copied, to slots or into another order, since it was last set to False.
     """
 

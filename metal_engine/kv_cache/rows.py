@@ -21,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from metal_engine.kv_cache.segments import NO_STATE, Segments
+from metal_engine.kv_cache.segments import ZERO_STATE_SLOT, Segments
 from metal_engine.kv_cache.writes import MakeWrites, SlotWrites, Writes
 
 
@@ -168,11 +168,11 @@ class StepRows:
             raise ValueError("bad step: state_reads and state_writes are not one for each request")
         if num_state_slots == 0:
             return
-        if writes.min() <= NO_STATE or writes.max() > num_state_slots or reads.max() > num_state_slots:
+        if writes.min() <= ZERO_STATE_SLOT or writes.max() > num_state_slots or reads.max() > num_state_slots:
             raise ValueError("bad step: a state's slot leaves the pool")
         if not all_distinct(writes):
             raise ValueError("bad step: two requests leave their states in one slot")
-        if ((reads == NO_STATE) != (self.context_lens == 0)).any():
+        if ((reads == ZERO_STATE_SLOT) != (self.context_lens == 0)).any():
             raise ValueError("bad step: a request goes on without a state, or begins with one")
 
 

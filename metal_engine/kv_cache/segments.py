@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 # The slot of no request. In arrays of states its row is zeros: what a request begins with.
-NO_STATE = 0
+ZERO_STATE_SLOT = 0
 # The slot of padded rows. No array has it: they go on from any state, and nobody reads what they leave.
 PADDING_SLOT = -1
 
@@ -29,7 +29,7 @@ class SegmentGroup:
     Attributes:
         rows: the packed rows, b * s of them.
         length: s.
-        reads: [b] slots of the states they go on from; ``NO_STATE`` for all of them, or for none.
+        reads: [b] slots of the states they go on from; ``ZERO_STATE_SLOT`` for all of them, or for none.
         writes: [b] slots of the states that they leave.
     """
 
@@ -41,7 +41,7 @@ class SegmentGroup:
     @property
     def is_fresh(self) -> bool:
         """Whether they begin requests: there is no state to go on from."""
-        return self.reads[0] == NO_STATE
+        return self.reads[0] == ZERO_STATE_SLOT
 
     def take(self, x: mx.array, axis: int = 1) -> mx.array:
         """The group's rows of packed ``x`` [N, ..., 1 at ``axis``, ...], as [b, ..., s at ``axis``, ...]."""
@@ -69,7 +69,7 @@ class Segments:
 
     Args:
         cu_seqlens: [B+1] int32, exclusive prefix sum of the segments' lengths.
-        reads: [B] int32, slots of the states that they go on from; ``NO_STATE`` for those that begin.
+        reads: [B] int32, slots of the states that they go on from; ``ZERO_STATE_SLOT`` for those that begin.
         writes: [B] int32, slots of the states that they leave.
 
     Attributes:
@@ -87,7 +87,7 @@ class Segments:
         self._plans: dict[int, ConvolutionPlan] = {}
         packed = []  # rows of the groups, one after the other
         for is_fresh in (False, True):
-            ones = np.flatnonzero((self._lengths == 1) & ((reads == NO_STATE) == is_fresh))
+            ones = np.flatnonzero((self._lengths == 1) & ((reads == ZERO_STATE_SLOT) == is_fresh))
             if len(ones):
                 packed.append(self._add(cu_seqlens[ones], ones))
         for index in np.flatnonzero(self._lengths > 1):
@@ -121,7 +121,7 @@ class Segments:
     @cached_property
     def tables(self) -> tuple[mx.array, mx.array]:
         """For kernels: ``cu_seqlens`` [B+1], and [B] which row of the states taken each segment goes on from, or -1."""
-        reads = [-1 if slot == NO_STATE else index for index, slot in enumerate(self.reads)]
+        reads = [-1 if slot == ZERO_STATE_SLOT else index for index, slot in enumerate(self.reads)]
         return mx.array(self.cu_seqlens), mx.array(reads)
 
     def join(self, parts: Sequence[mx.array], axis: int = 1) -> mx.array:

@@ -7,7 +7,7 @@ import numpy as np
 
 from metal_engine.attention.backend import AttentionKind
 from metal_engine.kv_cache.rows import step_rows
-from metal_engine.kv_cache.segments import NO_STATE
+from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.state import KVState
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.models.refusals import forward_fails
@@ -44,7 +44,7 @@ def attention_kinds(paged: PagedModel) -> list[AttentionKind]:
         UnsupportedModelError: its forward does not run over a paged cache.
     """
     looking = _Looking()
-    state_slots = np.array([NO_STATE], np.int32), np.array([1], np.int32)
+    state_slots = np.array([ZERO_STATE_SLOT], np.int32), np.array([1], np.int32)
     block_table, contexts = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
     rows = step_rows(block_table, contexts, [1], _BLOCK_SIZE, state_slots=state_slots)
     paged.pool.allocate(1, _BLOCK_SIZE, 1)

@@ -15,7 +15,7 @@ from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
-from metal_engine.kv_cache.segments import NO_STATE
+from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.check_rounding import ComparingBackend, noting
 from metal_engine.models.own_forward import own_logits
@@ -181,7 +181,7 @@ def _run_step(
     # Whole blocks are written as an engine would write them under page-aligned scheduling; others by slot or run.
     make_writes = choose_writes(page_aligned=True)
     slots = np.array([_NUM_STATE_SLOTS, 1], np.int32)[order]
-    state_slots = np.where(first > 0, slots, NO_STATE), slots
+    state_slots = np.where(first > 0, slots, ZERO_STATE_SLOT), slots
     block_table, lens = requests.block_table[order], end - first
     rows = step_rows(block_table, first, lens, requests.block_size, state_slots=state_slots, make_writes=make_writes)
     input_ids = np.concatenate([requests.tokens[request][slice(*shares[request])] for request in order])

@@ -19,7 +19,7 @@ import numpy as np
 from metal_engine.device.streams import synchronize
 from metal_engine.errors import one_line
 from metal_engine.kv_cache.pool import StatePool
-from metal_engine.kv_cache.segments import NO_STATE
+from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
@@ -153,7 +153,7 @@ def _request(request_id: str, block_ids: list[int], state_slot: int) -> NewReque
         num_computed_tokens=0,
         block_ids=block_ids,
         sampling_params=_GREEDY,
-        state_slots=(NO_STATE, state_slot),
+        state_slots=(ZERO_STATE_SLOT, state_slot),
     )
 
 

@@ -36,7 +36,7 @@ from metal_engine.attention.backend import (
 )
 from metal_engine.errors import one_line
 from metal_engine.kv_cache.rows import StepRows, TracedRows
-from metal_engine.kv_cache.segments import NO_STATE, PADDING_SLOT, Segments, Slots
+from metal_engine.kv_cache.segments import PADDING_SLOT, ZERO_STATE_SLOT, Segments, Slots
 from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.merged_views import merged_views
@@ -274,7 +274,7 @@ def _compiles() -> bool:
 def _go_on_alike(rows: StepRows) -> bool:
     """Whether all requests have as many rows, and go on from a recurrent state."""
     length = rows.num_tokens // rows.num_requests
-    return bool((rows.query_lens == length).all() and (rows.state_reads != NO_STATE).all())
+    return bool((rows.query_lens == length).all() and (rows.state_reads != ZERO_STATE_SLOT).all())
 
 
 def _state_slots(rows: StepRows) -> tuple[Slots, Slots]:

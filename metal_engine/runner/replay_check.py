@@ -16,7 +16,7 @@ import numpy as np
 from metal_engine.attention.backend import AttentionBackend
 from metal_engine.errors import one_line
 from metal_engine.kv_cache.rows import StepRows, step_rows
-from metal_engine.kv_cache.segments import NO_STATE
+from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.models.check import LOGITS_TOLERANCE
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.pending_step import clear_traceback_frames
@@ -80,7 +80,7 @@ def _largest_gap(
     replayed_states: list[mx.array] = []
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (num_steps, num_rows)).astype(np.int32)
     for step in range(num_steps):
-        reads = slots if step else (NO_STATE,) * num_rows
+        reads = slots if step else (ZERO_STATE_SLOT,) * num_rows
         state_slots = np.array(reads, np.int32), np.array(slots, np.int32)
         rows = step_rows(
             block_table, np.full(num_rows, step, np.int32), [1] * num_rows, block_size, state_slots=state_slots

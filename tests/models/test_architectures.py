@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
-from metal_engine.kv_cache.segments import NO_STATE
+from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.spec import LatentSpec
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionMask, LayerCache
@@ -58,7 +58,7 @@ class PackedRun:
         order, lengths = [r for r, _ in shares], [n for _, n in shares]
         context_lens = np.array([self.computed[r] for r in order], np.int32)
         slots = self.slots[order]
-        state_slots = np.where(context_lens > 0, slots, NO_STATE), slots
+        state_slots = np.where(context_lens > 0, slots, ZERO_STATE_SLOT), slots
         table = self.block_table[order]
         rows = step_rows(table, context_lens, lengths, BLOCK_SIZE, num_samples=num_samples, state_slots=state_slots)
         ids = [self.tokens[r][self.computed[r] : self.computed[r] + n] for r, n in shares]

@@ -16,7 +16,7 @@ from metal_engine.checkpoints.loader import LoadedModel
 from metal_engine.engine.pooling import resolve_pooling
 from metal_engine.errors import ParameterError
 from metal_engine.kv_cache.rows import step_rows
-from metal_engine.kv_cache.segments import NO_STATE
+from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.models.info import model_info
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
@@ -58,7 +58,7 @@ def packed_hidden_states(paged: PagedModel, tokens: list[np.ndarray]) -> np.ndar
     paged.pool.allocate(table.size, BLOCK_SIZE, len(tokens))
     starts, lengths = np.zeros(len(tokens), np.int32), list(map(len, tokens))
     slots = np.arange(1, len(tokens) + 1, dtype=np.int32)
-    rows = step_rows(table, starts, lengths, BLOCK_SIZE, state_slots=(np.full_like(slots, NO_STATE), slots))
+    rows = step_rows(table, starts, lengths, BLOCK_SIZE, state_slots=(np.full_like(slots, ZERO_STATE_SLOT), slots))
     none, every = mx.zeros((0,), mx.int32), mx.arange(sum(lengths))
     input_ids = mx.array(np.concatenate(tokens).astype(np.int32))
     logits, hidden = paged.forward(input_ids, rows, PortableBackend().for_step(rows), none, every)

@@ -13,7 +13,7 @@ import pytest
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.recurrent import RecurrentState
-from metal_engine.kv_cache.segments import NO_STATE, Segments
+from metal_engine.kv_cache.segments import ZERO_STATE_SLOT, Segments
 from metal_engine.kv_cache.spec import ArraySpec, RecurrentSpec
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
@@ -107,9 +107,9 @@ def test_the_check_notices_states_of_others(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_groups_are_batches_without_padding() -> None:
     """Rows of a decode, a fresh prompt of one token, a chunk and another decode."""
-    segments = Segments(np.array([0, 1, 2, 5, 6]), np.array([4, NO_STATE, 2, 3]), np.array([4, 1, 2, 3]))
+    segments = Segments(np.array([0, 1, 2, 5, 6]), np.array([4, ZERO_STATE_SLOT, 2, 3]), np.array([4, 1, 2, 3]))
     shapes = [(group.length, group.reads, group.writes) for group in segments.groups]
-    assert shapes == [(1, (4, 3), (4, 3)), (1, (NO_STATE,), (1,)), (3, (2,), (2,))]
+    assert shapes == [(1, (4, 3), (4, 3)), (1, (ZERO_STATE_SLOT,), (1,)), (3, (2,), (2,))]
     x = mx.arange(6).reshape(6, 1)
     parts = [group.take(x) for group in segments.groups]
     assert [part.tolist() for part in parts] == [[[0], [5]], [[1]], [[2, 3, 4]]]
