@@ -90,12 +90,12 @@ class ModelRunner:
         self._num_state_slots = cache_config.num_state_slots
         self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
         self.replay: DecodeReplay | None = None
-        self.replays = cache_config.num_trash_blocks > 0
+        self.replays = cache_config.num_padding_blocks > 0
         if self.replays:
             self.replay = DecodeReplay(
                 model, backend, trash_block=cache_config.num_blocks, max_num_seqs=scheduler_config.max_num_seqs
             )
-        num_blocks = cache_config.num_blocks + cache_config.num_trash_blocks
+        num_blocks = cache_config.num_blocks + cache_config.num_padding_blocks
         self._pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
     def execute(self, plan: SchedulerOutput, on_built: Callable[[], None] = lambda: None) -> PendingStep:

@@ -172,7 +172,7 @@ class CacheConfig:
     ``model_fingerprint`` names what K and V depend on besides tokens: cached prefixes are found under it.
     ``num_state_slots`` counts recurrent states, of requests and of checkpoints; 0 for models without.
     ``kv_room_bytes`` is the memory there was for the blocks, which take less by a part of one; 0 where they are given.
-    ``num_trash_blocks`` more blocks, behind the others, are no request's: replayed decode steps leave there what their
+    ``num_padding_blocks`` more blocks, behind the others, are no request's: replayed decode steps leave there what their
     padding computes. With 0 no step is replayed. They are in the memory there was, too.
     """
 
@@ -182,7 +182,7 @@ class CacheConfig:
     model_fingerprint: str = ""
     num_state_slots: int = 0
     kv_room_bytes: int = 0
-    num_trash_blocks: int = 0
+    num_padding_blocks: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -288,7 +288,7 @@ class EngineConfig:
 
     @property
     def kv_bytes(self) -> int:
-        trash_bytes = self.cache.num_trash_blocks * self.cache.block_size * self.model.kv_bytes_per_token
+        trash_bytes = self.cache.num_padding_blocks * self.cache.block_size * self.model.kv_bytes_per_token
         return self._request_kv_bytes + trash_bytes
 
     @property
@@ -307,7 +307,7 @@ class EngineConfig:
         if not cache.kv_room_bytes:
             return self._request_kv_bytes // (bytes_per_token * cache.block_size) * cache.block_size
         num_blocks = cache.kv_room_bytes // (bytes_per_token * cache.block_size)
-        return max(0, num_blocks - cache.num_trash_blocks) * cache.block_size
+        return max(0, num_blocks - cache.num_padding_blocks) * cache.block_size
 
     @property
     def state_bytes(self) -> int:

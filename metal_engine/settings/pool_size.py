@@ -74,12 +74,12 @@ def pool_size(
     device: DeviceInfo,
     max_num_seqs: int,
     step_bytes: int,
-    num_trash_blocks: int = 0,
+    num_padding_blocks: int = 0,
 ) -> PoolSize:
     """Divide the memory that weights and a step leave between states and KV.
 
     Args:
-        num_trash_blocks: blocks beside those of requests; a number of blocks that is given does not have them.
+        num_padding_blocks: blocks beside those of requests; a number of blocks that is given does not have them.
 
     Raises:
         ConfigError: there is not enough; the message names the flag to change.
@@ -106,8 +106,8 @@ def pool_size(
         pool_bytes -= state_bytes
     else:
         state_bytes = 0
-    num_blocks = _num_blocks(args, model, device, pool_bytes, step_bytes, max_num_seqs, num_trash_blocks)
-    kv_bytes = (num_blocks + num_trash_blocks) * args.block_size * model.kv_bytes_per_token
+    num_blocks = _num_blocks(args, model, device, pool_bytes, step_bytes, max_num_seqs, num_padding_blocks)
+    kv_bytes = (num_blocks + num_padding_blocks) * args.block_size * model.kv_bytes_per_token
     _check_pool_fits(args, kv_bytes + state_bytes, device)
     return PoolSize(num_blocks, num_slots, 0 if args.num_gpu_blocks_override is not None else pool_bytes)
 
@@ -119,7 +119,7 @@ def _num_blocks(
     pool_bytes: int,
     step_bytes: int,
     max_num_seqs: int,
-    num_trash_blocks: int,
+    num_padding_blocks: int,
 ) -> int:
     if args.num_gpu_blocks_override is not None:
         return args.num_gpu_blocks_override
@@ -127,9 +127,9 @@ def _num_blocks(
     if not block_bytes:
         each = -(-requested_context_length(args, model) // args.block_size)
         return max(each, min(each * max_num_seqs, _MAX_EMPTY_BLOCKS))
-    num_blocks = pool_bytes // block_bytes - num_trash_blocks
+    num_blocks = pool_bytes // block_bytes - num_padding_blocks
     if num_blocks < 1:
-        padding = " (and one is for padding)" if num_trash_blocks else ""
+        padding = " (and one is for padding)" if num_padding_blocks else ""
         raise ConfigError(
             None,
             f"no memory for the KV cache: one block of {args.block_size} tokens takes {format_size(block_bytes)}"

@@ -58,8 +58,8 @@ def resolve_config(
     max_num_seqs = scheduler.max_num_seqs
     step_bytes = measure_step(scheduler.max_num_batched_tokens, scheduler.max_sample_rows)
     replay = _replay(args, attention_backend, attention_layers)
-    num_trash_blocks = int(replay == REPLAYS)
-    pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes, num_trash_blocks)
+    num_padding_blocks = int(replay == REPLAYS)
+    pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes, num_padding_blocks)
     cache = CacheConfig(
         block_size=args.block_size,
         num_blocks=pool.num_blocks,
@@ -67,7 +67,7 @@ def resolve_config(
         model_fingerprint=_fingerprint(args, model),
         num_state_slots=pool.num_state_slots,
         kv_room_bytes=pool.kv_room_bytes,
-        num_trash_blocks=num_trash_blocks,
+        num_padding_blocks=num_padding_blocks,
     )
     return EngineConfig(
         model=model,
@@ -95,9 +95,9 @@ def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> tu
     """
     scheduler = _scheduler(args, model, device, None)
     attention_backend = "mlx" if device.kind == "cpu" else "metal"  # where it takes more
-    num_trash_blocks = int(_replay(args, attention_backend, _NO_LAYERS) == REPLAYS)
-    pool = pool_size(args, model, device, scheduler.max_num_seqs, 0, num_trash_blocks)
-    kv_bytes = (pool.num_blocks + num_trash_blocks) * args.block_size * model.kv_bytes_per_token
+    num_padding_blocks = int(_replay(args, attention_backend, _NO_LAYERS) == REPLAYS)
+    pool = pool_size(args, model, device, scheduler.max_num_seqs, 0, num_padding_blocks)
+    kv_bytes = (pool.num_blocks + num_padding_blocks) * args.block_size * model.kv_bytes_per_token
     kv_bytes += pool.num_state_slots * model.state_bytes_per_request
     return kv_bytes, scheduler.max_num_batched_tokens, scheduler.max_sample_rows
 

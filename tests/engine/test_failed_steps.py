@@ -192,7 +192,7 @@ def test_the_engine_goes_on(
     assert f"{len(failed)} requests" in record.message and record.exc_info
     assert engine.metrics.num_failed_steps == 1
     # The first steps have chunks of prompts; what carries states is never replayed.
-    is_replayed = engine.config.cache.num_trash_blocks > 0 and engine.metrics.replay_refusal is None
+    is_replayed = engine.config.cache.num_padding_blocks > 0 and engine.metrics.replay_refusal is None
     assert fault.num_replayed == int(is_replayed and at_step >= 2 and kind != "result")
     assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected
 

@@ -322,7 +322,7 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
         num_blocks=128,
         num_state_slots=NUM_SLOTS,
         enable_prefix_caching=True,
-        num_trash_blocks=int(replay),
+        num_padding_blocks=int(replay),
     )
     speculative = speculative_config(3, longest=2, shortest=1)
     config = SchedulerConfig(

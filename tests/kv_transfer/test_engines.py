@@ -281,8 +281,8 @@ def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, dispatch:
     engine = make(**settings)
     array_bytes = 2048 * BLOCK_SIZE * 2 * 16 * 4
     # The block of padding, too, where steps are replayed.
-    num_trash_blocks = int(dispatch.get("replay", False))
-    assert engine.paged.pool.states[0].arrays["keys"].nbytes * 2048 == array_bytes * (2048 + num_trash_blocks)
+    num_padding_blocks = int(dispatch.get("replay", False))
+    assert engine.paged.pool.states[0].arrays["keys"].nbytes * 2048 == array_bytes * (2048 + num_padding_blocks)
     engine.run([make_prompt(77, 30)])
     mx.clear_cache()
     mx.reset_peak_memory()

@@ -38,7 +38,7 @@ def checked(
     block_size: int = 8,
     **sizes: int,
 ) -> tuple[DecodeReplay, PagedModel]:
-    cache = CacheConfig(block_size=block_size, num_blocks=sizes.get("num_blocks", 8), num_trash_blocks=1)
+    cache = CacheConfig(block_size=block_size, num_blocks=sizes.get("num_blocks", 8), num_padding_blocks=1)
     mlx_lm_model = tiny_reference(architecture=architecture) if architecture == "mamba" else model_of(architecture)
     mlx_lm_model.set_dtype(dtype)
     model, backend = PagedModel(mlx_lm_model, kv_cache_dtype=kv_cache_dtype), PortableBackend()

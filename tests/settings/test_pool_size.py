@@ -100,8 +100,8 @@ def test_too_many_requests_are_refused_with_the_flag() -> None:
 def test_padding_has_a_block_of_the_same_memory() -> None:
     given: dict[str, Any] = {"state_bytes": 0, "kv_bytes": 128 << 10, "kv_cache_memory_bytes": 512 * MIB}
     built, replayed = (resolved(**given, replay_decodes=choice) for choice in ("never", "auto"))
-    assert (built.replay, built.cache.num_trash_blocks) == ("off", 0)
-    assert (replayed.replay, replayed.cache.num_trash_blocks) == ("on", 1)
+    assert (built.replay, built.cache.num_padding_blocks) == ("off", 0)
+    assert (replayed.replay, replayed.cache.num_padding_blocks) == ("on", 1)
     assert replayed.cache.num_blocks == built.cache.num_blocks - 1
     assert replayed.kv_bytes == built.kv_bytes <= 512 * MIB
 
@@ -128,18 +128,18 @@ def test_one_block_is_too_little_where_one_is_for_padding() -> None:
 )
 def test_where_nothing_is_replayed(args: dict[str, Any], replay: str) -> None:
     config = resolved(state_bytes=0, **args)
-    assert (config.replay, config.cache.num_trash_blocks) == (replay, 0)
+    assert (config.replay, config.cache.num_padding_blocks) == (replay, 0)
 
 
 @pytest.mark.parametrize("state_bytes", [0, MIB], ids=["attention", "recurrent"])
 def test_where_steps_are_replayed_one_block_is_for_padding(state_bytes: int) -> None:
     config = resolved(state_bytes=state_bytes)
-    assert (config.replay, config.cache.num_trash_blocks) == ("on", 1)
+    assert (config.replay, config.cache.num_padding_blocks) == ("on", 1)
 
 
 def test_on_a_cpu_nothing_is_replayed_unless_asked_for() -> None:
     auto, never, always = (
         resolved(state_bytes=0, kind="cpu", replay_decodes=choice) for choice in ("auto", "never", "always")
     )
-    assert auto == never and (auto.replay, auto.cache.num_trash_blocks) == ("off", 0)
-    assert (always.replay, always.cache.num_trash_blocks) == ("on", 1)
+    assert auto == never and (auto.replay, auto.cache.num_padding_blocks) == ("off", 0)
+    assert (always.replay, always.cache.num_padding_blocks) == ("on", 1)

@@ -124,7 +124,7 @@ def engine_for(
         enable_prefix_caching=caching or connector is not None,
         model_fingerprint=fingerprint,
         num_state_slots=3 * max_num_seqs if paged.pool.is_recurrent else 0,
-        num_trash_blocks=int(replay),
+        num_padding_blocks=int(replay),
     )
     config = EngineConfig(
         model=ModelInfo(

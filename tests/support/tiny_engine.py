@@ -76,7 +76,7 @@ def tiny_engine(
             num_blocks=settings.cache.num_blocks,
             enable_prefix_caching=True,
             num_state_slots=num_state_slots,
-            num_trash_blocks=int(replay),
+            num_padding_blocks=int(replay),
         ),
     )
     model = PagedModel(tiny_reference(seed, settings.model.vocab_size, architecture))

@@ -153,7 +153,7 @@ def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runn
         cache=CacheConfig(
             block_size=BLOCK_SIZE,
             num_blocks=workload.num_blocks,
-            num_trash_blocks=int(replay),
+            num_padding_blocks=int(replay),
             enable_prefix_caching=workload.prefix_caching,
             num_state_slots=3 * settings.scheduler.max_num_seqs if model.pool.is_recurrent else 0,
         ),

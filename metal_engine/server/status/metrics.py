@@ -144,7 +144,7 @@ class _EngineReader:
         if self._engine.config.scheduler.async_scheduling:
             help_ = "Steps planned ahead, while the one before ran, and after its end."
             yield self._by_label("steps", help_, "planned", dict(metrics.num_steps))
-        if self._engine.config.cache.num_trash_blocks:
+        if self._engine.config.cache.num_padding_blocks:
             help_ = "Steps that only decode, by how their forward came about: replayed, or why it was built."
             yield self._by_label("decode_steps", help_, "forward", dict(metrics.num_decode_forwards))
         if self._engine.config.scheduler.speculative is not None:
