@@ -93,7 +93,7 @@ class ModelRunner:
         self.replays = cache_config.num_padding_blocks > 0
         if self.replays:
             self.replay = DecodeReplay(
-                model, backend, trash_block=cache_config.num_blocks, max_num_seqs=scheduler_config.max_num_seqs
+                model, backend, padding_block=cache_config.num_blocks, max_num_seqs=scheduler_config.max_num_seqs
             )
         num_blocks = cache_config.num_blocks + cache_config.num_padding_blocks
         self._pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)

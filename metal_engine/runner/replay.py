@@ -60,7 +60,7 @@ class DecodeReplay:
     Belongs to the thread that runs the steps.
 
     Args:
-        trash_block: a block of the pool that no request has: where padded rows leave their K and V.
+        padding_block: a block of the pool that no request has: where padded rows leave their K and V.
         max_num_seqs: requests at once. No more have room for recurrent states, those of padded rows among them.
         trace_at: see ``TRACE_AT``.
 
@@ -73,14 +73,14 @@ class DecodeReplay:
         model: PagedModel,
         backend: AttentionBackend,
         *,
-        trash_block: int,
+        padding_block: int,
         max_num_seqs: int,
         trace_at: int = TRACE_AT,
     ) -> None:
         self._model = model
         self._pool = model.pool
         self._backend = backend if isinstance(backend, ReplayableBackend) else None
-        self._trash_block = trash_block
+        self._trash_block = padding_block
         self._max_num_seqs = max_num_seqs
         self._trace_at = trace_at
         self._asked: Hashable | None = None if self._pool.has_tokens else ()
@@ -282,11 +282,11 @@ def _state_slots(rows: StepRows) -> tuple[Slots, Slots]:
     return tuple(rows.state_reads.tolist()), tuple(rows.state_writes.tolist())
 
 
-def padded(rows: StepRows, trash_block: int, max_num_requests: int | None = None) -> StepRows:
+def padded(rows: StepRows, padding_block: int, max_num_requests: int | None = None) -> StepRows:
     """A step with requests of one token at its end, all in one block, and a wider block table: of a size of few.
 
     Args:
-        trash_block: the block.
+        padding_block: the block.
         max_num_requests: requests that it has at most; None: any number.
     """
     missing = size_class(rows.num_tokens) - rows.num_tokens
@@ -294,7 +294,7 @@ def padded(rows: StepRows, trash_block: int, max_num_requests: int | None = None
         missing = min(missing, max_num_requests - rows.num_requests)
     num_requests, num_blocks = rows.block_table.shape
     width = max(MIN_TABLE_BLOCKS, 1 << (num_blocks - 1).bit_length())
-    block_table = np.full((num_requests + missing, width), trash_block, np.int32)
+    block_table = np.full((num_requests + missing, width), padding_block, np.int32)
     block_table[:num_requests, :num_blocks] = rows.block_table
     if not missing:
         return replace(rows, block_table=block_table)
@@ -308,7 +308,7 @@ def padded(rows: StepRows, trash_block: int, max_num_requests: int | None = None
         block_table=block_table,
         request_of_row=np.concatenate([rows.request_of_row, requests]),
         positions=np.concatenate([rows.positions, zeros]),
-        slot_mapping=np.concatenate([rows.slot_mapping, zeros + trash_block * rows.block_size]),
+        slot_mapping=np.concatenate([rows.slot_mapping, zeros + padding_block * rows.block_size]),
         logits_indices=np.concatenate([rows.logits_indices, new_rows]),
         sample_requests=np.concatenate([rows.sample_requests, requests]),
         state_reads=np.concatenate([rows.state_reads, zeros + PADDING_SLOT]),

@@ -43,7 +43,7 @@ def checked(
     mlx_lm_model.set_dtype(dtype)
     model, backend = PagedModel(mlx_lm_model, kv_cache_dtype=kv_cache_dtype), PortableBackend()
     model.pool.allocate(cache.num_blocks + 1, block_size, SCHEDULER.max_num_seqs)
-    replay = DecodeReplay(model, backend, trash_block=cache.num_blocks, max_num_seqs=SCHEDULER.max_num_seqs)
+    replay = DecodeReplay(model, backend, padding_block=cache.num_blocks, max_num_seqs=SCHEDULER.max_num_seqs)
     check_replay(model, backend, replay, SCHEDULER, cache)
     return replay, model
 
