@@ -80,7 +80,7 @@ class DecodeReplay:
         self._model = model
         self._pool = model.pool
         self._backend = backend if isinstance(backend, ReplayableBackend) else None
-        self._trash_block = padding_block
+        self._padding_block = padding_block
         self._max_num_seqs = max_num_seqs
         self._trace_at = trace_at
         self._asked: Hashable | None = None if self._pool.has_tokens else ()
@@ -207,12 +207,12 @@ class DecodeReplay:
     def _padded(self, rows: StepRows) -> StepRows | None:
         """A step as one of few sizes; None where its recurrent states are not for a trace."""
         if not self._pool.is_recurrent:
-            return padded(rows, self._trash_block)
+            return padded(rows, self._padding_block)
         if not _go_on_alike(rows):
             return None
         # Requests of one row are no match for those of several.
         room = self._max_num_seqs if rows.num_requests == rows.num_tokens else rows.num_requests
-        return padded(rows, self._trash_block, room)
+        return padded(rows, self._padding_block, room)
 
     def _function(self, tables: StepTables, rows: StepRows) -> _Trace:
         """What is traced: a forward over arrays alone, the pool's among them."""

@@ -481,7 +481,7 @@ def test_padded_rows_that_wrote_to_a_real_block_would_show(monkeypatch: pytest.M
     expected = run(tiny(model_of("llama"), replay=False, **sizes), nine, greedy)
     assert run(tiny(model_of("llama"), **sizes), nine, greedy) == expected
     engine = tiny(model_of("llama"), **sizes)
-    replay_of(engine)._trash_block = 0
+    replay_of(engine)._padding_block = 0
     assert run(engine, nine, greedy) != expected
 
 
