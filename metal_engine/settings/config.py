@@ -288,8 +288,8 @@ class EngineConfig:
 
     @property
     def kv_bytes(self) -> int:
-        trash_bytes = self.cache.num_padding_blocks * self.cache.block_size * self.model.kv_bytes_per_token
-        return self._request_kv_bytes + trash_bytes
+        padding_bytes = self.cache.num_padding_blocks * self.cache.block_size * self.model.kv_bytes_per_token
+        return self._request_kv_bytes + padding_bytes
 
     @property
     def _request_kv_bytes(self) -> int:
