@@ -55,7 +55,7 @@ class CompiledGrammar:
         reopen: makes a socket to a new process, which has been sent the grammar.
 
     Attributes:
-        is_worn: the process has ended or grown; new outputs should be given another one.
+        needs_replacement: the process has ended or grown; new outputs should be given another one.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CompiledGrammar:
         self._unsent = bytearray()
         self._received = bytearray()
         self._is_alone = False  # whether its masks after drafts have ended, and that has been logged
-        self.is_worn = False
+        self.needs_replacement = False
 
     def _set_channel(self, channel: socket.socket) -> None:
         channel.setblocking(False)
@@ -144,15 +144,15 @@ class CompiledGrammar:
         while output_id not in self._answers:
             now = time.monotonic()
             if not self._is_open or now - self._heard_at > _ANSWER_SECONDS:
-                self.is_worn = True
+                self.needs_replacement = True
                 raise ValueError(_TOO_COMPLEX)
             if not self._exchange(max(deadline - now, 0.0)) and now >= deadline:
                 return None
         answer = self._answers.pop(output_id)
         if answer[:1] == ERROR:
-            self.is_worn = True  # states met by one output stay with all
+            self.needs_replacement = True  # states met by one output stay with all
             raise ValueError(answer[1:].decode())
-        self.is_worn |= answer[:1] == MASK_LAST
+        self.needs_replacement |= answer[:1] == MASK_LAST
         if answer[:1] == MASK_ALONE and not self._is_alone:
             self._is_alone = True
             logger.warning(

@@ -98,7 +98,7 @@ class GrammarCompiler:
     def _known(self, key: bytes) -> CompiledGrammar | None:
         with self._lock:
             compiled = self._in_use.get(key)
-            if compiled is None or compiled.is_worn:
+            if compiled is None or compiled.needs_replacement:
                 self._kept.pop(key, None)
                 return None
             self._kept[key] = compiled

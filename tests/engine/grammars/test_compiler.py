@@ -287,5 +287,5 @@ def test_many_outputs_and_long_replays_do_not_block_each_other() -> None:
     kept.consume([1])
     with pytest.raises(ValueError, match="too complex"):
         assert kept.fill_mask(mask, math.inf)
-    assert grammar.is_worn
+    assert grammar.needs_replacement
     theirs.close()

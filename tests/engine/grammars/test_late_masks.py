@@ -69,7 +69,7 @@ def test_that_masks_after_drafts_have_ended_is_logged_once(
         process.sendall(framed(pack_masks(MASK_ALONE, [np.full(NUM_WORDS, 5, np.int32).tobytes()])))
         assert matcher.fill_mask(mask, math.inf) and (mask == 5).all()
     assert [record.levelname for record in caplog.records] == ["WARNING"] and "keep no drafts" in caplog.text
-    assert not compiled.is_worn
+    assert not compiled.needs_replacement
 
 
 def test_a_process_that_never_answers_ends_its_output(
@@ -78,7 +78,7 @@ def test_a_process_that_never_answers_ends_its_output(
     monkeypatch.setattr(compiled_module, "_ANSWER_SECONDS", 0.0)
     with pytest.raises(ValueError, match="too complex"):
         grammar[0].matcher().fill_mask(np.zeros(NUM_WORDS, np.int32), math.inf)
-    assert grammar[0].is_worn
+    assert grammar[0].needs_replacement
 
 
 @pytest.mark.parametrize("ahead", [False, True])
