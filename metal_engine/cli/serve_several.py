@@ -47,7 +47,7 @@ def serve_several(
     each_alone = (replace(args, model=name) for name in (*models, *map(str, found.values())))
     limit_command_buffers(replace(one, async_scheduling=False) for one in each_alone)
     device = device_info(load_optimized_blas())
-    import_what_loads()
+    preload_heavy_modules()
     memory_bytes = models_memory(args, registry_args, device)
     each = per_model_args(args, memory_bytes, device)
     registry = ModelRegistry(memory_bytes, registry_args.keep_alive, engine_threads())
@@ -72,7 +72,7 @@ def serve_several(
     )
 
 
-def import_what_loads() -> None:
+def preload_heavy_modules() -> None:
     """Import what loading a model needs, once and for all: imports hold up everybody who is served meanwhile."""
     from metal_engine.device.descriptors import keep_open_file_limit
 
