@@ -11,7 +11,7 @@ from metal_engine.answers.forced_calls import ForcedCallSplitter
 from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.answers.splitter import Splitter
-from metal_engine.answers.told_tools import told_format
+from metal_engine.answers.told_tools import prompted_format
 from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan
 from metal_engine.sampling_params import StructuredOutputsParams
 
@@ -95,7 +95,7 @@ class ChatAnswers:
             continues: whether the prompt ends within the assistant's own message.
         """
         if plan.told:
-            answer_format = told_format(answer_format)
+            answer_format = prompted_format(answer_format)
         marks = answer_format.reasoning
         if marks is None:
             return cls(answer_format, plan)

@@ -13,7 +13,7 @@ from metal_engine.answers.tool_parsers.json_calls import JSON_CALL_HEAD, JSON_CA
 Tool = dict[str, Any]
 
 
-def told_format(answer_format: AnswerFormat) -> AnswerFormat:
+def prompted_format(answer_format: AnswerFormat) -> AnswerFormat:
     """The format of a model's answers once it has been told of tools: its own calls', if it has any."""
     if answer_format.tool is not None:
         return answer_format

@@ -10,7 +10,7 @@ import pytest
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import ChatAnswers
 from metal_engine.answers.deltas import assemble
-from metal_engine.answers.told_tools import JSON_CALLS, told_format, written_calls
+from metal_engine.answers.told_tools import JSON_CALLS, prompted_format, written_calls
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
 from tests.support.splitting import THINK, answer_format
 from tests.support.tool_formats import TOOLS, TRAINS, WEATHER
@@ -74,7 +74,7 @@ def test_a_format_of_its_own_goes_first() -> None:
     known = answer_format("mistral")
     text = told(known).instructions
     assert text is not None and "[TOOL_CALLS]" in text and "<tool_call>" not in text
-    assert told_format(known) is known
+    assert prompted_format(known) is known
     assert read('[TOOL_CALLS]find_trains[ARGS]{"city": "Rome"}', told(known), known) == (None, [TRAINS])
 
 
