@@ -34,7 +34,7 @@ from metal_engine.distributed.meeting import ended_by_hang_up, watched_meeting
 from metal_engine.distributed.wire import encode
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.runner.model_runner import ModelRunner
-from metal_engine.runner.token_share import TokenBroadcast
+from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.settings.args import EngineArgs
 from metal_engine.step import RunnerLostError
 

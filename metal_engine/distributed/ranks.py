@@ -21,7 +21,7 @@ from metal_engine.distributed.leader import LeaderRunner
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.models.division import Division, UnshardedModelInfo, evaluate_one_by_one
 from metal_engine.runner.model_runner import ModelRunner
-from metal_engine.runner.token_share import TokenBroadcast
+from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo, ModelInfo, RankInfo
 from metal_engine.settings.fields import format_size

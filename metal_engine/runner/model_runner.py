@@ -22,7 +22,7 @@ from metal_engine.runner.pending_step import PendingStep, clear_traceback_frames
 from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_sampling import StepSampling
-from metal_engine.runner.token_share import TokenBroadcast
+from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import DecodeForward, DecodeOutcome, Drafting, ModelOutput, SchedulerOutput
 

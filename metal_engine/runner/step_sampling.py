@@ -16,7 +16,7 @@ from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.logits_edits import CannotGoOnError, StepEdits
 from metal_engine.runner.logprobs import LogprobArrays, compute_logprobs
 from metal_engine.runner.sampler import sample
-from metal_engine.runner.token_share import TokenBroadcast
+from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.step import ModelOutput, PromptLogprobs, SchedulerOutput
 
 # How long the grammars of a step are waited for. Most need a tenth of a millisecond.
