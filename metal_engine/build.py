@@ -115,7 +115,7 @@ def _build(
         _claim_for_loading(share, args, facts, before)
         check_memory(facts, args, device_info(blas))  # now that others have given back what they had
 
-    divide = ranks.load_share if args.num_ranks > 1 else None
+    divide = ranks.load_shard if args.num_ranks > 1 else None
     check_tokenizer = _check_chat_template if chat_template is None else lambda tokenizer: None
     loaded = loader.load(args, before, check, claim, check_tokenizer, divide=divide, look=ranks.same_files)
     if chat_template is not None:

@@ -51,7 +51,7 @@ class Ranks:
     def divide(self, model: nn.Module) -> None:
         """Leave this rank's share in a model; nothing is read or computed. Raises UnsupportedModelError."""
 
-    def load_share(self, model: nn.Module) -> None:
+    def load_shard(self, model: nn.Module) -> None:
         """Leave this rank's share in a model, and read its weights. Raises UnsupportedModelError."""
 
     def agreed(self, info: ModelInfo) -> ModelInfo:
@@ -102,7 +102,7 @@ class SeveralRanks(Ranks):
     def divide(self, model: nn.Module) -> None:
         self._division.divide(model)
 
-    def load_share(self, model: nn.Module) -> None:
+    def load_shard(self, model: nn.Module) -> None:
         self._whole = self._division.divide(model)
         mx.reset_peak_memory()
         evaluate_one_by_one(model)
