@@ -194,12 +194,12 @@ class StatePool:
         for state in self.states:
             yield from state.written()
 
-    def at_hand(self) -> list[PendingByArray]:
+    def pending_states(self) -> list[PendingByArray]:
         """The recurrent states that the step built last leaves, to go back to if one on top of it is built in vain."""
-        return [state.at_hand() for state in self._recurrent]
+        return [state.pending_states() for state in self._recurrent]
 
     def restore_pending_states(self, states: list[PendingByArray]) -> None:
-        """Go back to what :meth:`at_hand` has given."""
+        """Go back to what :meth:`pending_states` has given."""
         for state, pending in zip(self._recurrent, states, strict=True):
             state.restore_pending_states(pending)
 

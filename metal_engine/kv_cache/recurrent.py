@@ -93,7 +93,7 @@ def plan_moves(
         writes: slots that each group will leave its states in: what is in them now is of no use after the step.
     """
     rows = [(slot, (source, row)) for source, slots in enumerate(pending) for row, slot in enumerate(slots)]
-    at_hand = dict(rows)
+    pending_states = dict(rows)
     # Padded rows follow each other, so that those of a step before are taken with the whole array that they are in.
     trash = iter([place for slot, place in rows if slot == PADDING_SLOT])
     overwritten = {PADDING_SLOT, *(slot for slots in writes for slot in slots)}
@@ -106,7 +106,7 @@ def plan_moves(
             taken.append(None)
             continue
         places = [
-            next(trash, (None, ZERO_STATE_SLOT)) if slot == PADDING_SLOT else at_hand.get(slot, (None, slot))
+            next(trash, (None, ZERO_STATE_SLOT)) if slot == PADDING_SLOT else pending_states.get(slot, (None, slot))
             for slot in group
         ]
         runs = [(source, [row for _, row in run]) for source, run in groupby(places, key=itemgetter(0))]
@@ -151,7 +151,7 @@ class RecurrentState:
     def snapshot(self) -> StateSnapshot:
         # Objects of our own, as for the states of tokens.
         arrays = {name: array.reshape(array.shape) for name, array in self.arrays.items()}
-        return StateSnapshot(arrays, self.at_hand())
+        return StateSnapshot(arrays, self.pending_states())
 
     def restore(self, snapshot: StateSnapshot) -> None:
         self.arrays = dict(snapshot.arrays)
@@ -169,7 +169,7 @@ class RecurrentState:
         assert states is not None
         return states
 
-    def at_hand(self) -> PendingByArray:
+    def pending_states(self) -> PendingByArray:
         """What is pending: to go back to if a step was built in vain.
 
         What :meth:`take` has written to the pool since then is pending there, too, and so is written again.

@@ -135,7 +135,7 @@ class DecodeReplay:
         if tables is None:
             return build(), "large"
         key = tables.key, larger.num_requests if self._pool.is_recurrent else None
-        before = self._pool.at_hand()
+        before = self._pool.pending_states()
         trace = self._traces.get(key)
         if trace is not None:
             self._traces.move_to_end(key)

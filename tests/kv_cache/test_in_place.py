@@ -354,9 +354,9 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
     assert runner.replay is None or runner.replay.num_traces > 1
     running = 3 * paged.pool.bytes_per_request
     pool = NUM_SLOTS * paged.pool.bytes_per_request
-    at_hand = (IN_FLIGHT_STATES + (IN_FLIGHT_STATES_OF_DRAFTS if has_drafts else 0) + 0.5) * running
-    assert 0.5 * running > ACTIVATIONS and at_hand < 0.6 * pool  # so that a copy of a layer's pool shows, too
-    assert mx.get_peak_memory() - before < at_hand + ACTIVATIONS
+    pending_states = (IN_FLIGHT_STATES + (IN_FLIGHT_STATES_OF_DRAFTS if has_drafts else 0) + 0.5) * running
+    assert 0.5 * running > ACTIVATIONS and pending_states < 0.6 * pool  # so that a copy of a layer's pool shows, too
+    assert mx.get_peak_memory() - before < pending_states + ACTIVATIONS
 
 
 # What a step of 24 rows computes beside states, generously: less than the states of those that run, so that one more

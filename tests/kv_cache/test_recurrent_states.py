@@ -46,7 +46,7 @@ def test_steps_that_are_built_and_others_that_are_replayed(data: st.DataObject) 
         num_padded = data.draw(st.integers(0, 2), "padded")
         padding = (PADDING_SLOT,) * num_padded
         if data.draw(st.booleans(), "is tried"):
-            before = pool.at_hand()
+            before = pool.pending_states()
             tried = pool.detach_arrays(reads + padding, writes + padding)
             pool.take_back([values + 100 for values in tried], writes + padding)
             pool.restore_pending_states(before)
