@@ -133,7 +133,7 @@ class StatePool:
         return bool(self._of_tokens)
 
     def detach_arrays(self, reads: Slots, writes: Slots) -> list[mx.array]:
-        """Give away what a step of decodes reads and writes, of all layers in one order, until :meth:`take_back`.
+        """Give away what a step of decodes reads and writes, of all layers in one order, until :meth:`attach_arrays`.
 
         Args:
             reads: slots of the recurrent states that its requests go on from; padded rows have ``PADDING_SLOT``.
@@ -145,13 +145,13 @@ class StatePool:
         states = [state.detach_arrays(name, reads, writes) for state, name in self._of_requests]
         return [state.arrays.pop(name) for state, name in self._of_tokens] + states
 
-    def take_back(self, arrays: list[mx.array], slots: Slots) -> None:
+    def attach_arrays(self, arrays: list[mx.array], slots: Slots) -> None:
         """Have such arrays as :meth:`detach_arrays` gave away, in its order, with the recurrent states of some slots."""
         num_of_tokens = len(self._of_tokens)
         for (state, name), array in zip(self._of_tokens, arrays[:num_of_tokens], strict=True):
             state.arrays[name] = array
         for (recurrent, name), values in zip(self._of_requests, arrays[num_of_tokens:], strict=True):
-            recurrent.take_back(name, slots, values)
+            recurrent.attach_arrays(name, slots, values)
 
     def evaluate(self) -> None:
         """Wait until every write has happened."""
@@ -210,7 +210,7 @@ class StatePool:
     def put_states(self, slots: Slots, states: list[mx.array]) -> None:
         """Have states that :meth:`read_states` gave in some slots; only where no others are pending."""
         for (state, name), values in zip(self._of_requests, states, strict=True):
-            state.take_back(name, slots, values)
+            state.attach_arrays(name, slots, values)
 
     def forget_states(self, slots: set[int]) -> None:
         """Give up what is pending for some slots of recurrent states, which are about to be loaded."""

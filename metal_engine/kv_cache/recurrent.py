@@ -164,7 +164,7 @@ class RecurrentState:
         return [*self.arrays.values(), *self.pending()]
 
     def detach_arrays(self, name: str, reads: Slots, writes: Slots) -> mx.array:
-        """Give away the states from which a step of decodes goes on, [b, ...], until :meth:`take_back`."""
+        """Give away the states from which a step of decodes goes on, [b, ...], until :meth:`attach_arrays`."""
         (states,) = self.take(name, [reads], [writes])
         assert states is not None
         return states
@@ -179,7 +179,7 @@ class RecurrentState:
     def restore_pending_states(self, pending: PendingByArray) -> None:
         self._pending = pending
 
-    def take_back(self, name: str, slots: Slots, values: mx.array) -> None:
+    def attach_arrays(self, name: str, slots: Slots, values: mx.array) -> None:
         """Have the states that are to be in some slots, [b, ...], of the shape that :meth:`detach_arrays` gives."""
         self._pending[name] = [PendingStates(slots, values)]
 

@@ -226,7 +226,7 @@ class DecodeReplay:
             input_ids: mx.array, positions: mx.array, slots: mx.array, given: list[mx.array], arrays: list[mx.array]
         ) -> tuple[mx.array, list[mx.array]]:
             self._num_runs += 1
-            pool.take_back(arrays, state_slots)
+            pool.attach_arrays(arrays, state_slots)
             traced = TracedRows(TracedWrites(slots), segments)
             with merged_views():
                 logits = model.forward_of_arrays(input_ids, positions, traced, attention_over(given))
@@ -246,7 +246,7 @@ class DecodeReplay:
             # What went in is let go of: writes are in place only if nothing else holds the old arrays.
             logits, arrays = trace(input_ids, positions, slots, tables.arrays, arrays)
         finally:
-            self._pool.take_back(arrays, writes)
+            self._pool.attach_arrays(arrays, writes)
         return logits
 
     def _keep(self, key: Hashable, trace: _Trace) -> None:

@@ -22,10 +22,10 @@ def test_padded_rows_go_on_with_the_array_that_they_are_in() -> None:
     slots = (2, 5, 3, PADDING_SLOT, PADDING_SLOT)
     for step in range(3):
         pool.begin_step()
-        pool.take_back(pool.detach_arrays(slots, slots), slots)
+        pool.attach_arrays(pool.detach_arrays(slots, slots), slots)
         assert pool.has_moved_states == (step == 0)
     fewer = (2, 5, PADDING_SLOT, PADDING_SLOT)
-    pool.take_back(pool.detach_arrays(fewer, fewer), fewer)
+    pool.attach_arrays(pool.detach_arrays(fewer, fewer), fewer)
     assert pool.has_moved_states
 
 
@@ -48,12 +48,12 @@ def test_steps_that_are_built_and_others_that_are_replayed(data: st.DataObject) 
         if data.draw(st.booleans(), "is tried"):
             before = pool.pending_states()
             tried = pool.detach_arrays(reads + padding, writes + padding)
-            pool.take_back([values + 100 for values in tried], writes + padding)
+            pool.attach_arrays([values + 100 for values in tried], writes + padding)
             pool.restore_pending_states(before)
         if data.draw(st.booleans(), "is replayed"):
             (values,) = pool.detach_arrays(reads + padding, writes + padding)
             assert values.shape == (len(reads) + num_padded, 2)
-            pool.take_back([values + 1], writes + padding)
+            pool.attach_arrays([values + 1], writes + padding)
         else:
             (values,) = state.take(next(iter(state.arrays)), [reads], [writes])
             assert values is not None
