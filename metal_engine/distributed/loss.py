@@ -41,7 +41,7 @@ class RankFailureMonitor:
         self._grace = grace
         self._lock = threading.Lock()
         self._is_lost = threading.Event()
-        self._is_told = threading.Event()
+        self._callbacks_done = threading.Event()
         self._tells: list[Callable[[RunnerLostError], None]] = []
         self._at_end: Callable[[], None] = lambda: None
 
@@ -70,12 +70,12 @@ class RankFailureMonitor:
         with suppress(RuntimeError):  # the interpreter is ending, and starts none: see exit_if_rank_lost
             thread.start()
         logger.critical("%s: rank %d ends", message, self._rank)
-        self._is_told.set()
+        self._callbacks_done.set()
         for tell in tells:
             tell(error)
 
     def _end(self, deadline: float) -> None:
-        self._is_told.wait(_TELLING_SECONDS)
+        self._callbacks_done.wait(_TELLING_SECONDS)
         time.sleep(max(deadline - time.monotonic(), 0))
         try:
             self._at_end()
