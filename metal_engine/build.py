@@ -297,7 +297,7 @@ def _open(
         with share.turn():
             recurrence = MetalRecurrence() if choice.metal is not None else None
             paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
-            info = ranks.agreed(model_info(loaded, paged))
+            info = ranks.sync_model_info(model_info(loaded, paged))
             kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
             attention = choice.for_layers(kinds, args.block_size)
         attention = choice.tuned(attention, args.block_size, decide=ranks.decided, agree=ranks.largest, turn=share.turn)

@@ -54,7 +54,7 @@ class Ranks:
     def load_shard(self, model: nn.Module) -> None:
         """Leave this rank's share in a model, and read its weights. Raises UnsupportedModelError."""
 
-    def agreed(self, info: ModelInfo) -> ModelInfo:
+    def sync_model_info(self, info: ModelInfo) -> ModelInfo:
         """The facts about the model by which every rank plans its memory."""
         return info
 
@@ -107,7 +107,7 @@ class SeveralRanks(Ranks):
         mx.reset_peak_memory()
         evaluate_one_by_one(model)
 
-    def agreed(self, info: ModelInfo) -> ModelInfo:
+    def sync_model_info(self, info: ModelInfo) -> ModelInfo:
         assert self._whole is not None
         self._began = time.monotonic()
         mine = {
