@@ -269,9 +269,9 @@ class EngineCore:
         """Tell ``on_frame`` what steps do from now on, in place of whom they were told before; None: nobody."""
         self._watch = None if on_frame is None else StepObserver(self.scheduler, on_frame)
 
-    def rest(self) -> bool:
+    def flush_frames(self) -> bool:
         """Tell who watches what is left to tell; for when there is nothing to do. Returns whether there is more."""
-        return self._watch is not None and self._watch.rest()
+        return self._watch is not None and self._watch.flush_frames()
 
     # --- a step ---
 

@@ -232,7 +232,7 @@ class EngineThread:
         """
         end = time.monotonic() + _TAKE_IN_SECONDS
         while not engine.has_requests or (time.monotonic() < end and not self._inbox.empty()):
-            while not engine.has_requests and self._inbox.empty() and engine.rest():
+            while not engine.has_requests and self._inbox.empty() and engine.flush_frames():
                 pass
             message = self._inbox.get()
             if message is None:

@@ -177,7 +177,7 @@ class StepObserver:
         if plan.num_scheduled_tokens:
             self._begin_step(plan, now)
 
-    def rest(self) -> bool:
+    def flush_frames(self) -> bool:
         """Tell what is left to tell, for the engine has nothing to do; returns whether there is more."""
         now = time.monotonic()
         self._end_step(now)

@@ -74,7 +74,7 @@ class BusyCore:
         self.alone.release()
         return []
 
-    def rest(self) -> bool:
+    def flush_frames(self) -> bool:
         return False
 
     def close(self) -> None:

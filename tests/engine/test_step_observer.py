@@ -53,7 +53,7 @@ class Look:
         picture.apply("frame", json.loads(json.dumps(data)))
 
     def check(self) -> None:
-        while self.watch.rest():
+        while self.watch.flush_frames():
             pass
         for picture in self.pictures:
             picture.check(self.scheduler)
@@ -129,7 +129,7 @@ def test_a_watch_that_begins_with_a_full_pool_tells_it_little_by_little(monkeypa
         harness.step()
     look = Look(harness)
     num_rests = 0
-    while look.watch.rest():
+    while look.watch.flush_frames():
         assert not look.pictures[0].is_whole
         num_rests += 1
     assert num_rests >= 60 // 4 - 1
@@ -147,7 +147,7 @@ def test_rows_say_who_got_how_much() -> None:
         look.watch.planned(plan, float(i))
         plans.append(plan)
         harness.update()
-    look.watch.rest()
+    look.watch.flush_frames()
     rows = look.pictures[0].rows
     names = {seen.key: seen.request_id for frame in look.frames for seen in frame.requests}
     assert names == {0: "a#0", 1: "b#1"}
@@ -173,13 +173,13 @@ def test_steps_that_look_alike_are_one_row_and_a_frame_has_few() -> None:
         look.watch.planned(harness.schedule(), 1 + num_steps * 0.001)
         num_steps += 1
         harness.update()
-    look.watch.rest()
+    look.watch.flush_frames()
     assert len(look.pictures[0].rows) <= 6 and sum(row["steps"] for row in look.pictures[0].rows) == num_steps
     for i in range(40):  # each step another composition
         harness.submit(f"s{i}#{i}", make_prompt(i, 3), 2)
         look.watch.planned(harness.schedule(), 2 + i * 0.0001)
         harness.update()
-    look.watch.rest()
+    look.watch.flush_frames()
     assert max(len(frame.rows) for frame in look.frames) == MAX_ROWS
 
 

@@ -125,7 +125,7 @@ def test_an_idle_engine_sends_nothing(small: Served, monkeypatch: pytest.MonkeyP
     with looking(small):
         frames: list[object] = []
         monkeypatch.setattr(Viewer, "put", lambda self, data: frames.append(data))
-        rest = small.core.rest
+        rest = small.core.flush_frames
         complete(small, "a", 1)
         wait_until(lambda: len(frames) >= 1, "the frame of the request")
         num_frames = len(frames)
