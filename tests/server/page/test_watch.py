@@ -115,7 +115,7 @@ def test_nothing_is_watched_without_viewers(small: Served, monkeypatch: pytest.M
         assert small.core._watch is not None
     wait_for_nobody(small)
     monkeypatch.setattr("metal_engine.engine.step_observer.StepObserver.planned", forbidden)
-    monkeypatch.setattr("metal_engine.engine.step_observer.StepObserver.rest", forbidden)
+    monkeypatch.setattr("metal_engine.engine.step_observer.StepObserver.flush_frames", forbidden)
     monkeypatch.setattr(viewers_module, "event", forbidden)
     complete(small, "a" * 30, 5)
     assert not calls
@@ -125,11 +125,11 @@ def test_an_idle_engine_sends_nothing(small: Served, monkeypatch: pytest.MonkeyP
     with looking(small):
         frames: list[object] = []
         monkeypatch.setattr(Viewer, "put", lambda self, data: frames.append(data))
-        rest = small.core.flush_frames
+        flush_frames = small.core.flush_frames
         complete(small, "a", 1)
         wait_until(lambda: len(frames) >= 1, "the frame of the request")
         num_frames = len(frames)
-        assert not rest() and len(frames) == num_frames
+        assert not flush_frames() and len(frames) == num_frames
 
 
 def test_the_key_is_required() -> None:
