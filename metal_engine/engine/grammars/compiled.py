@@ -88,7 +88,7 @@ class CompiledGrammar:
     def is_resting(self) -> bool:
         return self._is_resting
 
-    def rest(self) -> None:
+    def suspend(self) -> None:
         """End the process, if no output follows it and it is compiled again in no time."""
         with self._lock:
             if not self._can_rest or self._is_resting or len(self._live) > len(self._ended):

@@ -139,7 +139,7 @@ class GrammarCompiler:
         if self._num_processes >= _MAX_PROCESSES:
             self._drop_oldest(0)
             for one in list(self._in_use.values()):
-                one.rest()
+                one.suspend()
 
     @property
     def _num_processes(self) -> int:
