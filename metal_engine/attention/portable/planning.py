@@ -111,7 +111,7 @@ class SlotRun:
     def num_rest(self) -> int:
         return self.segment.num_keys - (self.end - self.start)
 
-    def rest(self) -> np.ndarray:
+    def remainder(self) -> np.ndarray:
         """Positions of the request's other keys, [num_rest]."""
         before = np.arange(self.segment.key_start, self.start)
         return np.concatenate([before, np.arange(self.end, self.segment.key_end)])
@@ -257,7 +257,7 @@ class _Planner:
             ]
             for run in runs
         ]
-        rests = [run.rest() for run in runs]
+        rests = [run.remainder() for run in runs]
         num_rest = max(map(len, rests))
         self.keys_gathered += len(runs) * num_rest
         self.scores_computed += sum(r.end - r.start for r in runs) + len(runs) * num_rest
