@@ -237,7 +237,7 @@ class RequestTable:
         rows = batch.rows
         return rows.positions[rows.logits_indices] + 1 - self._num_prompt_tokens[batch.sample_indices]
 
-    def take_in(self, plan: SchedulerOutput) -> None:
+    def update(self, plan: SchedulerOutput) -> None:
         """Bring the table up to date with ``plan``: who comes and goes, and what they are given."""
         for request_id in plan.dropped_req_ids:
             self.remove(request_id)
@@ -249,7 +249,7 @@ class RequestTable:
             self._state_writes[self._index_of[request_id]] = slot
 
     def pack(self, plan: SchedulerOutput) -> PackedBatch:
-        """Lay out the tokens of a plan that :meth:`take_in` was given, in the plan's order.
+        """Lay out the tokens of a plan that :meth:`update` was given, in the plan's order.
 
         Raises:
             ValueError: the plan contradicts what is held, or asks for a token that nobody knows or samples.

@@ -103,7 +103,7 @@ class DraftModel:
 
     # --- what it has KV of ----------------------------------------------------------------------------------
 
-    def take_in(self, plan: SchedulerOutput) -> None:
+    def update(self, plan: SchedulerOutput) -> None:
         """Find out what there is of new requests: cached blocks that were computed here, too. A store has none."""
         for request_id in plan.dropped_req_ids:
             self._num_computed.pop(request_id, None)

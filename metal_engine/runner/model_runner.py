@@ -141,7 +141,7 @@ class ModelRunner:
 
         Returns the step, and the logits that it samples from if its sampling is still to be built.
         """
-        self._table.take_in(plan)
+        self._table.update(plan)
         self._pool.begin_step()
         drafting = self._draft(plan)
         drafted = plan if drafting is None else plan.with_drafts(drafting)
@@ -164,7 +164,7 @@ class ModelRunner:
         """Run the draft model, as far as the plan asks for it."""
         if self._draft_model is None:
             return None
-        self._draft_model.take_in(plan)
+        self._draft_model.update(plan)
         return self._draft_model.draft(self._table, plan)
 
     def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, StepPooling | None, mx.array, DecodeForward | None]:
@@ -354,9 +354,9 @@ class ModelRunner:
     def forget(self, req_ids: list[str]) -> None:
         """Drop requests between steps, as the next plan would have it; unknown ones are passed over."""
         plan = SchedulerOutput(0, dropped_req_ids=req_ids)
-        self._table.take_in(plan)
+        self._table.update(plan)
         if self._draft_model is not None:
-            self._draft_model.take_in(plan)
+            self._draft_model.update(plan)
 
     def close(self) -> None:
         """Free the KV cache and the draft model's; the weights too if the thread goes on, and else its streams.

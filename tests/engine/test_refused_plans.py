@@ -21,10 +21,10 @@ def test_requests_that_ended_are_dropped_though_the_next_plan_is_not_taken_in(
     engine = tiny_engine(ahead=ahead, max_num_seqs=2)
     prompts = [[5, 7, 9], [3, 1, 4, 1, 5]]
     expected = run(engine, prompts, GREEDY)  # the drops of these two come with the next plan
-    take_in = RequestTable.take_in
+    update = RequestTable.update
 
     def fail(table: RequestTable, plan: Any) -> None:
-        monkeypatch.setattr(RequestTable, "take_in", take_in)
+        monkeypatch.setattr(RequestTable, "take_in", update)
         assert len(plan.dropped_req_ids) == 2
         raise RuntimeError("refused before anything is taken in")
 

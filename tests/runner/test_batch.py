@@ -21,7 +21,7 @@ NUM_BLOCKS = 200
 
 
 def pack(table: RequestTable, plan: SchedulerOutput) -> PackedBatch:
-    table.take_in(plan)
+    table.update(plan)
     return table.pack(plan)
 
 

@@ -344,10 +344,10 @@ def _stale_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _loaded_blocks_are_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    take_in = DraftModel.take_in
+    update = DraftModel.update
 
     def wrong(self: DraftModel, plan: SchedulerOutput) -> None:
-        take_in(self, replace(plan, kv_connector_metadata=None))
+        update(self, replace(plan, kv_connector_metadata=None))
 
     monkeypatch.setattr(DraftModel, "take_in", wrong)
 
