@@ -214,7 +214,7 @@ class EngineThread:
         while True:
             if self._turns is None:  # else within the turn, by the step
                 engine.dispatch_second_part()
-            outputs = self._take_in(engine)
+            outputs = self._process_inbox(engine)
             if outputs is None:
                 return
             if engine.has_requests:
@@ -222,7 +222,7 @@ class EngineThread:
             if outputs:
                 self._on_outputs(outputs)
 
-    def _take_in(self, engine: EngineCore) -> list[RequestOutput] | None:
+    def _process_inbox(self, engine: EngineCore) -> list[RequestOutput] | None:
         """Take in what has arrived; wait for it if there is nothing else to do.
 
         Two thousand may arrive in one go, too many to come between two steps: then the rest waits for the next call.
