@@ -155,7 +155,7 @@ class FakeKVRunner:
         drafting = None if self.draft_model is None else self.draft_model.draft(plan)
         if drafting is not None:
             plan = plan.with_drafts(drafting)
-        self._take_in(plan)
+        self._update_requests(plan)
         meta = plan.kv_connector_metadata or KVConnectorMetadata()
         for block_id, data in meta.loads.items():
             assert self.num_holders[block_id] == 1, f"block {block_id} is loaded into, and shared or free"
@@ -263,7 +263,7 @@ class FakeKVRunner:
     def _slots_of(self, block_id: int) -> slice:
         return slice(block_id * self.block_size, (block_id + 1) * self.block_size)
 
-    def _take_in(self, plan: SchedulerOutput) -> None:
+    def _update_requests(self, plan: SchedulerOutput) -> None:
         assert plan.step_id > self.last_step_id
         self.last_step_id = plan.step_id
         for request_id in plan.dropped_req_ids:
