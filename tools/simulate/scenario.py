@@ -216,7 +216,7 @@ class SimulatedFleet:
         served.outcome, served.ended_at = outcome, self._now
         del self._in_flight[served.replica][served.request_id]
 
-    def _take_in(self, output: RequestOutput, served: Served) -> None:
+    def _record_output(self, output: RequestOutput, served: Served) -> None:
         if served.first_token_at < 0:
             served.first_token_at = self._now
         if output.finish_reason is None:
@@ -252,7 +252,7 @@ class SimulatedFleet:
             return  # lost meanwhile
         in_flight = self._in_flight[index]
         for output in replica.end():
-            self._take_in(output, in_flight[output.request_id])
+            self._record_output(output, in_flight[output.request_id])
         self._at(self._now, _WAKES, self._begin, index, replica)
 
     # --- what the router sees of the replicas ---------------------------------------------------------------
