@@ -157,7 +157,7 @@ class StatePool:
         """Wait until every write has happened."""
         mx.eval(list(self._arrays()))
 
-    def written(self) -> mx.array:
+    def writes_done_marker(self) -> mx.array:
         """An array that is computed when every write has happened.
 
         It can be evaluated asynchronously. The pool's arrays cannot: they would not be written in place again. It holds
@@ -178,7 +178,7 @@ class StatePool:
     def states_done_marker(self) -> mx.array:
         """An array that is computed when the recurrent states are that the step built last has computed.
 
-        As :meth:`written`, but it holds no array that steps write to, unless :attr:`has_moved_states`.
+        As :meth:`writes_done_marker`, but it holds no array that steps write to, unless :attr:`has_moved_states`.
         """
         return _after(array for state in self._recurrent for array in state.pending())
 
@@ -188,11 +188,11 @@ class StatePool:
         What depends on arrays holds them until the device has computed it; of all others, this leaves the device free
         to write to them again.
         """
-        return _after(self.states[(len(self.states) - 1) // 2].written())
+        return _after(self.states[(len(self.states) - 1) // 2].writes_done_marker())
 
     def _arrays(self) -> Iterator[mx.array]:
         for state in self.states:
-            yield from state.written()
+            yield from state.writes_done_marker()
 
     def pending_states(self) -> list[PendingByArray]:
         """The recurrent states that the step built last leaves, to go back to if one on top of it is built in vain."""

@@ -227,7 +227,7 @@ class DraftModel:
             self._pool.restore(before)
             raise
         del before  # no other owner of the arrays that are written to
-        mx.eval(self._pool.written() if tokens is None else tokens)
+        mx.eval(self._pool.writes_done_marker() if tokens is None else tokens)
         synchronize()
         for turn in turns:
             # Of its drafts it is not known yet whether they will be tokens of the request.

@@ -290,7 +290,7 @@ class ModelRunner:
     def _left_behind(self, step: PendingStep) -> list[mx.array]:
         """What a step leaves in the cache, as far as its results do not depend on that."""
         if not step.results or step.moves_states:  # only intermediate chunks; or states that went to slots
-            return [self._pool.written()]
+            return [self._pool.writes_done_marker()]
         # Results depend on the recurrent states that a step reads, and not on those that it leaves.
         return [self._pool.states_done_marker()] if self._pool.is_recurrent else []
 

@@ -98,6 +98,6 @@ def _run_step(model: PagedModel, backend: AttentionBackend, rows: StepRows, samp
     adapters = None if model.adapters is None else model.adapters.most_rows(rows.num_tokens)
     logits = model(mx.zeros((rows.num_tokens,), mx.int32), rows, backend.for_step(rows), adapters=adapters)
     tokens = sample(logits, sampling, np.arange(num_seqs), np.zeros(num_seqs, np.int32))
-    mx.eval(tokens, model.pool.written())
+    mx.eval(tokens, model.pool.writes_done_marker())
     synchronize()
     return mx.get_peak_memory()

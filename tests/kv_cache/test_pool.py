@@ -47,7 +47,7 @@ class SumState:
     def restore(self, snapshot: StateSnapshot) -> None:
         self.arrays = dict(snapshot.arrays)
 
-    def written(self) -> list[mx.array]:
+    def writes_done_marker(self) -> list[mx.array]:
         return list(self.arrays.values())
 
     def block_arrays(self) -> dict[str, mx.array]:
@@ -140,7 +140,7 @@ def test_a_snapshot_undoes_what_was_built_since() -> None:
 def test_written_is_computed_after_every_write() -> None:
     made = pool()
     write(made, rows_of())
-    mx.async_eval(made.written())
+    mx.async_eval(made.writes_done_marker())
     made.evaluate()
     assert all(np.array(array).any() for state in made.states for array in state.arrays.values())
 
