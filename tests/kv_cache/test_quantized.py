@@ -62,7 +62,7 @@ def written(spec: KVSpec | LatentSpec, kv_cache_dtype: str, make_writes: type = 
     state.allocate(NUM_BLOCKS, BLOCK_SIZE)
     step = a_step(make_writes)
     state.write(step, random_rows(spec, step.num_tokens))
-    mx.eval(state.written())
+    mx.eval(state.writes_done_marker())
     return state
 
 

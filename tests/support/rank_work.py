@@ -54,7 +54,7 @@ class Memory:
     def __init__(self, runner: ModelRunner) -> None:
         states = runner._pool.states
         self._array_bytes = [array.nbytes for state in states for array in state.arrays.values()]
-        mx.eval([state.written() for state in states])
+        mx.eval([state.writes_done_marker() for state in states])
         gc.collect()
         mx.clear_cache()
         mx.reset_peak_memory()

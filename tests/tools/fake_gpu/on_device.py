@@ -303,7 +303,7 @@ def count_kernels_of_architectures() -> dict[str, list[int]]:
         attention: Any = _OneKernel()
         mx.synchronize()
         GPU.counts(reset=True)
-        mx.eval(model(mx.zeros((4,), mx.int32), rows, attention), model.pool.written())
+        mx.eval(model(mx.zeros((4,), mx.int32), rows, attention), model.pool.writes_done_marker())
         mx.synchronize()
         found[name] = [GPU.counts().kernels, kernels_of_step(config) or 0]
     return found
