@@ -64,7 +64,7 @@ class LayerState(Protocol):
         """The arrays of tokens by block, each [num_blocks, block_size, ...], not copied."""
         ...
 
-    def written(self) -> list[mx.array]:
+    def writes_done_marker(self) -> list[mx.array]:
         """Arrays that are there when all that steps have written is."""
         ...
 
@@ -93,7 +93,7 @@ class TokenState:
     def restore(self, snapshot: StateSnapshot) -> None:
         self.arrays = dict(snapshot.arrays)
 
-    def written(self) -> list[mx.array]:
+    def writes_done_marker(self) -> list[mx.array]:
         return list(self.arrays.values())
 
     def block_arrays(self) -> dict[str, mx.array]:
