@@ -160,7 +160,7 @@ class RecurrentState:
     def block_arrays(self) -> dict[str, mx.array]:
         return {}
 
-    def written(self) -> list[mx.array]:
+    def writes_done_marker(self) -> list[mx.array]:
         return [*self.arrays.values(), *self.pending()]
 
     def detach_arrays(self, name: str, reads: Slots, writes: Slots) -> mx.array:
