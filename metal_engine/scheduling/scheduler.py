@@ -119,7 +119,9 @@ class Scheduler:
         self._num_steps += 1
         self.states.begin_step()
         self.admissions.take_in_loaded()
-        if self.speculation is not None and self.speculation.waits(self.running, bool(self.admissions.waiting)):
+        if self.speculation is not None and self.speculation.should_wait_for_tokens(
+            self.running, bool(self.admissions.waiting)
+        ):
             return plan
         prompt_rows = max(MAX_PROMPT_ROWS, self.blocks.block_size)
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work, prompt_rows)

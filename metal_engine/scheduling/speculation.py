@@ -72,7 +72,7 @@ class Speculation:
 
     # --- when ---
 
-    def waits(self, running: Mapping[str, Request], others_wait: bool) -> bool:
+    def should_wait_for_tokens(self, running: Mapping[str, Request], others_wait: bool) -> bool:
         """Whether a step must not be planned before the tokens of those under way are known.
 
         It must not if one of those has drafts. Else it waits if all it would do ahead is to decode, if there is room
