@@ -55,7 +55,7 @@ def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int
     at_once = _AT_ONCE_ASCII if text.isascii() else _AT_ONCE
     if len(text) <= at_once:
         return _ids(backend, text, add_special_tokens)
-    before, after = around(backend) if add_special_tokens else ([], [])
+    before, after = special_token_affixes(backend) if add_special_tokens else ([], [])
     ids = before
     for piece in _pieces(backend, text, at_once):
         check_cancelled()
@@ -82,7 +82,7 @@ def panics_refused() -> Iterator[None]:
         raise ValueError(f"the model's tokenizer cannot tokenize this text ({one_line(error)})") from error
 
 
-def around(backend: Any) -> tuple[list[int], list[int]]:
+def special_token_affixes(backend: Any) -> tuple[list[int], list[int]]:
     """The special tokens that stand before and after any text."""
     whole, inner = _ids(backend, "a", True), _ids(backend, "a")
     start = next(i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)

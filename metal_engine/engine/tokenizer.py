@@ -15,7 +15,7 @@ from metal_engine.engine import chat_template
 from metal_engine.engine.control_tokens import ControlTokens
 from metal_engine.engine.detokenizer import Detokenizer
 from metal_engine.engine.infilling import Infilling
-from metal_engine.engine.long_text import TextTooLongError, around, encode
+from metal_engine.engine.long_text import TextTooLongError, encode, special_token_affixes
 from metal_engine.engine.message_rules import MessageRules
 from metal_engine.engine.word_cache import limit_word_cache
 from metal_engine.sizes import parts
@@ -146,7 +146,7 @@ class Tokenizer:
         if not isinstance(prefix, str):
             return self.infilling.join(prefix, suffix)
         ids, place = self.infilling.join(self.encode(prefix, add_special_tokens=False), suffix)
-        before, after = around(self.hf_tokenizer.backend_tokenizer)
+        before, after = special_token_affixes(self.hf_tokenizer.backend_tokenizer)
         return [*before, *ids, *after], slice(len(before) + place.start, len(before) + place.stop)
 
     def encode_within(self, text: str) -> list[int]:
