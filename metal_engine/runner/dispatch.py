@@ -118,7 +118,7 @@ def _peak_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int, ma
     """
     req_ids = [f"warm-up {row}" for row in range(len(blocks))]
     peak = 0
-    under_way: deque[PendingStep] = deque()
+    in_flight: deque[PendingStep] = deque()
     try:
         for step_id in range(num_steps):
             plan = SchedulerOutput(
@@ -126,21 +126,21 @@ def _peak_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int, ma
             )
             if step_id == 0:
                 plan.new_requests = list(map(_request, req_ids, blocks, range(1, len(blocks) + 1)))
-            if not under_way:
+            if not in_flight:
                 synchronize()
                 mx.clear_cache()
                 # It stays, with all that comes of it: memory that goes during the steps would hide what they copy.
                 products = _keep_busy(matrix)
                 mx.reset_peak_memory()
-            under_way.append(runner.execute(plan))
-            if len(under_way) == 2 or step_id == num_steps - 1:
-                _finish(under_way)
+            in_flight.append(runner.execute(plan))
+            if len(in_flight) == 2 or step_id == num_steps - 1:
+                _finish(in_flight)
                 peak = max(peak, mx.get_peak_memory())
                 del products
         return peak
     finally:
         try:
-            _finish(under_way)
+            _finish(in_flight)
         finally:
             runner.forget(req_ids)
 
@@ -157,12 +157,12 @@ def _request(request_id: str, block_ids: list[int], state_slot: int) -> NewReque
     )
 
 
-def _finish(under_way: deque[PendingStep]) -> None:
+def _finish(in_flight: deque[PendingStep]) -> None:
     """Finish them all, those too that come after one that fails; raises the first error."""
     error: Exception | None = None
-    while under_way:
+    while in_flight:
         try:
-            under_way.popleft().result()
+            in_flight.popleft().result()
         except Exception as failed:  # noqa: BLE001  (raised below; a step on top of one that failed is void)
             error = error or failed
     if error is not None:

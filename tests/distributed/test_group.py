@@ -259,9 +259,9 @@ def test_a_rank_that_does_not_go_on_is_named() -> None:
     leader = LeaderRunner(runner, [ours for ours, _ in pairs], watch, steps)
 
     def run(link: Link, runner: Any) -> None:
-        under_way: deque[Any] = deque()
+        in_flight: deque[Any] = deque()
         for _ in range(4):
-            run_frame(runner, under_way, link, *link.receive())
+            run_frame(runner, in_flight, link, *link.receive())
 
     def lead() -> None:
         for step_id in (1, 2):

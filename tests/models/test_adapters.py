@@ -60,11 +60,11 @@ def test_weights_of_a_slot_leave_the_others_and_older_steps_alone() -> None:
     put(layer, 2, (2 * ones[0], ones[1]))
     x, y = mx.ones((2, 1, INPUTS)), mx.zeros((2, 1, OUTPUTS))
     rows = AdapterRows(np.array([1, 2], np.int32), is_sorted=False)
-    under_way = rows.added(layer, x, y)  # built, not computed
+    in_flight = rows.added(layer, x, y)  # built, not computed
     put(layer, 2, None)
     assert layer.slots == {1}
     assert np.array(rows.added(layer, x, y))[:, 0, 0].tolist() == [INPUTS, 0]
-    assert np.array(under_way)[:, 0, 0].tolist() == [INPUTS, 2 * INPUTS]
+    assert np.array(in_flight)[:, 0, 0].tolist() == [INPUTS, 2 * INPUTS]
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -78,8 +78,8 @@ def test_weights_are_put_in_place_part_by_part(monkeypatch: pytest.MonkeyPatch, 
     new = rng.normal(size=(inputs, 5)).astype(np.float32), rng.normal(size=(5, outputs)).astype(np.float32)
     put(layer, 2, old)
     put(layer, 3, old)
-    under_way = mx.exp(layer.a[2]).sum() + mx.exp(layer.b[2]).sum()
-    mx.async_eval(under_way)
+    in_flight = mx.exp(layer.a[2]).sum() + mx.exp(layer.b[2]).sum()
+    mx.async_eval(in_flight)
     num_bytes = 4 * max_rank * (inputs + outputs)
     for weights in (new, None, old, new):
         parts = layer.set_weights(3, weights)

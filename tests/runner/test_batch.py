@@ -116,7 +116,7 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, 
     table = RequestTable(MAX_ROWS, MAX_MODEL_LEN, block_size)
     traffic = Traffic(data, block_size)
     last_samples: list[int] = []
-    under_way: list[tuple[list[str], np.ndarray]] = []
+    in_flight: list[tuple[list[str], np.ndarray]] = []
     for step_id in range(data.draw(st.integers(1, 8), label="steps")):
         plan = traffic.draw_plan(step_id)
         if not plan.num_scheduled_tokens:
@@ -146,9 +146,9 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, 
         assert table.output_positions(batch).tolist() == num_outputs
         tokens = data.draw(st.lists(st.integers(0, 999), min_size=len(sampled), max_size=len(sampled)))
         last_samples = tokens
-        under_way.append(([*plan.sampled_req_ids, "gone"], ModelOutput([*tokens, 7])))
-        while len(under_way) > ahead:
-            table.append_tokens(*under_way.pop(0))
+        in_flight.append(([*plan.sampled_req_ids, "gone"], ModelOutput([*tokens, 7])))
+        while len(in_flight) > ahead:
+            table.append_tokens(*in_flight.pop(0))
         for request, token_id in zip(sampled, tokens, strict=True):
             request.token_ids.append(token_id)
 
