@@ -75,7 +75,7 @@ class EngineCore:
         self._serials = itertools.count()
         self._ids: dict[str, str] = {}  # the client's -> ours
         # Steps started and not finished, with their times; and how many there may be when step() returns.
-        self._under_way: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
         self._watch: StepObserver | None = None
@@ -259,7 +259,7 @@ class EngineCore:
     @property
     def has_requests(self) -> bool:
         """Whether there is anything to do; a step under way whose requests have all gone must still be finished."""
-        return self.scheduler.has_requests or bool(self._under_way)
+        return self.scheduler.has_requests or bool(self._in_flight)
 
     @property
     def stats(self) -> SchedulerStats:
@@ -300,22 +300,22 @@ class EngineCore:
         failed = self._failed_loads()
         if plan.num_scheduled_tokens:
             self.num_steps += 1
-            self.metrics.scheduled(plan, started, is_ahead=bool(self._under_way))
+            self.metrics.scheduled(plan, started, is_ahead=bool(self._in_flight))
             try:
                 handle = self._runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (logged there)
                 self.scheduler.refused(plan)
                 outputs = failed + self._fail(plan, error)
                 # No later plan can follow directly on those under way: this one came between.
-                while self._under_way:
+                while self._in_flight:
                     outputs += self._finish_oldest()
                 return outputs
-            self._under_way.append((plan, handle, started))
-            if len(self._under_way) <= self._num_ahead:
+            self._in_flight.append((plan, handle, started))
+            if len(self._in_flight) <= self._num_ahead:
                 return failed
-        elif not (self._under_way or failed) and self.scheduler.connector is not None:
+        elif not (self._in_flight or failed) and self.scheduler.connector is not None:
             self.scheduler.connector.wait(_LOAD_WAIT_SECONDS)  # all that is left to do waits for KV
-        return failed + (self._finish_oldest() if self._under_way else [])
+        return failed + (self._finish_oldest() if self._in_flight else [])
 
     def _failed_loads(self) -> list[RequestOutput]:
         """End the requests whose KV could not be loaded, where that is asked for."""
@@ -324,14 +324,14 @@ class EngineCore:
         return under_client_ids([self._fail_request(r, message) for r, message in failed])
 
     def _finish_oldest(self) -> list[RequestOutput]:
-        plan, handle, started = self._under_way.popleft()
+        plan, handle, started = self._in_flight.popleft()
         try:
             model_output = handle.result()
         except Exception as error:  # noqa: BLE001  (logged there)
             outputs = self._fail(plan, error)
-            for void_plan, _, _ in self._under_way:
+            for void_plan, _, _ in self._in_flight:
                 self.scheduler.cancel(void_plan)
-            self._under_way.clear()
+            self._in_flight.clear()
             return outputs
         self.metrics.computed(model_output)
         if plan.scheduled_spec_decode_tokens:
@@ -387,13 +387,13 @@ class EngineCore:
 
     def _abandon_steps(self) -> None:
         """Wait for the steps under way and drop their results."""
-        while self._under_way:
-            _, handle, _ = self._under_way.popleft()
+        while self._in_flight:
+            _, handle, _ = self._in_flight.popleft()
             try:
                 handle.result()
             except Exception:
                 logger.exception("a step under way failed, too")
-                self._under_way.clear()  # void
+                self._in_flight.clear()  # void
 
     def _fail_request(self, request_id: str, message: str, *, caused_by_request: bool = False) -> RequestOutput:
         self.metrics.finished(request_id, "error")

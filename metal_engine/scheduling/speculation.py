@@ -67,7 +67,7 @@ class Speculation:
         self._is_try = False  # whether the drafts of the last planned step are not expected to pay
         self._was_worth_waiting = False  # whether the next step has been waited with, for drafts
         self._to_try: Request | None = None  # for which it has been waited with, to see whether a draft comes
-        self._under_way: set[str] = set()  # requests with drafts that are not settled
+        self._in_flight: set[str] = set()  # requests with drafts that are not settled
         self._steps: set[int] = set()  # ids of steps that have not ended, with --async-scheduling
 
     # --- when ---
@@ -85,7 +85,7 @@ class Speculation:
         """
         if not self._config.async_scheduling:
             return False
-        if self._under_way:
+        if self._in_flight:
             return True
         if others_wait and len(running) < self._config.max_num_seqs:
             return False
@@ -273,7 +273,7 @@ class Speculation:
             budget.take(request.num_computed_tokens, len(drafts))
             request.num_computed_tokens += len(drafts)
             request.num_output_placeholders += len(drafts)
-            self._under_way.add(request.request_id)
+            self._in_flight.add(request.request_id)
         return len(drafts)
 
     def _with_blocks(self, request: Request, plan: SchedulerOutput, drafts: list[int]) -> list[int]:
@@ -306,7 +306,7 @@ class Speculation:
                 continue  # aborted while the step was under way
             drafts = model_output.drafts_of(plan, request_id)
             num_accepted = model_output.num_accepted_tokens[request_id]
-            self._under_way.discard(request_id)
+            self._in_flight.discard(request_id)
             request.num_output_placeholders -= len(planned)
             if request.status is RequestStatus.RUNNING:
                 request.num_computed_tokens -= len(planned) - len(drafts)  # rows that there were not
@@ -344,7 +344,7 @@ class Speculation:
         """A plan has failed, or will not be run: the drafts in it are void. None: all that have not ended."""
         steps = set(self._steps) if plan is None else {plan.step_id}
         self._steps -= steps
-        self._under_way.difference_update(self._under_way.copy() if plan is None else plan.scheduled_spec_decode_tokens)
+        self._in_flight.difference_update(self._in_flight.copy() if plan is None else plan.scheduled_spec_decode_tokens)
         self._times.start()  # what is planned next begins now, and a step before it that is under way is not measured
         self._ahead.failed(steps)
 
@@ -354,5 +354,5 @@ class Speculation:
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a request that has ended."""
-        self._under_way.discard(request_id)
+        self._in_flight.discard(request_id)
         self._proposals.forget(request_id)

@@ -49,14 +49,14 @@ class Workers:
             weight: ThreadPoolExecutor(weight.value[1], thread_name_prefix=f"{weight.value[0]}-work")
             for weight in Weight
         }
-        self._under_way: dict[threading.Event, tuple[Weight, Future[Any]]] = {}
+        self._in_flight: dict[threading.Event, tuple[Weight, Future[Any]]] = {}
         self._dropped: set[Weight] = set()
         self.num_heavy = 0
 
     @property
     def is_heavy_under_way(self) -> bool:
         """True while heavy work runs or is queued."""
-        return any(weight is Weight.HEAVY for weight, _ in self._under_way.values())
+        return any(weight is Weight.HEAVY for weight, _ in self._in_flight.values())
 
     async def run(self, weight: Weight, work: Callable[..., T], *args: object) -> T:
         """Returns ``work(*args)``. Cancelling takes it out of the queue, or makes
@@ -67,7 +67,7 @@ class Workers:
         context = contextvars.copy_context()
         context.run(caller_disconnected.set, left)
         future: Future[T] = self._pools[weight].submit(context.run, _unless_left, work, *args)
-        self._under_way[left] = weight, future
+        self._in_flight[left] = weight, future
         self.num_heavy += weight is Weight.HEAVY
         try:
             return await asyncio.wrap_future(future)
@@ -80,12 +80,12 @@ class Workers:
             future.cancel()
             raise
         finally:
-            del self._under_way[left]
+            del self._in_flight[left]
 
     def drop(self, weight: Weight) -> None:
         """End work of a kind, from now on: who waits for it is told that the server shuts down."""
         self._dropped.add(weight)
-        for left, (kind, future) in list(self._under_way.items()):
+        for left, (kind, future) in list(self._in_flight.items()):
             if kind is weight:
                 left.set()
                 future.cancel()

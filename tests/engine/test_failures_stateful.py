@@ -204,7 +204,7 @@ class FailureMachine(RuleBasedStateMachine):
     def _check(self) -> None:
         self.engine.scheduler.check_integrity()
         assert sorted(self.engine.request_ids) == sorted(self.live)
-        assert list(self.runner._steps) == [handle for _, handle, _ in self.engine._under_way]
+        assert list(self.runner._steps) == [handle for _, handle, _ in self.engine._in_flight]
         for request_id, answer in self.found.items():
             answer.check(self.known[self.asked[request_id]][1])
 

@@ -63,7 +63,7 @@ class Loop:
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, num_ahead: int) -> None:
         self.runner, self.scheduler, self.num_ahead = runner, scheduler, num_ahead
-        self._under_way: deque[tuple[SchedulerOutput, PendingStep]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
 
     def run(self) -> int:
         """Until nothing is left; returns the steps taken."""
@@ -72,12 +72,12 @@ class Loop:
             plan = self.scheduler.schedule()
             if plan.num_scheduled_tokens:
                 num_steps += 1
-                self._under_way.append((plan, self.runner.execute(plan)))
-            if len(self._under_way) > self.num_ahead or not plan.num_scheduled_tokens:
-                done, handle = self._under_way.popleft()
+                self._in_flight.append((plan, self.runner.execute(plan)))
+            if len(self._in_flight) > self.num_ahead or not plan.num_scheduled_tokens:
+                done, handle = self._in_flight.popleft()
                 self.scheduler.update(done, handle.result())
-        while self._under_way:
-            self._under_way.popleft()[1].result()
+        while self._in_flight:
+            self._in_flight.popleft()[1].result()
         return num_steps
 
 
