@@ -34,7 +34,7 @@ class FreedMemory:
         self._polls_since += 1
         self._num_idle_polls = 0 if self._lifecycle.num_active else self._num_idle_polls + 1
         counts = self._counts()
-        had_large = counts[1] != self._returned[1] and not self._workers.is_heavy_under_way
+        had_large = counts[1] != self._returned[1] and not self._workers.is_heavy_in_flight
         is_idle = counts != self._returned and self._num_idle_polls >= _IDLE_POLLS
         if not is_idle and not (had_large and self._polls_since >= _BUSY_POLLS):
             return False

@@ -54,7 +54,7 @@ class Workers:
         self.num_heavy = 0
 
     @property
-    def is_heavy_under_way(self) -> bool:
+    def is_heavy_in_flight(self) -> bool:
         """True while heavy work runs or is queued."""
         return any(weight is Weight.HEAVY for weight, _ in self._in_flight.values())
 

@@ -17,7 +17,7 @@ class Server:
     num_active: int = 0
     num_begun: int = 0
     num_heavy: int = 0
-    is_heavy_under_way: bool = False
+    is_heavy_in_flight: bool = False
 
     @property
     def memory(self) -> FreedMemory:
@@ -57,9 +57,9 @@ def test_a_large_body_is_returned_while_the_server_is_busy() -> None:
     server = Server()
     memory = server.memory
     server.num_active = server.num_begun = server.num_heavy = 1
-    server.is_heavy_under_way = True
+    server.is_heavy_in_flight = True
     assert polls_until_due(memory) is None
-    server.is_heavy_under_way = False
+    server.is_heavy_in_flight = False
     assert polls_until_due(memory) == 1
     server.num_heavy += 1
     assert polls_until_due(memory) == 5  # not after each of many
