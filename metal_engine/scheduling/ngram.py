@@ -176,7 +176,7 @@ class PredictedTexts:
 
 
 class NgramProposer:
-    """Drafts for all requests (:class:`metal_engine.scheduling.speculation.Proposer`).
+    """Drafts for all requests (:class:`metal_engine.scheduling.speculation.speculation.Proposer`).
 
     They are of the text that a request's client expects, as long as the request follows one.
     """

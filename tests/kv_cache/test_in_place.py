@@ -28,7 +28,7 @@ from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.ngram import NgramProposer
 from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.scheduler import Scheduler
-from metal_engine.scheduling.speculation import Speculation
+from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import IN_FLIGHT_STATES, IN_FLIGHT_STATES_OF_DRAFTS, CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
 from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes, draft_model_config, speculative_config

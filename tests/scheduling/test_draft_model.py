@@ -18,7 +18,7 @@ from metal_engine.scheduling.draft_lengths import MIN_GAIN, StepTimes, choose_le
 from metal_engine.scheduling.draft_model import DraftCosts
 from metal_engine.scheduling.limits import StepBudget
 from metal_engine.scheduling.proposals import make_proposer
-from metal_engine.scheduling.speculation import Speculation
+from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, SchedulerOutput
 from tests.scheduling.test_draft_lengths import Clock, TimedStep, compute_bound, memory_bound

@@ -13,7 +13,7 @@ from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.draft_lengths import StepTimes
-from metal_engine.scheduling.speculation import Speculation
+from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt

@@ -22,7 +22,7 @@ from metal_engine.request import Request, RequestOptions, RequestOutput, Request
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.proposals import make_proposer
 from metal_engine.scheduling.scheduler import Scheduler
-from metal_engine.scheduling.speculation import Speculation
+from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, KVConnectorMetadata, ModelOutput, SchedulerOutput
 from tests.support.fake_kv_transfer import FakeTransfer

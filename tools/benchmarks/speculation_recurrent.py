@@ -23,7 +23,7 @@ from metal_engine.build import build_engine
 from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
-from metal_engine.scheduling.speculation import Speculation
+from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.args import EngineArgs
 from tools.benchmarks.hybrid_chat import write_model
 from tools.benchmarks.speculation import CHAT, Run, run
@@ -32,7 +32,7 @@ _CONFIG = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max":
 
 
 class KnownAnswers:
-    """Drafts of known answers (:class:`metal_engine.scheduling.speculation.Proposer`).
+    """Drafts of known answers (:class:`metal_engine.scheduling.speculation.speculation.Proposer`).
 
     Args:
         answers: by prompt.
