@@ -16,7 +16,7 @@ from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.integrity import check_integrity
 from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillAllocator, StepBudget, check_fits, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
-from metal_engine.scheduling.proposals import Proposer
+from metal_engine.scheduling.speculation.proposals import Proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.scheduling.stats import SchedulerStats

@@ -17,7 +17,7 @@ from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.draft_lengths import MIN_GAIN, StepTimes, choose_lengths, least_gain
 from metal_engine.scheduling.draft_model import DraftCosts
 from metal_engine.scheduling.limits import StepBudget
-from metal_engine.scheduling.proposals import make_proposer
+from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, SchedulerOutput

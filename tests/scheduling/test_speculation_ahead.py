@@ -13,7 +13,7 @@ from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.draft_lengths import DraftLengths, StepTimes
 from metal_engine.scheduling.draft_room import DraftCapacity
-from metal_engine.scheduling.proposals import make_proposer
+from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.scheduling.test_draft_lengths import KINDS, memory_bound, run

@@ -10,7 +10,7 @@ from metal_engine.request import Request
 from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.draft_lengths import StepTimes
 from metal_engine.scheduling.draft_model import DraftCosts
-from metal_engine.scheduling.proposals import Proposer, make_proposer
+from metal_engine.scheduling.speculation.proposals import Proposer, make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import SpeculativeConfig
 

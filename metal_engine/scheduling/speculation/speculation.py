@@ -20,7 +20,7 @@ from metal_engine.scheduling.draft_lengths import DraftLengths, StepTimes, choos
 from metal_engine.scheduling.draft_model import DraftCosts
 from metal_engine.scheduling.draft_room import DraftCapacity, room_for_drafts
 from metal_engine.scheduling.limits import StepBudget, num_remaining
-from metal_engine.scheduling.proposals import Proposals, Proposer
+from metal_engine.scheduling.speculation.proposals import Proposals, Proposer
 from metal_engine.settings.config import SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, ModelOutput, SchedulerOutput
 
