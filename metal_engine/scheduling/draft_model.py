@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from metal_engine.request import Request
-from metal_engine.scheduling.ngram import TOKENS_PER_STEP, PredictedTexts
+from metal_engine.scheduling.speculation.ngram import TOKENS_PER_STEP, PredictedTexts
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 

@@ -17,7 +17,7 @@ import pytest
 from metal_engine.bench.args import BenchServeArgs
 from metal_engine.bench.serve import bench_serve
 from metal_engine.errors import ConfigError
-from metal_engine.scheduling.ngram import NgramProposer
+from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.support.serving import MODEL, Served, serve
 from tests.support.speculation import propose_from, speculative_config
 from tools.fixtures.fake_engine import fake_config, script, tiny_tokenizer

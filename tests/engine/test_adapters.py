@@ -18,8 +18,8 @@ from metal_engine.errors import AdapterError
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.ngram import NgramProposer
 from metal_engine.scheduling.prefix_cache import root_hash
+from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.support import adapters
 from tests.support.speculation import draft_for_free, draft_model_config, propose_from, speculative_config
 from tests.support.tiny_engine import reference_logits, tiny_reference

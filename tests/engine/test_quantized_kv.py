@@ -24,7 +24,7 @@ from metal_engine.kv_cache.spec import StateSpec
 from metal_engine.models.adapter_targets import adapter_targets
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.ngram import NgramProposer
+from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.support import adapters
 from tests.support.demo import engine_for
 from tests.support.rounded_cache import own_caches

@@ -11,7 +11,7 @@ from metal_engine.request import RequestOutput
 from metal_engine.runner.batch import RequestTable
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.checkpoints import DRAFTS_INTERVAL, RequestStates
-from metal_engine.scheduling.ngram import NgramProposer
+from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.engine.test_recurrent import ARCHITECTURES, GREEDY, PROMPTS, hybrid_engine, own_answer, prompts
 from tests.runner.test_speculation import EVERYTHING, check_same
 from tests.support.speculation import KnownOutputs, propose_from, speculative_config

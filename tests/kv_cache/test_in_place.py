@@ -25,8 +25,8 @@ from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
-from metal_engine.scheduling.ngram import NgramProposer
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import IN_FLIGHT_STATES, IN_FLIGHT_STATES_OF_DRAFTS, CacheConfig, SchedulerConfig

@@ -14,7 +14,7 @@ from metal_engine.request import RequestOptions, RequestOutput
 from metal_engine.runner import logits_edits, sampler, step_sampling
 from metal_engine.runner.logits_edits import RequestEdits
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
-from metal_engine.scheduling.ngram import NgramProposer
+from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.support.speculation import KnownOutputs, propose_from, speculative_config
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids

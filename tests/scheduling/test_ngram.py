@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling import ngram
-from metal_engine.scheduling.ngram import MAX_CANDIDATES, NgramIndex, NgramProposer, PredictedText
+from metal_engine.scheduling.speculation import ngram
+from metal_engine.scheduling.speculation.ngram import MAX_CANDIDATES, NgramIndex, NgramProposer, PredictedText
 from tests.support.speculation import speculative_config
 
 

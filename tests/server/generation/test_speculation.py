@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from metal_engine.request import RequestOptions
-from metal_engine.scheduling.ngram import NgramProposer
+from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.server.status.test_metrics import scrape, value
 from tests.support.serving import MODEL, Served, serve
 from tests.support.speculation import propose_from, speculative_config
