@@ -8,7 +8,7 @@ from typing import Protocol
 
 from metal_engine.request import Request
 from metal_engine.scheduling.draft_lengths import Acceptance, least_gain
-from metal_engine.scheduling.draft_model import DraftCosts, DraftModelProposer
+from metal_engine.scheduling.speculation.draft_model import DraftCosts, DraftModelProposer
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import UNKNOWN_DRAFT
