@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from metal_engine.scheduling.draft_lengths import DraftLengths, StepTimes
+from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes
 
 # One decision of so many is the other one, so that what has not been measured for long is measured again.
 _TRIED_EVERY = 256

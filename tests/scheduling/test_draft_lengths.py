@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from metal_engine.request import Request
 from metal_engine.scheduling.ahead import AsyncStepTimes
-from metal_engine.scheduling.draft_lengths import Acceptance, StepTimes, choose_lengths, least_gain, time_weight
+from metal_engine.scheduling.speculation.draft_lengths import (
+    Acceptance,
+    StepTimes,
+    choose_lengths,
+    least_gain,
+    time_weight,
+)
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from metal_engine.request import Request
-from metal_engine.scheduling.draft_lengths import Acceptance, least_gain
+from metal_engine.scheduling.speculation.draft_lengths import Acceptance, least_gain
 from metal_engine.scheduling.speculation.draft_model import DraftCosts, DraftModelProposer
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.settings.config import SpeculativeConfig
