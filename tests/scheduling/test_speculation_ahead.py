@@ -11,7 +11,7 @@ from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.draft_room import DraftCapacity
+from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation

@@ -16,8 +16,8 @@ from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.checkpoints import RequestStates
-from metal_engine.scheduling.draft_room import DraftCapacity, room_for_drafts
 from metal_engine.scheduling.limits import StepBudget, num_remaining
+from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity, room_for_drafts
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes, choose_lengths
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import Proposals, Proposer
