@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_engine.request import Request
-from metal_engine.scheduling.ahead import AsyncStepTimes
+from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_lengths import (
     Acceptance,
     StepTimes,

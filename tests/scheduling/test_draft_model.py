@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.limits import StepBudget
+from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_lengths import MIN_GAIN, StepTimes, choose_lengths, least_gain
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import make_proposer

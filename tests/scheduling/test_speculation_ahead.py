@@ -9,8 +9,8 @@ import pytest
 
 from metal_engine.request import Request, RequestOptions
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.ahead import AsyncStepTimes
 from metal_engine.scheduling.block_manager import BlockManager
+from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes
 from metal_engine.scheduling.speculation.proposals import make_proposer

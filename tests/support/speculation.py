@@ -7,7 +7,7 @@ from typing import Any
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
-from metal_engine.scheduling.ahead import AsyncStepTimes
+from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_lengths import StepTimes
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import Proposer, make_proposer
