@@ -10,7 +10,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOutput
 from metal_engine.runner.batch import RequestTable
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.checkpoints import DRAFTS_INTERVAL, RequestStates
+from metal_engine.scheduling.recurrent_checkpoints import DRAFTS_INTERVAL, RequestStates
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.engine.test_recurrent import ARCHITECTURES, GREEDY, PROMPTS, hybrid_engine, own_answer, prompts
 from tests.runner.test_speculation import EVERYTHING, check_same

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.limits import attention_work, rows_for_work
+from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 
 
 def room_for_drafts(

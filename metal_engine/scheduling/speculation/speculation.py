@@ -14,8 +14,8 @@ from functools import partial
 
 from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.scheduling.checkpoints import RequestStates
 from metal_engine.scheduling.limits import StepBudget, num_remaining
+from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity, room_for_drafts
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes, choose_lengths
