@@ -14,7 +14,7 @@ from metal_engine.checkpoints.find import check_architecture, hub_name
 from metal_engine.checkpoints.gguf.config import gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.hub import MODEL_PATTERNS, find_repo, hub_problem
-from metal_engine.checkpoints.look import check_has_model, choose_gguf, read_remote_config, remote_facts
+from metal_engine.checkpoints.hub_preflight import check_has_model, choose_gguf, read_remote_config, remote_facts
 from metal_engine.checkpoints.names import gguf_models
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.settings.args import EngineArgs

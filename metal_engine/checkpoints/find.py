@@ -25,7 +25,7 @@ from metal_engine.checkpoints.hub import (
     is_offline,
 )
 from metal_engine.checkpoints.hub_download import download
-from metal_engine.checkpoints.look import (
+from metal_engine.checkpoints.hub_preflight import (
     check_has_model,
     choose_gguf,
     estimated_facts,
