@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from metal_engine.checkpoints.prints import file_prints
+from metal_engine.checkpoints.digests import file_prints
 from metal_engine.distributed.group import RankGroup, open_group
 from metal_engine.distributed.launch import host_name, refuse_ranks_without_size
 from metal_engine.distributed.leader import LeaderRunner

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.checkpoints.prints import file_prints
+from metal_engine.checkpoints.digests import file_prints
 from metal_engine.distributed import leader as leader_module
 from metal_engine.distributed.channel import Kind, Link, listen
 from metal_engine.distributed.follower import run_frame
