@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from metal_engine.attention.choice import BackendChoice, ChosenAttention
-    from metal_engine.checkpoints.facts import CheckpointFacts
     from metal_engine.checkpoints.loader import Divide, LoadedModel
+    from metal_engine.checkpoints.requirements import CheckpointFacts
     from metal_engine.distributed.ranks import Ranks
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner.draft_model import DraftModel
@@ -94,7 +94,7 @@ def _build(
 
     from metal_engine.attention.choice import choose_backend
     from metal_engine.checkpoints import loader
-    from metal_engine.checkpoints.facts import check_memory
+    from metal_engine.checkpoints.requirements import check_memory
     from metal_engine.device.info import device_info
     from metal_engine.models.paged_model import release_weights
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.cache import CachedModel
-from metal_engine.checkpoints.facts import CheckpointFacts, check_memory, gguf_facts, safetensors_facts
 from metal_engine.checkpoints.find import check_architecture, hub_name
 from metal_engine.checkpoints.gguf.config import gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.hub import MODEL_PATTERNS, find_repo, hub_problem
 from metal_engine.checkpoints.hub_preflight import check_has_model, choose_gguf, read_remote_config, remote_facts
 from metal_engine.checkpoints.names import gguf_models
+from metal_engine.checkpoints.requirements import CheckpointFacts, check_memory, gguf_facts, safetensors_facts
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo

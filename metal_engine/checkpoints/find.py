@@ -14,7 +14,6 @@ from typing import Any
 from mlx_lm.utils import _get_classes
 
 from metal_engine.checkpoints.demo import fetch_demo_model
-from metal_engine.checkpoints.facts import Check, check_memory
 from metal_engine.checkpoints.hub import (
     MODEL_PATTERNS,
     HubRepo,
@@ -35,6 +34,7 @@ from metal_engine.checkpoints.hub_preflight import (
 from metal_engine.checkpoints.named_paths import check_model_name
 from metal_engine.checkpoints.names import DEMO_MODEL, HubName, parse_hub_name
 from metal_engine.checkpoints.pooling import check_causal
+from metal_engine.checkpoints.requirements import Check, check_memory
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo

@@ -21,7 +21,6 @@ from transformers import PreTrainedTokenizerFast
 
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.demo import DEFAULT_SAMPLING
-from metal_engine.checkpoints.facts import Check, CheckpointFacts, check_memory, gguf_facts, safetensors_facts
 from metal_engine.checkpoints.files import check_small_files
 from metal_engine.checkpoints.find import FoundModel, check_architecture, find_model
 from metal_engine.checkpoints.gguf.config import gguf_config, interleaved_modules
@@ -33,6 +32,7 @@ from metal_engine.checkpoints.hub import fetch_tokenizer
 from metal_engine.checkpoints.named_paths import generation_config_folder, local_tokenizer
 from metal_engine.checkpoints.names import DEMO_MODEL, is_local
 from metal_engine.checkpoints.pooling import check_causal, find_reranker, gguf_pooler, read_pooler
+from metal_engine.checkpoints.requirements import Check, CheckpointFacts, check_memory, gguf_facts, safetensors_facts
 from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.errors import ConfigError, ModelLoadError, is_rust_panic, one_line
 from metal_engine.settings.args import EngineArgs

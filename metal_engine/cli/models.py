@@ -22,7 +22,7 @@ from metal_engine.settings.fields import format_size
 
 if TYPE_CHECKING:
     from metal_engine.checkpoints.details import CheckpointDetails
-    from metal_engine.checkpoints.facts import CheckpointFacts
+    from metal_engine.checkpoints.requirements import CheckpointFacts
     from metal_engine.settings.config import DeviceInfo
 
 _NAME_HELP = "`demo`, or a repository on the Hugging Face hub: REPO, REPO@REVISION, or REPO:Q4_K_M for a GGUF file."

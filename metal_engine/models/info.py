@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, get_total_parameters
 
 from metal_engine.checkpoints.checkpoint import context_length
-from metal_engine.checkpoints.facts import CheckpointFacts
 from metal_engine.checkpoints.loader import Divide, LoadedModel
+from metal_engine.checkpoints.requirements import CheckpointFacts
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.config import ModelInfo

@@ -14,8 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.checkpoints.facts import CheckpointFacts
 from metal_engine.checkpoints.loader import LoadedModel, load
+from metal_engine.checkpoints.requirements import CheckpointFacts
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.llm import LLM
 from metal_engine.models.check import check_paged_model

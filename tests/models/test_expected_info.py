@@ -7,7 +7,7 @@ import re
 import mlx.core as mx
 import pytest
 
-from metal_engine.checkpoints.facts import CheckpointFacts
+from metal_engine.checkpoints.requirements import CheckpointFacts
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.info import expected_model_info
 from metal_engine.models.paged_model import PagedModel

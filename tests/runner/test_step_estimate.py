@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.checkpoints.facts import CheckpointFacts
+from metal_engine.checkpoints.requirements import CheckpointFacts
 from metal_engine.models.info import expected_model_info
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.step_estimate import estimate_step_bytes
