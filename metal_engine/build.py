@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from metal_engine.attention.choice import BackendChoice, ChosenAttention
     from metal_engine.checkpoints.loader import Divide, LoadedModel
-    from metal_engine.checkpoints.requirements import CheckpointFacts
+    from metal_engine.checkpoints.requirements import CheckpointRequirements
     from metal_engine.distributed.ranks import Ranks
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner.draft_model import DraftModel
@@ -102,14 +102,14 @@ def _build(
         choice = choose_backend(args.attention_backend, args.block_size, args.attention_tuning)
     before = ranks.device(share.unlimited(device_info(blas)))
 
-    def check(facts: CheckpointFacts) -> None:
+    def check(facts: CheckpointRequirements) -> None:
         with share.turn():
             check_before_loading(args, facts, before, ranks.divide)
             kv_bytes = 0 if share is WHOLE_DEVICE else _expected_bytes(args, facts, before)[0]
             mx.random.seed(args.seed)
         share.check_fits(facts.weight_bytes + kv_bytes)
 
-    def claim(facts: CheckpointFacts) -> None:
+    def claim(facts: CheckpointRequirements) -> None:
         if share is WHOLE_DEVICE:
             return
         _claim_for_loading(share, args, facts, before)
@@ -239,7 +239,7 @@ def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[st
     return adapters
 
 
-def _expected_bytes(args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> tuple[int, int | None]:
+def _expected_bytes(args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo) -> tuple[int, int | None]:
     """What a model takes beside its weights, before they are read.
 
     Returns:
@@ -256,7 +256,9 @@ def _expected_bytes(args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo
     return kv_bytes, estimate_step_bytes(info, device, args.block_size, kv_bytes, *largest_step)
 
 
-def _claim_for_loading(share: DeviceAccess, args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo) -> None:
+def _claim_for_loading(
+    share: DeviceAccess, args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo
+) -> None:
     """Claim what a model takes while its weights are read and its step is measured; what it keeps is claimed then."""
     with share.turn():
         kv_bytes, step_bytes = _expected_bytes(args, facts, device)
@@ -330,7 +332,7 @@ def _load_draft(
         return None
     draft_args = replace(args, model=config.model, revision=config.revision, tokenizer=None, speculative_config=None)
 
-    def check(facts: CheckpointFacts) -> None:
+    def check(facts: CheckpointRequirements) -> None:
         info = expected_model_info(draft_args.model, facts, args.kv_cache_dtype)
         if info is not None:
             check_draft_model(info)
@@ -379,7 +381,7 @@ def _with_recurrence(paged: PagedModel, ranks: Ranks, run: Callable[[], T]) -> T
 
 
 def check_before_loading(
-    args: EngineArgs, facts: CheckpointFacts, device: DeviceInfo, divide: Divide | None = None
+    args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo, divide: Divide | None = None
 ) -> int | None:
     """Refuses a model, or settings of its KV cache, for what its configuration and headers say. Loads MLX.
 

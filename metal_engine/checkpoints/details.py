@@ -15,7 +15,7 @@ from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.hub import MODEL_PATTERNS, find_repo, hub_problem
 from metal_engine.checkpoints.hub_preflight import check_has_model, choose_gguf, read_remote_config, remote_facts
 from metal_engine.checkpoints.names import gguf_models
-from metal_engine.checkpoints.requirements import CheckpointFacts, check_memory, gguf_facts, safetensors_facts
+from metal_engine.checkpoints.requirements import CheckpointRequirements, check_memory, gguf_facts, safetensors_facts
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -37,7 +37,7 @@ class CheckpointDetails:
     name: str
     size: int
     path: Path | None
-    facts: CheckpointFacts | None
+    facts: CheckpointRequirements | None
     quantization: str
     problem: str | None
 
@@ -106,7 +106,7 @@ def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
     return CheckpointDetails(args.model, size, None, facts, _quantization(config, facts), cannot_run)
 
 
-def _quantization(config: dict[str, Any], facts: CheckpointFacts) -> str:
+def _quantization(config: dict[str, Any], facts: CheckpointRequirements) -> str:
     """How weights are stored: ``4-bit``, a method's name, or the type of plain ones."""
     own, other = config.get("quantization"), config.get("quantization_config")
     mode = (own or {}).get("mode", "affine")

@@ -16,7 +16,7 @@ from metal_engine.checkpoints.checkpoint import INDEX, StoredTensor
 from metal_engine.checkpoints.files import MAX_HEADER_BYTES, MAX_SETTINGS_BYTES
 from metal_engine.checkpoints.hub import HubRepo, read_range
 from metal_engine.checkpoints.names import DEFAULT_QUANTIZATION, GgufFile, HubName, gguf_models, matching_ggufs
-from metal_engine.checkpoints.requirements import CheckpointFacts, facts_by_size, safetensors_facts
+from metal_engine.checkpoints.requirements import CheckpointRequirements, facts_by_size, safetensors_facts
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -110,13 +110,15 @@ def read_remote_config(repo: HubRepo) -> dict[str, Any]:
     return config
 
 
-def estimated_facts(repo: HubRepo, config: dict[str, Any], args: EngineArgs, device: DeviceInfo) -> CheckpointFacts:
+def estimated_facts(
+    repo: HubRepo, config: dict[str, Any], args: EngineArgs, device: DeviceInfo
+) -> CheckpointRequirements:
     """What the sizes of the weight files say: nothing is sent for it."""
     stored = sum(repo.files[name].size for name in _weight_names(repo))
     return facts_by_size(config, stored, args, device)
 
 
-def remote_facts(repo: HubRepo, config: dict[str, Any], args: EngineArgs, device: DeviceInfo) -> CheckpointFacts:
+def remote_facts(repo: HubRepo, config: dict[str, Any], args: EngineArgs, device: DeviceInfo) -> CheckpointRequirements:
     """What the headers of the weight files say, of which nothing but those headers is sent.
 
     Raises:

@@ -32,7 +32,13 @@ from metal_engine.checkpoints.hub import fetch_tokenizer
 from metal_engine.checkpoints.named_paths import generation_config_folder, local_tokenizer
 from metal_engine.checkpoints.names import DEMO_MODEL, is_local
 from metal_engine.checkpoints.pooling import check_causal, find_reranker, gguf_pooler, read_pooler
-from metal_engine.checkpoints.requirements import Check, CheckpointFacts, check_memory, gguf_facts, safetensors_facts
+from metal_engine.checkpoints.requirements import (
+    Check,
+    CheckpointRequirements,
+    check_memory,
+    gguf_facts,
+    safetensors_facts,
+)
 from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.errors import ConfigError, ModelLoadError, is_rust_panic, one_line
 from metal_engine.settings.args import EngineArgs
@@ -148,7 +154,7 @@ def _load(
     look(found.path)
     began = time.monotonic()
 
-    def admit(facts: CheckpointFacts) -> None:
+    def admit(facts: CheckpointRequirements) -> None:
         check(facts)
         claim(facts)
 
@@ -166,7 +172,7 @@ def _load_gguf(
     check: Check,
     check_tokenizer: CheckTokenizer,
     divide: Divide | None,
-) -> tuple[LoadedModel, CheckpointFacts]:
+) -> tuple[LoadedModel, CheckpointRequirements]:
     header = read_gguf_header(found.path)
     pooler = gguf_pooler(header)
     facts = gguf_facts(header, gguf_config(header), args, device)
@@ -193,7 +199,7 @@ def _load_directory(
     check: Check,
     check_tokenizer: CheckTokenizer,
     divide: Divide | None,
-) -> tuple[LoadedModel, CheckpointFacts]:
+) -> tuple[LoadedModel, CheckpointRequirements]:
     path = found.path
     check_small_files(path)
     config = checkpoint.read_config(path)
@@ -242,7 +248,7 @@ def _read(model: nn.Module) -> None:
     mx.eval(arrays)
 
 
-def _announce(found: FoundModel, facts: CheckpointFacts) -> None:
+def _announce(found: FoundModel, facts: CheckpointRequirements) -> None:
     logger.info("loading the weights of %s: %s in memory", found.name, format_size(facts.weight_bytes))
 
 

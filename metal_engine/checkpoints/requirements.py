@@ -30,7 +30,7 @@ _SHARE_OF_WEIGHTS = 0.85
 
 
 @dataclass(frozen=True)
-class CheckpointFacts:
+class CheckpointRequirements:
     """What configuration and headers say.
 
     Attributes:
@@ -49,12 +49,12 @@ class CheckpointFacts:
 
 
 # Refuses a checkpoint for what is known of it.
-Check = Callable[[CheckpointFacts], None]
+Check = Callable[[CheckpointRequirements], None]
 
 
 def safetensors_facts(
     config: dict[str, Any], tensors: Sequence[StoredTensor], args: EngineArgs, device: DeviceInfo
-) -> CheckpointFacts:
+) -> CheckpointRequirements:
     """The facts of a checkpoint in safetensors files.
 
     Raises:
@@ -66,7 +66,7 @@ def safetensors_facts(
     float_bytes = _DTYPE_BYTES[dtype] if device.kind == "cpu" else None
     num_params = weight_bytes(tensors, config, 1)
     num_bytes = weight_bytes(tensors, config, float_bytes)
-    return CheckpointFacts(config, num_bytes, num_params, dtype, _reading_bytes(tensors, num_bytes))
+    return CheckpointRequirements(config, num_bytes, num_params, dtype, _reading_bytes(tensors, num_bytes))
 
 
 def _reading_bytes(tensors: Sequence[StoredTensor], num_bytes: int) -> int:
@@ -91,7 +91,7 @@ def _largest_stack_bytes(tensors: Sequence[StoredTensor]) -> int:
     return max(stacks.values(), default=0)
 
 
-def facts_by_size(config: dict[str, Any], stored: int, args: EngineArgs, device: DeviceInfo) -> CheckpointFacts:
+def facts_by_size(config: dict[str, Any], stored: int, args: EngineArgs, device: DeviceInfo) -> CheckpointRequirements:
     """The facts of a checkpoint of so many bytes, as far as its configuration says how they are stored.
 
     It is no more than an estimate; only where ``weight_bytes`` is far more than there is does it say something.
@@ -104,17 +104,19 @@ def facts_by_size(config: dict[str, Any], stored: int, args: EngineArgs, device:
     dtype = _dtype(args, device, named if named in _DTYPE_BYTES else "float16")
     num_params = int(stored * 8 / per_weight)
     in_memory = num_params * _DTYPE_BYTES[dtype] if device.kind == "cpu" else stored
-    return CheckpointFacts(config, in_memory, num_params, dtype)
+    return CheckpointRequirements(config, in_memory, num_params, dtype)
 
 
-def gguf_facts(header: GgufHeader, config: dict[str, Any], args: EngineArgs, device: DeviceInfo) -> CheckpointFacts:
+def gguf_facts(
+    header: GgufHeader, config: dict[str, Any], args: EngineArgs, device: DeviceInfo
+) -> CheckpointRequirements:
     """The facts of a GGUF file: on a CPU all of it is dequantized, elsewhere what MLX has no kernels for."""
     dtype = _dtype(args, device, default_dtype(header))
     dequantize = device.kind == "cpu"
     sizes = [loaded_bytes(tensor, _DTYPE_BYTES[dtype], dequantize) for tensor in header.tensors.values()]
     num_params = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
     # One tensor after the other is converted: there are two of the largest at most.
-    return CheckpointFacts(config, sum(sizes), num_params, dtype, 2 * max(sizes, default=0))
+    return CheckpointRequirements(config, sum(sizes), num_params, dtype, 2 * max(sizes, default=0))
 
 
 def _dtype(args: EngineArgs, device: DeviceInfo, stored: str) -> str:
@@ -128,7 +130,7 @@ def memory_for_model(args: EngineArgs, device: DeviceInfo) -> int:
     return int(device.memory_bytes * (1.0 if device.kind == "cpu" else args.gpu_memory_utilization))
 
 
-def check_memory(facts: CheckpointFacts, args: EngineArgs, device: DeviceInfo) -> None:
+def check_memory(facts: CheckpointRequirements, args: EngineArgs, device: DeviceInfo) -> None:
     """Refuses weights that cannot fit, before they are fetched or loaded.
 
     Raises:
@@ -159,7 +161,7 @@ def check_memory(facts: CheckpointFacts, args: EngineArgs, device: DeviceInfo) -
     )
 
 
-def _smaller_version(facts: CheckpointFacts, available: int) -> str:
+def _smaller_version(facts: CheckpointRequirements, available: int) -> str:
     """Names the quantization with the most bits that fits with some room for a KV cache."""
     for bits in _QUANTIZED_BITS:
         size = int(facts.num_params * (bits + _SCALE_BITS) / 8)

@@ -22,7 +22,7 @@ from metal_engine.settings.fields import format_size
 
 if TYPE_CHECKING:
     from metal_engine.checkpoints.details import CheckpointDetails
-    from metal_engine.checkpoints.requirements import CheckpointFacts
+    from metal_engine.checkpoints.requirements import CheckpointRequirements
     from metal_engine.settings.config import DeviceInfo
 
 _NAME_HELP = "`demo`, or a repository on the Hugging Face hub: REPO, REPO@REVISION, or REPO:Q4_K_M for a GGUF file."
@@ -85,7 +85,7 @@ def _pull(
             path = fetch_model(hub_name(args), download_dir, lambda repo: None)
         else:
 
-            def check(facts: CheckpointFacts) -> None:
+            def check(facts: CheckpointRequirements) -> None:
                 check_before_loading(args, facts, device)
 
             path = find_model(args, device, check).path

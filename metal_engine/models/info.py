@@ -13,7 +13,7 @@ from mlx_lm.utils import _get_classes, get_total_parameters
 
 from metal_engine.checkpoints.checkpoint import context_length
 from metal_engine.checkpoints.loader import Divide, LoadedModel
-from metal_engine.checkpoints.requirements import CheckpointFacts
+from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.config import ModelInfo
@@ -44,7 +44,7 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
 
 
 def expected_model_info(
-    name: str, facts: CheckpointFacts, kv_cache_dtype: str = "auto", divide: Divide | None = None
+    name: str, facts: CheckpointRequirements, kv_cache_dtype: str = "auto", divide: Divide | None = None
 ) -> ModelInfo | None:
     """The facts about a model whose weights nobody has read yet: what it would keep of a token, above all.
 

@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.loader import LoadedModel, load
-from metal_engine.checkpoints.requirements import CheckpointFacts
+from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.llm import LLM
 from metal_engine.models.check import check_paged_model
@@ -95,7 +95,7 @@ def test_what_reading_experts_takes_is_known_before(tmp_path: Path, dtype: mx.Dt
         "mlp_only_layers": [],
     }
     write_checkpoint(tmp_path, config=config, dtype=dtype, single_experts=True)
-    found: list[CheckpointFacts] = []
+    found: list[CheckpointRequirements] = []
     gc.collect()
     held = mx.get_active_memory()
     mx.reset_peak_memory()

@@ -7,7 +7,7 @@ import re
 import mlx.core as mx
 import pytest
 
-from metal_engine.checkpoints.requirements import CheckpointFacts
+from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.info import expected_model_info
 from metal_engine.models.paged_model import PagedModel
@@ -17,8 +17,8 @@ from tools.fixtures.tiny_models import random_model
 _EVERYDAY = ("llama", "deepseek_v3", "gemma3n", "gpt_oss", "qwen3_5", "mamba", "falcon_h1")
 
 
-def facts(model_type: str) -> CheckpointFacts:
-    return CheckpointFacts(configuration(model_type), 1, 1, "float32")
+def facts(model_type: str) -> CheckpointRequirements:
+    return CheckpointRequirements(configuration(model_type), 1, 1, "float32")
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,11 @@ def test_the_refused_are_refused() -> None:
 
 
 def test_what_cannot_be_made_is_left_to_loading() -> None:
-    assert expected_model_info("x", CheckpointFacts({"model_type": "llama"}, 1, 1, "float32")) is None
-    assert expected_model_info("x", CheckpointFacts({"model_type": "x", "model_file": "x.py"}, 1, 1, "float32")) is None
+    assert expected_model_info("x", CheckpointRequirements({"model_type": "llama"}, 1, 1, "float32")) is None
+    assert (
+        expected_model_info("x", CheckpointRequirements({"model_type": "x", "model_file": "x.py"}, 1, 1, "float32"))
+        is None
+    )
 
 
 def test_large_weights_are_never_made() -> None:
@@ -59,6 +62,6 @@ def test_large_weights_are_never_made() -> None:
     }
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    info = expected_model_info("x", CheckpointFacts(config, 1, 1, "bfloat16"))
+    info = expected_model_info("x", CheckpointRequirements(config, 1, 1, "bfloat16"))
     assert info is not None and info.kv_bytes_per_token == 2 * 80 * 8 * 128 * 2
     assert mx.get_peak_memory() - before < 64 << 20

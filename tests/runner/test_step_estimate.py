@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.checkpoints.requirements import CheckpointFacts
+from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.models.info import expected_model_info
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.step_estimate import estimate_step_bytes
@@ -46,7 +46,7 @@ def sizes_of(model_type: str, size: str) -> tuple[ModelInfo, int, int]:
     """The model as it is known before; bytes that its step is measured to take, and is estimated to on a CPU."""
     change, num_tokens, num_rows = SIZES[size]
     config = changed(model_type, change)
-    info = expected_model_info(model_type, CheckpointFacts(config, 1, 1, "float32"))
+    info = expected_model_info(model_type, CheckpointRequirements(config, 1, 1, "float32"))
     assert info is not None
     paged = PagedModel(random_model(config))
     longest = info.max_position_embeddings
