@@ -23,8 +23,8 @@ from metal_engine.answers.results import (
     generation_result,
     read_answers,
 )
-from metal_engine.answers.told_tools import with_instructions
 from metal_engine.answers.tool_plan import Tool, ToolPlan, plan_tools
+from metal_engine.answers.tool_prompts import with_instructions
 from metal_engine.build import build_engine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ from metal_engine.answers.forced_calls import ForcedCallSplitter
 from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.answers.splitter import Splitter
-from metal_engine.answers.told_tools import prompted_format
 from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan
+from metal_engine.answers.tool_prompts import prompted_format
 from metal_engine.sampling_params import StructuredOutputsParams
 
 # Tokens at the end of a prompt that tell whether its template has begun the reasoning.

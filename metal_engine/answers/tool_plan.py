@@ -8,7 +8,7 @@ from typing import Any
 
 from metal_engine.answers.answer_format import AnswerFormat, ToolParser
 from metal_engine.answers.forced_calls import forced_schema
-from metal_engine.answers.told_tools import forced_instructions, instructions
+from metal_engine.answers.tool_prompts import forced_instructions, instructions
 from metal_engine.errors import ParameterError, short
 
 Tool = dict[str, Any]

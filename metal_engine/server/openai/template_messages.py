@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from metal_engine.answers.answer_format import ToolParser
-from metal_engine.answers.told_tools import with_instructions, written_calls, written_result
+from metal_engine.answers.tool_prompts import with_instructions, written_calls, written_result
 from metal_engine.engine.chat_template import RESERVED_NAMES
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import short

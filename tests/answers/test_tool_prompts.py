@@ -10,8 +10,8 @@ import pytest
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import ChatAnswers
 from metal_engine.answers.deltas import assemble
-from metal_engine.answers.told_tools import JSON_CALLS, prompted_format, written_calls
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
+from metal_engine.answers.tool_prompts import JSON_CALLS, prompted_format, written_calls
 from tests.support.splitting import THINK, answer_format
 from tests.support.tool_formats import TOOLS, TRAINS, WEATHER
 
