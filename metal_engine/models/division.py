@@ -13,8 +13,8 @@ from mlx_lm.utils import get_total_parameters
 from metal_engine.errors import UnsupportedModelError, one_line
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec
 from metal_engine.models.layer_cache import RecordingCache
+from metal_engine.models.mlx_lm_patch import Recorder, recorded
 from metal_engine.models.recurrent.recording import RecordingState
-from metal_engine.models.seam import Recorder, recorded
 
 # What mlx-lm raises where a model cannot be divided.
 _CANNOT = (ValueError, TypeError, AttributeError, AssertionError, IndexError)

@@ -32,11 +32,11 @@ from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.current_step import CurrentStep
 from metal_engine.models.layer_cache import LayerCache, layer_cache
+from metal_engine.models.mlx_lm_patch import hidden_states_problem, open_model
 from metal_engine.models.recurrent.install import install_states
 from metal_engine.models.recurrent.recording import RecordingState
 from metal_engine.models.recurrent.state_cache import StateCache
 from metal_engine.models.refusals import forward_fails, refuse_half_experts
-from metal_engine.models.seam import hidden_states_problem, open_model
 from metal_engine.recurrence.metal import MetalRecurrence
 
 

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.models import activations
 
 from metal_engine.attention.portable import exp2
-from metal_engine.models import cpu_ops, seam
+from metal_engine.models import cpu_ops, mlx_lm_patch
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 1, 7), (5, 1, 1536), (171, 1, 1536)])
@@ -47,7 +47,7 @@ def test_other_dtypes_are_mlx_lms_own(dtype: mx.Dtype) -> None:
 def test_a_second_installation_does_not_replace_what_the_replacement_calls() -> None:
     model = nn.Sequential(nn.RoPE(64))
     cpu_ops.use_faster_layers(model)  # from here its layers belong to cpu_ops
-    seam._replace_functions(model, cpu_ops.REPLACEMENTS)
+    mlx_lm_patch._replace_functions(model, cpu_ops.REPLACEMENTS)
     gate = mx.ones((2, 8), mx.float16)
     assert mx.array_equal(cpu_ops.swiglu(gate, gate), activations.swiglu(gate, gate))
 
