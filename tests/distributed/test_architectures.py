@@ -17,9 +17,9 @@ from mlx_lm.utils import _get_classes
 
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.llm import LLM
-from metal_engine.models.division import divide_layers
 from metal_engine.models.mlx_lm_patch import recorded
 from metal_engine.models.recurrent.recording import RecordingState
+from metal_engine.models.sharding import divide_layers
 from metal_engine.sampling_params import SamplingParams
 from tests.distributed.test_equal_outputs import check_equal
 from tests.support.checkpoint_files import write_checkpoint
