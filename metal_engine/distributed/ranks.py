@@ -19,7 +19,7 @@ from metal_engine.distributed.group import RankGroup, open_group
 from metal_engine.distributed.launch import host_name, refuse_ranks_without_size
 from metal_engine.distributed.leader import LeaderRunner
 from metal_engine.errors import ConfigError, ModelLoadError
-from metal_engine.models.sharding import Division, UnshardedModelInfo, evaluate_one_by_one
+from metal_engine.models.sharding import Sharding, UnshardedModelInfo, evaluate_one_by_one
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.settings.args import EngineArgs
@@ -85,7 +85,7 @@ class SeveralRanks(Ranks):
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self._division = Division(group.communication, group.args.pipeline_parallel_size > 1)
+        self._division = Sharding(group.communication, group.args.pipeline_parallel_size > 1)
         self._whole: UnshardedModelInfo | None = None
         self.share = group.share
         self._began = time.monotonic()  # to run the model

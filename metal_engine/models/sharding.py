@@ -21,7 +21,7 @@ _CANNOT = (ValueError, TypeError, AttributeError, AssertionError, IndexError)
 
 
 @dataclass(frozen=True)
-class Division:
+class Sharding:
     """How a model is shared between ranks.
 
     Attributes:
@@ -56,7 +56,7 @@ def evaluate_one_by_one(model: nn.Module) -> None:
 
 
 def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedModelInfo:
-    """Leave one rank's share of each layer in a model. Raises what :meth:`Division.divide` raises."""
+    """Leave one rank's share of each layer in a model. Raises what :meth:`Sharding.divide` raises."""
     size = group.size()
     if not hasattr(model, "shard"):
         raise UnsupportedModelError("mlx-lm cannot share its layers between ranks (it has no shard())")
@@ -118,7 +118,7 @@ def _heads(recorder: Recorder) -> str:
 
 
 def divide_layers(model: nn.Module, group: mx.distributed.Group) -> UnshardedModelInfo:
-    """Leave one rank's layers in a model. Raises what :meth:`Division.divide` raises."""
+    """Leave one rank's layers in a model. Raises what :meth:`Sharding.divide` raises."""
     trunk: Any = getattr(model, "model", None)
     if not hasattr(trunk, "pipeline"):
         raise UnsupportedModelError("mlx-lm cannot give its layers to several ranks (its trunk has no pipeline())")

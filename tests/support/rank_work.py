@@ -17,7 +17,7 @@ from metal_engine.distributed.channel import Kind
 from metal_engine.distributed.follower import run_frame
 from metal_engine.distributed.group import RankGroup, open_group
 from metal_engine.errors import UnsupportedModelError
-from metal_engine.models.sharding import Division
+from metal_engine.models.sharding import Sharding
 from metal_engine.runner import step_sampling
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
@@ -28,7 +28,7 @@ WAITS = step_sampling._MASK_SECONDS
 
 
 def _run(case: RankCase, group: RankGroup) -> Any:
-    division = Division(group.communication, case.parallel == "pipeline")
+    division = Sharding(group.communication, case.parallel == "pipeline")
     try:
         runner = make_runner(case, division.divide, group.share)
     except UnsupportedModelError as error:
