@@ -18,8 +18,8 @@ from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.check_rounding import ComparingBackend, noting
-from metal_engine.models.own_forward import own_logits
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.models.reference_forward import own_logits
 from metal_engine.models.refusals import forward_fails
 
 _NUM_TOKENS = 16  # of a request at least, and half a small block more than a block
