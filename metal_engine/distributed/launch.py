@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from metal_engine.distributed.meeting import Watched
+from metal_engine.distributed.rendezvous import Watched
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
 

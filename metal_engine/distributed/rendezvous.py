@@ -3,7 +3,7 @@
 MLX holds Python's lock as long as a process waits for the others, so no thread of it can notice. A process beside it
 does: for all ranks that rank 0 has started on this machine, or else for the one that a launcher has started.
 
-Run as a module: ``python -m metal_engine.distributed.meeting WATCHED``. Loads no MLX.
+Run as a module: ``python -m metal_engine.distributed.rendezvous WATCHED``. Loads no MLX.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-_MODULE = "metal_engine.distributed.meeting"
+_MODULE = "metal_engine.distributed.rendezvous"
 # What a watched process says when it waits for nobody any more. A pipe that ends without it has lost its process.
 _MET = b"."
 _PART_SECONDS = 0.5

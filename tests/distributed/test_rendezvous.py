@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LOCKED = """
 import ctypes, os, subprocess, sys
 from pathlib import Path
-from metal_engine.distributed.meeting import Watched, ended_by_hang_up, watched_meeting
+from metal_engine.distributed.rendezvous import Watched, ended_by_hang_up, watched_meeting
 
 def wait():
     print(os.getpid(), flush=True)
@@ -112,7 +112,7 @@ def test_a_rank_that_has_stopped_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_meeting_ends_nobody(tmp_path: Path) -> None:
     """However long it takes the watching process to hear of it; and SIGHUP is what it was."""
     program = (
-        "import os, signal, time; from metal_engine.distributed.meeting import watched_meeting\n"
+        "import os, signal, time; from metal_engine.distributed.rendezvous import watched_meeting\n"
         "heard = []; signal.signal(signal.SIGHUP, lambda *_: heard.append(1))\n"
         "with watched_meeting('rank 0', [], 1, None): pass\n"
         "time.sleep(2.5); os.kill(os.getpid(), signal.SIGHUP); print(heard)"
