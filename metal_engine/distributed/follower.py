@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from metal_engine.distributed.channel import Kind, Link
 from metal_engine.distributed.leader import CAUSE_SECONDS
-from metal_engine.distributed.loss import RankFailureMonitor
+from metal_engine.distributed.rank_failure import RankFailureMonitor
 from metal_engine.distributed.wire import decode_ids, decode_plan
 from metal_engine.errors import one_line
 from metal_engine.runner.model_runner import ModelRunner

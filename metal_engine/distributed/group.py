@@ -29,7 +29,12 @@ from metal_engine.distributed.launch import (
     started_here,
 )
 from metal_engine.distributed.leader import LeaderRunner
-from metal_engine.distributed.loss import FOLLOWER_GRACE_SECONDS, LEADER_GRACE_SECONDS, RankFailureMonitor, StepTimeout
+from metal_engine.distributed.rank_failure import (
+    FOLLOWER_GRACE_SECONDS,
+    LEADER_GRACE_SECONDS,
+    RankFailureMonitor,
+    StepTimeout,
+)
 from metal_engine.distributed.rendezvous import ended_by_hang_up, watched_meeting
 from metal_engine.distributed.wire import encode
 from metal_engine.errors import ConfigError, ModelLoadError, one_line

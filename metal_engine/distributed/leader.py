@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from metal_engine.distributed.channel import Kind, Link
-from metal_engine.distributed.loss import RankFailureMonitor, StepTimeout
+from metal_engine.distributed.rank_failure import RankFailureMonitor, StepTimeout
 from metal_engine.distributed.wire import encode_ids, encode_plan
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep

@@ -25,7 +25,7 @@ from metal_engine.distributed.channel import Kind, Link, listen
 from metal_engine.distributed.follower import run_frame
 from metal_engine.distributed.group import RankGroup, _pass_on
 from metal_engine.distributed.leader import LeaderRunner
-from metal_engine.distributed.loss import RankFailureMonitor, StepTimeout
+from metal_engine.distributed.rank_failure import RankFailureMonitor, StepTimeout
 from metal_engine.distributed.ranks import SeveralRanks
 from metal_engine.distributed.wire import decode_ids
 from metal_engine.errors import ModelLoadError, UnsupportedModelError

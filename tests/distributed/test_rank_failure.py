@@ -10,7 +10,7 @@ import pytest
 # From Python 3.12 on no thread starts once the interpreter has begun to end: here on none.
 PROGRAM = """
 import atexit, sys, threading
-from metal_engine.distributed.loss import RankFailureMonitor
+from metal_engine.distributed.rank_failure import RankFailureMonitor
 
 def refuse(thread):
     raise RuntimeError("can't create new thread at interpreter shutdown")
