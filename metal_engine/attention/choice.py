@@ -13,12 +13,12 @@ import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionBackend, AttentionKind
 from metal_engine.attention.choice_file import TunedChoice, TunedChoiceFile, describe_machine, name_of
+from metal_engine.attention.kernel_selftest import KernelFailedError, try_kernel
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
 from metal_engine.attention.metal.variants import BLOCK_SIZES, UnsupportedAttentionError
 from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.attention.trial import KernelFailedError, try_kernel
 from metal_engine.attention.tuning import Tuner, Turn
 from metal_engine.device.cache_dir import cache_dir
 from metal_engine.device.info import gpu_core_count, has_tensor_ops

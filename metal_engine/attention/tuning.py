@@ -23,12 +23,12 @@ import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, AttentionKind
 from metal_engine.attention.choice_file import TunedChoice, TunedChoiceFile, name_of
+from metal_engine.attention.kernel_selftest import KernelFailedError, try_kernel
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, TRIED, Cut
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.sample_steps import attend_kind, forget_errors, random_queries, random_sinks
-from metal_engine.attention.trial import KernelFailedError, try_kernel
 from metal_engine.kv_cache.pool import make_state
 from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.state import KVState

@@ -18,10 +18,10 @@ from metal_engine.attention import choice_file, tuning
 from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.choice import BackendChoice, choose_backend
 from metal_engine.attention.choice_file import TunedChoice, TunedChoiceFile, describe_machine, name_of
+from metal_engine.attention.kernel_selftest import KernelFailedError, try_kernel
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, TRIED, Cut
 from metal_engine.attention.mixed import MixedBackend
-from metal_engine.attention.trial import KernelFailedError, try_kernel
 from metal_engine.attention.tuning import TUNING_SECONDS, Tuner
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.spec import KVSpec

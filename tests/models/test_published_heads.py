@@ -9,9 +9,9 @@ import pytest
 
 from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.choice import BackendChoice
+from metal_engine.attention.kernel_selftest import try_kernel
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
-from metal_engine.attention.trial import try_kernel
 from metal_engine.kv_cache.spec import KVSpec
 from metal_engine.models.attention_kinds import attention_kinds
 from metal_engine.models.check import check_paged_model
