@@ -18,7 +18,7 @@ from metal_engine.engine.registry import ModelRegistry, RegistryClosedError
 from metal_engine.errors import ConfigError, LoadCancelledError, ModelLoadError, ModelTooLargeError
 from metal_engine.server.errors import APIError, model_not_found, shutting_down
 from metal_engine.server.generation.admission import RETRY_AFTER_SECONDS, Admission, overloaded
-from metal_engine.server.generation.notices import Notices
+from metal_engine.server.generation.log_once import Notices
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.workers import Workers

@@ -21,8 +21,8 @@ from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission, overloaded
 from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, ChoiceOutput, Generation
+from metal_engine.server.generation.log_once import Notices
 from metal_engine.server.generation.logprobs import num_entries
-from metal_engine.server.generation.notices import Notices
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.generation.streaming import EVENT_STREAM, sse

@@ -22,7 +22,7 @@ from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.server.generation.notices import Notices
+from metal_engine.server.generation.log_once import Notices
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.settings.args import ServerArgs
