@@ -18,7 +18,7 @@ from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.chat_template import templates_of
 from metal_engine.engine.chat_template_file import check_templates, read_chat_template
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.device_share import WHOLE_DEVICE, DeviceAccess
+from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from metal_engine.cli.models_dir import models_in
-from metal_engine.engine.device_share import DeviceAccess, FairDeviceLock
+from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.model_entry import LoadedEngine, ModelSource, Start
 from metal_engine.engine.registry import ModelRegistry

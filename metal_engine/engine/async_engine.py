@@ -11,7 +11,7 @@ from pathlib import Path
 from metal_engine.adapter import Adapter
 from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.device_share import FairDeviceLock
+from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.metrics import EngineMetrics

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.device_share import FairDeviceLock
+from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads, LentThread
 from metal_engine.engine.step_observer import FrameSink
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metal_engine.engine.device_share import FairDeviceLock
+from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.model_entry import Load, LoadedEngine, ModelSource
 from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLargeError, NoRoomError, one_line
@@ -24,7 +24,7 @@ _ANY_BYTES = 1 << 62
 
 
 class RegistryShare:
-    """A model's share of the device (:class:`metal_engine.engine.device_share.DeviceAccess`).
+    """A model's share of the device (:class:`metal_engine.engine.device_access.DeviceAccess`).
 
     Attributes:
         signature: of the model's files, before any of them was read.

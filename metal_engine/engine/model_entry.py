@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.device_share import DeviceAccess, FairDeviceLock
+from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from metal_engine.engine.device_share import FairDeviceLock
+from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.load_queue import LoadQueue
 from metal_engine.engine.loading import RegistryShare, load_in_thread, to_model_load_error

@@ -16,7 +16,7 @@ import httpx
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.device_share import DeviceAccess, FairDeviceLock
+from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.model_entry import LoadedEngine, ModelSource
 from metal_engine.engine.registry import ModelRegistry

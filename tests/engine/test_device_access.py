@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.device_share import FairDeviceLock
+from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import NO_RULES, SamplingParams
