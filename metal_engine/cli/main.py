@@ -49,7 +49,7 @@ def serve(args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
     if len(models) > 1 or registry_args.is_wanted:
         status = _serve_several(models, args, server_args, registry_args)
     elif models and is_follower(args):
-        from metal_engine.follow import follow
+        from metal_engine.rank_worker import follow
 
         status = follow(args)
     elif models:

@@ -30,7 +30,7 @@ RANK, HOSTFILE, COORDINATOR = "MLX_RANK", "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR
 _DEVICES = "MLX_IBV_DEVICES"
 LOOPBACK = "127.0.0.1"
 # The program of a rank that this process starts.
-_PROGRAM = "metal_engine.follow"
+_PROGRAM = "metal_engine.rank_worker"
 # Their standard inputs, which end when this process does, however it ends.
 _life_lines: list[IO[str]] = []
 # Of this process, if it is such a rank: the descriptor of its standard input.

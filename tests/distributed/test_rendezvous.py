@@ -159,7 +159,7 @@ class Joining:
         assert self.leader.stdout is not None
         assert self.leader.stdout.readline() == "joining\n"
         self.began = time.monotonic()
-        (follower,) = (pid for pid in children_of(self.leader.pid) if b"metal_engine.follow" in command_of(pid))
+        (follower,) = (pid for pid in children_of(self.leader.pid) if b"metal_engine.rank_worker" in command_of(pid))
         self.pids = [self.leader.pid, follower]
 
     def seconds_until_met(self) -> float:

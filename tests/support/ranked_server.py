@@ -58,7 +58,7 @@ class RankedServer:
         self._reader.start()
         self._is_ready.wait()
         assert self.url, "".join(self.lines)
-        followers = [pid for pid in children_of(self.process.pid) if b"metal_engine.follow" in command_of(pid)]
+        followers = [pid for pid in children_of(self.process.pid) if b"metal_engine.rank_worker" in command_of(pid)]
         self.ranks = [self.process.pid, *sorted(followers, key=_rank_of)]
         assert len(self.ranks) == num_ranks
 
