@@ -22,7 +22,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.model_names import problem_of_name
-from metal_engine.settings.several import RegistryArgs
+from metal_engine.settings.multi_model import RegistryArgs
 
 app = typer.Typer(
     name="metal-engine",

@@ -10,7 +10,7 @@ from metal_engine.cli.early_checks import check_engine_args
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.model_names import check_name, problem_of_name
-from metal_engine.settings.several import RegistryArgs, refuse_for_one_model
+from metal_engine.settings.multi_model import RegistryArgs, refuse_for_one_model
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import NoRoomError
 from metal_engine.server.listen import Listener
 from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.multi_model import RegistryArgs, models_memory, per_model_args
 from metal_engine.settings.pool_size import pool_flag
-from metal_engine.settings.several import RegistryArgs, models_memory, per_model_args
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from metal_engine.cli.options import help_text
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import Setting, settings_of
-from metal_engine.settings.several import RegistryArgs
+from metal_engine.settings.multi_model import RegistryArgs
 from tools.docs.cli import PAGE, with_tables
 from tools.fixtures.ports import free_port
 

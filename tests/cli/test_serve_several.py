@@ -24,7 +24,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
 from metal_engine.settings.fields import format_size
-from metal_engine.settings.several import RegistryArgs, models_memory, per_model_args
+from metal_engine.settings.multi_model import RegistryArgs, models_memory, per_model_args
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.serving import serve, wait_until
 from tools.fixtures.ports import free_port

@@ -9,8 +9,8 @@ import pytest
 
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
+from metal_engine.settings.multi_model import per_model_args
 from metal_engine.settings.resolve import plans_ahead
-from metal_engine.settings.several import per_model_args
 
 NGRAM = {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 4})}
 DRAFT_MODEL = {

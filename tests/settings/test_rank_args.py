@@ -8,7 +8,7 @@ import pytest
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.several import refuse_for_one_model
+from metal_engine.settings.multi_model import refuse_for_one_model
 
 
 def test_there_is_one_rank_by_default() -> None:

@@ -9,7 +9,7 @@ from metal_engine.cli.options import help_text
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import Setting, settings_of
-from metal_engine.settings.several import RegistryArgs
+from metal_engine.settings.multi_model import RegistryArgs
 from metal_engine.settings.sources import OTHER_VARIABLES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
