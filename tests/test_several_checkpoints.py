@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model
 
 from metal_engine.checkpoints import loader
 from metal_engine.cli.models_dir import models_in
-from metal_engine.cli.serve_several import engine_threads, load_named, source_of
+from metal_engine.cli.serve_multi_model import engine_threads, load_named, source_of
 from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.device.info import device_info
 from metal_engine.engine import registry as registry_module

@@ -68,7 +68,7 @@ def _serve_several(
 
     found = find_several(models, args, server_args, registry_args)
     with listen(server_args) as listener:  # before the import below, which takes seconds
-        from metal_engine.cli.serve_several import serve_several
+        from metal_engine.cli.serve_multi_model import serve_several
 
         return serve_several(models, found, args, server_args, registry_args, listener)
 
