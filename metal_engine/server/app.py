@@ -14,6 +14,7 @@ from metal_engine.checkpoints.named_paths import existing_folder
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ConfigError
 from metal_engine.server.anthropic.routes import add_anthropic_routes
+from metal_engine.server.embeddings.routes import add_pooling_routes
 from metal_engine.server.errors import install_error_handlers
 from metal_engine.server.generation.answerer import Answerer
 from metal_engine.server.generation.models import Models, MultiModel, SingleModel, served_model
@@ -30,7 +31,6 @@ from metal_engine.server.ollama.routes import add_ollama_routes
 from metal_engine.server.openai.responses import ResponseStore
 from metal_engine.server.openai.routes import add_openai_routes
 from metal_engine.server.page.routes import WATCH, add_page
-from metal_engine.server.pooling.routes import add_pooling_routes
 from metal_engine.server.protocol import ErrorBody
 from metal_engine.server.status.metrics import ServerMetrics
 from metal_engine.server.status.registry_routes import Discover

@@ -12,7 +12,7 @@ import pytest
 
 from metal_engine.build import build_engine
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.server.pooling.protocol import EmbeddingBody, RerankBody, ScoreBody
+from metal_engine.server.embeddings.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.settings.args import EngineArgs
 from tests.cli.test_docs import as_pattern, commands

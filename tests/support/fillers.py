@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from metal_engine.server.anthropic.protocol import CountTokensBody, MessagesBody
+from metal_engine.server.embeddings.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.ollama.protocol import (
     OllamaChatBody,
     OllamaEmbedBody,
@@ -18,7 +19,6 @@ from metal_engine.server.ollama.protocol import (
     OllamaShowBody,
 )
 from metal_engine.server.openai.responses_protocol import ResponsesBody
-from metal_engine.server.pooling.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.server.tokenization import DetokenizeBody, TokenizeBody
 

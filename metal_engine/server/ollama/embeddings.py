@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
+from metal_engine.server.embeddings.embeddings import FEW, MAX_NUMBERS, vectors_json
+from metal_engine.server.embeddings.pooling import Pooled, embed
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts
 from metal_engine.server.ollama.protocol import EmbedAnswer, EmbeddingsAnswer, OllamaEmbedBody, OllamaEmbeddingsBody
-from metal_engine.server.pooling.embeddings import FEW, MAX_NUMBERS, vectors_json
-from metal_engine.server.pooling.pooling import Pooled, embed
 from metal_engine.server.workers import Weight
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOptions
+from metal_engine.server.embeddings.pooling import MAX_INPUTS, Pooled, PoolingTask, pool
 from metal_engine.server.errors import invalid
 from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.pooling.pooling import MAX_INPUTS, Pooled, PoolingTask, pool
 from metal_engine.settings.config import RerankerConfig
 
 # Characters of all pairs together. A query is in the prompt of each of its documents.

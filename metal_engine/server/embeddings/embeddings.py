@@ -10,12 +10,12 @@ from typing import cast
 import numpy as np
 
 from metal_engine.cancellation import check_cancelled
+from metal_engine.server.embeddings.options import checked_options
+from metal_engine.server.embeddings.pooling import MAX_VALUES, Pooled, embed
+from metal_engine.server.embeddings.protocol import EmbeddingBody, EmbeddingList, PoolingUsage
 from metal_engine.server.errors import APIError
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts
-from metal_engine.server.pooling.options import checked_options
-from metal_engine.server.pooling.pooling import MAX_VALUES, Pooled, embed
-from metal_engine.server.pooling.protocol import EmbeddingBody, EmbeddingList, PoolingUsage
 from metal_engine.server.workers import Weight
 
 # Numbers of all vectors of an answer that has them as JSON numbers: 26 MiB, twice while it is put together.

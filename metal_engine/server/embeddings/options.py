@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from metal_engine.request import RequestOptions
+from metal_engine.server.embeddings.protocol import PoolingBody
 from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.pooling.protocol import PoolingBody
 
 
 async def checked_options(served: ServedModel, body: PoolingBody, num_bytes: int) -> RequestOptions:

@@ -18,10 +18,10 @@ import pytest
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.pooling_params import PoolingParams
+from metal_engine.server.embeddings.pooling import embed
 from metal_engine.server.generation.admission import Admission
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.pooling.pooling import embed
 from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import PoolerConfig

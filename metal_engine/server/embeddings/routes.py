@@ -7,13 +7,9 @@ import time
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from metal_engine.server.errors import invalid
-from metal_engine.server.generation.models import Models
-from metal_engine.server.generation.preparation import ServedModel
-from metal_engine.server.json_parts import JSONParts
-from metal_engine.server.pooling.embeddings import create_embeddings
-from metal_engine.server.pooling.options import checked_options
-from metal_engine.server.pooling.protocol import (
+from metal_engine.server.embeddings.embeddings import create_embeddings
+from metal_engine.server.embeddings.options import checked_options
+from metal_engine.server.embeddings.protocol import (
     EmbeddingBody,
     EmbeddingList,
     PoolingUsage,
@@ -25,7 +21,11 @@ from metal_engine.server.pooling.protocol import (
     ScoreBody,
     ScoreList,
 )
-from metal_engine.server.pooling.scoring import Pairs, Scores, score
+from metal_engine.server.embeddings.scoring import Pairs, Scores, score
+from metal_engine.server.errors import invalid
+from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.json_parts import JSONParts
 
 
 def add_pooling_routes(app: FastAPI, models: Models) -> None:
