@@ -33,7 +33,7 @@ from metal_engine.checkpoints.hub_preflight import (
 )
 from metal_engine.checkpoints.named_paths import check_model_name
 from metal_engine.checkpoints.names import DEMO_MODEL, HubName, parse_hub_name
-from metal_engine.checkpoints.pooling import check_causal
+from metal_engine.checkpoints.pooling_config import check_causal
 from metal_engine.checkpoints.requirements import Check, check_memory
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.settings.args import EngineArgs

@@ -31,7 +31,7 @@ from metal_engine.checkpoints.headless import EmbeddingWeights
 from metal_engine.checkpoints.hub import fetch_tokenizer
 from metal_engine.checkpoints.named_paths import generation_config_folder, local_tokenizer
 from metal_engine.checkpoints.names import DEMO_MODEL, is_local
-from metal_engine.checkpoints.pooling import check_causal, find_reranker, gguf_pooler, read_pooler
+from metal_engine.checkpoints.pooling_config import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.checkpoints.requirements import (
     Check,
     CheckpointRequirements,

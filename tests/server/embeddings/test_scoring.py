@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from metal_engine.checkpoints.pooling import find_reranker
+from metal_engine.checkpoints.pooling_config import find_reranker
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.settings.config import PoolerConfig, RerankerConfig
 from tests.server.test_errors import check_error

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from metal_engine.build import build_engine
 from metal_engine.checkpoints.gguf.header import GgufHeader
-from metal_engine.checkpoints.pooling import check_causal, find_reranker, gguf_pooler, read_pooler
+from metal_engine.checkpoints.pooling_config import check_causal, find_reranker, gguf_pooler, read_pooler
 from metal_engine.engine.core import EngineCore
 from metal_engine.errors import ModelLoadError, ParameterError, PromptError, UnsupportedModelError
 from metal_engine.pooling_params import PoolingParams
