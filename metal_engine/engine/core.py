@@ -13,7 +13,7 @@ from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor, under_client_ids
-from metal_engine.engine.pooling import resolve_pooling
+from metal_engine.engine.pooling_defaults import resolve_pooling
 from metal_engine.engine.prompt_parts import PromptBoundaries
 from metal_engine.engine.step_observer import FrameSink, StepObserver
 from metal_engine.engine.token_rules import TokenRulesMaker

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.loader import LoadedModel
-from metal_engine.engine.pooling import resolve_pooling
+from metal_engine.engine.pooling_defaults import resolve_pooling
 from metal_engine.errors import ParameterError
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
