@@ -13,8 +13,8 @@ import numpy as np
 from metal_engine.kv_cache.rows import StepRows, all_distinct, slots_of, step_rows
 from metal_engine.kv_cache.writes import MakeWrites, SlotWrites
 from metal_engine.runner.logits_edits import RequestEdits
-from metal_engine.runner.pooling import PooledPrompt
 from metal_engine.runner.sampler import SamplingTable
+from metal_engine.runner.step_pooling import PooledPrompt
 from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 
 

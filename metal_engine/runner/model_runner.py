@@ -19,8 +19,8 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.pending_step import PendingStep, clear_traceback_frames
-from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.replay import DecodeReplay
+from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.settings.config import CacheConfig, SchedulerConfig

@@ -12,7 +12,7 @@ import mlx.core as mx
 from metal_engine.device.streams import synchronize
 from metal_engine.kv_cache.pool import PoolSnapshot
 from metal_engine.kv_transfer.runner_side import StepLoads, StepSaves
-from metal_engine.runner.pooling import StepPooling
+from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.step import DecodeForward, Drafting, ModelOutput
 

@@ -20,8 +20,8 @@ from metal_engine.pooling_params import PoolingParams
 from metal_engine.runner.batch import RequestTable
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
-from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.replay import DecodeReplay
+from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import ModelOutput

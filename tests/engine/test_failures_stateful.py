@@ -23,8 +23,8 @@ from metal_engine.request import PreparedRequest, RequestOutput, client_id
 from metal_engine.runner.batch import RequestTable
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
-from metal_engine.runner.pooling import StepPooling
 from metal_engine.runner.replay import DecodeReplay
+from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.tiny_engine import tiny_engine
