@@ -9,8 +9,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from metal_engine.adapter import LoRARequest
     from metal_engine.llm import LLM
+    from metal_engine.lora_adapter import LoRARequest
     from metal_engine.pooling_params import PoolingParams
     from metal_engine.request import RequestOutput
     from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -32,7 +32,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "metal_engine.llm",
-    "LoRARequest": "metal_engine.adapter",
+    "LoRARequest": "metal_engine.lora_adapter",
     "PoolingParams": "metal_engine.pooling_params",
     "SamplingParams": "metal_engine.sampling_params",
     "StructuredOutputsParams": "metal_engine.sampling_params",

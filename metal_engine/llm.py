@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from metal_engine.adapter import Adapter, LoRARequest
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import ChatAnswers
 from metal_engine.answers.results import (
@@ -28,6 +27,7 @@ from metal_engine.answers.tool_prompts import with_instructions
 from metal_engine.build import build_engine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.lora_adapter import Adapter, LoRARequest
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import SamplingParams

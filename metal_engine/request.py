@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_engine.adapter import Adapter
+from metal_engine.lora_adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 

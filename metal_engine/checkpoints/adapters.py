@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from metal_engine.adapter import LARGEST_FLOAT32, AdapterTargets
 from metal_engine.checkpoints.checkpoint import StoredTensor, stored_tensors
 from metal_engine.checkpoints.files import read_json
 from metal_engine.errors import AdapterError, ModelLoadError, one_line, short
+from metal_engine.lora_adapter import LARGEST_FLOAT32, AdapterTargets
 
 CONFIG = "adapter_config.json"
 PEFT_WEIGHTS, MLX_LM_WEIGHTS = "adapter_model.safetensors", "adapters.safetensors"

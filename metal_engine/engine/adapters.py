@@ -13,9 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
-from metal_engine.adapter import Adapter, AdapterTargets
 from metal_engine.checkpoints.adapters import AdapterFile, open_adapter
 from metal_engine.errors import AdapterError
+from metal_engine.lora_adapter import Adapter, AdapterTargets
 from metal_engine.settings.model_names import problem_of_name
 
 Weights = tuple[np.ndarray, np.ndarray]  # a [inputs, rank], b [rank, outputs]; float32

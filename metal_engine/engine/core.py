@@ -8,7 +8,6 @@ import random
 import time
 from collections import deque
 
-from metal_engine.adapter import Adapter
 from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.metrics import EngineMetrics
@@ -20,6 +19,7 @@ from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.lora_adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus, client_id
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules

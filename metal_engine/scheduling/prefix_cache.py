@@ -13,8 +13,8 @@ from collections.abc import Callable, Container, Iterable
 from functools import lru_cache
 from hashlib import sha256
 
-from metal_engine.adapter import Adapter
 from metal_engine.kv_transfer.scheduler_side import Missing
+from metal_engine.lora_adapter import Adapter
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import Block, BlockManager
 from metal_engine.scheduling.state_slots import StateSlots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from metal_engine.adapter import Adapter
+from metal_engine.lora_adapter import Adapter
 from metal_engine.request import Request
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.waiting_queue import WaitingQueue

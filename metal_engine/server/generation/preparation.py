@@ -10,12 +10,12 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel
 
-from metal_engine.adapter import Adapter
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, OverloadedError, ParameterError, PromptError
+from metal_engine.lora_adapter import Adapter
 from metal_engine.request import PreparedRequest, RequestOptions
 from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
