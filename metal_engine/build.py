@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from metal_engine.checkpoints.adapters import open_adapter
 from metal_engine.checkpoints.known_config import limit_command_buffers
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.command_buffers import limits_in_force
@@ -23,6 +22,7 @@ from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
+from metal_engine.lora.files import open_adapter
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.resolve import check_kv_cache, expected_sizes, resolve_config

@@ -13,11 +13,11 @@ import pytest
 from mlx_lm.utils import dequantize_model, load_model
 
 from metal_engine import LLM, LoRARequest, SamplingParams
-from metal_engine.checkpoints.adapters import open_adapter
 from metal_engine.checkpoints.gguf.config import interleaved_modules
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.cli.banner import startup_facts
 from metal_engine.errors import ConfigError
+from metal_engine.lora.files import open_adapter
 from metal_engine.models.adapter_targets import adapter_targets
 from metal_engine.models.adapters import AdapterRows
 from metal_engine.models.paged_model import PagedModel

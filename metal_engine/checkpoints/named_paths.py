@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from metal_engine.checkpoints.adapters import check_adapter_folder
 from metal_engine.checkpoints.names import DEMO_MODEL, is_local, is_ollama_name
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError
+from metal_engine.lora.files import check_adapter_folder
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from metal_engine.checkpoints.adapters import AdapterFile, open_adapter
 from metal_engine.errors import AdapterError
+from metal_engine.lora.files import AdapterFile, open_adapter
 from metal_engine.lora_adapter import Adapter, AdapterTargets
 from metal_engine.settings.model_names import problem_of_name
 

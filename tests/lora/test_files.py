@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.checkpoints.adapters import open_adapter
 from metal_engine.errors import AdapterError
+from metal_engine.lora.files import open_adapter
 from metal_engine.lora_adapter import AdapterTargets
 from tests.support.adapters import write_mlx_lm, write_peft
 
