@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from metal_engine.lora.layers import shape_of
 from metal_engine.lora_adapter import AdapterTargets
-from metal_engine.models.adapters import shape_of
 from metal_engine.models.attention_kinds import attention_kinds
 from metal_engine.models.paged_model import PagedModel
 

@@ -11,7 +11,7 @@ from metal_engine.kv_cache.rows import StepRows, TracedRows
 from metal_engine.recurrence.metal import MetalRecurrence
 
 if TYPE_CHECKING:
-    from metal_engine.models.adapters import AdapterRows
+    from metal_engine.lora.layers import AdapterRows
 
 
 class CurrentStep:

@@ -27,7 +27,7 @@ from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows, TracedRows
 from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, kv_cache_spec
 from metal_engine.kv_cache.state import KVState
-from metal_engine.models.adapters import AdaptedLayers, AdapterRows
+from metal_engine.lora.layers import AdaptedLayers, AdapterRows
 from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.current_step import CurrentStep

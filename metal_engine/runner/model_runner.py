@@ -14,7 +14,7 @@ from metal_engine.device.streams import end_streams_of_thread, synchronize
 from metal_engine.kv_cache.pool import PoolSnapshot
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
-from metal_engine.models.adapters import AdapterRows
+from metal_engine.lora.layers import AdapterRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.draft_model import DraftModel

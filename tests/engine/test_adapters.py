@@ -151,8 +151,8 @@ def test_a_draft_model(
 def test_rows_are_sorted_on_a_gpu(
     folders: dict[str, Path], golden: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metal_engine.models.adapters.MIN_SORTED_ROWS", 4)
-    monkeypatch.setattr("metal_engine.models.adapters.computes_on_cpu", lambda: False)
+    monkeypatch.setattr("metal_engine.lora.layers.MIN_SORTED_ROWS", 4)
+    monkeypatch.setattr("metal_engine.lora.layers.computes_on_cpu", lambda: False)
     engine = adapters.adapted_engine(folders, num_blocks=400, max_num_batched_tokens=100, max_num_seqs=32)
     check(engine, folders, golden)
 
@@ -311,7 +311,7 @@ def test_a_load_goes_in_between_steps_piece_by_piece(
 ) -> None:
     """However large a layer is, and however much of the slot's last adapter is to be cleared."""
     monkeypatch.setattr("metal_engine.engine.adapters._PIECE_BYTES", 4096)
-    monkeypatch.setattr("metal_engine.models.adapters.PART_BYTES", 1024)
+    monkeypatch.setattr("metal_engine.lora.layers.PART_BYTES", 1024)
     engine = adapters.adapted_engine({"a": folders["adapter-7"]}, max_loras=1)
     assert engine.adapters is not None and engine.adapters.unload("a")
     gc.collect()
