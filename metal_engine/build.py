@@ -13,7 +13,6 @@ from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
-from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.chat_template import templates_of
 from metal_engine.engine.chat_template_file import check_templates, read_chat_template
 from metal_engine.engine.core import EngineCore
@@ -23,6 +22,7 @@ from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, Unsup
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
 from metal_engine.lora.files import open_adapter
+from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.resolve import check_kv_cache, expected_sizes, resolve_config

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_thread import EngineThread
@@ -17,6 +16,7 @@ from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.step_observer import Frame, FrameSink
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import AdapterError
+from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.lora_adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs

@@ -9,7 +9,6 @@ import time
 from collections import deque
 
 from metal_engine.cancellation import check_cancelled
-from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.output_processor import OutputProcessor, under_client_ids
 from metal_engine.engine.pooling_defaults import resolve_pooling
@@ -19,6 +18,7 @@ from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.lora_adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus, client_id

@@ -14,9 +14,9 @@ import numpy as np
 from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import load_adapters
 
-from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.lora.layers import shape_of
+from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.models.adapter_targets import adapter_targets
 from metal_engine.models.paged_model import PagedModel
 from tests.support.tiny_engine import tiny_engine

@@ -14,11 +14,11 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
-from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.model_runner import ModelRunner

@@ -11,11 +11,11 @@ import mlx.nn as nn
 import numpy as np
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.engine.adapters import AdapterRegistry
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
+from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput

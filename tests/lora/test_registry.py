@@ -310,7 +310,7 @@ def test_a_load_goes_in_between_steps_piece_by_piece(
     folders: dict[str, Path], golden: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However large a layer is, and however much of the slot's last adapter is to be cleared."""
-    monkeypatch.setattr("metal_engine.engine.adapters._PIECE_BYTES", 4096)
+    monkeypatch.setattr("metal_engine.lora.registry._PIECE_BYTES", 4096)
     monkeypatch.setattr("metal_engine.lora.layers.PART_BYTES", 1024)
     engine = adapters.adapted_engine({"a": folders["adapter-7"]}, max_loras=1)
     assert engine.adapters is not None and engine.adapters.unload("a")
