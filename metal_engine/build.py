@@ -221,7 +221,7 @@ def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[st
     Raises:
         ConfigError: an adapter cannot be read, or does not fit the model.
     """
-    from metal_engine.models.adapter_targets import adapter_targets
+    from metal_engine.models.lora_targets import adapter_targets
 
     targets = adapter_targets(paged, interleaved)
     try:

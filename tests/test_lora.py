@@ -19,7 +19,7 @@ from metal_engine.cli.banner import startup_facts
 from metal_engine.errors import ConfigError
 from metal_engine.lora.files import open_adapter
 from metal_engine.lora.layers import AdapterRows
-from metal_engine.models.adapter_targets import adapter_targets
+from metal_engine.models.lora_targets import adapter_targets
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.lora_args import LoRAModule

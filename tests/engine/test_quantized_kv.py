@@ -21,7 +21,7 @@ from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import StateSpec
 from metal_engine.lora.registry import AdapterRegistry
-from metal_engine.models.adapter_targets import adapter_targets
+from metal_engine.models.lora_targets import adapter_targets
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.speculation.ngram import NgramProposer

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from metal_engine.lora import layers as models_adapters
 from metal_engine.lora.layers import AdaptedLayer, AdapterRows, Weights
-from metal_engine.models.adapter_targets import adapter_targets
+from metal_engine.models.lora_targets import adapter_targets
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import TokenLogprobs
 from metal_engine.sampling_params import SamplingParams

@@ -17,7 +17,7 @@ from mlx_lm.tuner.utils import load_adapters
 from metal_engine.engine.core import EngineCore
 from metal_engine.lora.layers import shape_of
 from metal_engine.lora.registry import AdapterRegistry
-from metal_engine.models.adapter_targets import adapter_targets
+from metal_engine.models.lora_targets import adapter_targets
 from metal_engine.models.paged_model import PagedModel
 from tests.support.tiny_engine import tiny_engine
 
