@@ -26,7 +26,6 @@ from metal_engine.answers.tool_plan import Tool, ToolPlan, plan_tools
 from metal_engine.answers.tool_prompts import with_instructions
 from metal_engine.build import build_engine
 from metal_engine.engine.engine_thread import EngineThread
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.lora_adapter import Adapter, LoRARequest
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOutput
@@ -34,6 +33,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import EngineConfig
+from metal_engine.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray
 Message = dict[str, Any]

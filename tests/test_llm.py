@@ -16,10 +16,10 @@ from metal_engine import llm as llm_module
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.tool_plan import plan_tools
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.llm import LLM
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.serving import MODEL, serve
 from tests.support.splitting import answer_format
 from tests.support.tiny_engine import tiny_engine, tiny_reference

@@ -14,7 +14,6 @@ from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.step_observer import Frame, FrameSink
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import AdapterError
 from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.lora_adapter import Adapter
@@ -23,6 +22,7 @@ from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput,
 from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
+from metal_engine.text.tokenizer import Tokenizer
 
 # Log probabilities of a request's outputs that wait for their reader: 110 bytes each.
 MAX_UNREAD = 1 << 18

@@ -15,7 +15,6 @@ from metal_engine.engine.pooling_defaults import resolve_pooling
 from metal_engine.engine.prompt_parts import PromptBoundaries
 from metal_engine.engine.step_observer import FrameSink, StepObserver
 from metal_engine.engine.token_rules import TokenRulesMaker
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
@@ -29,6 +28,7 @@ from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 from metal_engine.step import KVCacheLostError, RankFailureSource, Runner, RunnerLostError, SchedulerOutput, StepHandle
+from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

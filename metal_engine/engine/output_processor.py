@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
 
-from metal_engine.engine.tokenizer import Detokenizer, Tokenizer
 from metal_engine.request import Request, RequestOutput, TokenLogprobs, client_id
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import PromptLogprobs
+from metal_engine.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(eq=False, slots=True)

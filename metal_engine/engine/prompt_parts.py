@@ -6,8 +6,8 @@ from array import array
 from dataclasses import replace
 from itertools import takewhile
 
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import PreparedRequest
+from metal_engine.text.tokenizer import Tokenizer
 
 _VARIABLES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from metal_engine.engine.grammars.compiler import GrammarCompiler
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ParameterError, short
 from metal_engine.sampling_params import SamplingParams, TokenRules
+from metal_engine.text.tokenizer import Tokenizer
 
 # No thread can interrupt what is done with so many ids at once: 2 ms.
 _IDS_AT_ONCE = 1 << 16

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from metal_engine.answers.deltas import ArgumentsDelta, CallStart
 from metal_engine.answers.harmony import TOKENS, HarmonySplitter, harmony_format
 from metal_engine.checkpoints.answer_formats import find_answer_format
-from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.serving import MODEL, serve
 from tests.support.splitting import cuts, deltas, run
 from tests.support.tool_formats import TOOLS, TRAINS, WEATHER, Call

@@ -17,11 +17,11 @@ from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import engine_for
 from tests.support.running import run
 from tests.support.simulated import TOLERANCE, attend, backend, relative_error

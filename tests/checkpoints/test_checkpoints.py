@@ -16,13 +16,13 @@ from mlx_lm.utils import load_model
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.loader import LoadedModel, load
 from metal_engine.checkpoints.requirements import CheckpointRequirements
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.llm import LLM
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.checkpoint_files import CHAT_TEMPLATE, EOS, VOCAB_SIZE, write_checkpoint, write_tokenizer
 
 # Clearing a KV cache of the default size would take most of a test's time.

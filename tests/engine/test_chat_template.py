@@ -13,7 +13,7 @@ import pytest
 from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.engine import chat_template, template_budget
 from metal_engine.engine.long_text import TextTooLongError
-from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.chat_templates import TEMPLATES
 from tests.support.tool_formats import TOOLS
 from tools.fixtures.fake_engine import tiny_tokenizer

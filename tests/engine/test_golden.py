@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import MakeEngine
 from tests.support.running import run
 from tools.compare.equal_outputs import compare_outputs

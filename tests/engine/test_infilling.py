@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.tokenizers import byte_level, metaspace_always, metaspace_first, prepending
 
 

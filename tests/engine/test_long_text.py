@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.engine import long_text
 from metal_engine.engine.long_text import TextTooLongError, encode
-from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.tokenizers import KINDS
 
 WORDS = [

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import MakeEngine
 from tools.compare.equal_outputs import MAX_GAP, compare_outputs
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import Slots
@@ -24,6 +23,7 @@ from metal_engine.runner import replay
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.replay import DecodeReplay, padded
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.text.tokenizer import Tokenizer
 from tests.engine.test_behind import SIZES, allow_queued_dispatch, asked, same
 from tests.engine.test_failed_steps import Fault, run_with_fault
 from tests.engine.test_one_ahead import ASKED, ask_all, tokens_of, with_caching

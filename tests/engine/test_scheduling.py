@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import MakeEngine
 from tests.support.running import run
 from tools.compare.equal_outputs import compare_outputs

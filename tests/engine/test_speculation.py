@@ -13,10 +13,10 @@ from mlx_lm.generate import generate_step
 
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.speculation.ngram import NgramProposer
+from metal_engine.text.tokenizer import Tokenizer
 from tests.engine.test_failed_steps import GREEDY, PROMPTS, VOCAB_SIZE, Fault, run_with_fault
 from tests.support.demo import engine_for
 from tests.support.running import run

@@ -22,7 +22,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.Mon
     limited = tokenizer.limited(100)
     longest = max(tokenizer.hf_tokenizer.get_vocab(), key=len)
     assert len(limited.encode(longest * 101)) >= 100  # it may just fit: the engine counts its tokens
-    monkeypatch.setattr("metal_engine.engine.tokenizer.encode", None)  # must not be called
+    monkeypatch.setattr("metal_engine.text.tokenizer.encode", None)  # must not be called
     with pytest.raises(TextTooLongError, match="maximum context length"):
         limited.encode(longest * 401)
 

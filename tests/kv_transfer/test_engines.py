@@ -17,7 +17,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer import runner_side
 from metal_engine.kv_transfer.fingerprint import kv_fingerprint
 from metal_engine.kv_transfer.layout import KVPart
@@ -29,6 +28,7 @@ from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.request import RequestOptions
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.kv_engines import KVEngine, kv_engine
 from tests.support.valkey_server import ValkeyServer
 from tools.compare.equal_outputs import compare_outputs

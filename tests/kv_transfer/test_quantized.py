@@ -10,10 +10,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.kv_engines import KVEngine, kv_engine
 from tests.support.tiny_engine import with_vocabulary
 from tools.fixtures.fake_engine import tiny_tokenizer

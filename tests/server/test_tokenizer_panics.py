@@ -9,7 +9,7 @@ import httpx
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.serving import MODEL, Served, serve
 from tools.fixtures.fake_engine import tiny_tokenizer
 

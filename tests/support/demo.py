@@ -15,7 +15,6 @@ from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
@@ -30,6 +29,7 @@ from metal_engine.settings.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.speculation import draft_model_config
 
 MakeEngine = Callable[..., EngineCore]

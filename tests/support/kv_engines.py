@@ -11,7 +11,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.fingerprint import kv_fingerprint
 from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts, state_parts
@@ -24,6 +23,7 @@ from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import engine_for
 from tests.support.speculation import draft_for_free
 from tools.fixtures.tiny_models import tiny_model

@@ -15,13 +15,13 @@ import openai
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.server.app import create_app
 from metal_engine.server.connections.limits import connection_limits
 from metal_engine.server.listen import tls_options
 from metal_engine.server.run import Server
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
+from metal_engine.text.tokenizer import Tokenizer
 from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, fake_engine, hash_chain
 
 MODEL = "org/fake-model"

@@ -12,7 +12,6 @@ import numpy as np
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
@@ -23,6 +22,7 @@ from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig
+from metal_engine.text.tokenizer import Tokenizer
 from tools.fixtures.architecture_parts import Config
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import VOCAB_SIZE, fake_config, tiny_tokenizer

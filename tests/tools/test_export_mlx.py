@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load
 
 from metal_engine import LLM, SamplingParams
-from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.text.tokenizer import Tokenizer
 from tools.compare.equal_outputs import compare_outputs
 from tools.compare.servers import SCENARIOS
 from tools.fixtures.export_mlx import export

@@ -23,9 +23,9 @@ from metal_engine.cancellation import Cancelled, check_cancelled
 from metal_engine.engine.grammars.compiled import CompiledGrammar
 from metal_engine.engine.grammars.messages import framed, unpack_compiled
 from metal_engine.engine.grammars.tokenizer_process import GrammarProcessError, TokenizerProcess, receive_patiently
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import OverloadedError, ParameterError
 from metal_engine.sampling_params import StructuredOutputsParams
+from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

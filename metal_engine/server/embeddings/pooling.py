@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
@@ -20,6 +19,7 @@ from metal_engine.server.generation.generation import failure
 from metal_engine.server.generation.preparation import MAX_PROMPT_TOKENS, MAX_SEQUENCES, ServedModel
 from metal_engine.server.logs import note
 from metal_engine.server.workers import Weight
+from metal_engine.text.tokenizer import Tokenizer
 
 # Prompts of one request; OpenAI takes as many.
 MAX_INPUTS = MAX_SEQUENCES

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOptions
 from metal_engine.server.embeddings.pooling import MAX_INPUTS, Pooled, PoolingTask, pool
 from metal_engine.server.errors import invalid
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.settings.config import RerankerConfig
+from metal_engine.text.tokenizer import Tokenizer
 
 # Characters of all pairs together. A query is in the prompt of each of its documents.
 MAX_PAIR_CHARACTERS = 1 << 24

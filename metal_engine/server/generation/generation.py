@@ -12,7 +12,6 @@ from typing import Any
 from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, TokenLogprobs
 from metal_engine.server.errors import SHUTTING_DOWN, APIError, engine_dead, invalid
 from metal_engine.server.generation.logprobs import num_entries, prompt_logprobs_json
@@ -20,6 +19,7 @@ from metal_engine.server.json_parts import JSONParts, Placeholder, ids_json
 from metal_engine.server.logs import note
 from metal_engine.server.protocol import FinishReason, KVTransferHandover
 from metal_engine.server.usage import CompletionTokensDetails, PredictedTokensDetails, PromptTokensDetails, Usage
+from metal_engine.text.tokenizer import Tokenizer
 
 # Log probabilities of one answer that is no stream, or of its prompts: 100 bytes each while they are collected, and as
 # many as JSON.

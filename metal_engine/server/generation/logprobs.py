@@ -8,7 +8,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import TokenLogprobs
 from metal_engine.server.json_parts import array
 from metal_engine.server.protocol import (
@@ -19,6 +18,7 @@ from metal_engine.server.protocol import (
     PromptLogprob,
     PromptLogprobs,
 )
+from metal_engine.text.tokenizer import Tokenizer
 
 # JSON has no infinity; where a token is excluded by the model itself, this is far enough.
 _LOWEST = -9999.0

@@ -13,7 +13,6 @@ from pydantic import BaseModel
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ContextLengthError, OverloadedError, ParameterError, PromptError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import PreparedRequest, RequestOptions
@@ -29,6 +28,7 @@ from metal_engine.server.generation.streaming import EVENT_STREAM, sse
 from metal_engine.server.protocol import GenerationBody, KVTransferParams
 from metal_engine.server.usage import Usage
 from metal_engine.server.workers import Weight, Workers
+from metal_engine.text.tokenizer import Tokenizer
 
 # Sequences of one request; each takes memory before it runs.
 MAX_SEQUENCES = 2048

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import TokenLogprobs
 from metal_engine.server.errors import invalid_prompt
 from metal_engine.server.generation.generation import Choice, ChoiceOutput, Generation, finish_reason
@@ -25,6 +24,7 @@ from metal_engine.server.protocol import (
     FunctionCallDelta,
 )
 from metal_engine.server.usage import Usage
+from metal_engine.text.tokenizer import Tokenizer
 
 
 class ChatEndpoint(Conversation):

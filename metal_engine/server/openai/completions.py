@@ -6,7 +6,6 @@ from typing import cast
 
 from pydantic import BaseModel
 
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import invalid, invalid_prompt
@@ -16,6 +15,7 @@ from metal_engine.server.generation.preparation import MAX_PROMPT_TOKENS, Endpoi
 from metal_engine.server.generation.streaming import DONE, ChunkTemplate, sse
 from metal_engine.server.protocol import Completion, CompletionBody, CompletionChoice
 from metal_engine.server.usage import Usage
+from metal_engine.text.tokenizer import Tokenizer
 
 
 class CompletionEndpoint(Endpoint[CompletionBody]):

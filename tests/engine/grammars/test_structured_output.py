@@ -11,9 +11,9 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
 from metal_engine.engine.grammars.compiler import GrammarCompiler
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import MakeEngine
 from tests.support.json_schemas import SCHEMAS
 from tests.support.tiny_engine import run_all, tiny_engine

@@ -13,11 +13,11 @@ import pytest
 from metal_engine.engine.async_engine import _UNMERGED, _Mailbox
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.grammars.compiler import GrammarCompiler
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.server.generation import generation, logprobs, preparation
 from metal_engine.server.json_parts import JSONParts
 from metal_engine.server.protocol import ChatLogprobs, PromptLogprobs
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.serving import MODEL, Served
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.text.tokenizer import Tokenizer
 from tests.server.test_errors import check_error, sse_events
 from tests.support.serving import Served, serve
 from tests.support.tiny_engine import log_softmax, reference_logits, tiny_engine, tiny_reference

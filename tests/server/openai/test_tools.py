@@ -19,13 +19,13 @@ from metal_engine.answers.tool_parsers.json_calls import JSONCalls
 from metal_engine.answers.tool_parsers.mistral import MistralCalls
 from metal_engine.answers.tool_parsers.pythonic import PythonicCalls
 from metal_engine.checkpoints.answer_formats import find_answer_format
-from metal_engine.engine.tokenizer import Tokenizer
 from metal_engine.errors import ConfigError
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.generation.log_once import Notices
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.settings.args import ServerArgs
+from metal_engine.text.tokenizer import Tokenizer
 from tests.server.test_errors import check_error
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import THINK, answer_format

@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine import __version__
-from metal_engine.engine.tokenizer import Tokenizer
+from metal_engine.text.tokenizer import Tokenizer
 from tests.support.serving import MODEL, Served, serve, wait_until
 from tools.fixtures.fake_engine import CHAT_TEMPLATE, EOS, fake_config
 
