@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
-from metal_engine.engine.chat_template import Message
+from metal_engine.text.chat_template import Message
 
 
 class MessageRules:

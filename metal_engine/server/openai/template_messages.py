@@ -7,11 +7,11 @@ from typing import Any
 
 from metal_engine.answers.answer_format import ToolParser
 from metal_engine.answers.tool_prompts import with_instructions, written_calls, written_result
-from metal_engine.engine.chat_template import RESERVED_NAMES
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid
 from metal_engine.server.large_bodies import TextsDecoder, TooComplexError, dumps
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
+from metal_engine.text.chat_template import RESERVED_NAMES
 from metal_engine.text.tokenizer import Tokenizer
 
 # Chat templates were written before OpenAI renamed the system role for newer models.
