@@ -13,7 +13,6 @@ from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
-from metal_engine.engine.chat_template_file import check_templates, read_chat_template
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
@@ -26,6 +25,7 @@ from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.resolve import check_kv_cache, expected_sizes, resolve_config
 from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
 from metal_engine.text.chat_template import templates_of
+from metal_engine.text.chat_template_file import check_templates, read_chat_template
 from metal_engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from metal_engine.checkpoints.named_paths import check_paths, existing_folder
-from metal_engine.engine.chat_template_file import read_chat_template
 from metal_engine.errors import ConfigError
 from metal_engine.kv_transfer.settings import kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.speculative import speculative_config
+from metal_engine.text.chat_template_file import read_chat_template
 
 
 def check_engine_args(args: EngineArgs) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.engine.chat_template_file import read_chat_template
 from metal_engine.errors import ConfigError
 from metal_engine.server.generation.log_once import Notices
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody
+from metal_engine.text.chat_template_file import read_chat_template
 from metal_engine.text.tokenizer import Tokenizer
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
