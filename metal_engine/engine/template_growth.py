@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from metal_engine.engine.template_budget import STEP, TemplateBudgetError, current_budget, items_of, length
+from metal_engine.text.template_budget import STEP, TemplateBudgetError, current_budget, items_of, length
 
 Growth = Callable[..., int]
 
