@@ -28,7 +28,8 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 
-from metal_engine.engine.template_growth import (
+from metal_engine.text.template_budget import STEP, TemplateBudgetError, check_bits, current_budget, length
+from metal_engine.text.template_growth import (
     FILTER_GROWTH,
     LINEAR_TEXT_METHODS,
     METHOD_GROWTH,
@@ -37,7 +38,6 @@ from metal_engine.engine.template_growth import (
     number,
     widths,
 )
-from metal_engine.text.template_budget import STEP, TemplateBudgetError, check_bits, current_budget, length
 
 # Characters that may stand in for others while a template is rendered: symbols that hardly any text has, which no case,
 # no trimming and no quoting changes (Braille, Sutton's sign writing, Byzantine notes). Braille is first: Python keeps
