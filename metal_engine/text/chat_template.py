@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 
 from metal_engine.cancellation import Cancelled
-from metal_engine.engine.template_sandbox import BoundedEnvironment, syntax_tree
 from metal_engine.text.template_budget import STEP, Budget, TemplateBudgetError, spending
+from metal_engine.text.template_sandbox import BoundedEnvironment, syntax_tree
 
 # A rendering may take some seconds whatever the messages are, and then in proportion to them: templates pass over a
 # text some ten times.

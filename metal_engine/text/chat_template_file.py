@@ -9,8 +9,8 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-from metal_engine.engine.template_sandbox import syntax_tree
 from metal_engine.errors import ConfigError
+from metal_engine.text.template_sandbox import syntax_tree
 
 # Limits on the characters of all chat templates of a tokenizer, and on the nodes of a template's syntax tree. Published
 # templates have a third at most. The compiler needs up to 10 KiB of memory for each node.

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_engine.engine.control_tokens import ControlTokens
-from metal_engine.engine.template_sandbox import STAND_INS
 from metal_engine.text import chat_template
+from metal_engine.text.template_sandbox import STAND_INS
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.chat_templates import TEMPLATES
 from tests.support.tokenizers import KINDS, OTHERS, SPECIAL, chat_tokenizer
