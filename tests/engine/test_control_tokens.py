@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from metal_engine.engine.control_tokens import ControlTokens
 from metal_engine.text import chat_template
+from metal_engine.text.control_tokens import ControlTokens
 from metal_engine.text.template_sandbox import STAND_INS
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.chat_templates import TEMPLATES
