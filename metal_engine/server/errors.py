@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from metal_engine.engine.engine_thread import EngineDeadError
-from metal_engine.engine.long_text import TextTooLongError
 from metal_engine.server.protocol import ErrorBody, ErrorDetail
+from metal_engine.text.long_text import TextTooLongError
 
 # Where an error's code is left in the ASGI scope, for whoever counts errors by their cause.
 ERROR_CODE = "metal_engine.error_code"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from metal_engine.cancellation import Cancelled, caller_disconnected
-from metal_engine.engine.long_text import TextTooLongError
 from metal_engine.text import chat_template, template_budget
+from metal_engine.text.long_text import TextTooLongError
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.chat_templates import TEMPLATES
 from tests.support.tool_formats import TOOLS

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from metal_engine.cancellation import Cancelled, caller_disconnected
-from metal_engine.engine import long_text
-from metal_engine.engine.long_text import TextTooLongError, encode
+from metal_engine.text import long_text
+from metal_engine.text.long_text import TextTooLongError, encode
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.tokenizers import KINDS
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.long_text import TextTooLongError
+from metal_engine.text.long_text import TextTooLongError
 from tools.fixtures.fake_engine import tiny_tokenizer
 
 

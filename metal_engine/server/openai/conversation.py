@@ -9,7 +9,6 @@ from typing import Any
 from metal_engine.answers.chat_answers import AnswerReader, ChatAnswers
 from metal_engine.answers.deltas import AnswerDelta, assemble
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
-from metal_engine.engine.long_text import TextTooLongError
 from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import invalid, invalid_prompt
@@ -31,6 +30,7 @@ from metal_engine.server.protocol import (
     ToolCall,
 )
 from metal_engine.sizes import num_characters
+from metal_engine.text.long_text import TextTooLongError
 from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
