@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from metal_engine.engine.message_rules import MessageRules
 from metal_engine.server.openai.message_order import in_accepted_order
+from metal_engine.text.message_rules import MessageRules
 from tests.support.chat_templates import GEMMA, LLAMA, QWEN
 from tools.fixtures.fake_engine import CHAT_TEMPLATE, tiny_tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from metal_engine.engine.message_rules import MessageRules
+from metal_engine.text.message_rules import MessageRules
 
 Message = dict[str, Any]
 
