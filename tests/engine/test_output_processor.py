@@ -13,9 +13,9 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.engine.output_processor import OutputProcessor, StopStrings
 from metal_engine.request import Request, RequestOutput, TokenLogprobs, merge_outputs
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.text.output_processor import OutputProcessor, StopStrings
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.tokenizers import chat_tokenizer
 from tools.fixtures.fake_engine import EOS, byte_ids, byte_tokens, tiny_tokenizer

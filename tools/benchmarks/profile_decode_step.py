@@ -84,11 +84,11 @@ def instrument(profile: Profile) -> None:
     import mlx.core as mx
 
     from metal_engine.attention.portable import backend as portable
-    from metal_engine.engine.output_processor import OutputProcessor
     from metal_engine.models.layer_cache import LayerCache
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner import batch, model_runner, pending_step, step_sampling
     from metal_engine.scheduling.scheduler import Scheduler
+    from metal_engine.text.output_processor import OutputProcessor
 
     for owner, name, part in (
         (Scheduler, "schedule", "schedule"),
