@@ -68,8 +68,8 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
         raise ConfigError(flag(error.name), error.message) from error
     _announce(found)
     _announce(f"Loading {args.model} into this process, which takes its own memory for weights and KV cache.")
-    from metal_engine.engine.default_sampling import default_sampling_text
     from metal_engine.llm import LLM
+    from metal_engine.text.default_sampling import default_sampling_text
 
     with LLM(**vars(args)) as llm:
         defaults = llm.config.model.default_sampling or _SAMPLING
