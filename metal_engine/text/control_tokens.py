@@ -21,11 +21,11 @@ from tokenizers import AddedToken, models, normalizers
 from tokenizers import Tokenizer as BackendTokenizer
 
 from metal_engine.cancellation import check_cancelled
-from metal_engine.engine.word_cache import limit_word_cache
 from metal_engine.sizes import parts
 from metal_engine.text.chat_template import Message, RenderedTooLongError, texts_of_template
 from metal_engine.text.long_text import panics_refused
 from metal_engine.text.template_sandbox import STAND_INS
+from metal_engine.text.tokenizer_cache_limit import limit_word_cache
 
 # Long texts are searched so many characters at a time: the search holds the interpreter.
 _WINDOW = 1 << 17

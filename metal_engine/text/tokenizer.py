@@ -11,7 +11,6 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from metal_engine.engine.word_cache import limit_word_cache
 from metal_engine.sizes import parts
 from metal_engine.text import chat_template
 from metal_engine.text.control_tokens import ControlTokens
@@ -19,6 +18,7 @@ from metal_engine.text.detokenizer import Detokenizer
 from metal_engine.text.infilling import Infilling
 from metal_engine.text.long_text import TextTooLongError, encode, special_token_affixes
 from metal_engine.text.message_rules import MessageRules
+from metal_engine.text.tokenizer_cache_limit import limit_word_cache
 
 # How tokenizers without a byte alphabet spell a byte that is no character.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
