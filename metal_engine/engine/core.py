@@ -11,7 +11,6 @@ from collections import deque
 from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.pooling_defaults import resolve_pooling
-from metal_engine.engine.prompt_parts import PromptBoundaries
 from metal_engine.engine.step_observer import FrameSink, StepObserver
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
@@ -28,6 +27,7 @@ from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 from metal_engine.step import KVCacheLostError, RankFailureSource, Runner, RunnerLostError, SchedulerOutput, StepHandle
 from metal_engine.text.output_processor import OutputProcessor, under_client_ids
+from metal_engine.text.prompt_boundaries import PromptBoundaries
 from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

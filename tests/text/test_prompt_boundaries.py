@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from metal_engine.engine.prompt_parts import PromptBoundaries
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.text.prompt_boundaries import PromptBoundaries
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import tiny_tokenizer
 
