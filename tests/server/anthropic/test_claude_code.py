@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.engine.test_message_rules import SYSTEM_FIRST
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import answer_format
 from tests.support.tool_formats import RECORDED, TOOLS
+from tests.text.test_message_rules import SYSTEM_FIRST
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
 
 CONFIG = fake_config(max_model_len=8192, num_blocks=4096, max_num_batched_tokens=2048)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from metal_engine.server.openai.message_order import in_accepted_order
-from tests.engine.test_message_rules import ALTERNATING, LEAVES_OUT, SYSTEM_FIRST
 from tests.support.serving import MODEL, serve
+from tests.text.test_message_rules import ALTERNATING, LEAVES_OUT, SYSTEM_FIRST
 from tools.fixtures.fake_engine import CHAT_TEMPLATE, fake_config, tiny_tokenizer
 
 CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
