@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from metal_engine.engine.grammars.compiler import GrammarCompiler
 from metal_engine.errors import ParameterError, short
+from metal_engine.grammars.compiler import GrammarCompiler
 from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.text.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
-from metal_engine.engine.grammars.source import grammar_source
+from metal_engine.grammars.source import grammar_source
 from metal_engine.json_schemas.closed import closed
 from tests.support.json_schemas import SCHEMAS
 from tools.fixtures.fake_engine import EOS, VOCAB_SIZE, tiny_tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.grammars.compiled import GrammarMatcher
+from metal_engine.grammars.compiled import GrammarMatcher
 from metal_engine.request import RequestOptions, RequestOutput
 from metal_engine.runner import logits_edits, sampler, step_sampling
 from metal_engine.runner.logits_edits import RequestEdits

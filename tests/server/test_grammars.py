@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from metal_engine.engine.grammars.process import MAX_GROWTH
-from tests.engine.grammars.hostile import NESTED_REPEATS, PATTERNS, descendants
+from metal_engine.grammars.process import MAX_GROWTH
+from tests.grammars.hostile import NESTED_REPEATS, PATTERNS, descendants
 from tests.server.test_errors import check_error
 from tests.server.test_lifecycle import process
 from tests.support.serving import MODEL, Served, wait_until

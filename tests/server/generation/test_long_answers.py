@@ -12,7 +12,7 @@ import pytest
 
 from metal_engine.engine.async_engine import _UNMERGED, _Mailbox
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.grammars.compiler import GrammarCompiler
+from metal_engine.grammars.compiler import GrammarCompiler
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.server.generation import generation, logprobs, preparation
 from metal_engine.server.json_parts import JSONParts

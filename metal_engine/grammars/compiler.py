@@ -1,6 +1,6 @@
 """Structured output: user's schemas, regular expressions and grammars, compiled for one tokenizer.
 
-Compiling and masking run in processes of their own (:mod:`metal_engine.engine.grammars.process`), whose time and
+Compiling and masking run in processes of their own (:mod:`metal_engine.grammars.process`), whose time and
 memory are bounded; what goes beyond is refused.
 """
 
@@ -20,10 +20,10 @@ from functools import partial
 from typing import Any
 
 from metal_engine.cancellation import Cancelled, check_cancelled
-from metal_engine.engine.grammars.compiled import CompiledGrammar
-from metal_engine.engine.grammars.messages import framed, unpack_compiled
-from metal_engine.engine.grammars.tokenizer_process import GrammarProcessError, TokenizerProcess, receive_patiently
 from metal_engine.errors import OverloadedError, ParameterError
+from metal_engine.grammars.compiled import CompiledGrammar
+from metal_engine.grammars.messages import framed, unpack_compiled
+from metal_engine.grammars.tokenizer_process import GrammarProcessError, TokenizerProcess, receive_patiently
 from metal_engine.sampling_params import StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer
 

@@ -14,9 +14,9 @@ from typing import Any
 import llguidance
 import pytest
 
-from metal_engine.engine.grammars import process
-from metal_engine.engine.grammars.channel import receive
-from metal_engine.engine.grammars.messages import (
+from metal_engine.grammars import process
+from metal_engine.grammars.channel import receive
+from metal_engine.grammars.messages import (
     ERROR,
     MASK,
     MASK_ALONE,
@@ -26,7 +26,7 @@ from metal_engine.engine.grammars.messages import (
     unpack_masks,
     unpack_step,
 )
-from tests.engine.grammars.hostile import NESTED_REPEATS, PATTERNS, cubic
+from tests.grammars.hostile import NESTED_REPEATS, PATTERNS, cubic
 from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
 
 _UNIT = 1 if sys.platform == "darwin" else 1024
@@ -192,7 +192,7 @@ def test_masks_after_drafts_come_of_outputs_that_went_on_without(tokenizer: llgu
 
 def test_the_process_loads_nothing_heavy() -> None:
     code = (
-        "import sys, metal_engine.engine.grammars.process;"
+        "import sys, metal_engine.grammars.process;"
         "print({'mlx', 'numpy', 'transformers', 'torch', 'pydantic'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

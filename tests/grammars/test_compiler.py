@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 from metal_engine.cancellation import Cancelled, caller_disconnected
-from metal_engine.engine.grammars import compiled as compiled_module
-from metal_engine.engine.grammars import compiler as compiler_module
-from metal_engine.engine.grammars.channel import receive
-from metal_engine.engine.grammars.compiled import CompiledGrammar
-from metal_engine.engine.grammars.compiler import GrammarCompiler
-from metal_engine.engine.grammars.messages import MASK, framed, pack_masks, unpack_step
 from metal_engine.errors import OverloadedError, ParameterError
+from metal_engine.grammars import compiled as compiled_module
+from metal_engine.grammars import compiler as compiler_module
+from metal_engine.grammars.channel import receive
+from metal_engine.grammars.compiled import CompiledGrammar
+from metal_engine.grammars.compiler import GrammarCompiler
+from metal_engine.grammars.messages import MASK, framed, pack_masks, unpack_step
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
-from tests.engine.grammars.hostile import PATTERNS, cubic, descendants
+from tests.grammars.hostile import PATTERNS, cubic, descendants
 from tests.support.serving import wait_until
 from tests.support.tiny_engine import run_all, tiny_engine
 from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, tiny_tokenizer
@@ -116,7 +116,7 @@ def test_closing_ends_compiling_and_every_process() -> None:
 def test_no_process_outlives_a_killed_parent() -> None:
     """The script has no guard against being imported by its children, either."""
     script = (
-        "from metal_engine.engine.grammars.compiler import GrammarCompiler\n"
+        "from metal_engine.grammars.compiler import GrammarCompiler\n"
         "from metal_engine.sampling_params import StructuredOutputsParams\n"
         "from tools.fixtures.fake_engine import VOCAB_SIZE, tiny_tokenizer\n"
         "compiler = GrammarCompiler(tiny_tokenizer(), VOCAB_SIZE)\n"

@@ -15,9 +15,9 @@ import weakref
 from collections.abc import Sequence
 
 from metal_engine.cancellation import check_cancelled
-from metal_engine.engine.grammars.messages import BUFFER_BYTES, LENGTH, framed
+from metal_engine.grammars.messages import BUFFER_BYTES, LENGTH, framed
 
-_MODULE = "metal_engine.engine.grammars.process"
+_MODULE = "metal_engine.grammars.process"
 # How often somebody who waits looks whether its asker has left.
 _POLL_MILLISECONDS = 20
 # For what is bounded in CPU time, on a machine that is very busy.

@@ -14,7 +14,7 @@ tokenizer holds it for a second. Here it holds nobody up, and ends with its proc
 The kernel ends a process that goes beyond the first or the third (``ITIMER_PROF`` counts CPU time, so a busy machine
 ends none). Growth is watched by a thread, since macOS enforces no limit on it. A process ends with its socket.
 
-Run as a module: ``python -m metal_engine.engine.grammars.process FD``. Loads no MLX, NumPy or transformers.
+Run as a module: ``python -m metal_engine.grammars.process FD``. Loads no MLX, NumPy or transformers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import time
 
 import llguidance
 
-from metal_engine.engine.grammars.channel import Fork, receive, serve
-from metal_engine.engine.grammars.messages import (
+from metal_engine.grammars.channel import Fork, receive, serve
+from metal_engine.grammars.messages import (
     ERROR,
     MASK,
     MASK_ALONE,
@@ -46,7 +46,7 @@ from metal_engine.engine.grammars.messages import (
     unpack_masks,
     unpack_step,
 )
-from metal_engine.engine.grammars.source import grammar_source
+from metal_engine.grammars.source import grammar_source
 
 COMPILE_CPU_SECONDS = 1.0
 MAX_GROWTH = 64 << 20

@@ -10,8 +10,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
-from metal_engine.engine.grammars.compiler import GrammarCompiler
 from metal_engine.errors import ParameterError
+from metal_engine.grammars.compiler import GrammarCompiler
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import MakeEngine

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from metal_engine.engine.grammars.messages import (
+from metal_engine.grammars.messages import (
     BUFFER_BYTES,
     ERROR,
     LENGTH,
@@ -27,7 +27,7 @@ from metal_engine.engine.grammars.messages import (
     unpack_compiled,
     unpack_masks,
 )
-from metal_engine.engine.grammars.tokenizer_process import GrammarProcessError
+from metal_engine.grammars.tokenizer_process import GrammarProcessError
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from metal_engine.engine.grammars.messages import LENGTH, framed
+from metal_engine.grammars.messages import LENGTH, framed
 
 
 def receive(channel: socket.socket) -> bytes:
