@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from metal_engine.engine.model_entry import LoadedEngine, ModelEntry
-from metal_engine.engine.registry import ModelRegistry
+from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.settings.config import EngineConfig, ModelInfo, RankInfo, SpeculativeConfig
 from metal_engine.settings.fields import format_size
 from metal_engine.text.default_sampling import default_sampling_text

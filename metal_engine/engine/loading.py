@@ -15,7 +15,7 @@ from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLarg
 from metal_engine.settings.config import DeviceInfo, EngineConfig
 
 if TYPE_CHECKING:
-    from metal_engine.engine.registry import ModelRegistry
+    from metal_engine.model_pool.registry import ModelRegistry
 
 # How often a model's thread that waits for memory looks whether the registry has been closed.
 _CLOSED_SECONDS = 0.5

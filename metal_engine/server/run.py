@@ -21,8 +21,8 @@ from fastapi import FastAPI
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.registry import ModelRegistry
 from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.app import app_of, create_app
 from metal_engine.server.connections.acceptor import Acceptor
 from metal_engine.server.connections.connection import Connection
