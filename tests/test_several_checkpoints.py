@@ -22,9 +22,9 @@ from metal_engine.cli.models_dir import models_in
 from metal_engine.cli.serve_multi_model import engine_threads, load_named, source_of
 from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.device.info import device_info
-from metal_engine.engine.model_entry import ModelSource
 from metal_engine.errors import ModelLoadError, ModelTooLargeError
 from metal_engine.model_pool import registry as registry_module
+from metal_engine.model_pool.model_entry import ModelSource
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner import step_memory

@@ -10,8 +10,8 @@ from pathlib import Path
 from metal_engine.cli.models_dir import models_in
 from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
-from metal_engine.engine.model_entry import LoadedEngine, ModelSource, Start
 from metal_engine.errors import NoRoomError
+from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource, Start
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.listen import Listener
 from metal_engine.settings.args import EngineArgs, ServerArgs

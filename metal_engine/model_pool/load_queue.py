@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 
-from metal_engine.engine.model_entry import Load, ModelEntry, ModelState
 from metal_engine.model_pool.memory_budget import MemoryBudget
+from metal_engine.model_pool.model_entry import Load, ModelEntry, ModelState
 
 
 class LoadQueue:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
-from metal_engine.engine.model_entry import Load, LoadedEngine, ModelSource
 from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLargeError, NoRoomError, one_line
+from metal_engine.model_pool.model_entry import Load, LoadedEngine, ModelSource
 from metal_engine.settings.config import DeviceInfo, EngineConfig
 
 if TYPE_CHECKING:

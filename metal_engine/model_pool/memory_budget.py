@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from metal_engine.engine.model_entry import ModelEntry, ModelState
 from metal_engine.errors import ModelTooLargeError, NoRoomError
+from metal_engine.model_pool.model_entry import ModelEntry, ModelState
 from metal_engine.settings.fields import format_size
 
 

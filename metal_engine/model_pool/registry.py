@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
-from metal_engine.engine.model_entry import FailedLoad, Load, LoadedEngine, ModelEntry, ModelSource, ModelState
 from metal_engine.errors import LoadCancelledError, NoRoomError, one_line
 from metal_engine.model_pool.load_queue import LoadQueue
 from metal_engine.model_pool.loading import RegistryShare, load_in_thread, to_model_load_error
 from metal_engine.model_pool.memory_budget import MemoryBudget
+from metal_engine.model_pool.model_entry import FailedLoad, Load, LoadedEngine, ModelEntry, ModelSource, ModelState
 from metal_engine.settings.fields import format_size
 
 logger = logging.getLogger(__name__)

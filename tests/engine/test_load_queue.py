@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.model_entry import Load, ModelEntry, ModelSource, ModelState
 from metal_engine.errors import ModelTooLargeError
 from metal_engine.model_pool.load_queue import LoadQueue
 from metal_engine.model_pool.memory_budget import MemoryBudget
+from metal_engine.model_pool.model_entry import Load, ModelEntry, ModelSource, ModelState
 
 
 def never(*_: Any) -> Any:

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from metal_engine.engine.model_entry import ModelState
 from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLargeError
 from metal_engine.model_pool import registry as registry_module
+from metal_engine.model_pool.model_entry import ModelState
 from tests.support.registry import RegistryOfFakes, run_with_fakes, until
 from tests.support.serving import DEADLINE
 

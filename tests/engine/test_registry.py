@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.model_entry import LoadedEngine, ModelState
 from metal_engine.errors import ModelLoadError, ModelTooLargeError, NoRoomError
+from metal_engine.model_pool.model_entry import LoadedEngine, ModelState
 from metal_engine.model_pool.registry import RegistryClosedError
 from tests.support.registry import RegistryOfFakes, run_with_fakes, until
 

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from metal_engine.engine.model_entry import ModelSource, ModelState
 from metal_engine.errors import ConfigError
+from metal_engine.model_pool.model_entry import ModelSource, ModelState
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import DEADLINE, wait_until
 from tests.support.several import ROOM_FOR_TWO, FakeModel, SeveralFakes, events, serve_models

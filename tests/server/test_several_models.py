@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from metal_engine.engine.model_entry import ModelState
+from metal_engine.model_pool.model_entry import ModelState
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import DEADLINE, wait_until
 from tests.support.several import ROOM_FOR_TWO, FakeModel, SeveralFakes, events, serve_models

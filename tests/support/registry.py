@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from metal_engine.engine.model_entry import ModelEntry, ModelState
+from metal_engine.model_pool.model_entry import ModelEntry, ModelState
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.sampling_params import SamplingParams
 from tests.support.serving import DEADLINE

@@ -18,8 +18,8 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
-from metal_engine.engine.model_entry import LoadedEngine, ModelSource
 from metal_engine.errors import ModelLoadError
+from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.app import app_of
 from metal_engine.server.connections.limits import connection_limits

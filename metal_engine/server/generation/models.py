@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.model_entry import LoadedEngine, ModelEntry
 from metal_engine.errors import ConfigError, LoadCancelledError, ModelLoadError, ModelTooLargeError
+from metal_engine.model_pool.model_entry import LoadedEngine, ModelEntry
 from metal_engine.model_pool.registry import ModelRegistry, RegistryClosedError
 from metal_engine.server.errors import APIError, model_not_found, shutting_down
 from metal_engine.server.generation.admission import RETRY_AFTER_SECONDS, Admission, overloaded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.model_entry import LoadedEngine
+from metal_engine.model_pool.model_entry import LoadedEngine
 from metal_engine.server.errors import model_not_loaded
 from metal_engine.server.generation.models import Models, MultiModel
 from metal_engine.server.page.viewers import Viewers

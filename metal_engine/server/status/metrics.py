@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from metal_engine import __version__
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.metrics import EngineMetrics, Histogram
-from metal_engine.engine.model_entry import ModelEntry
+from metal_engine.model_pool.model_entry import ModelEntry
 from metal_engine.server.generation.models import Models, MultiModel
 
 PREFIX = "metal_engine:"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from fastapi import FastAPI
 
-from metal_engine.engine.model_entry import ModelEntry, ModelSource
+from metal_engine.model_pool.model_entry import ModelEntry, ModelSource
 from metal_engine.server.generation.models import MultiModel, load_errors_as_api_errors
 from metal_engine.server.protocol import RequestModel
 from metal_engine.server.status.protocol import ModelHealth, RegistryCard, RegistryHealth, RegistryList
