@@ -21,7 +21,7 @@ from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, SchedulerOutput
-from tests.scheduling.test_draft_lengths import Clock, TimedStep, compute_bound, memory_bound
+from tests.scheduling.speculation.test_draft_lengths import Clock, TimedStep, compute_bound, memory_bound
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 from tests.support.speculation import KnownTimes, draft_model_config
 

@@ -16,8 +16,8 @@ from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, Step
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from tests.scheduling.test_draft_lengths import KINDS, memory_bound, run
-from tests.scheduling.test_speculation import RightDrafts, kinds_of, make_harness
+from tests.scheduling.speculation.test_draft_lengths import KINDS, memory_bound, run
+from tests.scheduling.speculation.test_speculation import RightDrafts, kinds_of, make_harness
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes, draft_model_config, speculative_config
 
