@@ -1,4 +1,4 @@
-"""Checks model names and paths in the settings: model, tokenizer, generation config and adapters.
+"""Checks model names and paths in the settings: model, tokenizer and generation config.
 
 Imports neither MLX nor transformers, so a wrong path is an error at once.
 """
@@ -8,27 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from metal_engine.checkpoints.names import DEMO_MODEL, is_local, is_ollama_name
-from metal_engine.errors import AdapterError, ConfigError, ModelLoadError
-from metal_engine.lora.files import check_adapter_folder
-from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.lora_args import MODULES as LORA_MODULES
-
-
-def check_paths(args: EngineArgs) -> None:
-    """Check the model's name and every path in the settings that must exist.
-
-    Raises:
-        ModelLoadError: a path does not exist, or the model's name is invalid.
-        ConfigError: an adapter's folder does not exist.
-    """
-    check_model_name(args.model)
-    local_tokenizer(args.tokenizer)
-    generation_config_folder(args.generation_config)
-    for module in args.adapters:
-        try:
-            check_adapter_folder(Path(module.path).expanduser())
-        except AdapterError as error:
-            raise ConfigError(LORA_MODULES, f"{LORA_MODULES}: {error}") from error
+from metal_engine.errors import ConfigError, ModelLoadError
 
 
 def check_model_name(model: str) -> None:

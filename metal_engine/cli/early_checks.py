@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from metal_engine.checkpoints.named_paths import check_paths, existing_folder
-from metal_engine.errors import ConfigError
+from pathlib import Path
+
+from metal_engine.checkpoints.named_paths import (
+    check_model_name,
+    existing_folder,
+    generation_config_folder,
+    local_tokenizer,
+)
+from metal_engine.errors import AdapterError, ConfigError
 from metal_engine.kv_transfer.settings import kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
+from metal_engine.lora.files import check_adapter_folder
 from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.speculative import speculative_config
 from metal_engine.text.chat_template_file import read_chat_template
 
@@ -18,7 +27,7 @@ def check_engine_args(args: EngineArgs) -> None:
         ConfigError: a setting cannot work.
         ModelLoadError: the model, the tokenizer or the generation config does not exist.
     """
-    check_paths(args)
+    _check_paths(args)
     speculative_config(args)
     transfer = kv_transfer_config(args)
     if transfer is not None:
@@ -35,3 +44,20 @@ def check_lora_dir(args: EngineArgs, server_args: ServerArgs) -> None:
     existing_folder("--lora-dir", server_args.lora_dir)
     if not args.has_adapters:
         raise ConfigError("--lora-dir", "needs --enable-lora")
+
+
+def _check_paths(args: EngineArgs) -> None:
+    """Check the model's name and every path in the settings that must exist.
+
+    Raises:
+        ModelLoadError: a path does not exist, or the model's name is invalid.
+        ConfigError: an adapter's folder does not exist.
+    """
+    check_model_name(args.model)
+    local_tokenizer(args.tokenizer)
+    generation_config_folder(args.generation_config)
+    for module in args.adapters:
+        try:
+            check_adapter_folder(Path(module.path).expanduser())
+        except AdapterError as error:
+            raise ConfigError(LORA_MODULES, f"{LORA_MODULES}: {error}") from error

@@ -146,7 +146,7 @@ class StatePool:
         return [state.arrays.pop(name) for state, name in self._of_tokens] + states
 
     def attach_arrays(self, arrays: list[mx.array], slots: Slots) -> None:
-        """Have such arrays as :meth:`detach_arrays` gave away, in its order, with the recurrent states of some slots."""
+        """Take back the arrays of :meth:`detach_arrays`, in its order, with the recurrent states of some slots."""
         num_of_tokens = len(self._of_tokens)
         for (state, name), array in zip(self._of_tokens, arrays[:num_of_tokens], strict=True):
             state.arrays[name] = array

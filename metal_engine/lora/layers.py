@@ -11,6 +11,7 @@ are sorted by slot first, so that MLX multiplies those of one adapter together, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +19,9 @@ import numpy as np
 
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.device.streams import synchronize
-from metal_engine.models.current_step import CurrentStep
+
+if TYPE_CHECKING:
+    from metal_engine.models.current_step import CurrentStep
 
 # Rows from which they are sorted on a GPU; mlx-lm sorts for experts from as many on.
 MIN_SORTED_ROWS = 64

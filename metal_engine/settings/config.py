@@ -172,8 +172,8 @@ class CacheConfig:
     ``model_fingerprint`` names what K and V depend on besides tokens: cached prefixes are found under it.
     ``num_state_slots`` counts recurrent states, of requests and of checkpoints; 0 for models without.
     ``kv_room_bytes`` is the memory there was for the blocks, which take less by a part of one; 0 where they are given.
-    ``num_padding_blocks`` more blocks, behind the others, are no request's: replayed decode steps leave there what their
-    padding computes. With 0 no step is replayed. They are in the memory there was, too.
+    ``num_padding_blocks`` more blocks, behind the others, are no request's: replayed decode steps write there what
+    their padding computes. With 0 no step is replayed. They are in the memory there was, too.
     """
 
     block_size: int

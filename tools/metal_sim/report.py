@@ -56,7 +56,7 @@ CACHES = ("k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases")
 
 
 @dataclass(frozen=True)
-class ReportShape:
+class SimShape:
     """A step: requests as (query_len, kv_len)."""
 
     name: str
@@ -94,55 +94,55 @@ class ReportShape:
 
 DECODES = ((1, 4096), (1, 777), (1, 1500), (1, 64))
 SHAPES = (
-    *(ReportShape(f"decode, 4 requests, group {g}", DECODES, g, 1.05, num_kv_heads=2) for g in (1, 2, 4, 8)),
+    *(SimShape(f"decode, 4 requests, group {g}", DECODES, g, 1.05, num_kv_heads=2) for g in (1, 2, 4, 8)),
     *(
-        ReportShape(f"the same beside a chunk and a fresh prompt, less these, group {g}", DECODES, g, 1.05, num_kv_heads=2,
-              others=((96, 352), (64, 64)))
+        SimShape(f"the same beside a chunk and a fresh prompt, less these, group {g}", DECODES, g, 1.05,
+              num_kv_heads=2, others=((96, 352), (64, 64)))
         for g in (1, 4)
     ),
     *(
-        ReportShape(f"prefill 2,048 on 2,048, group {g}", ((2048, 2048),), g, 0.55 * -(-2048 * g // 64))
+        SimShape(f"prefill 2,048 on 2,048, group {g}", ((2048, 2048),), g, 0.55 * -(-2048 * g // 64))
         for g in (1, 2, 4)
     ),
     *(
-        ReportShape(f"decode, 64 requests of about 1,000, group {g}", tuple((1, 1000 + i) for i in range(64)), g, 1.05)
+        SimShape(f"decode, 64 requests of about 1,000, group {g}", tuple((1, 1000 + i) for i in range(64)), g, 1.05)
         for g in (4, 16)
     ),
-    ReportShape("decode at 32,768, window 1,024, group 4", ((1, 32_768),), 4, 1.1, window=1024),
-    ReportShape("decode at 32,768, group 4", ((1, 32_768),), 4, 1.05),
-    *(ReportShape(f"decode at 4,096, group 4, head_dim {d}", ((1, 4096),), 4, 1.05, head_dim=d) for d in (128, 256, 512)),
-    *(ReportShape(f"decode at 4,096, group {g}, head_dim 128", ((1, 4096),), g, 1.05, head_dim=128) for g in (16, 24, 32)),
-    ReportShape("decode at 4,096, K of 192 and V of 128", ((1, 4096),), 1, 1.05, num_kv_heads=16, head_dim=192,
+    SimShape("decode at 32,768, window 1,024, group 4", ((1, 32_768),), 4, 1.1, window=1024),
+    SimShape("decode at 32,768, group 4", ((1, 32_768),), 4, 1.05),
+    *(SimShape(f"decode at 4,096, group 4, head_dim {d}", ((1, 4096),), 4, 1.05, head_dim=d) for d in (128, 256, 512)),
+    *(SimShape(f"decode at 4,096, group {g}, head_dim 128", ((1, 4096),), g, 1.05, head_dim=128) for g in (16, 24, 32)),
+    SimShape("decode at 4,096, K of 192 and V of 128", ((1, 4096),), 1, 1.05, num_kv_heads=16, head_dim=192,
           v_head_dim=128),
     *(
-        ReportShape(f"decode at 4,096, latent of 512 + 64, {heads} heads", ((1, 4096),), heads, 1.05, head_dim=576,
+        SimShape(f"decode at 4,096, latent of 512 + 64, {heads} heads", ((1, 4096),), heads, 1.05, head_dim=576,
               v_head_dim=512, is_latent=True)
         for heads in (16, 20)
     ),
     # Tiles of 24 rows, each of which reads the latent.
-    ReportShape("decode at 4,096, latent of 512 + 64, 128 heads", ((1, 4096),), 128, 6.05, head_dim=576, v_head_dim=512,
+    SimShape("decode at 4,096, latent of 512 + 64, 128 heads", ((1, 4096),), 128, 6.05, head_dim=576, v_head_dim=512,
           is_latent=True),
-    ReportShape("prefill 512 on 512, group 4, head_dim 256", ((512, 512),), 4, 0.55 * 64, head_dim=256),
+    SimShape("prefill 512 on 512, group 4, head_dim 256", ((512, 512),), 4, 0.55 * 64, head_dim=256),
     *(
         shape
         for bits, allowed, in_groups_of_32 in ((8, 0.55, 0.5625), (4, 0.30, 0.3125))
         for shape in (
-            ReportShape(f"decode, 4 requests, group 4, int{bits}", DECODES, 4, allowed, num_kv_heads=2,
+            SimShape(f"decode, 4 requests, group 4, int{bits}", DECODES, 4, allowed, num_kv_heads=2,
                   quantized=(bits, 64)),
-            ReportShape(f"decode at 4,096, group 4, head_dim 128, int{bits}", ((1, 4096),), 4, allowed, head_dim=128,
+            SimShape(f"decode at 4,096, group 4, head_dim 128, int{bits}", ((1, 4096),), 4, allowed, head_dim=128,
                   quantized=(bits, 64)),
-            ReportShape(f"decode at 4,096, group 4, head_dim 96, int{bits} in groups of 32", ((1, 4096),), 4,
+            SimShape(f"decode at 4,096, group 4, head_dim 96, int{bits} in groups of 32", ((1, 4096),), 4,
                   in_groups_of_32, head_dim=96, quantized=(bits, 32)),
-            ReportShape(f"decode at 4,096, latent of 512 + 64, 16 heads, int{bits}", ((1, 4096),), 16, allowed, head_dim=576,
-                  v_head_dim=512, is_latent=True, quantized=(bits, 64)),
-            ReportShape(f"prefill 512 on 512, group 4, head_dim 256, int{bits}", ((512, 512),), 4, allowed * 0.55 * 64,
+            SimShape(f"decode at 4,096, latent of 512 + 64, 16 heads, int{bits}", ((1, 4096),), 16, allowed,
+                  head_dim=576, v_head_dim=512, is_latent=True, quantized=(bits, 64)),
+            SimShape(f"prefill 512 on 512, group 4, head_dim 256, int{bits}", ((512, 512),), 4, allowed * 0.55 * 64,
                   head_dim=256, quantized=(bits, 64)),
         )
     ),
 )  # fmt: skip
 
 
-def run(shape: ReportShape) -> list[LaunchCounts]:
+def run(shape: SimShape) -> list[LaunchCounts]:
     """One layer of the shape, its others included, through the simulated backend, in float16."""
     from metal_engine.attention.metal.backend import MetalBackend
     from metal_engine.kv_cache.rows import step_rows
@@ -181,12 +181,12 @@ def _kv_read(launches: list[LaunchCounts]) -> int:
 class Line:
     """A row of the table."""
 
-    shape: ReportShape
+    shape: SimShape
     launches: list[LaunchCounts]
     of_others: list[LaunchCounts]  # the others in a step of their own; empty without others
 
     @classmethod
-    def of(cls, shape: ReportShape) -> Line:
+    def of(cls, shape: SimShape) -> Line:
         """Run the shape, and its others alone."""
         alone = replace(shape, segments=shape.others, others=())
         return cls(shape, run(shape), run(alone) if shape.others else [])
@@ -255,7 +255,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def table(shapes: tuple[ReportShape, ...] = SHAPES) -> tuple[str, list[Line]]:
+def table(shapes: tuple[SimShape, ...] = SHAPES) -> tuple[str, list[Line]]:
     lines = [Line.of(s) for s in shapes]
     rows = [list(COLUMNS), ["---", *["---:"] * (len(COLUMNS) - 1)], *(line.cells() for line in lines)]
     return HEADER + "\n" + "\n".join("| " + " | ".join(r) + " |" for r in rows) + "\n" + BEFORE, lines

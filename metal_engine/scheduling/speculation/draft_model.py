@@ -20,7 +20,9 @@ _HELD_UP = 1.5
 
 
 class DraftModelProposer:
-    """Drafts for all requests (:class:`metal_engine.scheduling.speculation.speculation.Proposer`), which a draft model fills in.
+    """Drafts for all requests, which a draft model fills in.
+
+    Implements :class:`metal_engine.scheduling.speculation.speculation.Proposer`.
 
     They are of the text that a request's client expects, as long as the request follows one; those are known at once.
     """
