@@ -1,4 +1,4 @@
-"""How a model writes tool calls and reasoning into its text."""
+"""Describes the formats in which models write tool calls and reasoning into their text."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class ToolParser(Protocol):
     """Parser of one format of tool calls. mlx-lm's ``tool_parsers`` modules have this shape, too.
 
     Attributes:
-        tool_call_start: what a call begins with.
-        tool_call_end: what it ends with; empty if a call goes on until the next one, or the end of the text.
+        tool_call_start: mark that begins a call.
+        tool_call_end: mark that ends a call; empty if a call ends at the next call or the end of the text.
     """
 
     tool_call_start: str
@@ -21,10 +21,10 @@ class ToolParser(Protocol):
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> Any:
         """Return the call between the two marks, or a list of calls: objects with ``name`` and ``arguments``.
 
-        A text in the list is content that the model wrote beside its calls.
+        A text in the list is content that the model wrote around its calls.
 
         Raises:
-            Exception: of any type, for a text that is not a call.
+            Exception: the text is not a call. The type of the exception varies.
         """
         ...
 
@@ -46,7 +46,7 @@ class BareOpening:
 
 @dataclass(frozen=True)
 class ReasoningMarks:
-    """The marks between which a model writes its reasoning."""
+    """Marks before and after a model's reasoning."""
 
     start: str
     end: str
@@ -54,17 +54,17 @@ class ReasoningMarks:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How one model writes its answers.
+    """Output format of a model.
 
     Attributes:
-        tool: parses tool calls; None if their format is not known, or if they are to be left in the text.
+        tool: parser of tool calls; None if their format is unknown, or if they are to be left in the text.
         call_head: pattern for the start of a call, up to its arguments. The group ``name`` is the tool's name, an
             optional group ``id`` the call's id. None if the arguments are not one JSON object at the end of the call.
-        bare: opening of a call without its mark. None if calls are looked for only behind marks.
-        reasoning: None if the model does not reason, or if reasoning is to be left in the text.
-        special: whether marks are special tokens. Text without special tokens would lack them.
-        harmony: whether the format is gpt-oss's (:mod:`metal_engine.answers.harmony`).
-        finds_calls: whether calls are looked for at all; False where the settings say that they stay text.
+        bare: opening of a call without its mark. None if calls are found only after marks.
+        reasoning: marks of reasoning; None if the model does not reason, or if reasoning is to be left in the text.
+        special: True if the marks are special tokens. The text must then include special tokens.
+        harmony: True for the format of gpt-oss (:mod:`metal_engine.answers.harmony`).
+        finds_calls: True if tool calls are parsed; False if the settings leave them in the text.
     """
 
     tool: ToolParser | None = None
@@ -77,11 +77,13 @@ class AnswerFormat:
 
 
 def begins_in_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bool) -> bool:
-    """Whether a prompt that ends like this has the model begin within its reasoning.
+    """Return True if the end of a prompt makes the output start within reasoning.
 
     Args:
-        continues: whether the prompt ends within the assistant's own message. If not, only a mark that the template
-            wrote last counts: one further up is somebody's text.
+        marks: marks of reasoning.
+        prompt_end: text of the prompt's last tokens.
+        continues: True if the prompt ends within the assistant's message. If False, only a mark at the very end counts,
+            which the template wrote. An earlier mark can be part of a message.
     """
     at = prompt_end.rfind(marks.start)
     if at < 0 or prompt_end.rfind(marks.end) > at:

@@ -1,4 +1,4 @@
-"""Reads the tool calls that an answer has between marks."""
+"""Reads the tool calls that an output has between marks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 class CallReader:
-    """Reads one answer's calls, each from the text between its marks.
+    """Reads the tool calls of one output, each from the text between its marks.
 
     Args:
-        tools: those that may be called, in OpenAI's form.
-        parallel: whether more than one call is wanted; if not, further ones are left out.
-        head: a format's ``call_head``, to give out a call's arguments as they come. Their last brace comes when the
-            call has proved to be one; should it not, its text is content, as that of any malformed call.
+        parser: parser of the call format.
+        tools: tools that may be called, in OpenAI's form.
+        parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
+        head: ``call_head`` of a format, to stream a call's arguments. The last brace is sent only after the call has
+            been parsed. The text of a malformed call becomes content.
 
     Attributes:
-        num_calls: calls so far; a call counts once it has proved to be one.
+        num_calls: number of calls parsed successfully so far.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class CallReader:
         self._num_started = 0
 
     def read_more(self, body: str) -> list[AnswerDelta]:
-        """Returns what is new of a call whose text so far is ``body``, if its arguments are given out as they come."""
+        """Return the new deltas of a call whose text so far is ``body``.
+
+        Empty if the call's arguments are not streamed.
+        """
         deltas: list[AnswerDelta] = []
         begun = self._begun
         if begun is None:
@@ -71,13 +75,14 @@ class CallReader:
         return deltas
 
     def read_to_end(self, before: str, body: str, end: str, *, complete: bool, truncated: bool) -> list[AnswerDelta]:
-        """Returns what is new of a call that has ended; its whole text, as content, if it is not a call.
+        """Return the remaining deltas of a call that has ended. If it is not a call, return its whole text as content.
 
         Args:
-            before: text before the body that is part of the call's text: white space, and the mark that began it.
-            end: the mark that ended it.
-            complete: whether it can be a call: its text was not cut off.
-            truncated: whether the answer was cut off.
+            before: text before the body that belongs to the call: white space, and the opening mark.
+            body: text of the call between its marks.
+            end: closing mark of the call.
+            complete: True if the text can be a call, because it was not cut off.
+            truncated: True if the output was cut off.
         """
         deltas = self.read_more(body)
         begun, self._begun = self._begun, None
@@ -86,10 +91,10 @@ class CallReader:
         if complete:
             try:
                 items = self._parsed(body)
-                problem = "there is none in it"
+                problem = "the text has no call"
                 if begun is not None and items and not begun.is_same(items[0]):
                     items, problem = [], f"the text differs from the call of {begun.name} that was already streamed"
-            except Exception as error:  # noqa: BLE001  (whatever a parser makes of what a model wrote)
+            except Exception as error:  # noqa: BLE001  (parsers raise any type of exception)
                 problem = f"{type(error).__name__}: {error}"
         is_call = any(isinstance(item, ToolCall) for item in items)
         if not is_call and begun is not None and truncated:
@@ -97,7 +102,7 @@ class CallReader:
             return deltas
         if not is_call:
             text = before + body + end
-            logger.warning("a malformed tool call is given as text: %s: %.200r", problem, text)
+            logger.warning("a malformed tool call is returned as text: %s: %.200r", problem, text)
             return [*deltas, TextDelta("content", text)]
         if begun is not None:
             deltas.append(ArgumentsDelta(begun.index, "}"))
@@ -106,7 +111,7 @@ class CallReader:
         return deltas + self._given_out(items)
 
     def _given_out(self, items: Sequence[ToolCall | str]) -> list[AnswerDelta]:
-        """Return the deltas of whole calls, and of text beside them."""
+        """Return the deltas of whole calls, and of the text between them."""
         deltas: list[AnswerDelta] = []
         for call in items:
             if isinstance(call, str):
@@ -122,10 +127,10 @@ class CallReader:
         return deltas
 
     def _parsed(self, body: str) -> list[ToolCall | str]:
-        """Return the calls in a text, and text beside them.
+        """Return the calls in a text, and the text between them.
 
         Raises:
-            Exception: the text is not a call, or calls another tool. The parser decides on the type.
+            Exception: the text is not a call, or calls an unknown tool. The parser decides on the type.
         """
         parsed = self._parser.parse_tool_call(body, self._tools)
         items = parsed if isinstance(parsed, list) else [parsed]
@@ -133,24 +138,26 @@ class CallReader:
         return [item for item in stripped if item != ""]
 
     def _checked(self, call: Any) -> ToolCall:
-        """A parsed call. Raises ValueError if it is not a call of one of the tools."""
+        """Return a parsed call as ToolCall. Raises ValueError if it is not a call of one of the tools."""
         name, arguments = call["name"], call.get("arguments", {})
         if name not in self._names:
             raise ValueError(f"there is no tool {short(name)}")
         if isinstance(arguments, str):  # JSON within JSON
             arguments = json.loads(arguments)
         if not isinstance(arguments, dict):
-            raise ValueError(f"the arguments are no object: {short(arguments)}")
+            raise ValueError(f"the arguments must be a JSON object, got {short(arguments)}")
         given_id = call.get("id")
         call_id = given_id if isinstance(given_id, str) and given_id else new_call_id()
         return ToolCall(call_id, name, json_text(arguments))
 
 
 class _BegunCall:
-    """A call whose arguments are given out as they come.
+    """Call whose arguments are streamed.
 
     Args:
-        start: where the arguments begin in the call's text.
+        index: index of the call in the output.
+        name: name of the tool.
+        start: position at which the arguments begin in the call's text.
     """
 
     def __init__(self, index: int, name: str, start: int) -> None:
@@ -161,7 +168,7 @@ class _BegunCall:
         self._arguments: list[str] = []
 
     def read(self, body: str) -> str:
-        """Returns what is new of the arguments in the call's text so far, without their last brace."""
+        """Return the new part of the arguments in the call's text so far, without their last brace."""
         end = self._at + self._reader.add(body[self._at :])
         more, self._at = body[self._at : end], end
         if more and self._reader.done:
@@ -170,7 +177,7 @@ class _BegunCall:
         return more
 
     def is_same(self, call: ToolCall | str) -> bool:
-        """Whether what was given out is this call."""
+        """Return True if the streamed arguments equal this call."""
         if isinstance(call, str) or not self._reader.done or call.name != self.name:
             return False
         own = json.loads("".join(self._arguments) + "}")

@@ -1,4 +1,4 @@
-"""From a chat's prompt to its answers: how each is read while its text comes."""
+"""Creates the readers that parse a chat's outputs while their text arrives."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan
 from metal_engine.answers.tool_prompts import prompted_format
 from metal_engine.sampling_params import StructuredOutputsParams
 
-# Tokens at the end of a prompt that tell whether its template has begun the reasoning.
+# Number of tokens at the end of a prompt that are checked for a start of reasoning.
 _PROMPT_END_TOKENS = 64
 
 
 class AnswerReader:
-    """Reads one answer while it comes, and counts its tokens of reasoning.
+    """Parser of one output. Parses the text while it arrives, and counts the tokens of reasoning.
 
     Attributes:
         num_reasoning_tokens: tokens of reasoning so far. A token that completes the opening mark counts, and so does
@@ -31,19 +31,19 @@ class AnswerReader:
         self.num_reasoning_tokens = 0
         self._splitter = splitter
         self._bounds = splitter.reasoning_bounds
-        self._num_passed = 0  # of the bounds: as many lie at or before the last token's end
+        self._num_passed = 0  # number of bounds at or before the end of the last token
 
     @property
     def num_calls(self) -> int:
-        """Tool calls so far; a call counts once it has proved to be one."""
+        """Number of tool calls parsed successfully so far."""
         return self._splitter.num_calls
 
     def add(self, text: str, token_ends: Sequence[int], finish_reason: str | None = None) -> list[AnswerDelta]:
-        """Takes more text, cut anywhere; returns what it comes to.
+        """Parse the next piece of text, which can end at any character. Return the resulting deltas.
 
         Args:
-            token_ends: as in :class:`metal_engine.request.RequestOutput`, those that came with the text.
-            finish_reason: of an answer that ends with this text, ``stop`` or ``length``.
+            token_ends: ends of the tokens of this text, as in :class:`metal_engine.request.RequestOutput`.
+            finish_reason: ``stop`` or ``length`` if the output ends with this text.
         """
         deltas = self._splitter.add(text)
         if self._bounds:
@@ -59,19 +59,19 @@ class AnswerReader:
             before = passed
             while passed < len(bounds) and bounds[passed] <= end:
                 passed += 1
-            # After an odd number of bounds there is reasoning.
+            # After an odd number of bounds, the text is reasoning.
             self.num_reasoning_tokens += before % 2 == 1 or passed > before
         self._num_passed = passed
 
 
 @dataclass(frozen=True)
 class ChatAnswers:
-    """What the answers to one chat prompt have in common.
+    """Format and tools that all outputs of one chat prompt share.
 
     Attributes:
-        format: the model's.
-        plan: what the request's tools come to.
-        in_reasoning: whether the prompt has begun the reasoning already.
+        format: output format of the model.
+        plan: use of the request's tools.
+        in_reasoning: True if the prompt ends within reasoning.
     """
 
     format: AnswerFormat
@@ -88,11 +88,14 @@ class ChatAnswers:
         *,
         continues: bool = False,
     ) -> ChatAnswers:
-        """The answers to a prompt of these tokens.
+        """Return the object for a tokenized prompt.
 
         Args:
-            decode: makes text of tokens, special ones included.
-            continues: whether the prompt ends within the assistant's own message.
+            answer_format: output format of the model.
+            plan: use of the request's tools.
+            prompt: token ids of the prompt.
+            decode: converts tokens to text, including special tokens.
+            continues: True if the prompt ends within the assistant's message.
         """
         if plan.told:
             answer_format = prompted_format(answer_format)
@@ -103,13 +106,13 @@ class ChatAnswers:
         return cls(answer_format, plan, begins_in_reasoning(marks, prompt_end, continues=continues))
 
     def under(self, grammar: StructuredOutputsParams | None) -> ChatAnswers:
-        """Return the answers to the same prompt if a grammar holds from their first token.
+        """Return the object for the same prompt under a grammar that applies from the first output token.
 
         The grammar decides whether the model can write a mark:
 
-        - JSON, and texts to choose from, have no marks. The whole answer is content.
-        - A regular expression or a context-free grammar may spell marks out. The answer begins as reasoning only if
-          the grammar spells out the mark that ends reasoning.
+        - JSON, and texts to choose from, have no marks. The whole output is content.
+        - A regular expression or a context-free grammar may spell marks out. The output begins as reasoning only if the
+          grammar spells out the mark that ends reasoning.
         """
         if grammar is None or self.plan.forced:
             return self
@@ -121,20 +124,20 @@ class ChatAnswers:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether the answers can be read only from text that has its special tokens."""
+        """True if parsing the outputs needs text that includes special tokens."""
         return self.format.special and self._has_marks and not self.plan.forced
 
     @property
     def _has_marks(self) -> bool:
-        """True if a mark in the text begins or ends something."""
+        """True if marks in the text start or end tool calls or reasoning."""
         finds_calls = bool(self.plan.parsed) and self.format.tool is not None
         return finds_calls or self.format.reasoning is not None
 
     def reader(self, *, incremental: bool) -> AnswerReader:
-        """A reader for one answer.
+        """Return a parser for one output.
 
         Args:
-            incremental: whether to give out calls' arguments as they come, where the format allows it.
+            incremental: True to stream the arguments of calls if the format allows it.
         """
         return AnswerReader(self._splitter(incremental))
 

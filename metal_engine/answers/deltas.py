@@ -1,4 +1,4 @@
-"""The parts of an answer: one by one while its text comes (deltas), and all together (:class:`Answer`)."""
+"""Data classes for the parts of an answer: deltas while its text arrives, and the whole :class:`Answer`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More content, or more reasoning."""
+    """Next piece of content or reasoning."""
 
     kind: Literal["content", "reasoning"]
     text: str
@@ -19,7 +19,7 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """A tool call begins; ``index`` counts the answer's calls from 0."""
+    """Start of a tool call. ``index`` counts the answer's calls from 0."""
 
     index: int
     id: str
@@ -28,7 +28,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """More of a call's arguments: together they are a JSON object."""
+    """Next piece of a call's arguments. All pieces of a call form a JSON object."""
 
     index: int
     text: str
@@ -39,7 +39,7 @@ AnswerDelta = TextDelta | CallStart | ArgumentsDelta
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool; ``arguments`` is a JSON object as text, incomplete if the answer was cut off within it."""
+    """Tool call. ``arguments`` is a JSON object as text, incomplete if the output was cut off within it."""
 
     id: str
     name: str
@@ -48,11 +48,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer.
+    """Parsed text of a whole output.
 
     Attributes:
-        content: what the user is to see; None for an answer that is tool calls alone.
-        reasoning: None where the model did not reason.
+        content: text for the user; None if the answer consists of tool calls only.
+        reasoning: text of the reasoning; None if the model did not reason.
+        tool_calls: tool calls in their order.
     """
 
     content: str | None
@@ -61,7 +62,7 @@ class Answer:
 
 
 def assemble(deltas: Iterable[AnswerDelta]) -> Answer:
-    """Puts a whole answer's deltas together."""
+    """Assemble all deltas of an output into an Answer."""
     texts: dict[str, list[str]] = {"content": [], "reasoning": []}
     starts: list[CallStart] = []
     arguments: list[str] = []
@@ -79,7 +80,7 @@ def assemble(deltas: Iterable[AnswerDelta]) -> Answer:
 
 
 def joined(deltas: list[AnswerDelta]) -> list[AnswerDelta]:
-    """The same deltas, with neighbouring texts of one kind as one."""
+    """Merge neighbouring texts of the same kind. Return the deltas."""
     if len(deltas) < 2:
         return deltas
     result: list[AnswerDelta] = []
@@ -97,7 +98,7 @@ def new_call_id() -> str:
 
 
 def json_text(value: Any) -> str:
-    """JSON as clients get it. Raises ValueError for what JSON cannot say, such as NaN."""
+    """Return JSON text for clients. Raises ValueError for values without JSON form, such as NaN."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()

@@ -1,4 +1,4 @@
-"""Answers that are forced to be tool calls: the JSON schema that forces them, and what their text comes to."""
+"""Forced tool calls: builds the JSON schema that forces an output to be tool calls, and parses such an output."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ logger = logging.getLogger(__name__)
 
 Schema = dict[str, Any]
 
-# What comes before a call's parameters in the list of calls.
+# Text before a call's parameters in the list of calls.
 _CALL = re.compile(
     r"""\s*(?:\[|\}\s*,)\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=\{)""", re.DOTALL
 )
-# Keywords whose values are data, not schemas: a ``$ref`` in them does not refer to anything.
+# Keywords whose values are data, not schemas. A ``$ref`` inside them is not a reference.
 _DATA = frozenset({"const", "enum", "default", "examples"})
 # Keywords whose values map names to schemas; a name may look like a keyword.
 _BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"})
 
 
 def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bool) -> Schema:
-    """The JSON schema of an answer that :class:`ForcedCallSplitter` reads.
+    """Return the JSON schema of an output for :class:`ForcedCallSplitter`.
 
     Args:
-        tools: those that may be called, in OpenAI's form.
-        name: the tool to call: the answer is its arguments. None for an answer that is a list of calls, objects with
-            ``name`` and ``parameters``.
-        parallel: whether that list may have several calls.
+        tools: tools that may be called, in OpenAI's form.
+        name: name of the tool to call. The output is then the tool's arguments. If None, the output is a list of
+            calls, objects with ``name`` and ``parameters``.
+        parallel: True if the list may have several calls.
 
     Raises:
         ParameterError: a tool's parameters are not the schema of an object.
@@ -42,7 +42,7 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
     schemas = {tool["function"]["name"]: _parameters(i, tool) for i, tool in enumerate(tools)}
     if name is not None:
         return schemas[name]
-    # Each tool's schema moves to a place of its own with its definitions, for two tools may define the same name.
+    # Each tool's schema, with its definitions, moves to a separate place, because two tools may define the same name.
     definitions: Schema = {}
     calls = []
     for i, (tool_name, schema) in enumerate(schemas.items()):
@@ -63,14 +63,14 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
 
 
 def _parameters(i: int, tool: dict[str, Any]) -> Schema:
-    """The schema of a tool's arguments, with the type "object" even if the tool does not say so."""
+    """Return the schema of a tool's arguments. Adds the type "object" if the tool does not declare it."""
     schema: Schema = tool["function"].get("parameters") or {}
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ParameterError(f"tools[{i}].function.parameters", "must be the schema of an object")
     schema = {**schema, "type": "object"}
     if tool["function"].get("strict") is not True:
-        return schema  # closed with the others, as far as all schemas are
+        return schema  # grammar_source() closes it like all other schemas
     try:
         return closed(schema, strict=True)
     except (ValueError, RecursionError) as error:
@@ -78,7 +78,7 @@ def _parameters(i: int, tool: dict[str, Any]) -> Schema:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A copy of a schema for the place ``root``: its references to its own parts point there."""
+    """Return a copy of a schema for the place ``root``. References to its own parts are changed to that place."""
     if isinstance(schema, list):
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, dict):
@@ -97,20 +97,20 @@ def _moved(schema: Any, root: str) -> Any:
 
 
 class ForcedCallSplitter(Splitter):
-    """Splits text that a :func:`forced_schema` forced.
+    """Splits text that was forced by a :func:`forced_schema`.
 
-    Arguments are given out as they come. Those of a text that was cut off are incomplete.
+    Arguments are streamed. If the text was cut off, the arguments are incomplete.
 
     Args:
-        name: the tool whose arguments the text is; None for a list of calls.
-        parallel: whether more than one call is wanted; if not, further ones are left out.
+        name: name of the tool whose arguments the text is; None for a list of calls.
+        parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
     """
 
     def __init__(self, name: str | None, *, parallel: bool = True) -> None:
         self._name = name
         self._parallel = parallel
         self._text = ""
-        self._reader: JSONObjectReader | None = None  # of the parameters under way
+        self._reader: JSONObjectReader | None = None  # reader of the current call's parameters
 
     def add(self, text: str) -> list[AnswerDelta]:
         if self._name is not None:
@@ -138,7 +138,7 @@ class ForcedCallSplitter(Splitter):
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
         if self._name is not None or self.num_calls or not self._text:
             return []
-        logger.warning("malformed tool calls are given as text: %.200r", self._text)
+        logger.warning("malformed tool calls are returned as text: %.200r", self._text)
         return [TextDelta("content", self._text)]
 
     def _start(self, name: str) -> CallStart:

@@ -1,10 +1,10 @@
-"""The format of gpt-oss ("harmony"): an answer is messages, each with a header that names its channel.
+"""Parses gpt-oss's format ("harmony"): an output is a sequence of messages, each with a header that names its channel.
 
     <|channel|>analysis<|message|>Reasoning.<|end|><|start|>assistant<|channel|>final<|message|>Answer.<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"argument": 1}<|call|>
 
-Headers vary: the recipient may stand before the channel, a type may follow. They are put into one form here, in which
-a :class:`metal_engine.answers.mark_splitter.MarkSplitter` knows them by their marks.
+Headers vary: the recipient can precede the channel, and a type can follow. This module converts headers to a canonical
+form, in which a :class:`metal_engine.answers.mark_splitter.MarkSplitter` recognizes the messages by their marks.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from metal_engine.answers.splitter import overlap
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
-# Special tokens; a vocabulary that has them all is of this format.
+# Special tokens of the format. A model uses the format if its vocabulary has all of them.
 TOKENS = (_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN)
 
-_ENDS = (_END, _CALL, _RETURN, _START)  # the last should not come, but begins a message in any case
+_ENDS = (_END, _CALL, _RETURN, _START)  # a stray <|start|> also ends the message
 _HEADER_BEGINNINGS = (_START, _CHANNEL, _MESSAGE, "to=")
 _NAME = re.compile(re.escape(_CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 # Models sometimes leave out the namespace of the recipient.
 _CALL_TEXT = re.compile(r"(?:functions\.)?([^<]+)" + re.escape(_MESSAGE) + "(.*)", re.DOTALL)
-# The beginning of a header: it has a mark or a recipient, or the beginning of a mark.
+# Prefix of a header: it has a mark, a recipient, or the prefix of a mark.
 _HEADER = re.compile(r"\s*((<\|(start|channel)\|>|to=)(<\|\w+\|>|to=\S*+|\w|\s)*+)?(<(\|\w*\|?)?)?")
 
-# Characters; what goes on for longer is not a header.
+# Maximum length in characters. Longer text is not a header.
 _MAX_HEADER = 1000
 
 
 class HarmonyCalls:
-    """Implements :class:`metal_engine.answers.answer_format.ToolParser` for calls in the one form."""
+    """Implements :class:`metal_engine.answers.answer_format.ToolParser` for calls in the canonical form."""
 
     tool_call_start = f"{_CHANNEL}commentary to="
     tool_call_end = _CALL
@@ -46,12 +46,12 @@ class HarmonyCalls:
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> Any:
         found = _CALL_TEXT.fullmatch(text)
         if found is None:
-            raise ValueError("it calls none of the functions")
+            raise ValueError("the text is not a call of a function")
         return {"name": found[1], "arguments": json.loads(found[2] or "{}")}
 
 
 def harmony_format(*, calls: bool = True) -> AnswerFormat:
-    """The format; ``calls`` says whether tool calls are parsed."""
+    """Return the format. ``calls`` is True if tool calls are parsed."""
     return AnswerFormat(
         tool=HarmonyCalls() if calls else None,
         call_head=re.compile(r"(?:functions\.)?(?P<name>[^<]{1,256})" + re.escape(_MESSAGE) + r"\s*(?=\{)"),
@@ -63,17 +63,17 @@ def harmony_format(*, calls: bool = True) -> AnswerFormat:
 
 
 class HarmonySplitter(MarkSplitter):
-    """Splits messages; the arguments are those of ``MarkSplitter``.
+    """Splits the messages of an output. Takes the arguments of ``MarkSplitter``.
 
-    Text that does not begin with a header is content: a grammar may force such an answer.
+    Text that does not begin with a header is content, because a grammar may force such an output.
     """
 
     def __init__(self, answer_format: AnswerFormat, tools: Sequence[dict[str, Any]] = (), **options: Any) -> None:
         super().__init__(answer_format, tools, **options)
-        self._raw = ""  # taken, and not passed on
+        self._raw = ""  # text not passed on yet
         self._in_header = True
         self._is_first = True
-        self._end_mark = ""  # what the message under way ends with in the one form
+        self._end_mark = ""  # end mark of the current message in the canonical form
         self._had_content = False
 
     def add(self, text: str) -> list[AnswerDelta]:
@@ -87,13 +87,13 @@ class HarmonySplitter(MarkSplitter):
         return joined(deltas)
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
-        # Nothing is shown of the beginning of a header; other text is not lost.
+        # An incomplete header is dropped. Other text is passed on.
         is_lost = self._in_header and _HEADER.fullmatch(self._raw) is not None
         deltas = [] if is_lost else self._pass_on(len(self._raw))
         return joined(deltas + super().finish(truncated=truncated))
 
     def _take_header(self) -> list[AnswerDelta] | None:
-        """Takes a header; returns what it comes to, or None if it is not complete."""
+        """Parse a header. Return the resulting deltas, or None if the header is incomplete."""
         if self._is_first:
             begun = self._raw.lstrip()
             is_begun = any(mark.startswith(begun) for mark in _HEADER_BEGINNINGS)
@@ -120,7 +120,7 @@ class HarmonySplitter(MarkSplitter):
         return self._replace(at + len(_MESSAGE), shown)
 
     def _take_body(self) -> list[AnswerDelta] | None:
-        """Takes a message to its end; returns what it comes to, or None if it goes on."""
+        """Parse the rest of a message. Return the resulting deltas, or None if the message is incomplete."""
         found = [(at, mark) for mark in _ENDS if (at := self._raw.find(mark)) >= 0]
         if not found:
             return None
@@ -131,11 +131,11 @@ class HarmonySplitter(MarkSplitter):
         return deltas + self._replace(len(mark), end)
 
     def _pass_on(self, length: int) -> list[AnswerDelta]:
-        """Passes so many characters on as they are."""
+        """Pass on the next ``length`` characters unchanged."""
         text, self._raw = self._raw[:length], self._raw[length:]
         return self.take(text, length) if text else []
 
     def _replace(self, length: int, text: str) -> list[AnswerDelta]:
-        """Passes ``text`` on in place of so many characters."""
+        """Pass on ``text`` in place of the next ``length`` characters."""
         self._raw = self._raw[length:]
         return self.take(text, length)

@@ -1,4 +1,4 @@
-"""A JSON object that comes in pieces: where it ends, and whether it can still become one."""
+"""Parser of a JSON object that arrives in pieces: finds its end, and detects invalid text."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _ESCAPE_BEGUN = re.compile(r"""\\(["\\/bfnrt]|u[0-9a-fA-F]{0,4})?""")
 
 
 class JSONObjectReader:
-    """Reads one JSON object, in time linear in its characters.
+    """Parser of one JSON object. Its time is linear in the number of characters.
 
     Attributes:
-        done: the object is complete.
-        bad: the next character cannot be part of it.
+        done: True if the object is complete.
+        bad: True if the next character cannot be part of the object.
     """
 
     def __init__(self) -> None:
         self.done = False
         self.bad = False
-        self._open: list[str] = []  # closing brackets that are due
+        self._open: list[str] = []  # expected closing brackets
         self._expects = "object"
-        self._begun = ""  # the scalar or the escape under way
+        self._begun = ""  # current incomplete scalar or escape
 
     def add(self, text: str) -> int:
-        """Reads on; returns how many of the characters belong to the object."""
+        """Parse the next piece of text. Return the number of its characters that belong to the object."""
         at = 0
         while at < len(text) and not (self.done or self.bad):
             at = self._step(text, at)
         return at
 
     def _step(self, text: str, at: int) -> int:
-        """Takes one token of JSON; returns where the next one begins. Sets ``bad`` where there is none."""
+        """Parse one JSON token. Return the position after it. Sets ``bad`` if the text is invalid."""
         if self._expects in ("string", "key string"):
             return self._string(text, at)
         if self._expects == "scalar":
@@ -52,7 +52,7 @@ class JSONObjectReader:
         return at
 
     def _take(self, ch: str) -> bool:
-        """Takes a character between strings and scalars; returns whether it may stand there."""
+        """Parse a character between strings and scalars. Return True if it is allowed there."""
         expects = self._expects
         if ch in "]}" and self._open and ch == self._open[-1]:
             if expects not in ("comma", "first key", "first value"):
@@ -106,7 +106,7 @@ class JSONObjectReader:
         elif text[at] == "\\":
             self._begun = "\\"
         else:
-            self.bad = True  # a control character
+            self.bad = True  # a control character is not allowed
             return at
         return at + 1
 

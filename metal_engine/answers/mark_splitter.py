@@ -1,4 +1,4 @@
-"""Splits text in which reasoning and tool calls stand between marks, as most models write them."""
+"""Splits text that has reasoning and tool calls between marks, the format of most models."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from metal_engine.answers.splitter import Splitter, overlap
 
 
 class MarkSplitter(Splitter):
-    """Splits at marks. White space beside a mark belongs to the mark.
+    """Splits text at marks. White space next to a mark belongs to the mark.
 
     Args:
-        tools: those that may be called, in OpenAI's form; empty to leave tool calls in the text.
-        in_reasoning: whether the prompt has begun the reasoning already.
-        parallel: whether more than one call is wanted; if not, further ones are left out.
-        incremental: whether to give out a call's arguments as they come, where the format allows it.
+        answer_format: output format of the model.
+        tools: tools that may be called, in OpenAI's form; empty to leave tool calls in the text.
+        in_reasoning: True if the prompt ends within reasoning.
+        parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
+        incremental: True to stream a call's arguments if the format allows it.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class MarkSplitter(Splitter):
         self._calls: CallReader | None = None
         self._bare: _BareOpenings | None = None
         reasoning = answer_format.reasoning
-        # By state, the marks that may come next and change it.
+        # Marks that end each state.
         self._marks: dict[str, list[str]] = {"content": [], "reasoning": [], "call": []}
         if reasoning is not None:
             self._marks["content"].append(reasoning.start)
@@ -49,8 +50,8 @@ class MarkSplitter(Splitter):
             if answer_format.bare is not None:
                 self._bare = _BareOpenings(answer_format.bare, [tool["function"]["name"] for tool in tools])
         self._state: Literal["content", "reasoning", "call"] = "reasoning" if in_reasoning else "content"
-        self._text = ""  # taken, and not given out
-        self._end = 0  # of the text taken, in characters of the answer
+        self._text = ""  # text received but not returned yet
+        self._end = 0  # end of the received text, in characters of the output
         self._after_mark = in_reasoning
         self._before_call = ""  # white space and the opening mark
 
@@ -62,7 +63,7 @@ class MarkSplitter(Splitter):
         return self.take(text, len(text))
 
     def take(self, text: str, length: int) -> list[AnswerDelta]:
-        """Takes more text that stands for ``length`` characters of the answer; returns what can be told of it."""
+        """Parse the next text, which represents ``length`` characters of the output. Return the resulting deltas."""
         searched = len(self._text)
         self._text += text
         self._end += length
@@ -85,12 +86,13 @@ class MarkSplitter(Splitter):
                 rest = rest.lstrip()
             return [TextDelta(self._state, rest)] if rest else []
         assert self._tool is not None
-        # A model that ends its turn within a call may have forgotten the mark; one that was cut off has not.
+        # A model that ends its output within a call may have forgotten the closing mark. A truncated call is
+        # incomplete.
         complete = not truncated or not self._tool.tool_call_end
         return joined(self._end_call(rest, "", complete=complete, truncated=truncated))
 
     def _next_mark(self, searched: int) -> tuple[int, str] | None:
-        """Place and text of the first mark; ``searched`` characters have been looked at before."""
+        """Return position and text of the first mark, or None. ``searched`` characters were searched before."""
         found = []
         for mark in self._marks[self._state]:
             at = self._text.find(mark, max(searched - len(mark) + 1, 0))
@@ -103,7 +105,7 @@ class MarkSplitter(Splitter):
         return min(found, default=None)
 
     def _cross(self, before: str, mark: str) -> list[AnswerDelta]:
-        """Goes from one state to the next at a mark; returns what the text before the mark comes to."""
+        """Change the state at a mark. Return the deltas of the text before the mark."""
         state = self._state
         if state == "call":
             assert self._tool is not None
@@ -128,7 +130,7 @@ class MarkSplitter(Splitter):
         return [TextDelta(state, shown)] if shown else []
 
     def _give_out(self) -> list[AnswerDelta]:
-        """Gives out what can no longer become part of a mark, or white space before one."""
+        """Return the text that cannot become part of a mark, or of white space before a mark."""
         assert self._state != "call"
         text = self._text
         held = max(overlap(text, mark) for mark in self._marks[self._state])
@@ -171,7 +173,10 @@ class _BareOpenings:
         self._is_possible = not self._only_first
 
     def find(self, text: str, searched: int) -> int:
-        """Return the place of the first opening, -1 if there is none. ``searched`` characters were looked at before."""
+        """Return the position of the first opening; -1 if there is none.
+
+        ``searched`` characters were searched before.
+        """
         if not self._is_possible:
             return -1
         found = self._pattern.search(text, max(searched - self._longest + 1, 0))
@@ -180,7 +185,7 @@ class _BareOpenings:
         return found.start()
 
     def overlap(self, text: str) -> int:
-        """Return the length of the end of a text that more text may make an opening."""
+        """Return the length of the text's end that could become an opening when more text arrives."""
         if not self._is_possible:
             return 0
         at = text.rfind(self._before, max(len(text) - self._longest, 0))

@@ -1,4 +1,4 @@
-"""What :class:`metal_engine.LLM` returns."""
+"""Result classes of :class:`metal_engine.LLM`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ class GeneratedOutput:
     """One of the ``n`` outputs for a prompt.
 
     Attributes:
-        text: all that was generated; of a chat, with the marks of reasoning and tool calls in it.
+        index: index of the output.
+        text: generated text. For a chat, it includes the marks of reasoning and tool calls.
+        token_ids: generated token ids.
         finish_reason: ``stop`` or ``length``.
-        stop_reason: the stop string or token id that ended it, if one did.
-        logprobs: one entry for each of ``token_ids``, if asked for.
-        content: of a chat, the text without reasoning and tool calls; None for an answer that is tool calls alone.
-        reasoning: of a chat, what the model wrote as its reasoning, if it did.
-        tool_calls: of a chat, the calls of its tools.
+        stop_reason: stop string or token id that ended the output, if any.
+        logprobs: one entry for each of ``token_ids``, if requested.
+        content: text of a chat without reasoning and tool calls; None if the output consists of tool calls only.
+        reasoning: reasoning of a chat; None if there is none.
+        tool_calls: tool calls of a chat.
     """
 
     index: int
@@ -35,15 +37,15 @@ class GeneratedOutput:
 
 
 def _of_first_output(name: str) -> property:
-    """A property of a :class:`GenerationResult`: the attribute ``name`` of its first output."""
+    """Return a property of :class:`GenerationResult` that reads the attribute ``name`` of the first output."""
     return property(lambda result: getattr(result.outputs[0], name))
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A prompt and its outputs; ``text`` and the like are the first one's.
+    """Prompt and its outputs. ``text`` and the other properties are taken from the first output.
 
-    ``prompt_logprobs`` has one entry for each prompt token, None for the first, if asked for.
+    ``prompt_logprobs`` has one entry for each prompt token if requested. The entry of the first token is None.
     """
 
     prompt_token_ids: list[int]
@@ -62,14 +64,14 @@ class GenerationResult:
 
 @dataclass(frozen=True)
 class EmbeddingOutput:
-    """A prompt's vector."""
+    """Embedding vector of a prompt."""
 
     embedding: list[float]
 
 
 @dataclass(frozen=True)
 class EmbeddingResult:
-    """A prompt and its vector, ``outputs.embedding``. (The name is vLLM's.)"""
+    """Prompt and its embedding vector, ``outputs.embedding``. The class name is vLLM's."""
 
     prompt_token_ids: list[int]
     outputs: EmbeddingOutput
@@ -90,7 +92,7 @@ def _generated(index: int, outputs: list[RequestOutput]) -> GeneratedOutput:
 
 
 def read_answers(result: GenerationResult, answers: ChatAnswers) -> GenerationResult:
-    """Returns the result with each output's text split into content, reasoning and tool calls."""
+    """Return the result with each output's text split into content, reasoning and tool calls."""
     outputs = []
     for output in result.outputs:
         answer = assemble(answers.reader(incremental=False).add(output.text, (), output.finish_reason))

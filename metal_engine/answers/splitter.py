@@ -1,4 +1,4 @@
-"""Splitters take an answer's text apart and lose nothing: what looks like a tool call and is not one is content."""
+"""Base class of splitters, which split an output's text without loss: text that is not a valid tool call is content."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from metal_engine.answers.deltas import AnswerDelta, TextDelta
 
 
 class Splitter:
-    """Takes one answer's text, cut anywhere, into deltas. Where it was cut makes no difference to their sum.
+    """Splits the text of one output into deltas. The concatenated deltas do not depend on where the text is cut.
 
-    This one takes everything for content; others extend it.
+    This base class returns all text as content. Subclasses parse reasoning and tool calls.
 
     Attributes:
-        num_calls: tool calls so far; a call counts once it has proved to be one.
-        reasoning_bounds: where reasoning begins and where it ends, in turn, in characters of the text so far.
-            Reasoning begins behind its first mark and ends behind its second one. The list grows with the text.
+        num_calls: number of tool calls parsed successfully so far.
+        reasoning_bounds: positions at which reasoning begins and ends, alternating, in characters of the text so far.
+            Reasoning begins after its first mark and ends after its second mark. The list grows with the text.
     """
 
     num_calls: int = 0
     reasoning_bounds: Sequence[int] = ()
 
     def add(self, text: str) -> list[AnswerDelta]:
-        """Takes more text; returns what can be told of it."""
+        """Parse the next piece of text. Return the deltas that are certain."""
         return [TextDelta("content", text)] if text else []
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
-        """Returns what was held back; no more text comes.
+        """Return the deltas of the text held back. Call it after the last piece of text.
 
         Args:
-            truncated: whether the answer was cut off before the model had come to its end.
+            truncated: True if the output was cut off before the model ended it.
         """
         return []
 
 
 def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` with which ``mark`` begins, short of the whole mark."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``mark``."""
     if mark[0] not in text[-len(mark) :]:
         return 0
     for length in range(min(len(mark) - 1, len(text)), 0, -1):

@@ -1,4 +1,4 @@
-"""The tools of a request: what the model is told of them, and which of them it must call."""
+"""Plans the use of a request's tools: which tools are described to the model, and which tools it must call."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Tool = dict[str, Any]
 
 @dataclass(frozen=True)
 class ToolPlan:
-    """How a request's tools are used. Tools are in OpenAI's form.
+    """Use of a request's tools. Tools are in OpenAI's form.
 
     Attributes:
-        shown: the tools that the chat template is given.
-        told: the tools that a system message describes instead, for templates that take none.
-        parsed: the tools whose calls are looked for in the text.
-        forced: whether the answer is tool calls and nothing else.
-        name: the one tool that must be called.
-        parallel: whether there may be several calls.
-        parser: of the model's own format of calls, if it has one.
+        shown: tools passed to the chat template.
+        told: tools that a system message describes instead, for templates that do not support tools.
+        parsed: tools whose calls are parsed from the text.
+        forced: True if the output must consist of tool calls only.
+        name: name of the only tool that must be called; None if there is no such tool.
+        parallel: True if several calls are allowed.
+        parser: parser of the model's own call format; None if unknown.
     """
 
     shown: list[Tool] = field(default_factory=list)
@@ -38,12 +38,12 @@ class ToolPlan:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of an answer that is forced. Raises ParameterError for tools that have none."""
+        """JSON schema of a forced output. Raises ParameterError if a tool's parameters have no valid schema."""
         return forced_schema(self.shown or self.told, self.name, parallel=self.parallel)
 
     @property
     def instructions(self) -> str | None:
-        """What the model is told of tools that its chat template does not take."""
+        """Text that describes the tools to the model if its chat template does not; None if there are no such tools."""
         if not self.told:
             return None
         return forced_instructions(self.told, self.name) if self.forced else instructions(self.told, self.parser)
@@ -62,16 +62,19 @@ def plan_tools(
     template_takes_tools: bool,
     auto_tool_choice: bool,
 ) -> ToolPlan:
-    """Judges a request's tools and its choice among them.
+    """Plan the use of a request's tools.
 
     Args:
-        choice: ``none``, ``auto`` (as is None) or ``required``.
-        name: the one tool that must be called, with ``required``.
-        template_takes_tools: whether the model's chat template does anything with tools.
-        auto_tool_choice: whether it may be left to the model to call tools.
+        tools: tools of the request, in OpenAI's form.
+        choice: ``none``, ``auto`` or ``required``. None means ``auto``.
+        answer_format: output format of the model.
+        name: name of the only tool that must be called, with ``required``.
+        parallel: True if several calls are allowed.
+        template_takes_tools: True if the model's chat template supports tools.
+        auto_tool_choice: True if the server allows the model to decide about tool calls.
 
     Raises:
-        ParameterError: the choice does not fit the tools, or this model cannot make it.
+        ParameterError: the choice does not fit the tools, or the model does not support it.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -79,9 +82,9 @@ def plan_tools(
         return NO_TOOLS
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
-        raise ParameterError("tools", "has two functions of one name")
+        raise ParameterError("tools", "has two functions with the same name")
     if choice == "none":
-        return NO_TOOLS  # what the model is not told of, it does not call
+        return NO_TOOLS  # a model does not call tools that it does not see
     listed = list(tools)
     if choice == "required":
         if name is not None and name not in names:
@@ -93,6 +96,6 @@ def plan_tools(
     if not template_takes_tools and answer_format.finds_calls:
         return ToolPlan(told=listed, parsed=listed, parallel=parallel, parser=answer_format.tool)
     if answer_format.tool is None:
-        problem = "need a model whose format of tool calls is known: name the format with --tool-call-parser"
+        problem = "need a model whose tool call format is known: set the format with --tool-call-parser"
         raise ParameterError("tools", problem)
     return ToolPlan(shown=listed, parsed=listed, parallel=parallel)

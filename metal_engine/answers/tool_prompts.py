@@ -1,4 +1,4 @@
-"""Tools for models whose chat template takes none: what a message tells of them, and how calls are then written."""
+"""Describes tools to models whose chat template does not support them, and formats the calls in their messages."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ Tool = dict[str, Any]
 
 
 def prompted_format(answer_format: AnswerFormat) -> AnswerFormat:
-    """The format of a model's answers once it has been told of tools: its own calls', if it has any."""
+    """Return the output format for described tools: the model's own call format if known, else ``JSON_CALLS``."""
     if answer_format.tool is not None:
         return answer_format
     return replace(answer_format, tool=JSON_CALLS, call_head=JSON_CALL_HEAD)
 
 
 def instructions(tools: Sequence[Tool], parser: ToolParser | None) -> str:
-    """What the model is told of tools that it may call.
+    """Return the text that describes the tools that a model may call.
 
     Args:
-        parser: parser of the model's own format of calls; None for ``JSON_CALLS``.
+        tools: tools in OpenAI's form.
+        parser: parser of the model's own call format; None for ``JSON_CALLS``.
     """
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     listed = f"You may call functions to help the user. They are, as JSON:\n<tools>\n{functions}\n</tools>\n\n"
@@ -45,7 +46,10 @@ def with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[st
 
 
 def forced_instructions(tools: Sequence[Tool], name: str | None) -> str:
-    """What the model is told of tools that it must call: those of a list of calls, or the one of that name."""
+    """Return the text that describes the tools that a model must call.
+
+    The model must call the tool ``name``, or write a list of calls if ``name`` is None.
+    """
     functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
     if name is not None:
         return f"Answer with the parameters of a call of the function {name}, as JSON. Functions: {functions}"
@@ -53,12 +57,12 @@ def forced_instructions(tools: Sequence[Tool], name: str | None) -> str:
 
 
 def written_calls(content: str, calls: Iterable[tuple[str, str]], parser: ToolParser | None) -> str:
-    """A turn of the assistant that has calls, as it would have written it.
+    """Return the text of an assistant message with tool calls, as the model would have written it.
 
     Args:
-        content: what it said before them.
-        calls: name and arguments of each, the arguments as JSON.
-        parser: as for :func:`instructions`.
+        content: text before the calls.
+        calls: name and arguments of each call. The arguments are JSON.
+        parser: parser of the model's own call format, as for :func:`instructions`.
     """
     start, end = (parser or JSON_CALLS).tool_call_start, (parser or JSON_CALLS).tool_call_end
     written = [
@@ -69,5 +73,5 @@ def written_calls(content: str, calls: Iterable[tuple[str, str]], parser: ToolPa
 
 
 def written_result(content: str) -> str:
-    """The result of a call as a message of the user's can have it."""
+    """Return the result of a call in the form for a user message."""
     return f"<tool_response>\n{content}\n</tool_response>"

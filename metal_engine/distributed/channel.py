@@ -1,8 +1,8 @@
-"""What rank 0 and the other ranks tell each other beside the collectives: frames over TCP, with heartbeats.
+"""Side channel between rank 0 and the other ranks, in addition to the collectives: frames over TCP, with heartbeats.
 
-A frame is a length, 4 bytes, most significant first; a :class:`Kind`, 1 byte; and its content. A rank without work
-sleeps in ``recv``; heartbeats come from a thread of their own, so a rank that loads or computes for long is not
-silent, and one that hangs as a whole, sleeps or is cut off is.
+A frame has a length (4 bytes, big-endian), a :class:`Kind` (1 byte), and its content. A rank without work sleeps in
+``recv``. A separate thread sends heartbeats, so a rank that loads or computes for long is not silent. A rank is silent
+only if its whole process hangs or sleeps, or its connection is cut.
 """
 
 from __future__ import annotations
@@ -23,48 +23,50 @@ from metal_engine.step import RunnerLostError
 
 logger = logging.getLogger(__name__)
 
-# A plan with 256 new prompts of 100,000 tokens has 180 MiB.
+# Maximum size of a frame in bytes. A plan with 256 new prompts of 100,000 tokens has 180 MiB.
 MAX_FRAME = 1 << 28
 TOKEN_BYTES = 16
 _HEADER = struct.Struct(">IB")
 HEADER_BYTES = _HEADER.size
 _RANK = struct.Struct(">I")
 _PROGRESS = struct.Struct(">Q")
-# Heartbeats in the time after which a rank counts as lost; and seconds between two at most.
+# Heartbeats sent during the timeout after which a rank counts as lost, and maximum seconds between two heartbeats.
 _BEATS, _MAX_BEAT_SECONDS = 5, 2.0
-# Parts in which silence is counted; and by how much a wait is longer than asked for in a process that was stopped.
+# Number of parts in which a timeout is counted. If a wait for one part takes this many seconds longer than the part,
+# this process was stopped.
 _SLICES, _STALL_SECONDS = 10, 1.0
-# What a connection may take in all to say who it is, and how many may be about to.
+# Seconds within which a connection must identify itself, and maximum number of unidentified connections.
 _GREETING_SECONDS = 5.0
 _MAX_GREETINGS = 64
-# Rank 0's answer to a rank that it knows; and how long one that was turned away waits before it comes again.
+# Rank 0's answer to a rank that it accepts, and the wait of a rejected rank before it tries again.
 _WELCOME = b"\x01"
 _AGAIN_SECONDS = 0.2
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
-    BEAT = 0  # with how far its sender is
-    PLAN = 1  # a step to start
-    FINISH = 2  # the oldest step under way is to be finished
-    DROP = 3  # requests of a plan that was refused
-    FIGURES = 4  # facts about a rank, or about all
-    LOST = 5  # a rank has been lost, or has failed; everybody ends
-    QUIT = 6  # rank 0 ends as it should
+    BEAT = 0  # heartbeat, with the progress of its sender
+    PLAN = 1  # start a step
+    FINISH = 2  # finish the oldest step in flight
+    DROP = 3  # drop the requests of a plan that was refused
+    FIGURES = 4  # facts about one rank or all ranks
+    LOST = 5  # a rank was lost or has failed; all ranks end
+    QUIT = 6  # rank 0 ends normally
 
 
 class Link:
-    """A connection to another rank.
+    """Connection to another rank.
 
     Args:
-        name: of the other rank, in messages.
-        timeout: seconds of silence after which it counts as lost.
-        on_lost: called with what has happened to it, in another thread.
+        connection: connected socket.
+        name: name of the other rank in messages.
+        timeout: seconds of silence after which the other rank counts as lost.
+        on_lost: callback for the loss of the other rank, called with the reason in another thread.
 
     Attributes:
-        progress: how many parts of steps this rank has done, which its heartbeats tell; all ranks do the same ones.
-        their_progress: what the other rank's last heartbeat told.
+        progress: number of step parts that this rank has done, sent in its heartbeats. All ranks do the same parts.
+        their_progress: number of step parts in the other rank's last heartbeat.
     """
 
     def __init__(self, connection: socket.socket, name: str, timeout: float, on_lost: Callable[[str], None]) -> None:
@@ -77,11 +79,11 @@ class Link:
         self._is_closing = False
         self._inbox: queue.SimpleQueue[tuple[Kind, bytes]] = queue.SimpleQueue()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Of sending only: reading counts silence by itself.
+        # This timeout is for sending only: reading has its own timeout.
         connection.settimeout(timeout)
 
     def start(self) -> None:
-        """Begin to read, and to send heartbeats."""
+        """Start the threads that read frames and send heartbeats."""
         for work in (self._read, self._beat):
             threading.Thread(target=work, name=f"link to {self.name}", daemon=True).start()
 
@@ -89,7 +91,7 @@ class Link:
         """Send a frame.
 
         Raises:
-            RunnerLostError: the other rank has gone.
+            RunnerLostError: the other rank is gone.
         """
         try:
             with self._lock:
@@ -100,10 +102,10 @@ class Link:
             raise RunnerLostError(message) from error
 
     def receive(self, seconds: float | None = None) -> tuple[Kind, bytes]:
-        """Wait for the next frame that is neither a heartbeat nor the end.
+        """Wait for the next frame, except heartbeats and losses.
 
         Raises:
-            TimeoutError: none has come in so many seconds.
+            TimeoutError: no frame has arrived within ``seconds``.
         """
         try:
             return self._inbox.get(timeout=seconds)
@@ -111,11 +113,11 @@ class Link:
             raise TimeoutError from None
 
     def wake(self) -> None:
-        """Have whoever waits for a frame look at what has been lost."""
+        """Wake a waiting :meth:`receive`, so that its caller checks for a loss."""
         self._inbox.put((Kind.LOST, b""))
 
     def close(self) -> None:
-        """Nothing that happens to the other rank matters from now on."""
+        """Stop reporting the loss of the other rank."""
         self._is_closing = True
 
     def _lose(self, message: str) -> None:
@@ -161,12 +163,12 @@ def read_frame(connection: socket.socket, timeout: float) -> tuple[Kind, bytes]:
     """Wait for a frame.
 
     Raises:
-        OSError: the other side has gone, or is silent for longer than ``timeout`` seconds.
-        ValueError: what it sends is no frame.
+        OSError: the peer is gone, or silent for longer than ``timeout`` seconds.
+        ValueError: the received data is not a frame.
     """
     length, kind = _HEADER.unpack(_exactly(connection, _HEADER.size, timeout))
     if length > MAX_FRAME or kind not in list(Kind) or (kind == Kind.BEAT and length != _PROGRESS.size):
-        raise ValueError(f"what is no frame (kind {kind}, {length} bytes)")
+        raise ValueError(f"an invalid frame (kind {kind}, {length} bytes)")
     return Kind(kind), _exactly(connection, length, timeout)
 
 
@@ -182,13 +184,13 @@ def _exactly(connection: socket.socket, num_bytes: int, timeout: float) -> bytes
 
 
 def _wait_for_bytes(connection: socket.socket, timeout: float) -> None:
-    """Wait until there is something to read; TimeoutError after ``timeout`` seconds of silence.
+    """Wait for data. Raises TimeoutError after ``timeout`` seconds of silence.
 
-    Where this process was itself stopped meanwhile, the silence tells nothing, and is counted anew.
+    If this process itself was stopped in the meantime, the silence is counted from the start again.
     """
     part = timeout / _SLICES
     num_silent = 0
-    poll = select.poll()  # of any file descriptor; select takes those below 1,024
+    poll = select.poll()  # select.select() supports only file descriptors below 1,024
     poll.register(connection, select.POLLIN)
     while num_silent < _SLICES:
         start = time.monotonic()
@@ -198,27 +200,27 @@ def _wait_for_bytes(connection: socket.socket, timeout: float) -> None:
     raise TimeoutError
 
 
-# --- how ranks find each other ---
+# --- rendezvous ---
 
 
 def listen(host: str) -> socket.socket:
-    """Listen on a free port of one address: that under which the group knows rank 0."""
+    """Listen on a free port of rank 0's address in the group."""
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family)
 
 
 def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds: float) -> dict[int, socket.socket]:
-    """Wait for ranks 1 to ``num_ranks - 1``; their connections, by rank.
+    """Wait for the connections of ranks 1 to ``num_ranks - 1``. Return them by rank.
 
-    A connection that does not say the token is closed, and keeps nobody waiting: where too many are about to, the one
-    that has taken longest makes room.
+    A connection without the right token is closed. Unidentified connections do not block the ranks: if there are too
+    many, the oldest is closed.
 
     Raises:
-        RunnerLostError: some have not come in time.
+        RunnerLostError: some ranks have not connected in time.
     """
     end = time.monotonic() + seconds
     found: dict[int, socket.socket] = {}
-    greeted: list[socket.socket] = []  # the oldest first
+    greeted: list[socket.socket] = []  # unidentified connections, oldest first
     lock = threading.Lock()
 
     def greet(connection: socket.socket) -> None:
@@ -231,7 +233,7 @@ def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds
                     found[rank] = connection
                     return
         except OSError as error:
-            logger.debug("a connection that is no rank's: %s", error)
+            logger.debug("refused a connection that does not belong to a rank: %s", error)
         finally:
             with lock:
                 if connection in greeted:
@@ -250,7 +252,7 @@ def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds
                 continue
             with lock:
                 if len(greeted) == _MAX_GREETINGS:
-                    with suppress(OSError):  # it has gone by itself
+                    with suppress(OSError):  # the peer has closed it already
                         greeted.pop(0).shutdown(socket.SHUT_RDWR)
                 greeted.append(connection)
             threading.Thread(target=greet, args=(connection,), daemon=True).start()
@@ -258,7 +260,7 @@ def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds
 
 
 def _said(connection: socket.socket, num_bytes: int, end: float) -> bytes:
-    """What a connection says, until a time by which it must have said all of it; TimeoutError then."""
+    """Receive ``num_bytes`` bytes. Raises TimeoutError if they have not arrived by ``end``."""
     received = b""
     while len(received) < num_bytes:
         left = end - time.monotonic()
@@ -273,10 +275,10 @@ def _said(connection: socket.socket, num_bytes: int, end: float) -> bytes:
 
 
 def connect(host: str, port: int, token: bytes, rank: int, seconds: float) -> socket.socket:
-    """Connect to rank 0; again, where it does not take this rank in, for others may be in the way.
+    """Connect to rank 0. Retries if rank 0 closes the connection because of too many unidentified connections.
 
     Raises:
-        RunnerLostError: it has not been reached in time.
+        RunnerLostError: rank 0 was not reached in time.
     """
     end = time.monotonic() + seconds
     while True:

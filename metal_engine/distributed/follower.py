@@ -1,4 +1,4 @@
-"""Every rank but rank 0: it computes its share of what rank 0 plans, and asks for nothing."""
+"""Main loop of all ranks except rank 0: computes this rank's shard of the steps that rank 0 plans."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from metal_engine.step import RunnerLostError
 
 
 def follow(runner: ModelRunner, link: Link, watch: RankFailureMonitor, rank: int) -> None:
-    """Run the steps that rank 0 runs, until it ends. A rank that cannot go on tells rank 0, which ends all.
+    """Run the steps of rank 0 until rank 0 ends. If this rank fails, it notifies rank 0, which ends all ranks.
 
     Raises:
-        RunnerLostError: this rank has failed, or another one has been lost.
+        RunnerLostError: this rank has failed, or another rank was lost.
     """
     steps: deque[PendingStep] = deque()
     try:
         while run_frame(runner, steps, link, *link.receive()):
             pass
     except Exception as error:
-        # Where another rank has gone, rank 0 says so.
+        # If another rank was lost, rank 0 reports that.
         if watch.wait(CAUSE_SECONDS) is None:
             message = f"{type(error).__name__}: {one_line(error)}"
             tell_failure(link, watch, rank, message)
@@ -37,7 +37,7 @@ def follow(runner: ModelRunner, link: Link, watch: RankFailureMonitor, rank: int
 
 
 def run_frame(runner: ModelRunner, steps: deque[PendingStep], link: Link, kind: Kind, content: bytes) -> bool:
-    """Do what a frame says, and count it in what the link tells; False if that is the end."""
+    """Process a frame, and count it in the link's progress. Return False if the frame ends the loop."""
 
     def done() -> None:
         link.progress += 1
@@ -60,8 +60,8 @@ def run_frame(runner: ModelRunner, steps: deque[PendingStep], link: Link, kind: 
 
 
 def tell_failure(link: Link, watch: RankFailureMonitor, rank: int, message: str) -> None:
-    """Tell rank 0 why this rank ends."""
+    """Report the reason of this rank's end to rank 0."""
     message = f"rank {rank} has failed ({message})"
-    with suppress(RunnerLostError):  # rank 0 may have gone, too, and is named
+    with suppress(RunnerLostError):  # if rank 0 is gone, too, the link reports that
         link.send(Kind.LOST, message.encode())
     watch.lose(message)

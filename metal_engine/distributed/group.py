@@ -1,4 +1,4 @@
-"""A group of ranks: found at the start, agreed on sizes, lost together."""
+"""Group of ranks: connects the ranks at the start, compares their settings, and ends all ranks if one rank is lost."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ from metal_engine.step import RunnerLostError
 
 logger = logging.getLogger(__name__)
 
-# Until all ranks have found each other: they start at about the same time.
+# Seconds within which all ranks must find each other. Ranks start at about the same time.
 _MEETING_SECONDS = 120.0
-# Settings that may differ: the same model may lie elsewhere on another machine.
+# Settings that may differ between ranks: the model may have another path on another machine.
 _OWN_SETTINGS = {"model", "tokenizer", "download_dir", "chat_template", "generation_config"}
-# Of this process, which can be in one group only: MLX keeps it.
+# Flag of the group that this process has joined. A process cannot join a second group, because MLX keeps the first.
 _joined: list[str] = []
 
 
 class RankGroup:
-    """The ranks of an engine, this process being one of them. Belongs to the engine's thread.
+    """Ranks of an engine, including this process. Belongs to the engine's thread.
 
     Attributes:
-        args: the engine's settings.
-        communication: MLX's group.
-        rank: of this process; rank 0 plans, samples and serves.
+        args: settings of the engine.
+        communication: group object of MLX.
+        rank: rank of this process. Rank 0 plans, samples and serves.
         size: number of ranks.
     """
 
@@ -81,20 +81,24 @@ class RankGroup:
 
     @property
     def share(self) -> TokenBroadcast:
-        """How all ranks come to the same tokens."""
+        """Broadcast of rank 0's samples to all ranks."""
         return self._share
 
     # --- facts ---
 
     def exchange(self, what: str, facts: dict[str, Any], seconds: float | None = None) -> list[dict[str, Any]]:
-        """Tell all ranks something, in JSON's terms; returns what each rank tells, by rank.
+        """Exchange facts with all ranks. The facts are JSON data.
 
         Args:
-            what: the name of what is told: all ranks tell the same, or are not at the same place.
-            seconds: how long another rank may take; None: as long as it lives.
+            what: name of the facts. All ranks must pass the same name, or they have diverged.
+            facts: facts of this rank.
+            seconds: time limit for another rank. None waits as long as that rank lives.
+
+        Returns:
+            Facts of each rank, by rank.
 
         Raises:
-            RunnerLostError: a rank has been lost, is somewhere else, or takes too long.
+            RunnerLostError: a rank was lost, is at another place, or takes too long.
         """
         if self.rank:
             (leader,) = self._links
@@ -110,7 +114,7 @@ class RankGroup:
         try:
             kind, content = link.receive(seconds)
         except TimeoutError as error:
-            raise RunnerLostError(f"{link.name} has not come to {what!r} within {seconds:g} s") from error
+            raise RunnerLostError(f"{link.name} has not reached {what!r} within {seconds:g} s") from error
         self._watch.check()
         if kind is not Kind.FIGURES:
             raise RunnerLostError(f"{link.name} sends {kind.name} before it has started")
@@ -120,19 +124,22 @@ class RankGroup:
         return facts
 
     def largest(self, what: str, number: int) -> int:
-        """The largest of all ranks' numbers."""
+        """Return the largest of the ranks' numbers."""
         return max(told["number"] for told in self.exchange(what, {"number": number}))
 
     def barrier(self, what: str) -> None:
-        """Wait until all ranks are at a place that some of them may not come to.
+        """Wait until all ranks have reached the same place in the code. Use it after work that can fail on some ranks.
+
+        Args:
+            what: name of the place.
 
         Raises:
-            RunnerLostError: they have not come within the group's timeout, or a rank has been lost.
+            RunnerLostError: a rank was lost, or has not arrived within the group's timeout.
         """
         self.exchange(what, {}, self.args.distributed_timeout_seconds)
 
     def check_settings(self) -> None:
-        """Raises ConfigError where the ranks were not started alike."""
+        """Raise ConfigError if versions or settings differ between ranks."""
         mine = {name: value for name, value in asdict(self.args).items() if name not in _OWN_SETTINGS}
         told = self.exchange("settings", {"settings": mine, "versions": _versions()})
         first = told[0]
@@ -149,21 +156,25 @@ class RankGroup:
     # --- steps ---
 
     def lead(self, runner: ModelRunner, step_seconds: float) -> LeaderRunner:
-        """On rank 0: a runner whose steps all ranks run, none of which takes as long as that."""
+        """Return the runner for rank 0. All ranks run its steps. The group ends if a step takes ``step_seconds``."""
         step_watch = StepTimeout(self._watch, self._links, step_seconds)
         step_watch.start()
         kill_left = (lambda: None) if self._local is None else self._local.kill_left
         return LeaderRunner(runner, self._links, self._watch, step_watch, kill_left)
 
     def follow(self, runner: ModelRunner) -> None:
-        """On the others: run rank 0's steps until it ends. Raises what :func:`follow` raises."""
+        """Run rank 0's steps until rank 0 ends. For the other ranks. Raises as :func:`follow`."""
         (leader,) = self._links
         follow(runner, leader, self._watch, self.rank)
 
     # --- the end ---
 
     def give_up(self, error: BaseException) -> BaseException:
-        """This rank cannot start: end the others. Returns what it is to raise, which names the one at fault."""
+        """End all ranks because this rank cannot start.
+
+        Returns:
+            The exception to raise, which names the failed rank.
+        """
         is_told = self._watch.error is not None
         for link in () if is_told else self._links:
             link.close()
@@ -178,23 +189,23 @@ class RankGroup:
 
 
 def _versions() -> dict[str, str]:
-    """Of what computes: other versions of it may divide a model otherwise."""
+    """Return the versions of the packages that compute. Other versions might shard a model differently."""
     return {"metal-engine": __version__, **{name: metadata.version(name) for name in ("mlx", "mlx-lm")}}
 
 
 def open_group(args: EngineArgs) -> RankGroup:
-    """Join the group of ranks that the settings ask for, and wait for all of them; in the engine's thread.
+    """Join the group of ranks that the settings define, and wait for all ranks. Call it in the engine's thread.
 
-    Where no launcher has started this process, it starts the other ranks on this machine.
+    If no launcher has started this process, it starts the other ranks on this machine.
 
     Raises:
-        ConfigError: the settings do not fit the group, or each other.
+        ConfigError: the settings do not fit the group, or differ between ranks.
         ModelLoadError: the ranks do not find each other.
     """
     flag = args.ranks_flag
     if _joined:
         raise ConfigError(
-            flag, "cannot be used again: this process is in a group already, and MLX keeps that until it ends"
+            flag, "cannot be used again: this process is in a group already, and MLX keeps it until the process ends"
         )
     rank, local = launched_rank(), None
     if rank is None:
@@ -237,8 +248,11 @@ def open_group(args: EngineArgs) -> RankGroup:
 
 
 def _watched_meeting(rank: int, local: LocalRanks | None) -> AbstractContextManager[None]:
-    """What ends this process, and those that it has started, where MLX would wait for ever for one that never comes."""
-    if started_here():  # rank 0 has it watched
+    """Return a context manager that ends this process, and the ranks that it has started, if a rank is missing.
+
+    Without it, MLX would wait for the missing rank forever.
+    """
+    if started_here():  # rank 0's monitor also watches this process
         return ended_by_hang_up()
     if local is None:
         return watched_meeting(f"rank {rank}", [], _MEETING_SECONDS, None)
@@ -246,10 +260,10 @@ def _watched_meeting(rank: int, local: LocalRanks | None) -> AbstractContextMana
 
 
 def _meet(communication: mx.distributed.Group, host: str, timeout: float, watch: RankFailureMonitor) -> list[Link]:
-    """Connect the side channel: rank 0 tells its port and a secret through the group itself.
+    """Connect the side channel. Rank 0 sends its port and a secret through the MLX group.
 
     Returns:
-        On rank 0, a link to each of the others, by rank; on the others, the one to rank 0.
+        On rank 0, the links to all other ranks, by rank. On the other ranks, the link to rank 0.
     """
     rank, size = communication.rank(), communication.size()
     listening, token, port = None, bytes(TOKEN_BYTES), 0
@@ -275,10 +289,9 @@ def _meet(communication: mx.distributed.Group, host: str, timeout: float, watch:
 
 
 def _pass_on(links: Sequence[Link], error: RunnerLostError) -> None:
-    """Tell the ranks that are left which one has gone; whoever waits here for a frame is woken.
+    """Report a lost rank to the remaining ranks, and wake calls that wait for a frame.
 
-    Each in a thread of its own: one that has stopped, with as much on its way as the network holds, keeps none of the
-    others from hearing it.
+    Each report is sent in a separate thread, because sending to a stopped rank with full network buffers blocks.
     """
 
     def tell(link: Link) -> None:

@@ -1,4 +1,4 @@
-"""What a launcher tells a process of its group, and how the other ranks are started on this machine without one.
+"""Reads the environment that a launcher sets, and starts the other ranks on this machine if there is no launcher.
 
 The variables are those of ``mlx.launch``: ``MLX_RANK``, and ``MLX_HOSTFILE`` (ring) or ``MLX_IBV_DEVICES`` and
 ``MLX_JACCL_COORDINATOR`` (JACCL).
@@ -29,26 +29,26 @@ from metal_engine.settings.args import EngineArgs
 RANK, HOSTFILE, COORDINATOR = "MLX_RANK", "MLX_HOSTFILE", "MLX_JACCL_COORDINATOR"
 _DEVICES = "MLX_IBV_DEVICES"
 LOOPBACK = "127.0.0.1"
-# The program of a rank that this process starts.
+# Module that runs in a rank that this process starts.
 _PROGRAM = "metal_engine.rank_worker"
-# Their standard inputs, which end when this process does, however it ends.
+# Standard inputs of the started ranks. The system closes these pipes when this process ends for any reason.
 _life_lines: list[IO[str]] = []
-# Of this process, if it is such a rank: the descriptor of its standard input.
+# In a rank started by rank 0: descriptor of its standard input.
 _leader_lines: list[int] = []
-# For a rank to end as rank 0 tells it, which may be the last that rank 0 does.
+# Time for a rank to end normally after rank 0 has ended. Rank 0's last action may be the request to end.
 _LAST_SECONDS = 1.0
-# Time for a rank to end after rank 0 has told it to. The server waits for rank 0 for longer (10 s).
+# Time for a rank to end on rank 0's request. The server waits longer for rank 0 (10 s).
 _OWN_END_SECONDS = 5.0
 
 
 def launched_rank(environment: Mapping[str, str] = os.environ) -> int | None:
-    """This process's rank, if a launcher has started it; else None."""
+    """Return the rank of this process; None if no launcher has started it."""
     rank = environment.get(RANK)
     return int(rank) if rank is not None and rank.isdigit() else None
 
 
 def refuse_ranks_without_size(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError where a launcher has started several processes: each would be an engine of its own."""
+    """Raise ConfigError if a launcher has started several processes, each of which would be a separate engine."""
     rank = launched_rank(environment)
     if rank is None:
         return
@@ -62,20 +62,20 @@ def refuse_ranks_without_size(environment: Mapping[str, str] = os.environ) -> No
         raise ConfigError(
             "--tensor-parallel-size",
             f"(or --pipeline-parallel-size) is missing: a launcher has started this process as rank {rank}{of_size} "
-            f"({RANK}), and each would be an engine of its own",
+            f"({RANK}), and each process would be a separate engine",
         )
 
 
 def is_follower(args: EngineArgs) -> bool:
-    """Whether this process is to compute what another one serves."""
+    """Return True if this process only computes for rank 0, which serves."""
     return args.num_ranks > 1 and bool(launched_rank())
 
 
 def leader_host(flag: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The address of rank 0 as the group knows it.
+    """Return rank 0's address in the group.
 
     Raises:
-        ConfigError: the environment does not tell it.
+        ConfigError: the environment does not contain the address.
     """
     try:
         if path := environment.get(HOSTFILE):
@@ -85,37 +85,42 @@ def leader_host(flag: str, environment: Mapping[str, str] = os.environ) -> str:
         return str(address).rpartition(":")[0].strip("[]")
     except (KeyError, OSError, ValueError, IndexError, TypeError) as error:
         raise ConfigError(
-            flag, f"needs {HOSTFILE} or {COORDINATOR} beside {RANK}, as mlx.launch sets them ({error!r})"
+            flag, f"needs {HOSTFILE} or {COORDINATOR} in addition to {RANK}, as mlx.launch sets them ({error!r})"
         ) from error
 
 
 def host_name() -> str:
-    """What tells this machine from others."""
+    """Return the host name of this machine."""
     return socket.gethostname()
 
 
 @dataclass
 class LocalRanks:
-    """Ranks 1 and up, started on this machine by rank 0."""
+    """Ranks from 1 on, which rank 0 has started on this machine.
+
+    Attributes:
+        processes: processes of the ranks.
+        ends: descriptors of pipes. Each pipe is closed when its process ends.
+        hostfile: temporary host file of the group.
+    """
 
     processes: list[subprocess.Popen[str]]
-    # Descriptors of pipes, each of which ends with its process.
     ends: list[int]
     hostfile: Path
 
     def watched(self) -> list[Watched]:
-        """These ranks, as they are watched while they join."""
+        """Return the data for monitoring these ranks while they join."""
         both = enumerate(zip(self.processes, self.ends, strict=True), 1)
         return [Watched(f"rank {rank} ({LOOPBACK})", process.pid, end) for rank, (process, end) in both]
 
     def stop(self) -> None:
-        """End those that have not joined; those that have are told by rank 0."""
+        """Terminate the ranks that have not joined. Joined ranks ignore the signal and end on rank 0's request."""
         for process in self.processes:
             process.terminate()
         self.kill_left()
 
     def kill_left(self) -> None:
-        """Wait ``_OWN_END_SECONDS`` at most for the ranks to exit. Kill the remaining ranks, such as stopped ones."""
+        """Wait at most ``_OWN_END_SECONDS`` for the ranks to exit. Kill the remaining ranks, such as stopped ones."""
         deadline = time.monotonic() + _OWN_END_SECONDS
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
@@ -123,12 +128,15 @@ class LocalRanks:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the ranks that have not ended: a stopped one would stay, with its memory, when rank 0 has gone."""
+        """Kill the ranks that have not ended. A stopped rank would otherwise outlive rank 0 and keep its memory."""
         for process in self.processes:
             process.kill()
 
     def end(self) -> None:
-        """Remove what they were started with. They end when rank 0 tells them, or has gone."""
+        """Release the resources that starting the ranks needed: pipes, the host file and environment variables.
+
+        The ranks continue until rank 0 ends them or is gone.
+        """
         for end in self.ends:
             os.close(end)
         self.ends = []
@@ -138,7 +146,7 @@ class LocalRanks:
 
 
 def start_local_ranks(args: EngineArgs) -> LocalRanks:
-    """Start the other ranks of a group on this machine, as its rank 0; they speak over the loopback interface."""
+    """Start the other ranks of a group on this machine, as its rank 0. They communicate over the loopback interface."""
     ports = _free_ports(args.num_ranks)
     descriptor, name = tempfile.mkstemp(prefix="metal-engine-ranks-", suffix=".json")
     with os.fdopen(descriptor, "w") as file:
@@ -152,9 +160,9 @@ def start_local_ranks(args: EngineArgs) -> LocalRanks:
         process = subprocess.Popen(
             [sys.executable, "-m", _PROGRAM],
             stdin=subprocess.PIPE,
-            stdout=2,  # what this process prints may be data
+            stdout=2,  # stderr: the stdout of this process may contain data
             env=os.environ | {RANK: str(rank)},
-            pass_fds=[held],  # which it holds until it ends, and knows nothing of
+            pass_fds=[held],  # the child keeps it open until it ends, without using it
             text=True,
         )
         os.close(held)
@@ -168,14 +176,16 @@ def start_local_ranks(args: EngineArgs) -> LocalRanks:
 
 
 def end_with(life_line: int) -> None:
-    """End this process soon after rank 0, which has started it, has: it may be where it would not notice that.
+    """End this process soon after rank 0 has ended, even while its other threads are blocked.
+
+    For ranks that rank 0 has started.
 
     Args:
-        life_line: the descriptor of a pipe that ends when rank 0 does.
+        life_line: descriptor of a pipe that is closed when rank 0 ends.
     """
 
     def wait() -> None:
-        while os.read(life_line, 1):  # not through a file, which would be locked when Python ends
+        while os.read(life_line, 1):  # os.read(), because a file object would be locked when Python ends
             pass
         if path := os.environ.get(HOSTFILE):
             Path(path).unlink(missing_ok=True)
@@ -187,14 +197,15 @@ def end_with(life_line: int) -> None:
 
 
 def started_here() -> bool:
-    """Whether rank 0 has started this rank, on its machine."""
+    """Return True if rank 0 has started this rank on its machine."""
     return bool(_leader_lines)
 
 
 def ignore_signals() -> None:
-    """Leave the end of this process to rank 0, which has requests to answer first; in a program's main thread alone.
+    """Ignore signals, so that this process ends only when rank 0 has answered all requests and ends it.
 
-    A terminal, and whatever ends a process group, sends them to all ranks.
+    A terminal sends these signals to all ranks, and so does a signal to the process group. Has an effect only in the
+    main thread.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -1,4 +1,4 @@
-"""Rank 0's runner: every step that it starts is started by the others, too."""
+"""Runner of rank 0. The other ranks run every step that it starts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.step import ModelOutput, RunnerLostError, SchedulerOutput
 
-# A collective may fail before the side channel knows which rank has gone.
+# Wait for the reason of a failure: a collective may fail before the side channel detects the lost rank.
 CAUSE_SECONDS = 1.0
 
 
 class LeaderRunner:
-    """A runner (:class:`metal_engine.step.Runner`) that has the other ranks run what it runs.
+    """Runner (:class:`metal_engine.step.Runner`) that makes the other ranks run the same steps.
 
-    A plan is sent when its graph is built, so none that is refused is sent, and before any of it is evaluated, which
-    may wait for the other ranks.
+    A plan is sent after its graph was built, so that a refused plan is not sent. It is sent before any part of the
+    graph is evaluated, because the evaluation may wait for the other ranks.
 
     Args:
+        runner: runner of this rank.
+        links: links to the other ranks.
+        watch: handler of lost ranks.
+        step_watch: timeout of steps.
         kill_left: kills the ranks that rank 0 has started and that do not exit on request.
     """
 
@@ -52,26 +56,27 @@ class LeaderRunner:
         self._watch.check()
         try:
             content = encode_plan(plan)
-            with self._step_timeout:  # a step may be waited for while the next one is given to the device
+            with self._step_timeout:  # dispatching a step may wait for the previous one
                 step = self._runner.execute(plan, on_built=lambda: self._start(content))
         except RunnerLostError:
             raise
         except Exception:
-            # The engine ends these requests; the others must not hold what this plan would have dropped, either.
+            # The engine ends these requests. The other ranks must also drop the requests that this plan would have
+            # dropped.
             self._send(Kind.DROP, encode_ids([*plan.dropped_req_ids, *plan.num_scheduled_tokens]))
-            self._runner.forget(plan.dropped_req_ids)  # unless it has
+            self._runner.forget(plan.dropped_req_ids)  # in case execute() failed before that
             raise
         return LeaderStep(self, step)
 
     def dispatch_second_part(self) -> None:
-        """See :class:`metal_engine.step.Runner`. Every rank's steps are given whole."""
+        """See :class:`metal_engine.step.Runner`. With several ranks, steps are dispatched whole."""
         self._runner.dispatch_second_part()
 
     def finish(self, step: PendingStep) -> ModelOutput:
         """Finish a step on every rank.
 
         Raises:
-            RunnerLostError: it cannot be: what one rank computes without the others is worth nothing.
+            RunnerLostError: the step failed, here or elsewhere. The results of the remaining ranks are unusable.
         """
         self._watch.check()
         self._send(Kind.FINISH, encode_ids(step.sampling.late_req_ids))
@@ -89,7 +94,7 @@ class LeaderRunner:
             raise lost from error
 
     def _start(self, content: bytes) -> None:
-        """Have the others start a step whose graph is built here."""
+        """Make the other ranks start a step whose graph this rank has built."""
         self._send(Kind.PLAN, content)
         self._step_timeout.progress += 1
 
@@ -98,7 +103,10 @@ class LeaderRunner:
             link.send(kind, content)
 
     def close(self) -> None:
-        """End the other ranks, then the runner. After a loss neither is to be had: a stream may never end."""
+        """End the other ranks, then close the runner.
+
+        Does nothing after a loss, because a stream of the runner may never end.
+        """
         self._step_timeout.close()
         if self._watch.error is not None:
             return
@@ -112,7 +120,7 @@ class LeaderRunner:
 
 
 class LeaderStep:
-    """A step under way (:class:`metal_engine.step.StepHandle`)."""
+    """Step in flight (:class:`metal_engine.step.StepHandle`)."""
 
     def __init__(self, leader: LeaderRunner, step: PendingStep) -> None:
         self._leader = leader

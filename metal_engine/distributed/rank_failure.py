@@ -1,4 +1,4 @@
-"""The end of a group: when one rank is lost, all of them end."""
+"""Ends all ranks of a group if one of them is lost."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from metal_engine.step import RunnerLostError
 
 logger = logging.getLogger(__name__)
 
-# For rank 0 to tell clients, and probes, before it ends.
+# Time for rank 0 to notify clients and probes before it ends.
 LEADER_GRACE_SECONDS = 1.0
-# For the others: a step of rank 0, which waits for them, fails when they end.
+# Time before the other ranks end. Longer than rank 0's, because a step of rank 0 fails when other ranks end.
 FOLLOWER_GRACE_SECONDS = LEADER_GRACE_SECONDS + 0.25
-# For the line that says what has happened.
+# Time for writing the log line about the loss.
 _TELLING_SECONDS = 0.5
-# In which the time of a step is counted.
+# Number of parts in which the time of a step is counted.
 _PARTS = 20
 
 
 class RankFailureMonitor:
-    """Ends this process when a rank is lost: a step that waits for that rank would never end.
+    """Ends this process when a rank is lost. A step that waits for the lost rank would never end.
 
     Args:
-        rank: this process's.
-        grace: seconds until then.
+        rank: rank of this process.
+        grace: seconds between the loss and the end.
 
     Attributes:
-        error: what has happened; None as long as nothing has.
+        error: first loss; None if no rank was lost.
     """
 
     def __init__(self, rank: int, grace: float) -> None:
@@ -46,7 +46,10 @@ class RankFailureMonitor:
         self._at_end: Callable[[], None] = lambda: None
 
     def tell(self, tell: Callable[[RunnerLostError], None]) -> None:
-        """Call a function with the error, in another thread, when a rank is lost; at once if one has been."""
+        """Register a callback for a loss, called with the error in another thread.
+
+        If a rank was lost already, the callback is called at once.
+        """
         with self._lock:
             self._tells.append(tell)
             error = self.error
@@ -54,20 +57,20 @@ class RankFailureMonitor:
             tell(error)
 
     def at_end(self, act: Callable[[], None]) -> None:
-        """Call a function last, before a loss ends this process."""
+        """Set the function to call right before a loss ends this process."""
         self._at_end = act
 
     def lose(self, message: str) -> None:
-        """A rank is lost: tell everybody, and end. What comes after the first is not heard."""
+        """Record a loss, notify the callbacks, and end this process. Later losses are ignored."""
         with self._lock:
             if self.error is not None:
                 return
             self.error = error = RunnerLostError(message)
             tells = list(self._tells)
         self._is_lost.set()
-        # A thread of its own, first: whatever else hangs or fails, this process ends.
+        # Started first, in a separate thread, so that this process ends even if something else hangs or fails.
         thread = threading.Thread(target=self._end, args=(time.monotonic() + self._grace,), daemon=True)
-        with suppress(RuntimeError):  # the interpreter is ending, and starts none: see exit_if_rank_lost
+        with suppress(RuntimeError):  # no thread can start while the interpreter ends: see exit_if_rank_lost
             thread.start()
         logger.critical("%s: rank %d ends", message, self._rank)
         self._callbacks_done.set()
@@ -83,36 +86,37 @@ class RankFailureMonitor:
             os._exit(1)
 
     def exit_if_rank_lost(self) -> None:
-        """At the end of the interpreter: where a rank is lost, the process ends as :meth:`lose` has it end.
+        """End this process as :meth:`lose` does if a rank is lost. Called when the interpreter exits.
 
-        Else MLX's threads, which may wait for that rank, end it with a signal.
+        Otherwise, MLX's threads might still wait for that rank, and would end the process with a signal.
         """
         if self.error is not None:
             self._end(time.monotonic() + self._grace)
 
     def wait(self, seconds: float) -> RunnerLostError | None:
-        """Wait for a loss; None if there is none in that time."""
+        """Wait for a loss for at most ``seconds``. Return its error, or None."""
         self._is_lost.wait(seconds)
         return self.error
 
     def check(self) -> None:
-        """Raises RunnerLostError if a rank has been lost."""
+        """Raise RunnerLostError if a rank was lost."""
         if self.error is not None:
             raise self.error
 
 
 class StepTimeout:
-    """Loses the group where rank 0 waits for a step for longer than any can take, which heartbeats do not tell.
+    """Step timeout: reports a loss if rank 0 waits longer for a step than any step can take.
 
-    Time is counted in parts by a thread of its own, so that it does not go on while this process is stopped.
+    Heartbeats do not detect this case. A separate thread counts the time in parts, so that the time does not advance
+    while this process is stopped.
 
     Args:
-        watch: is told.
-        links: to the other ranks, which tell how far those are.
-        seconds: that a step may take.
+        watch: handler to which the loss is reported.
+        links: links to the other ranks, which report the progress of these ranks.
+        seconds: time limit of a step.
 
     Attributes:
-        progress: how far rank 0 is, counted as in :class:`metal_engine.distributed.channel.Link`.
+        progress: progress of rank 0, counted as in :class:`metal_engine.distributed.channel.Link`.
     """
 
     def __init__(self, watch: RankFailureMonitor, links: Sequence[Link], seconds: float) -> None:
@@ -120,13 +124,13 @@ class StepTimeout:
         self._watch = watch
         self._links = links
         self._seconds = seconds
-        self._wait: object | None = None  # under way
-        self._counted: object | None = None  # of which so many parts have passed
+        self._wait: object | None = None  # identity of the current wait; None if rank 0 is not waiting
+        self._counted: object | None = None  # wait to which ``_num_parts`` belongs
         self._num_parts = 0
         self._is_closed = threading.Event()
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         threading.Thread(target=self._count, name="step watch", daemon=True).start()
 
     def close(self) -> None:
@@ -143,7 +147,7 @@ class StepTimeout:
             self.count()
 
     def count(self) -> None:
-        """A part of the time has passed."""
+        """Count one part of the time. Report a loss if the limit is reached."""
         wait = self._wait
         if wait is None or wait is not self._counted:
             self._counted, self._num_parts = wait, 0
@@ -153,11 +157,11 @@ class StepTimeout:
             self._watch.lose(self._problem())
 
     def _problem(self) -> str:
-        """Names the ranks that are behind: the others have come to where they wait for these."""
+        """Return a message that names the ranks with the least progress. The other ranks wait for them."""
         progress = {"rank 0": self.progress, **{link.name: link.their_progress for link in self._links}}
         least = min(progress.values())
         waited = f"rank 0 has waited {self._seconds:.0f} s for a step"
         if least == max(progress.values()):
-            return f"{waited} that all ranks are in: one of them computes no more, or a link between two of them is cut"
+            return f"{waited} that all ranks are in: a rank has stopped computing, or a link between two ranks is cut"
         behind = ", ".join(name for name, number in progress.items() if number == least)
         return f"{behind} does not go on, and {waited}"

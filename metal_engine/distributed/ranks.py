@@ -1,4 +1,4 @@
-"""What an engine that is being built has to do with other ranks: nothing, where there is one."""
+"""Interface between an engine that is being built and its ranks. Most methods do nothing for a single rank."""
 
 from __future__ import annotations
 
@@ -28,70 +28,70 @@ from metal_engine.settings.fields import format_size
 
 logger = logging.getLogger(__name__)
 
-# What a step may take at least before it counts as one that never ends; and how many times the largest one without a
-# context the longest one takes at most: attention over a million tokens is some 20 times the rest.
+# Minimum step timeout in seconds, and step timeout as a multiple of the time of the largest step without a context.
+# Attention over a million tokens takes about 20 times as long as the rest of a step.
 _LEAST_STEP_SECONDS, _LONG_CONTEXT = 600.0, 40.0
 
 
 class Ranks:
-    """The only rank of an engine.
+    """Only rank of an engine, and base class for engines with several ranks.
 
     Attributes:
-        facts: about each rank, once they have agreed; empty where there is one.
-        share: how ranks come to the same tokens; None where there is one.
+        facts: facts about each rank, after the ranks have agreed; empty with one rank.
+        share: broadcast of rank 0's samples; None with one rank.
     """
 
     facts: tuple[RankInfo, ...] = ()
     share: TokenBroadcast | None = None
 
     def device(self, device: DeviceInfo) -> DeviceInfo:
-        """The device as every rank may use it."""
+        """Return the device with limits that hold on every rank."""
         return device
 
     def divide(self, model: nn.Module) -> None:
-        """Leave this rank's share in a model; nothing is read or computed. Raises UnsupportedModelError."""
+        """Reduce a model to this rank's shard. Reads and computes nothing. Raises UnsupportedModelError."""
 
     def load_shard(self, model: nn.Module) -> None:
-        """Leave this rank's share in a model, and read its weights. Raises UnsupportedModelError."""
+        """Reduce a model to this rank's shard, and read its weights. Raises UnsupportedModelError."""
 
     def sync_model_info(self, info: ModelInfo) -> ModelInfo:
-        """The facts about the model by which every rank plans its memory."""
+        """Return the facts about the model from which every rank plans its memory."""
         return info
 
     def largest(self, what: str, number: int) -> int:
-        """The largest of all ranks' numbers, which are told under the same name."""
+        """Return the largest of the ranks' numbers. All ranks pass the same name ``what``."""
         return number
 
     def decided(self, what: str, decide: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what rank 0 decides, in JSON's terms, told under a name. The other ranks decide nothing."""
+        """Return rank 0's decision, as JSON data. ``decide`` is called on rank 0 only. All ranks pass the same name."""
         return decide()
 
     def same_files(self, path: Path) -> None:
-        """Raises ModelLoadError where the ranks have other files of the model: a directory, or a GGUF file."""
+        """Raise ModelLoadError if the model's files, a directory or a GGUF file, differ between ranks."""
 
     def barrier(self, what: str) -> None:
-        """Wait until all ranks are at a place that some may not come to. Raises RunnerLostError if some do not."""
+        """Wait until all ranks have reached a place. Raises RunnerLostError if some ranks do not reach it."""
 
     def follow(self, runner: ModelRunner) -> None:
-        """On other ranks than 0: run rank 0's steps until it ends, and then raise SystemExit."""
+        """Run rank 0's steps until rank 0 ends, then raise SystemExit. On rank 0, return at once."""
 
     def lead(self, runner: ModelRunner) -> LeaderRunner | None:
-        """A runner that has all ranks run its steps; None where there is one."""
+        """Return a runner whose steps all ranks run; None with one rank."""
         return None
 
 
 class SeveralRanks(Ranks):
-    """One of the ranks of an engine. All of them call the same methods in the same order."""
+    """One of several ranks of an engine. All ranks call the same methods in the same order."""
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._division = Sharding(group.communication, group.args.pipeline_parallel_size > 1)
         self._whole: UnshardedModelInfo | None = None
         self.share = group.share
-        self._began = time.monotonic()  # to run the model
+        self._began = time.monotonic()  # start of the first run of the model
 
     def device(self, device: DeviceInfo) -> DeviceInfo:
-        """That of the least memory; ranks on one machine divide theirs."""
+        """Return the device with the smallest memory of any rank. Ranks on one machine divide its memory."""
         told = self._group.exchange("device", {"host": host_name(), "kind": device.kind, "memory": device.memory_bytes})
         kinds = {one["kind"] for one in told}
         if len(kinds) > 1:
@@ -161,18 +161,18 @@ class SeveralRanks(Ranks):
             raise SystemExit(0)
 
     def lead(self, runner: ModelRunner) -> LeaderRunner | None:
-        # What has passed since the weights were there has the largest step, run at least once, but without a context.
+        # The time since the weights were read includes at least one run of the largest step, without a context.
         seconds = max(_LEAST_STEP_SECONDS, _LONG_CONTEXT * (time.monotonic() - self._began))
         return self._group.lead(runner, seconds)
 
 
 @contextmanager
 def starting_ranks(args: EngineArgs) -> Iterator[Ranks]:
-    """Join the other ranks that the settings ask for; where this one cannot start, none does.
+    """Join the ranks that the settings define. If this rank cannot start, no rank starts.
 
     Raises:
-        ConfigError: see :func:`open_group`, or a launcher has started several processes, and there is no size.
-        ModelLoadError: likewise, or another rank cannot start.
+        ConfigError: see :func:`open_group`. Also raised if a launcher has started several processes without a size.
+        ModelLoadError: see :func:`open_group`. Also raised if another rank cannot start.
     """
     if args.num_ranks == 1:
         refuse_ranks_without_size()

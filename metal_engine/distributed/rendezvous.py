@@ -1,7 +1,8 @@
-"""Ends ranks that would wait for ever for one that has gone, or never comes, while they join their group.
+"""Monitor process that ends joining ranks which would otherwise wait forever for a missing rank.
 
-MLX holds Python's lock as long as a process waits for the others, so no thread of it can notice. A process beside it
-does: for all ranks that rank 0 has started on this machine, or else for the one that a launcher has started.
+While a process waits for the other ranks, MLX holds the GIL, so no thread of that process can detect the problem. A
+separate process does. It watches all ranks that rank 0 has started on this machine, or one rank that a launcher has
+started.
 
 Run as a module: ``python -m metal_engine.distributed.rendezvous WATCHED``. Loads no MLX.
 """
@@ -23,23 +24,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 _MODULE = "metal_engine.distributed.rendezvous"
-# What a watched process says when it waits for nobody any more. A pipe that ends without it has lost its process.
+# Written by a watched process that has joined. If its pipe is closed without it, the process was lost.
 _MET = b"."
 _PART_SECONDS = 0.5
-# For a process to end by itself, before it is killed; and to list processes.
+# Time for a process to end by itself before it is killed, and time limit for listing processes.
 _END_SECONDS, _LIST_SECONDS = 1.0, 10.0
-# From a terminal, or to a process group: this process ends with those that it watches.
+# Signals that a terminal or a process group sends. The monitor ignores them, and ends with its watched processes.
 _NOT_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A rank that joins its group.
+    """Rank that is joining its group.
 
     Attributes:
-        name: in messages.
-        pid: its process.
-        life_line: descriptor of a pipe that ends when the process does.
+        name: name of the rank in messages.
+        pid: id of its process.
+        life_line: descriptor of a pipe that is closed when the process ends.
     """
 
     name: str
@@ -49,15 +50,17 @@ class Watched:
 
 @contextmanager
 def watched_meeting(name: str, others: Sequence[Watched], seconds: float, leftover: Path | None) -> Iterator[None]:
-    """Have a process end this one, and others on this machine, if one of them goes or the block takes too long.
+    """Start a monitor process that ends the joining processes on a loss or a timeout.
 
-    It ends with status 1 then (see :func:`ended_by_hang_up`), after a line that says why.
+    The joining processes are this process and ``others``, all on this machine. The monitor ends them if one of them is
+    lost, or if the block takes longer than ``seconds``. It then writes a line with the reason. The processes have exit
+    status 1 (see :func:`ended_by_hang_up`).
 
     Args:
-        name: of this rank.
-        others: that are to be watched and ended, too; they are within :func:`ended_by_hang_up`, or not as far yet.
-        seconds: that the block may take.
-        leftover: a file to remove with the ranks.
+        name: name of this rank.
+        others: other processes to watch and end. They are inside :func:`ended_by_hang_up`, or have not reached it yet.
+        seconds: time limit of the block.
+        leftover: file to remove when the ranks are ended.
     """
     # Descriptor 0 is the pipe from this process.
     watched = [Watched(name, os.getpid(), 0), *others]
@@ -80,17 +83,17 @@ def watched_meeting(name: str, others: Sequence[Watched], seconds: float, leftov
         try:
             yield
         finally:
-            with process.stdin as pipe, suppress(BrokenPipeError):  # it has ended, which is all that is wanted
+            with process.stdin as pipe, suppress(BrokenPipeError):  # the monitor has ended already
                 pipe.write(_MET)
-            # It may not have begun yet; nobody waits for it.
+            # The monitor may not have started yet, so wait for its end in a thread.
             threading.Thread(target=process.wait, daemon=True).start()
 
 
 @contextmanager
 def ended_by_hang_up() -> Iterator[None]:
-    """SIGHUP ends this process with status 1, whoever holds Python's lock.
+    """Make SIGHUP end this process with status 1, even while another thread holds the GIL.
 
-    Its handler is C's own ``_exit``, which takes the number of the signal, 1, for the status.
+    The handler is the C function ``_exit``. It receives the number of the signal, 1, as the status.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
@@ -101,13 +104,14 @@ def ended_by_hang_up() -> Iterator[None]:
         libc.signal(signal.SIGHUP, before)
 
 
-# --- the process ---
+# --- the monitor process ---
 
 
 def watch(watched: Iterable[Watched], seconds: float) -> str | None:
-    """Wait until the first of some processes has met the others; says what has gone wrong, if something has.
+    """Wait until one of the processes has joined the group. Return None then.
 
-    Seconds are counted in parts, so that none pass while a terminal has stopped this process along with the others.
+    Return a description of the problem if a process is lost or the time limit is exceeded. Time is counted in parts, so
+    that it does not advance while a terminal has stopped this process together with the watched processes.
     """
     lines = {one.life_line: one for one in watched}
     poll = select.poll()
@@ -130,7 +134,7 @@ def watch(watched: Iterable[Watched], seconds: float) -> str | None:
 
 
 def _stopped(watched: Iterable[Watched]) -> list[str]:
-    """Names of those processes that are stopped; none where the system has no ``ps`` to tell it."""
+    """Return the names of the stopped processes; an empty list if the system has no ``ps``."""
     pids = {one.pid: one.name for one in watched}
     command = ["ps", "-o", "pid=,state=", "-p", ",".join(map(str, pids))]
     try:
@@ -142,14 +146,14 @@ def _stopped(watched: Iterable[Watched]) -> list[str]:
 
 
 def end_all(watched: Iterable[Watched]) -> None:
-    """End processes with status 1; kill those that do not, such as stopped ones."""
+    """End processes with status 1. Kill processes that do not end, such as stopped processes."""
     left = {one.life_line: one for one in watched}
     poll = select.poll()
     for line in left:
         poll.register(line, select.POLLIN)
     for number in (signal.SIGHUP, signal.SIGKILL):
         end = time.monotonic() + _END_SECONDS
-        for line, _ in poll.poll(0):  # has ended already: its number may be another's
+        for line, _ in poll.poll(0):  # an ended process: its pid may be reused
             poll.unregister(line)
             del left[line]
         for one in left.values():
@@ -162,7 +166,7 @@ def end_all(watched: Iterable[Watched]) -> None:
 
 
 def main() -> None:
-    """Watch processes until they have met; else say a line, and end them."""
+    """Watch processes until they have joined. On a problem, print a line and end them."""
     told = json.loads(sys.argv[1])
     watched = [Watched(**one) for one in told["watched"]]
     problem = watch(watched, told["seconds"])

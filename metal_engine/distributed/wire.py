@@ -1,6 +1,6 @@
-"""A plan as the other ranks need it: JSON of request ids and whole numbers.
+"""Serializes plans for the other ranks, as JSON with request ids and integers.
 
-They do not sample, so a request's parameters stay with rank 0.
+Only rank 0 samples, so the sampling parameters stay with rank 0.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import NewRequestData, SchedulerOutput
 
 _PLAIN = SamplingParams(temperature=0.0)
-# Their logits are computed where rank 0 needs them, whatever comes of them.
+# Makes a rank compute the same logits as rank 0, although it does not use them.
 _WITH_PROMPT_ROWS = SamplingParams(temperature=0.0, prompt_logprobs=0)
 
 
 def encode(content: Any) -> bytes:
-    """JSON without blanks."""
+    """Return compact JSON."""
     return json.dumps(content, separators=(",", ":")).encode()
 
 
 def encode_plan(plan: SchedulerOutput) -> bytes:
-    """A plan in a frame.
+    """Serialize a plan as the content of a frame.
 
     Raises:
-        ValueError: it is too large for one, or has what other ranks cannot do.
+        ValueError: the plan is too large for a frame, or has features that other ranks do not support.
     """
     if plan.scheduled_spec_decode_tokens or plan.draft_model_req_ids or plan.kv_connector_metadata is not None:
-        raise ValueError("drafts and stores of KV are for one rank")
+        raise ValueError("drafts and KV stores are supported on a single rank only")
     scheduled = plan.num_scheduled_tokens
     content = encode(
         [
@@ -58,7 +58,7 @@ def _new(one: NewRequestData) -> list[Any]:
 
 
 def decode_plan(content: bytes) -> SchedulerOutput:
-    """What :func:`encode_plan` made."""
+    """Parse the result of :func:`encode_plan`."""
     step_id, scheduled, new, new_blocks, new_state_slots, sampled, dropped, pooled = json.loads(content)
     return SchedulerOutput(
         step_id=step_id,
@@ -91,7 +91,7 @@ def _request(
         num_computed_tokens,
         block_ids,
         params,
-        # All ranks compute the same rows of hidden states and of logits: an LM head may be divided, too.
+        # All ranks compute the same rows of hidden states and logits, because the LM head may be sharded, too.
         pooling_params=None if pooling is None else PoolingParams(pooling_type=pooling[0], token_ids=tuple(pooling[1])),
         state_slots=(read, write),
     )

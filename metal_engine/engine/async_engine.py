@@ -1,4 +1,4 @@
-"""The engine for asyncio: submit a request, iterate over its outputs. Never blocks the event loop."""
+"""Asyncio interface of the engine: submit a request, iterate over its outputs. Never blocks the event loop."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 from metal_engine.text.tokenizer import Tokenizer
 
-# Log probabilities of a request's outputs that wait for their reader: 110 bytes each.
+# Maximum number of log probabilities in a request's unread outputs. Each takes 110 bytes.
 MAX_UNREAD = 1 << 18
-# Outputs that wait for their reader are merged, so many at a time: that takes less memory.
+# Number of unread outputs that are merged into one, to save memory.
 _UNMERGED = 64
 
 
 class _Mailbox:
-    """Outputs of one request on their way to its one reader; all in the event loop."""
+    """Unread outputs of one request, for its only reader. Used in the event loop only."""
 
     __slots__ = ("_arrived", "_max_unread", "_num_merged", "_num_unread", "_waiter", "num_prompt_tokens")
 
     def __init__(self, num_prompt_tokens: int, max_unread: int) -> None:
-        self.num_prompt_tokens = num_prompt_tokens  # as long as there is no output
+        self.num_prompt_tokens = num_prompt_tokens  # prompt length; 0 after the first output
         self._max_unread = max_unread
         self._num_unread = 0
         self._arrived: list[RequestOutput] = []
-        self._num_merged = 0  # of them, in front, those that were merged of several
+        self._num_merged = 0  # number of leading entries that are merges of several outputs
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
         if self._arrived and self._arrived[-1].finished:
-            return  # of a step that was under way when the request was cut
+            return  # belongs to a step that ran when the request was cut
         self._arrived.append(output)
         for logprobs in output.text_logprobs or ():
             self._num_unread += len(logprobs.top) + 1
@@ -57,11 +57,11 @@ class _Mailbox:
 
     @property
     def is_overfull(self) -> bool:
-        """Whether more log probabilities wait for the reader than there is memory for."""
+        """True if the unread outputs have more log probabilities than allowed."""
         return self._num_unread > self._max_unread
 
     async def take(self) -> RequestOutput:
-        """Wait for an output. Returns all that have come as one."""
+        """Wait for an output. Return all unread outputs, merged into one."""
         while not self._arrived:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -71,20 +71,24 @@ class _Mailbox:
 
 
 class Reservation:
-    """Places of requests that have been let in but not submitted yet. They count as waiting. For the event loop only.
+    """Reserved places of a client's requests. A place counts as waiting until its request is submitted. For the event
+    loop only.
 
-    A client may send thousands of prompts at once. They are submitted as earlier ones of theirs end, so that whoever
-    comes meanwhile does not wait for them all, and those whose turn is far do not fill the queue.
+    A client may send thousands of prompts at once. They are submitted gradually, as earlier prompts of the same client
+    end. Other clients therefore wait only for a part of them, and the queue is not filled with prompts that cannot
+    start soon.
 
-    Places that nobody took are given back when the reservation is dropped.
+    Unused places are returned when the reservation is deleted.
 
     Args:
-        num_at_once: requests of this reservation that may be in the engine at once.
+        engine: engine that gets the requests.
+        prompt_lens: prompt lengths in tokens.
+        num_at_once: maximum number of requests of this reservation in the engine at once.
     """
 
     def __init__(self, engine: AsyncEngine, prompt_lens: list[int], num_at_once: int) -> None:
         self._engine = engine
-        self._left = Counter(prompt_lens)  # places by prompt length
+        self._left = Counter(prompt_lens)  # number of unused places by prompt length
         self._num_left = 0
         self._num_at_once = num_at_once
         self._turns = asyncio.Semaphore(num_at_once)
@@ -96,19 +100,19 @@ class Reservation:
         self._engine._reserve(num_places, num_tokens, max(self._num_left - self._num_at_once, 0) - num_held)
 
     async def take(self, num_prompt_tokens: int) -> None:
-        """Wait for a turn, and take the place of a request that is submitted then."""
+        """Wait until the next request may be submitted. Uses up one place for a prompt of ``num_prompt_tokens``."""
         if not self._left[num_prompt_tokens]:
-            raise ValueError(f"no place is left for a prompt of {num_prompt_tokens} tokens")
+            raise ValueError(f"no place is reserved for a prompt of {num_prompt_tokens} tokens")
         await self._turns.acquire()
         self._left[num_prompt_tokens] -= 1
         self._change(-1, -num_prompt_tokens)
 
     def end_turn(self) -> None:
-        """A request that took a place has ended."""
+        """Record that a submitted request has ended."""
         self._turns.release()
 
     def release(self) -> None:
-        """Give back the places that nobody took."""
+        """Return the unused places."""
         self._change(-self._num_left, -sum(self._left.elements()))
         self._left.clear()
 
@@ -117,12 +121,12 @@ class Reservation:
 
 
 class AsyncEngine:
-    """An :class:`EngineThread` seen from one event loop.
+    """Access to an :class:`EngineThread` from one event loop.
 
     Args:
-        build: makes the engine; called in the engine's thread.
-        turns: on the device, where several models share it.
-        threads: lend the engine its thread, where engines come and go.
+        build: function that builds the engine. Called in the engine's thread.
+        turns: lock on the device if several models share it.
+        threads: pool that lends the engine its thread, for processes that load and unload models.
     """
 
     def __init__(
@@ -138,21 +142,27 @@ class AsyncEngine:
         self._cut: str | None = None
 
     def start(self) -> None:
-        """Load the model and start the thread; blocks until it is ready. Raises what loading raised."""
+        """Start the thread and load the model. Block until it is ready. Raises the errors of loading."""
         self._core = self._thread.start()
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
-        """Stop the thread after the step under way. Returns whether it has ended within ``timeout`` seconds."""
+        """Stop the thread after the step in flight. Return True if it has ended within ``timeout`` seconds."""
         return self._thread.shutdown(timeout)
 
     def cut_requests(self, message: str) -> None:
-        """End every request, now and from now on, with an output of ``finish_reason`` ``abort``. In the event loop."""
+        """End every current and future request with an output of ``finish_reason`` ``abort``.
+
+        Call in the event loop.
+        """
         self._cut = message
         for request_id in self._queues:
             self.cut_request(request_id, message)
 
     def cut_request(self, request_id: str, message: str) -> None:
-        """End one request with such an output; an unknown id is ignored. In the event loop."""
+        """End one request with an output of ``finish_reason`` ``abort``.
+
+        Unknown ids are ignored. Call in the event loop.
+        """
         if request_id in self._queues:
             self._queues[request_id].put(RequestOutput(request_id, finish_reason="abort", error=message))
             self._thread.abort(request_id)
@@ -172,17 +182,17 @@ class AsyncEngine:
 
     @property
     def stats(self) -> SchedulerStats:
-        """Where the scheduler stands."""
+        """Current numbers of the scheduler."""
         return self._started.stats
 
     @property
     def metrics(self) -> EngineMetrics:
-        """What the engine has counted and timed."""
+        """Counters and histograms of the engine."""
         return self._started.metrics
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the engine's thread; None while it runs."""
+        """Error that ended the engine's thread; None while it runs."""
         return self._thread.error
 
     @property
@@ -191,21 +201,24 @@ class AsyncEngine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are not in the batch, also those reserved and those the engine's thread has yet to see."""
+        """Number of requests outside the batch, including reserved places and requests in the engine's inbox."""
         return max(len(self._queues) + self._num_reserved - self._started.stats.num_running, 0)
 
     @property
     def num_queued(self) -> int:
-        """Those of them that are in the queue: not those whose turn comes when others of the same reservation end."""
+        """Number of waiting requests in the queue.
+
+        Excludes reserved requests that wait for others of their reservation.
+        """
         return max(self.num_waiting - self._num_held, 0)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of the requests that have had no output yet, reserved ones included."""
+        """Number of prompt tokens of requests without output, including reserved requests."""
         return self._num_queued_tokens
 
     def reserve(self, prompt_lens: list[int]) -> Reservation:
-        """Reserve places for requests that :meth:`generate` will submit; ``prompt_lens`` are in tokens."""
+        """Reserve places for requests to :meth:`generate`. ``prompt_lens`` are in tokens."""
         return Reservation(self, prompt_lens, 2 * self.config.scheduler.max_num_seqs)
 
     def _reserve(self, num_requests: int, num_tokens: int, num_held: int) -> None:
@@ -221,28 +234,28 @@ class AsyncEngine:
         rules: TokenRules | None = None,
         adapter: Adapter | None = None,
     ) -> list[PreparedRequest]:
-        """See :meth:`EngineCore.prepare_all`. Call it in a thread: it may take long."""
+        """See :meth:`EngineCore.prepare_all`. Call it in a thread, because it may take long."""
         return self._started.prepare_all(prompts, params, cache_salt, rules, adapter)
 
     def prepare_pooling(
         self, prompts: list[list[int]], params: PoolingParams, cache_salt: str = "", adapter: Adapter | None = None
     ) -> list[PreparedRequest]:
-        """See :meth:`EngineCore.prepare_pooling`. Call it in a thread: it may take long."""
+        """See :meth:`EngineCore.prepare_pooling`. Call it in a thread, because it may take long."""
         return self._started.prepare_pooling(prompts, params, cache_salt, adapter)
 
     @property
     def adapters(self) -> AdapterRegistry | None:
-        """LoRA adapters; None: the model was not made for any."""
+        """Registry of LoRA adapters; None if the model was loaded without LoRA support."""
         return self._started.adapters
 
     def load_adapter(self, name: str, path: str, within: Path, *, in_place: bool = False) -> Adapter:
-        """See :meth:`AdapterRegistry.load`. Call it in a thread: it takes long."""
+        """See :meth:`AdapterRegistry.load`. Call it in a thread, because it takes long."""
         if self.adapters is None:
             raise AdapterError("the engine was started without --enable-lora")
         return self.adapters.load(name, path, self._thread.call, within=within, in_place=in_place)
 
     def rules_for(self, params: SamplingParams) -> TokenRules:
-        """See :meth:`EngineCore.rules_for`. Call it in a thread: it may compile a grammar."""
+        """See :meth:`EngineCore.rules_for`. Call it in a thread, because it may compile a grammar."""
         return self._started.rules_for(params)
 
     async def generate(
@@ -253,19 +266,19 @@ class AsyncEngine:
         options: RequestOptions | None = None,
         reservation: Reservation | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Submit output ``index`` of a request; yields what is new of it. The last item has a ``finish_reason``.
+        """Submit output ``index`` of a request, and yield its new text and tokens.
 
-        Of a request to pool there is one item, with its vector.
+        The last item has a ``finish_reason``.
 
-        The request is submitted when the iteration begins, and takes its place from the ``reservation``, in its turn.
-
-        A reader slower than the engine gets all that has come meanwhile as one output.
+        A pooling request yields one item with its vector. The request is submitted when the iteration begins. A request
+        with a ``reservation`` first waits for its place. All outputs that arrive between two reads are merged into one
+        item.
 
         Leaving the iteration early, by ``aclose`` or cancellation, aborts the request.
 
         Raises:
             EngineDeadError: the engine's thread has ended.
-            ValueError: ``request_id`` is in use here.
+            ValueError: ``request_id`` is in use.
         """
         if request_id in self._queues:
             raise ValueError(f"request id {request_id!r} is in use")
@@ -297,17 +310,17 @@ class AsyncEngine:
                 reservation.end_turn()
 
     def watch(self, on_frame: FrameSink) -> None:
-        """Have what steps do told to ``on_frame``, in this event loop, in place of whom it was told before."""
+        """Set the callback for frames, replacing the previous callback. It is called in this event loop."""
         loop = asyncio.get_running_loop()
 
         def hand_over(frame: Frame) -> None:
-            with suppress(RuntimeError):  # the loop has closed: nobody looks any more
+            with suppress(RuntimeError):  # the loop has closed
                 loop.call_soon_threadsafe(on_frame, frame)
 
         self._thread.watch(hand_over)
 
     def unwatch(self) -> None:
-        """Stop that. Frames that are on their way still come."""
+        """Turn frames off. Frames already queued for the event loop are still delivered."""
         self._thread.watch(None)
 
     def _begun(self, outputs: _Mailbox) -> None:
@@ -315,19 +328,19 @@ class AsyncEngine:
         outputs.num_prompt_tokens = 0
 
     def _on_outputs(self, outputs: list[RequestOutput]) -> None:
-        """In the engine's thread: one hop to the event loop per step."""
+        """Pass a step's outputs to the event loop in one call. Runs in the engine's thread."""
         if self._loop is None:
             return
         try:
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
-        except RuntimeError:  # the loop has closed: nobody is left to tell
+        except RuntimeError:  # the loop has closed, so there are no readers
             for output in outputs:
                 self._thread.abort(output.request_id)
 
     def _on_end(self, message: str) -> None:
-        """In the engine's thread, when it ends: those that it has lost sight of are told, too."""
+        """End the requests that are still open. Runs in the engine's thread when the thread ends."""
         if self._loop is not None:
-            with suppress(RuntimeError):  # as above
+            with suppress(RuntimeError):  # the loop has closed
                 self._loop.call_soon_threadsafe(self._end_all, message)
 
     def _end_all(self, message: str) -> None:
@@ -340,7 +353,7 @@ class AsyncEngine:
             if queue is not None:
                 queue.put(output)
                 if queue.is_overfull and not output.finished:
-                    problem = "the client does not read its answer"
+                    problem = "the client does not read its response"
                     queue.put(
                         RequestOutput(output.request_id, finish_reason="error", error=problem, caused_by_request=True)
                     )

@@ -1,4 +1,7 @@
-"""The step loop: schedule, execute, update. Single-threaded; knows nothing of MLX, asyncio or HTTP."""
+"""The engine's step loop: schedule, execute, update.
+
+Single-threaded. Does not depend on MLX, asyncio or HTTP.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +35,25 @@ from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_LOAD_WAIT_SECONDS = 0.01  # how long a step waits for KV to be loaded when every request does
-# A request to pool has a result where others have a first token.
+_LOAD_WAIT_SECONDS = 0.01  # wait in one step if every request is waiting for KV to be loaded
+# Sampling parameters of pooling requests: they produce one result where other requests produce a first token.
 _POOLING = SamplingParams(max_tokens=1, temperature=0.0)
-_IDS_AT_ONCE = 1 << 16  # token ids looked at in one call, which no other thread can interrupt: 3 ms
+_IDS_AT_ONCE = 1 << 16  # token ids validated in one call, which holds the GIL for 3 ms
 
 
 class EngineCore:
-    """Requests in, outputs out, one packed step at a time.
+    """Accepts requests and produces outputs, one packed step at a time.
 
-    With ``async_scheduling`` a step is planned and built while the one before it runs, whose tokens are not known
-    yet; so a stop is noticed one step late, and the token sampled meanwhile is dropped.
+    With ``async_scheduling``, a step is planned and built while the previous step runs and its tokens are still
+    unknown. A stop is therefore detected one step late, and the token sampled in the extra step is dropped.
 
     Args:
-        config: everything resolved.
-        runner: executes plans; tests give one that computes nothing.
-        tokenizer: for text and end-of-sequence ids.
-        kv_connector: loads and saves KV; the runner has its other half.
-        adapters: LoRA adapters, whose weights the runner has; None: the model was not made for any.
-        ranks: processes that share the model with the runner; None: there are none.
+        config: configuration with every value resolved.
+        runner: executes plans. Tests pass a runner that computes nothing.
+        tokenizer: decodes text and provides the end-of-sequence ids.
+        kv_connector: scheduler half of the KV connector, which loads and saves KV. The runner has the other half.
+        adapters: LoRA adapters whose weights the runner holds; None if the model was loaded without LoRA support.
+        ranks: other processes that share the model with the runner; None if there are none.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class EngineCore:
         self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats, runner.replay_refusal)
         self._seeds = random.Random(config.seed)
         self._serials = itertools.count()
-        self._ids: dict[str, str] = {}  # the client's -> ours
-        # Steps started and not finished, with their times; and how many there may be when step() returns.
+        self._ids: dict[str, str] = {}  # client's request id -> internal request id
+        # Steps in flight with their start times, and how many may be in flight when step() returns.
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
@@ -83,14 +86,14 @@ class EngineCore:
     # --- requests ---
 
     def prepare(self, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> PreparedRequest:
-        """Check a prompt and its parameters, once, and work out what they mean for this model.
+        """Validate a prompt and its parameters once, and resolve them for this model.
 
-        Thread-safe, and called outside the engine's thread, which must not wait for it: it may compile a grammar.
+        Thread-safe. Call it outside the engine thread: it may compile a grammar, which would delay steps.
 
         Raises:
-            ParameterError: the model cannot follow the parameters, or the prompt has token ids that it lacks.
-            ContextLengthError: the prompt, or the prompt and its output, are longer than the model's context.
-            PromptError: the prompt is empty, or the request larger than the KV cache.
+            ParameterError: the model does not support the parameters, or a token id is outside its vocabulary.
+            ContextLengthError: the prompt, alone or with its output, exceeds the model's context length.
+            PromptError: the model cannot generate, the prompt is empty, or the request exceeds the KV cache.
         """
         return self.prepare_all([prompt_token_ids], params, cache_salt)[0]
 
@@ -102,7 +105,10 @@ class EngineCore:
         rules: TokenRules | None = None,
         adapter: Adapter | None = None,
     ) -> list[PreparedRequest]:
-        """:meth:`prepare` for prompts that share their parameters, which are resolved once; or were, to ``rules``."""
+        """Prepare several prompts that share sampling parameters, as :meth:`prepare` does.
+
+        Resolves the parameters once, or uses ``rules`` if the caller has resolved them already.
+        """
         if not self.config.model.can_generate:
             raise PromptError(f"{self.config.model.name} has no LM head: it gives embeddings, and cannot generate")
         rules = rules or self.rules_for(params)
@@ -120,12 +126,12 @@ class EngineCore:
     def prepare_pooling(
         self, prompts: list[list[int]], params: PoolingParams, cache_salt: str = "", adapter: Adapter | None = None
     ) -> list[PreparedRequest]:
-        """:meth:`prepare_all` for prompts that are to be pooled.
+        """Prepare several prompts for pooling, as :meth:`prepare_all` does for generation.
 
         Raises:
-            ParameterError: the model cannot follow the parameters, or a prompt has token ids that it lacks.
-            ContextLengthError: a prompt is longer than the model's context.
-            PromptError: a prompt is empty, or larger than the KV cache.
+            ParameterError: the model does not support the parameters, or a token id is outside its vocabulary.
+            ContextLengthError: a prompt exceeds the model's context length.
+            PromptError: a prompt is empty or exceeds the KV cache.
         """
         whole = resolve_pooling(params, self.config.model)
         prepared = []
@@ -139,16 +145,19 @@ class EngineCore:
         return prepared
 
     def rules_for(self, params: SamplingParams) -> TokenRules:
-        """Returns parameters in the terms of this model. Thread-safe; compiles their grammar, if they have one.
+        """Resolve sampling parameters for this model. Thread-safe. Compiles the grammar if there is one.
 
         Raises:
-            ParameterError: the model cannot follow the parameters.
-            OverloadedError: too many grammars wait to be compiled.
+            ParameterError: the model does not support the parameters.
+            OverloadedError: too many grammars are waiting to be compiled.
         """
         return self._rules.rules_for(params)
 
     def _truncated(self, prompt_token_ids: list[int], limit: int | None, room: int) -> list[int]:
-        """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says; -1 leaves room for so many others."""
+        """Return the last ``limit`` tokens of the prompt.
+
+        None keeps all tokens. -1 keeps the tokens that fit into the context together with ``room`` more tokens.
+        """
         max_model_len = self.config.scheduler.max_model_len
         if limit is None:
             return prompt_token_ids
@@ -160,7 +169,7 @@ class EngineCore:
         return prompt_token_ids[-limit:]
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Tokens that may follow a prompt of this length; raises what :meth:`prepare` raises if there is no room."""
+        """Return how many tokens may follow a prompt of this length. Raises as :meth:`prepare` if there is no room."""
         max_model_len = self.config.scheduler.max_model_len
         if num_prompt_tokens >= max_model_len:
             message = f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len} "
@@ -173,7 +182,7 @@ class EngineCore:
         return max_tokens
 
     def _check_fits_alone(self, num_prompt_tokens: int) -> None:
-        """Raises what :meth:`prepare_pooling` raises for a prompt that is too long."""
+        """Raise as :meth:`prepare_pooling` if the prompt is too long."""
         max_model_len = self.config.scheduler.max_model_len
         if num_prompt_tokens > max_model_len:
             message = f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len}"
@@ -199,8 +208,8 @@ class EngineCore:
         """Queue one output of a prepared request.
 
         Args:
-            index: which of its ``n`` outputs; decides the seed.
-            arrival_time: when it arrived (seconds of ``time.monotonic``), if that is not now.
+            index: index of the output among the ``n`` outputs of the request; selects the seed.
+            arrival_time: arrival of the request in seconds of ``time.monotonic``. Default: now.
 
         Raises:
             ValueError: the id is in use.
@@ -210,7 +219,7 @@ class EngineCore:
         params, options = prepared.params, options or RequestOptions()
         seed = params.seed_of(index)
         if seed is None:
-            # Drawn once, so that a request draws the same numbers again after preemption.
+            # Drawn once, so that the request samples with the same random numbers after preemption.
             seed = 0 if params.is_greedy else self._seeds.getrandbits(63)
         request = Request(
             f"{request_id}#{next(self._serials)}",
@@ -221,7 +230,7 @@ class EngineCore:
             seed=seed,
             eos_token_ids=self.tokenizer.eos_token_ids,
             options=options,
-            # Hashes of another salt would let it share what it must not.
+            # Hashes with another salt would let the request share blocks that it must not share.
             block_hashes=list(prepared.block_hashes) if prepared.cache_salt == options.cache_salt else [],
             needs_prompt_rows=params.prompt_logprobs is not None,
             num_lasting_tokens=prepared.num_lasting_tokens,
@@ -230,13 +239,13 @@ class EngineCore:
             adapter=prepared.adapter,
         )
         self.scheduler.add_request(request)
-        if prepared.pooling_params is None:  # what is pooled has no text
+        if prepared.pooling_params is None:  # pooling produces no text
             self._outputs.add_request(request)
         self._ids[request_id] = request.request_id
         self.metrics.arrived(request.request_id, request.num_prompt_tokens, arrival_time)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request and free its blocks; an unknown id is ignored."""
+        """End a request and free its blocks. Unknown ids are ignored."""
         if request_id in self._ids:
             self.metrics.finished(self._ids[request_id], "abort")
             self._forget(self._ids[request_id], RequestStatus.FINISHED_ABORTED)
@@ -247,18 +256,21 @@ class EngineCore:
         self._ids.pop(client_id(request_id), None)
 
     def close(self) -> None:
-        """Close the runner, in the thread that ran the steps. The engine must not be used after that."""
+        """Close the grammar compiler and the runner.
+
+        Call it in the thread that ran the steps. The engine cannot be used afterwards.
+        """
         self._rules.close()
         self._runner.close()
 
     @property
     def request_ids(self) -> list[str]:
-        """Unfinished requests, by the ids they were submitted under."""
+        """Client ids of all unfinished requests."""
         return list(self._ids)
 
     @property
     def has_requests(self) -> bool:
-        """Whether there is anything to do; a step under way whose requests have all gone must still be finished."""
+        """True if requests or steps are left. A step in flight must be finished even if all its requests are gone."""
         return self.scheduler.has_requests or bool(self._in_flight)
 
     @property
@@ -266,28 +278,28 @@ class EngineCore:
         return self.scheduler.stats
 
     def watch(self, on_frame: FrameSink | None) -> None:
-        """Tell ``on_frame`` what steps do from now on, in place of whom they were told before; None: nobody."""
+        """Set the callback that receives frames about steps, replacing the previous one. None turns frames off."""
         self._watch = None if on_frame is None else StepObserver(self.scheduler, on_frame)
 
     def flush_frames(self) -> bool:
-        """Tell who watches what is left to tell; for when there is nothing to do. Returns whether there is more."""
+        """Send a pending frame to the callback. Call it while the engine is idle. Return True if more is pending."""
         return self._watch is not None and self._watch.flush_frames()
 
     # --- a step ---
 
     def dispatch_second_part(self) -> None:
-        """Give the device the rest of the step under way: it is not to wait for a plan, nor for requests that come."""
+        """Dispatch the rest of the step in flight, so that the device does not wait for planning or new requests."""
         self._runner.dispatch_second_part()
 
     def step(self) -> list[RequestOutput]:
-        """Plan and start a step, then finish the oldest one under way and return its outputs.
+        """Plan and start a step, then finish the oldest step in flight and return its outputs.
 
-        With ``async_scheduling``, a step that was just started stays under way, so that the next one is planned while
-        it runs. A step that raises fails its own requests only.
+        With ``async_scheduling``, the step just started stays in flight, so that the next step is planned while it
+        runs. A step that raises fails only its own requests.
 
         Raises:
-            AssertionError: the scheduler's state is broken, and cannot be mended by failing every request.
-            RunnerLostError: no step can run any more.
+            AssertionError: the scheduler's state is inconsistent, even after every request was failed.
+            RunnerLostError: no further step can run.
         """
         started = time.monotonic()
         self.dispatch_second_part()
@@ -306,7 +318,7 @@ class EngineCore:
             except Exception as error:  # noqa: BLE001  (logged there)
                 self.scheduler.refused(plan)
                 outputs = failed + self._fail(plan, error)
-                # No later plan can follow directly on those under way: this one came between.
+                # The next plan cannot follow directly on the steps in flight, because this failed plan came between.
                 while self._in_flight:
                     outputs += self._finish_oldest()
                 return outputs
@@ -314,11 +326,11 @@ class EngineCore:
             if len(self._in_flight) <= self._num_ahead:
                 return failed
         elif not (self._in_flight or failed) and self.scheduler.connector is not None:
-            self.scheduler.connector.wait(_LOAD_WAIT_SECONDS)  # all that is left to do waits for KV
+            self.scheduler.connector.wait(_LOAD_WAIT_SECONDS)  # every remaining request waits for KV
         return failed + (self._finish_oldest() if self._in_flight else [])
 
     def _failed_loads(self) -> list[RequestOutput]:
-        """End the requests whose KV could not be loaded, where that is asked for."""
+        """End the requests whose KV could not be loaded, if the load failure policy demands it."""
         connector = self.scheduler.connector
         failed = [] if connector is None else list(connector.failed_loads.items())
         return under_client_ids([self._fail_request(r, message) for r, message in failed])
@@ -347,7 +359,7 @@ class EngineCore:
         return under_client_ids(outputs)
 
     def _process(self, output: RequestOutput) -> RequestOutput:
-        """Fill in one request's new text. A stop string in it ends the request in the scheduler, too."""
+        """Fill in one request's new text. A stop string in the text also ends the request in the scheduler."""
         request_id = output.request_id
         if output.error is not None:
             return self._fail_request(request_id, output.error, caused_by_request=output.caused_by_request)
@@ -357,7 +369,7 @@ class EngineCore:
         except Exception as error:
             logger.exception("no text for %s from tokens %s", request_id, output.token_ids)
             return self._fail_request(request_id, f"its tokens cannot be decoded: {error}")
-        if output.finished:  # the scheduler knows, unless it was a stop string
+        if output.finished:  # no effect in the scheduler, except after a stop string
             self._forget(request_id, RequestStatus.FINISHED_STOPPED)
         return output
 
@@ -371,11 +383,11 @@ class EngineCore:
         scheduled = [r for r in plan.num_scheduled_tokens if r in self.scheduler.requests]
         outputs = [self._fail_request(request_id, message) for request_id in scheduled]
         if isinstance(error, KVCacheLostError):
-            self.scheduler.preempt_all()  # the others' KV is gone too
+            self.scheduler.preempt_all()  # the KV of all other requests is lost too
         return under_client_ids(outputs)
 
     def _fail_everything(self, error: Exception) -> list[RequestOutput]:
-        """The scheduler itself failed: without requests its state is simple enough to go on from."""
+        """Fail every request after an error in the scheduler. Without requests, it can continue from a simple state."""
         logger.exception("scheduling failed: %s", self.stats)
         self.metrics.num_failed_steps += 1
         self._abandon_steps()
@@ -386,14 +398,14 @@ class EngineCore:
         return under_client_ids(outputs)
 
     def _abandon_steps(self) -> None:
-        """Wait for the steps under way and drop their results."""
+        """Wait for the steps in flight and discard their results."""
         while self._in_flight:
             _, handle, _ = self._in_flight.popleft()
             try:
                 handle.result()
             except Exception:
                 logger.exception("a step under way failed, too")
-                self._in_flight.clear()  # void
+                self._in_flight.clear()  # steps after a failed one are void
 
     def _fail_request(self, request_id: str, message: str, *, caused_by_request: bool = False) -> RequestOutput:
         self.metrics.finished(request_id, "error")

@@ -1,4 +1,4 @@
-"""How a model that is not alone uses the device: in turns with the others, and within a share of its memory."""
+"""Access of one of several models to the device: exclusive turns, and a reserved part of the memory."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 
 class FairDeviceLock:
-    """Lets the threads of several models use the device one at a time, first come, first served.
+    """Lock that gives the device to one model's thread at a time, first come, first served.
 
-    So two models that are both busy alternate step by step. A plain lock would not do: a thread that asks for it again
-    at once mostly gets it.
+    Two busy models therefore alternate step by step. With a plain ``threading.Lock``, a thread that releases the lock
+    and requests it again would usually get it before the waiting threads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_taken = False
-        self._waiting: deque[threading.Lock] = deque()  # one for each thread that waits, held until its turn comes
+        self._waiting: deque[threading.Lock] = deque()  # one held lock per waiting thread, released when its turn comes
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Within it, the device is this thread's."""
+        """Return a context manager that holds exclusive use of the device."""
         with self._lock:
             own = threading.Lock() if self._is_taken else None
             if own is not None:
@@ -46,45 +46,48 @@ class FairDeviceLock:
                     self._is_taken = False
 
     def run(self, step: Callable[[], T]) -> T:
-        """Returns ``step()``, run in a turn of this thread's."""
+        """Call ``step`` while holding the device. Return its result."""
         with self.turn():
             return step()
 
 
 class DeviceAccess(Protocol):
-    """What a model has of the device while it is loaded. Its methods are called in the model's thread."""
+    """Interface through which a model uses the device while it is being loaded. Called in the model's thread."""
 
     def turn(self) -> AbstractContextManager[None]:
-        """Within it, no other model uses the device. Nothing is to be claimed there."""
+        """Return a context manager that holds exclusive use of the device. Do not call :meth:`claim` inside it."""
 
     def limited(self, device: DeviceInfo) -> DeviceInfo:
-        """The device with no more memory than models may take together."""
+        """Return the device with its memory limited to the budget of all models together."""
 
     def unlimited(self, device: DeviceInfo) -> DeviceInfo:
-        """The device as checks of files are to see it: what others hold may be given back, and claims judge that."""
+        """Return the device for checks of model files, with practically unlimited memory.
+
+        Memory that other models hold may be freed, so only claims check the memory.
+        """
 
     def check_fits(self, num_bytes: int) -> None:
-        """Raises ModelTooLargeError if there never will be so many bytes for this model. Claims nothing."""
+        """Raise ModelTooLargeError if ``num_bytes`` exceeds the memory for all models. Claims nothing."""
 
     def claim(self, num_bytes: int, loading_bytes: int = 0, step_bytes: int | None = 0) -> None:
-        """Have so many bytes of memory for this model, in all; may wait until others are unloaded.
+        """Reserve ``num_bytes`` in total for this model. May block until other models are unloaded.
 
         Args:
-            loading_bytes: what it takes while it is loaded, until the next claim, if that is more.
-            step_bytes: what its largest step may take besides; of no account where the model was loaded before, and
-                it is known. None where nobody can tell: it has all there is for models.
+            loading_bytes: memory needed until the next claim, if larger than ``num_bytes``.
+            step_bytes: estimate of the memory that the largest step needs in addition. Ignored after the first
+                load, which leaves the size known. If None, the claim is for the whole budget.
 
         Raises:
-            ModelTooLargeError: there never will be as many.
-            ModelLoadError: the model is not wanted any more.
+            ModelTooLargeError: the claim exceeds the memory for all models.
+            ModelLoadError: the load was cancelled.
         """
 
     def settle(self, config: EngineConfig) -> tuple[int, int]:
-        """Say what the model takes. Returns what all models take, and the largest step of any, in bytes."""
+        """Record the model's step size. Return the memory of all models and the largest step of any model, in bytes."""
 
 
 class ExclusiveDeviceAccess:
-    """The share of a model that has the device for itself."""
+    """Device access of the only model of a process."""
 
     def turn(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -1,5 +1,8 @@
-"""The one thread that owns the model. MLX arrays and streams belong to the thread that made them, so it builds
-the engine and runs every step; other threads hand it requests and are handed outputs."""
+"""The thread that owns the model.
+
+MLX arrays and streams belong to the thread that created them. This thread therefore builds the engine and runs every
+step. Other threads send it requests and receive outputs from it.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ from metal_engine.step import RunnerLostError
 
 logger = logging.getLogger(__name__)
 
-# How long requests are taken in before the next step. One takes 10 to 400 us; with prefix caching its prompt's blocks
-# are hashed, too: 19 ms for 262,144 tokens.
+# Time for processing the inbox before the next step. Adding a request takes 10 to 400 us. With prefix caching, its
+# prompt's blocks are hashed, too: 19 ms for 262,144 tokens.
 _TAKE_IN_SECONDS = 0.01
 
 OutputSink = Callable[[list[RequestOutput]], None]
 
 
 class EngineDeadError(RuntimeError):
-    """The engine thread has ended, so no request can be served."""
+    """Raised if the engine thread has ended, so that no request can be served."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,18 @@ class _Call:
 
 
 class EngineThread:
-    """Builds an engine in a thread and steps it while there are requests.
+    """Runs an engine in a thread: builds the engine, and steps it while there are requests.
 
     Args:
-        build: makes the engine; called in the thread.
-        on_outputs: called in the thread, once per step, with that step's outputs. Must not block.
-        turns: where several models share the device: each step takes a turn, and so does the end.
-        on_end: called in the thread when it ends: no further output comes for any request.
-        threads: lend it a thread; without them it has one of its own. "The thread has ended" is for the engine's part.
+        build: function that builds the engine. Called in the thread.
+        on_outputs: callback for the outputs of each step. Called in the thread. Must not block.
+        turns: lock on the device if several models share it. Held for each step and for closing the engine.
+        on_end: callback for the end of the thread. Called in the thread, with a message. No outputs follow.
+        threads: pool that lends the thread. Without it, the engine starts its own thread. For a lent thread, "the
+            thread has ended" means that it has left the engine.
 
     Attributes:
-        error: what ended the thread, if it ended on its own; None while it runs.
+        error: error that ended the thread; None while it runs or after a shutdown.
     """
 
     def __init__(
@@ -96,7 +100,7 @@ class EngineThread:
         self._ready = threading.Event()
         self._engine: EngineCore | None = None
         self.error: BaseException | None = None
-        # Held to submit and to stop, so that no request slips into the inbox of a thread that has ended.
+        # Held to submit and to stop. Without it, a request could enter the inbox after the thread has ended.
         self._lock = threading.Lock()
         self._stopped = False
         self._thread: threading.Thread | LentThread = (
@@ -106,42 +110,37 @@ class EngineThread:
         )
 
     def start(self) -> EngineCore:
-        """Start the thread and wait for the engine. Raises what building it raised."""
+        """Start the thread and wait for the engine. Raises the errors of ``build``."""
         self._thread.start()
         self._ready.wait()
         if self._engine is None:
             assert self.error is not None
-            self._thread.join()  # its streams are closed before the process may end
+            self._thread.join()  # the thread closes its streams before the process may end
             raise self.error
         return self._engine
 
     def submit(
         self, request_id: str, prepared: PreparedRequest, index: int = 0, options: RequestOptions | None = None
     ) -> None:
-        """Queue output ``index`` of a request. What is generated, or an error, arrives at ``on_outputs``.
-
-        Raises:
-            EngineDeadError: the thread has ended.
-        """
+        """Queue output ``index`` of a request. Outputs or an error are passed to ``on_outputs``."""
         with self._lock:
             if self._stopped:
                 raise self._dead()
             self._inbox.put(_Add(request_id, prepared, index, options, time.monotonic()))
 
     def abort(self, request_id: str) -> None:
-        """End a request before the next step; no further output comes for it after that."""
+        """Abort a request before the next step. No further output follows after that."""
         self._inbox.put(_Abort(request_id))
 
     def watch(self, on_frame: FrameSink | None) -> None:
-        """Tell ``on_frame`` what steps do from the next one on, in the thread; it must not block. None: nobody."""
+        """Set the callback for frames from the next step on. None turns frames off.
+
+        The callback runs in the engine's thread and must not block.
+        """
         self._inbox.put(_Watch(on_frame))
 
     def call(self, function: Callable[[], None]) -> None:
-        """Call a function in the thread, between two steps, and wait for it. Raises what it raises; it must be short.
-
-        Raises:
-            EngineDeadError: the thread has ended.
-        """
+        """Call a short function in the thread between two steps, and wait for it. Raises the errors of the function."""
         done: Future[None] = Future()
         with self._lock:
             if self._stopped:
@@ -153,7 +152,7 @@ class EngineThread:
         return EngineDeadError(f"the engine has stopped: {self.error or 'it was shut down'}")
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
-        """Stop after the step under way. Returns whether the thread has ended within ``timeout`` seconds."""
+        """Stop after the step in flight. Return True if the thread has ended within ``timeout`` seconds."""
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -164,7 +163,7 @@ class EngineThread:
     def _main(self) -> None:
         try:
             self._engine = self._build()
-        except BaseException as error:  # noqa: BLE001  (handed to the thread that waits in start())
+        except BaseException as error:  # noqa: BLE001  (raised by start())
             self.error = error
             return
         finally:
@@ -179,14 +178,18 @@ class EngineThread:
             self.error = error
             message = f"the engine has stopped: {error}"
         try:
-            # Before anyone is told: they may end the process. In a turn: another model's memory may be measured.
+            # Close before clients are notified, because the notification may end the process. Closing holds the device,
+            # because another model's memory may be being measured.
             with nullcontext() if self._turns is None else self._turns.turn():
                 self._engine.close()
         finally:
             self._fail_everything(self._engine, message)
 
     def _lose(self, error: RunnerLostError) -> None:
-        """A rank is lost: everybody is told. In another thread, for this one may hang in a step that never ends."""
+        """Fail all requests because a rank is lost.
+
+        Called in another thread, because the engine's thread may hang in a step that never ends.
+        """
         assert self._engine is not None
         self.error = error
         self._fail_everything(self._engine, f"the engine has stopped: {error}")
@@ -212,7 +215,7 @@ class EngineThread:
     def _loop(self, engine: EngineCore) -> None:
         step = engine.step if self._turns is None else partial(self._turns.run, engine.step)
         while True:
-            if self._turns is None:  # else within the turn, by the step
+            if self._turns is None:  # with turns, step() dispatches the rest inside the lock
                 engine.dispatch_second_part()
             outputs = self._process_inbox(engine)
             if outputs is None:
@@ -223,12 +226,13 @@ class EngineThread:
                 self._on_outputs(outputs)
 
     def _process_inbox(self, engine: EngineCore) -> list[RequestOutput] | None:
-        """Take in what has arrived; wait for it if there is nothing else to do.
+        """Process the inbox. Block until a message arrives if the engine is idle.
 
-        Two thousand may arrive in one go, too many to come between two steps: then the rest waits for the next call.
+        Stops after ``_TAKE_IN_SECONDS``, because thousands of requests may arrive at once. The next call processes the
+        rest.
 
         Returns:
-            The errors of requests that could not be added; None if the thread is to stop.
+            Errors of requests that could not be added; None if the thread is to stop.
         """
         end = time.monotonic() + _TAKE_IN_SECONDS
         while not engine.has_requests or (time.monotonic() < end and not self._inbox.empty()):
@@ -257,7 +261,7 @@ class EngineThread:
             except ValueError as error:
                 return [RequestOutput(message.request_id, finish_reason="error", error=str(error))]
             except Exception as error:
-                # A mistake here: it is this request's failure alone.
+                # A bug in the engine. Only this request fails.
                 logger.exception("request %s could not be added", message.request_id)
                 engine.abort_request(message.request_id)
                 text = f"the request could not be added: {type(error).__name__}: {error}"

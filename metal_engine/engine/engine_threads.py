@@ -1,4 +1,4 @@
-"""Threads for engines that come and go."""
+"""Pool of threads for engines that are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 
 
 class EngineThreads:
-    """Lends a thread to each engine; what one has ended with is the next one's.
+    """Lends a thread to each engine. When an engine has ended, its thread serves the next engine.
 
-    For each thread that computes, MLX starts threads of the operating system's, which end with the process only. So
-    there are no more of them than there ever were engines at once.
+    MLX starts operating system threads for each thread that computes, and these end only with the process. Reusing
+    threads limits their number to the largest number of engines that ran at the same time.
 
     Args:
-        at_end: called in each thread that is about to end.
+        at_end: called in each thread before the thread ends.
     """
 
     def __init__(self, at_end: Callable[[], None] = lambda: None) -> None:
@@ -30,11 +30,11 @@ class EngineThreads:
         self._is_closed = False
 
     def lend(self, work: Callable[[], None]) -> LentThread:
-        """A thread that is going to run ``work``. If that raises, no other work comes to the thread."""
+        """Return a thread that will run ``work``. If ``work`` raises, the thread is not used again."""
         return LentThread(self, work)
 
     def close(self, timeout: float) -> bool:
-        """End the threads, each after its work. Returns whether all have ended within ``timeout`` seconds."""
+        """End all threads after their current work. Return True if all have ended within ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         with self._lock:
             self._is_closed = True
@@ -48,7 +48,7 @@ class EngineThreads:
     def _give(self, lent: LentThread) -> None:
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("no engine is started any more")
+                raise RuntimeError("cannot start an engine: the threads have been closed")
             worker = self._idle.pop() if self._idle else None
             if worker is None:
                 worker = _Worker(self, f"engine-{self._num_started}")
@@ -65,11 +65,11 @@ class EngineThreads:
         try:
             self._at_end()
         except Exception:
-            logger.exception("an engine's thread could not be ended properly")
+            logger.exception("the cleanup of an engine thread failed")
 
 
 class LentThread:
-    """A thread for one piece of work, with the methods of :class:`threading.Thread` that its borrower needs."""
+    """Borrowed thread for one call of ``work``, with the methods of :class:`threading.Thread` that the engine uses."""
 
     def __init__(self, threads: EngineThreads, work: Callable[[], None]) -> None:
         self._threads = threads
@@ -78,7 +78,7 @@ class LentThread:
         self.has_ended = threading.Event()
 
     def start(self) -> None:
-        """Begin with the work. Raises RuntimeError when the threads have been closed."""
+        """Start the work. Raises RuntimeError if the threads have been closed."""
         self._threads._give(self)
         self.has_begun = True
 
@@ -106,19 +106,19 @@ class _Worker:
                 self._threads._end()
             self._threads._take_back(self, is_whole=is_whole)
             lent.has_ended.set()
-            del lent  # it keeps a whole engine
+            del lent  # it references a whole engine
         else:
             return
         self._threads._end()
 
     @staticmethod
     def _run(lent: LentThread) -> bool:
-        """Do a piece of work, and forget it. Returns whether the thread is good for another."""
+        """Run the work, and drop the reference to it. Return True if the thread can be used again."""
         work, lent.work = lent.work, None
         assert work is not None
         try:
             work()
         except BaseException:
-            logger.exception("an engine has ended badly: its thread is not used again")
+            logger.exception("an engine ended with an error: its thread is not used again")
             return False
         return True

@@ -1,4 +1,4 @@
-"""What the engine counts and times. Its own thread writes; any thread may read."""
+"""Counters and histograms of the engine. The engine's thread writes them, and any thread may read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.request import RequestOutput
 from metal_engine.step import ModelOutput, SchedulerOutput
 
-# Upper bounds of the buckets, in seconds. From a step of a small model to an answer on a slow machine.
+# Upper bounds of the buckets in seconds, from a step of a small model to a long response on a slow machine.
 _REQUEST_SECONDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _FIRST_TOKEN_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,
                         80, 160, 640, 2560)  # fmt: skip
@@ -22,12 +22,12 @@ _TOKENS = tuple(1 << i for i in range(18))
 
 
 class Histogram:
-    """Counts of values by bucket: one thread adds while others read.
+    """Histogram: counts of values by bucket. One thread adds values while others read.
 
     Attributes:
-        bounds: the buckets' upper bounds, inclusive and increasing; the last bucket has none.
-        counts: values in each bucket (not cumulative), the unbounded one last.
-        sum: of all values.
+        bounds: inclusive upper bounds of the buckets, increasing. The last bucket has no bound.
+        counts: number of values in each bucket (not cumulative). The unbounded bucket is last.
+        sum: sum of all values.
     """
 
     __slots__ = ("bounds", "counts", "sum")
@@ -44,7 +44,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class _Times:
-    """When things happened to a request, in seconds of :func:`time.monotonic`; 0 for not yet."""
+    """Times of a request's events in seconds of :func:`time.monotonic`; 0 for events that have not happened yet."""
 
     arrival: float
     num_prompt_tokens: int
@@ -54,41 +54,43 @@ class _Times:
 
 
 class EngineMetrics:
-    """Totals since the engine was made; times are in seconds, and a request's begin when it arrived.
+    """Totals since the engine was created. Durations are in seconds, and a request's durations start at its arrival.
 
-    A request to pool has no tokens: it counts where prompts and whole requests do.
+    A pooling request has no tokens. It counts only in the metrics about prompts and whole requests.
 
     Attributes:
-        num_prompt_tokens: tokens of the prompts that were computed, those found in the prefix cache included.
+        num_prompt_tokens: tokens of the computed prompts, including tokens found in the prefix cache.
         num_generation_tokens: tokens sampled.
         num_cache_queries: tokens looked up in the prefix cache, at every admission.
-        num_cache_hits: of those, the ones found.
-        num_rows: rows of packed steps, by what they were: ``decode`` (a request's only one, without its drafts),
-            ``chunk`` (of a prompt that was begun before), ``fresh`` (the first of a request) or, where there have been
-            any, ``draft``: those are counted at the end of a step, since a draft model may give fewer than are planned.
-        num_steps: steps by when they were planned: ``ahead``, while the one before ran, or ``after`` its end.
-        num_finished: requests by the reason they finished for.
-        first_token: from arrival to the first token.
-        inter_token: between two tokens of a request.
-        end_to_end: from arrival to the last token, or to a vector.
-        queue: from arrival to the first step.
-        prefill: from the first step to the first token.
-        decode: from the first token to the last.
-        inference: from the first step to the last token, or to a vector.
-        prompt_tokens: prompt lengths of requests that finished.
-        generation_tokens: output lengths of requests that finished.
-        step_tokens: rows of each step.
-        step_time: from planning a step to its tokens.
+        num_cache_hits: tokens found in the prefix cache.
+        num_rows: rows of packed steps by kind. ``decode``: the only row of a request, not counting drafts. ``chunk``:
+            rows of a prompt that was begun in an earlier step. ``fresh``: rows of a request's first step. ``draft``:
+            drafts, present only if there were any. Drafts are counted at the end of a step, because a draft model may
+            return fewer drafts than planned.
+        num_steps: steps by the time of their planning: ``ahead`` (while the previous step ran) or ``after`` (after its
+            end).
+        num_finished: finished requests by finish reason.
+        first_token: time from arrival to the first token.
+        inter_token: time between two tokens of a request.
+        end_to_end: time from arrival to the last token, or to the pooled vector.
+        queue: time from arrival to the first step.
+        prefill: time from the first step to the first token.
+        decode: time from the first token to the last.
+        inference: time from the first step to the last token, or to the pooled vector.
+        prompt_tokens: prompt lengths of finished requests.
+        generation_tokens: output lengths of finished requests.
+        step_tokens: number of rows in each step.
+        step_time: time from planning a step to its tokens.
         num_failed_steps: steps that raised.
-        num_late_masks: rows computed again, because a grammar had not told in time what it allows.
-        num_decode_forwards: steps in which every row samples, by how their forward came about
-            (:class:`metal_engine.step.DecodeForward`), where such steps are to be replayed.
-        replay_refusal: why none is replayed; None as far as is known.
-        num_drafts: proposals: requests of a step that had drafts.
-        num_draft_tokens: tokens proposed.
-        num_accepted_tokens: of those, the ones accepted, by their position in the proposal.
-        num_unmasked_tokens: of those, the ones after which it was not known what their grammar allows.
-        kv_transfer: what KV transfer has done; None without it.
+        num_late_masks: rows computed again because their grammar mask was late.
+        num_decode_forwards: steps in which every row samples, by the outcome of their forward pass
+            (:class:`metal_engine.step.DecodeForward`). Counted if replay applies to such steps.
+        replay_refusal: reason why no step is replayed; None if there is no known reason.
+        num_drafts: proposals. A proposal is all drafts of one request in one step.
+        num_draft_tokens: draft tokens proposed.
+        num_accepted_tokens: draft tokens accepted, by position in the proposal.
+        num_unmasked_tokens: draft tokens for which the grammar mask after the draft was missing.
+        kv_transfer: statistics of KV transfer; None without KV transfer.
     """
 
     def __init__(self, kv_transfer: KVTransferStats | None = None, replay_refusal: str | None = None) -> None:
@@ -122,11 +124,15 @@ class EngineMetrics:
         self._times: dict[str, _Times] = {}
 
     def arrived(self, request_id: str, num_prompt_tokens: int, arrival: float | None = None) -> None:
-        """Note a request that was queued, and when it arrived: now, unless ``arrival`` is given."""
+        """Record a queued request and its arrival time in seconds of ``time.monotonic``. Default: now."""
         self._times[request_id] = _Times(time.monotonic() if arrival is None else arrival, num_prompt_tokens)
 
     def scheduled(self, plan: SchedulerOutput, now: float, *, is_ahead: bool = False) -> None:
-        """Count a step that is about to run, planned ahead of the end of the one before or not."""
+        """Count a step that is about to run.
+
+        Args:
+            is_ahead: True if the step was planned before the previous step ended.
+        """
         self.num_steps["ahead" if is_ahead else "after"] += 1
         num_fresh = 0
         for new in plan.new_requests:
@@ -134,7 +140,7 @@ class EngineMetrics:
             self.num_cache_queries += len(new.token_ids)
             self.num_cache_hits += new.num_computed_tokens
             times = self._times.get(new.request_id)
-            if times is not None and not times.scheduled:  # else it resumes after preemption
+            if times is not None and not times.scheduled:  # otherwise, the request resumes after preemption
                 times.scheduled = now
                 self.queue.add(now - times.arrival)
         lengths = list(plan.num_scheduled_tokens.values())
@@ -151,14 +157,14 @@ class EngineMetrics:
         self.num_rows["chunk"] += total - num_decodes - num_fresh
 
     def computed(self, output: ModelOutput) -> None:
-        """Count what a step says of how it was computed."""
+        """Count the late masks of a step, and the outcome of its forward pass."""
         self.num_late_masks += len(output.late_req_ids)
         if output.decode_forward is not None:
             self.num_decode_forwards[output.decode_forward.outcome] += 1
             self.replay_refusal = output.decode_forward.refusal
 
     def speculated(self, plan: SchedulerOutput, output: ModelOutput) -> None:
-        """Count the drafts of a step, and how many of each request's were accepted."""
+        """Count the drafts of a step, and the accepted drafts of each request."""
         self.num_unmasked_tokens += output.num_unmasked_drafts
         for request_id in plan.scheduled_spec_decode_tokens:
             drafts = output.drafts_of(plan, request_id)
@@ -173,7 +179,7 @@ class EngineMetrics:
                 self.num_accepted_tokens[position] += 1
 
     def produced(self, outputs: Iterable[RequestOutput], started: float, now: float) -> None:
-        """Count the outputs of a step, and the time since it ``started``."""
+        """Count the outputs of a step, and the duration of the step since ``started``."""
         self.step_time.add(now - started)
         inter_token = self.inter_token
         num_tokens = 0
@@ -199,13 +205,13 @@ class EngineMetrics:
         self.num_generation_tokens += num_tokens
 
     def finished(self, request_id: str, reason: str, num_output_tokens: int = 0) -> None:
-        """Count a request that has ended; an unknown id is ignored."""
+        """Count a request that has ended. Unknown ids are ignored."""
         times = self._times.pop(request_id, None)
         if times is None:
             return
         self.num_finished[reason] += 1
         if reason not in ("stop", "length"):
-            return  # what was cut short says nothing about how long requests take
+            return  # the durations of aborted and failed requests are not representative
         self.prompt_tokens.add(times.num_prompt_tokens)
         self.end_to_end.add(times.last_token - times.arrival)
         self.inference.add(times.last_token - times.scheduled)

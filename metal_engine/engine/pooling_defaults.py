@@ -1,4 +1,4 @@
-"""What a request to pool asks for, in the terms of the model that is served."""
+"""Resolves a request's pooling parameters for the model that is served."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from metal_engine.settings.config import ModelInfo
 
 
 def resolve_pooling(params: PoolingParams, model: ModelInfo) -> PoolingParams:
-    """The parameters with nothing left to the checkpoint.
+    """Return the parameters with the defaults of the checkpoint filled in.
 
     Raises:
-        ParameterError: the model has no vectors, or none of the length asked for; its name is ``model`` if that is at
-            fault.
+        ParameterError: the model has no embeddings, or none of the requested length. The error's parameter is ``model``
+            if the model has no embeddings.
     """
     pooler = model.pooler
     if params.token_ids:
@@ -27,7 +27,7 @@ def resolve_pooling(params: PoolingParams, model: ModelInfo) -> PoolingParams:
             raise ParameterError("dimensions", f"{wanted} is more than the {size} that the model's vectors have")
         if pooler.matryoshka_dimensions and wanted not in pooler.matryoshka_dimensions:
             allowed = ", ".join(map(str, pooler.matryoshka_dimensions))
-            raise ParameterError("dimensions", f"must be one of {allowed}: those that the model was trained for")
+            raise ParameterError("dimensions", f"must be one of {allowed}, the sizes that the model was trained for")
     return replace(
         params,
         pooling_type=params.pooling_type or pooler.pooling_type,

@@ -1,8 +1,9 @@
-"""What the engine does, told to whoever looks: the steps, and what they change in the pool of blocks.
+"""Streams engine activity to observers: each step, and the changes it makes to the block pool.
 
-A watch is made when somebody begins to look and dropped when nobody does: without one, a step costs one test. It is
-told each plan, in the engine's thread, and hands out a :class:`Frame` about ten times a second, which is as often as a
-screen needs one. It never walks the pool: what has changed follows from the plans, and is then looked up.
+A watch exists only while there are observers. Without a watch, a step costs one additional test. The engine's thread
+passes each plan to the watch, which emits a :class:`Frame` about ten times a second, fast enough for a display. A watch
+never scans the whole pool in one go. It derives from the plans which blocks may have changed, and looks up only those
+blocks.
 """
 
 from __future__ import annotations
@@ -15,18 +16,24 @@ from metal_engine.request import Request, RequestStatus
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.step import NewRequestData, SchedulerOutput
 
-# Seconds between two frames, and rows of steps in one: further steps are added to its last row.
+# Seconds between two frames, and maximum number of step rows in a frame. Further steps are added to the last row.
 FRAME_SECONDS = 0.1
 MAX_ROWS = 8
-# Blocks looked at for one frame when a watch begins; the rest comes with the next ones. 2 ms.
+# Maximum number of blocks read for one frame while a new watch reports the existing blocks. This takes 2 ms.
 _BLOCKS_AT_ONCE = 1 << 16
 
 
 @dataclass(slots=True)
 class StepSegment:
-    """A request's rows in a step: ``num_tokens`` after the ``context_len`` that it had; ``key`` is the watch's.
+    """One request's rows in a step.
 
-    The last ``num_drafts`` of the tokens are drafts.
+    Attributes:
+        key: number of the request in this watch.
+        num_tokens: number of rows, including drafts.
+        context_len: tokens of the request that were computed before the step.
+        is_fresh: True if the request is new in this step.
+        samples: True if the step samples or pools for the request.
+        num_drafts: number of drafts, which are the last rows.
     """
 
     key: int
@@ -39,12 +46,14 @@ class StepSegment:
 
 @dataclass(slots=True)
 class StepRow:
-    """A step, or consecutive ones of which only the first is shown.
+    """Row of a frame: one step, or several consecutive steps with the segments of the first.
 
     Attributes:
-        step_id: of the first.
-        idle: seconds between the step before and this one.
-        seconds: what the steps took, from plan to plan.
+        step_id: id of the first step.
+        idle: seconds between the end of the previous step and the start of this step.
+        segments: rows of each request in the first step.
+        num_steps: number of steps.
+        seconds: total duration of the steps, each from its plan to the next plan.
     """
 
     step_id: int
@@ -56,7 +65,7 @@ class StepRow:
 
 @dataclass(slots=True)
 class SeenRequest:
-    """A request as a watch knows it: by a number, beside its id in the engine."""
+    """Request as reported to observers: its number in the watch, and its id in the engine."""
 
     key: int
     request_id: str
@@ -66,7 +75,7 @@ class SeenRequest:
 
 @dataclass(slots=True)
 class TableChange:
-    """What happened to a request's block table: whether it was given up first, and the blocks added after that."""
+    """Change of a request's block table: True if the old table was dropped, and the blocks that were added then."""
 
     cleared: bool = False
     added: list[int] = field(default_factory=list)
@@ -74,19 +83,19 @@ class TableChange:
 
 @dataclass(slots=True)
 class Frame:
-    """What has happened since the frame before.
+    """Changes since the previous frame.
 
     Attributes:
-        forget: whether all that was told about the pool is void: tables and cached blocks come anew.
-        rows: of steps that have ended.
-        requests: new ones.
-        tables: by request's key.
-        cached: blocks that hold a known prefix from now on.
-        uncached: blocks that do no longer.
-        preempted: requests that lost their blocks and wait again.
-        finished: requests that are gone, and whose keys mean nothing any more.
-        drafts: of those of them that had some: how many were proposed and how many accepted, by request's key.
-        is_whole: whether everything about the pool has been told, so that what was told is what it is now.
+        forget: True if all earlier data about the pool is void. Tables and cached blocks are then sent again.
+        rows: steps that have ended.
+        requests: new requests.
+        tables: changes of block tables by request key.
+        cached: blocks whose contents are now registered in the prefix cache.
+        uncached: blocks whose contents are no longer registered.
+        preempted: keys of requests that lost their blocks and wait again.
+        finished: keys of requests that have left the engine. These keys are not used again.
+        drafts: numbers of proposed and accepted drafts of finished requests that had drafts, by request key.
+        is_whole: True if the frames so far describe the complete current state of the pool.
     """
 
     forget: bool = False
@@ -106,11 +115,13 @@ FrameSink = Callable[[Frame], None]
 
 @dataclass(slots=True)
 class _Watched:
-    """A running or preempted request: what has been told of it.
+    """State of a running or preempted request, as reported so far.
 
     Attributes:
-        table: its blocks, as far as they have been told; None while it has none.
-        num_registered: how many of them the prefix cache has been asked about.
+        key: number of the request in this watch.
+        num_preemptions: preemptions reported so far.
+        table: block ids reported so far; None if the request has no reported table.
+        num_registered: leading blocks of the table whose registration in the prefix cache has been looked up.
     """
 
     key: int
@@ -121,11 +132,11 @@ class _Watched:
 
 
 class StepObserver:
-    """Watches one scheduler from the engine's thread.
+    """Observer of one scheduler. Runs in the engine's thread.
 
     Args:
-        scheduler: whose plans are told to :meth:`planned`.
-        on_frame: called with each frame; must not block.
+        scheduler: scheduler whose plans are passed to :meth:`planned`.
+        on_frame: callback for each frame. Must not block.
     """
 
     def __init__(self, scheduler: Scheduler, on_frame: FrameSink) -> None:
@@ -135,21 +146,22 @@ class StepObserver:
         self._num_keys = 0
         self._watched: dict[str, _Watched] = {}
         self._frame = Frame()
-        self._nothing_new = Frame(is_whole=False)  # what a frame looks like that tells nothing new
+        self._nothing_new = Frame(is_whole=False)  # a frame without news: frames equal to it are not sent
         self._due = 0.0
-        # The step whose end has not been seen, and what it was made of if it was decodes alone.
+        # Start time of the step in flight, and its token counts by request if it consists of decodes only.
         self._step_started: float | None = None
         self._last_end: float | None = None
         self._decodes: dict[str, int] | None = None
-        # Blocks whose contents the prefix cache has to be asked about.
+        # Blocks whose registration in the prefix cache has to be looked up for the next frame.
         self._asked: list[int] = []
         self._num_plans = 0
-        # Requests whose tables are looked up, as rejected drafts take blocks away: number of the last plan with some.
+        # Requests with drafts, each with the number of its last plan that had drafts. Rejected drafts can remove
+        # blocks, so the tables of these requests are looked up.
         self._drafted = dict.fromkeys(scheduler.running, 0)
         self._begin()
 
     def _begin(self) -> None:
-        """Tell everything anew, little by little."""
+        """Report the whole state again, spread over several frames."""
         self._num_forgets = self._blocks.num_forgets
         self._cursor = 0
         self._untold = list(self._scheduler.running.values())
@@ -161,7 +173,11 @@ class StepObserver:
     # --- the engine's side ----------------------------------------------------------------------------------
 
     def planned(self, plan: SchedulerOutput, now: float) -> None:
-        """Take in a plan that is about to run, at ``now`` (seconds of ``time.monotonic``); an empty one is none."""
+        """Record a plan that is about to run. An empty plan ends the step before it and starts no new step.
+
+        Args:
+            now: current time in seconds of ``time.monotonic``.
+        """
         self._end_step(now)
         self._num_plans += 1
         for request_id in plan.scheduled_spec_decode_tokens:
@@ -178,7 +194,7 @@ class StepObserver:
             self._begin_step(plan, now)
 
     def flush_frames(self) -> bool:
-        """Tell what is left to tell, for the engine has nothing to do; returns whether there is more."""
+        """Send a pending frame while the engine is idle. Return True if more of the state is pending."""
         now = time.monotonic()
         self._end_step(now)
         self._finish_frame(now)
@@ -241,9 +257,9 @@ class StepObserver:
     def _grew(self, request_id: str, block_ids: list[int]) -> None:
         watched = self._watched.get(request_id)
         if watched is None or watched.table is None:
-            return  # its whole table is yet to be told
+            return  # the whole table will be reported later
         if request_id in self._drafted:
-            self._asked += block_ids  # the table itself is looked up for the frame
+            self._asked += block_ids  # _finish_frame() looks up the table itself
         else:
             self._add(watched, block_ids)
 
@@ -255,7 +271,7 @@ class StepObserver:
         self._asked += block_ids
 
     def _look_up(self, watched: _Watched, told: list[int]) -> None:
-        """Tell what has become of a table, of which ``told`` has been told."""
+        """Report the change of a block table since ``told``, the table reported so far."""
         table = self._blocks.block_ids(watched.request.request_id)
         num_told = len(told)
         if table[:num_told] == told:
@@ -269,12 +285,12 @@ class StepObserver:
     def _give_up_table(self, watched: _Watched) -> None:
         if watched.table is not None:
             self._frame.tables[watched.key] = TableChange(cleared=True)
-            self._asked += watched.table[watched.num_registered :]  # its last blocks may have become known since
+            self._asked += watched.table[watched.num_registered :]  # these blocks may have been registered meanwhile
             watched.table = None
         watched.num_registered = 0
 
     def _left(self, request_id: str) -> None:
-        """A request has lost its blocks: it has ended, or was preempted."""
+        """Record that a request has lost its blocks, because it ended or was preempted."""
         watched = self._watched.get(request_id)
         if watched is None:
             return
@@ -291,7 +307,7 @@ class StepObserver:
     # --- frames ---------------------------------------------------------------------------------------------
 
     def _finish_frame(self, now: float) -> None:
-        """Look up what has changed, and hand the frame out if there is anything in it."""
+        """Look up the changes, and send the frame if it has news."""
         if self._num_forgets != self._blocks.num_forgets:
             self._frame.tables.clear()
             self._frame.forget = True
@@ -306,7 +322,7 @@ class StepObserver:
                 num_registered = watched.request.num_registered_blocks
                 self._asked += watched.table[watched.num_registered : num_registered]
                 watched.num_registered = num_registered
-        # A step is settled before the one after the next is planned.
+        # The drafts of a plan are settled before the second plan after it.
         self._drafted = {r: plan for r, plan in self._drafted.items() if self._num_plans - plan < 2}
         if not self._is_whole:
             self._tell_more()
@@ -321,7 +337,7 @@ class StepObserver:
             self._on_frame(frame)
 
     def _tell_more(self) -> None:
-        """Go on with what was there before the watch."""
+        """Add the next part of the state that existed before the watch started."""
         num_told = 0
         while self._untold and num_told < _BLOCKS_AT_ONCE:
             request = self._untold.pop()

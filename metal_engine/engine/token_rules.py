@@ -1,4 +1,4 @@
-"""What sampling parameters mean in a model's tokens."""
+"""Resolves sampling parameters to the tokens of a model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from metal_engine.grammars.compiler import GrammarCompiler
 from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.text.tokenizer import Tokenizer
 
-# No thread can interrupt what is done with so many ids at once: 2 ms.
+# Token ids converted in one call, which holds the GIL for 2 ms.
 _IDS_AT_ONCE = 1 << 16
 
 
 class TokenRulesMaker:
-    """Makes :class:`TokenRules`. Thread-safe.
+    """Factory of :class:`TokenRules`. Thread-safe.
 
     Args:
-        vocab_size: number of logits, which may be more than the tokenizer's tokens.
+        tokenizer: tokenizer of the model.
+        vocab_size: number of logits, which may exceed the number of the tokenizer's tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -26,10 +27,10 @@ class TokenRulesMaker:
         self._compiler = GrammarCompiler(tokenizer, vocab_size)
 
     def rules_for(self, params: SamplingParams) -> TokenRules:
-        """The rules of some parameters; takes as long as compiling a grammar does, if there is one.
+        """Resolve sampling parameters. Compiles the grammar if there is one, which takes time.
 
         Raises:
-            ParameterError: the model cannot follow them.
+            ParameterError: the model does not support the parameters.
         """
         self._check_sizes(params)
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_token_ids
@@ -54,7 +55,7 @@ class TokenRulesMaker:
         self._compiler.close()
 
     def _check_sizes(self, params: SamplingParams) -> None:
-        """Refuse more ids than there are tokens: they would cost time and say nothing."""
+        """Raise ParameterError if there are more ids than tokens, and for biases outside the vocabulary."""
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             if len(getattr(params, name) or ()) > self._vocab_size:
                 raise ParameterError(name, f"may have {self._vocab_size} entries, as many as the vocabulary")
@@ -67,7 +68,7 @@ class TokenRulesMaker:
             raise ParameterError(name, message)
 
     def _check_choice(self, params: SamplingParams, stop: frozenset[int], bad_words: list[int]) -> None:
-        """Refuse parameters that leave no token to begin with."""
+        """Raise ParameterError if no token is allowed at the start of the output."""
         excluded = {*bad_words, *stop} if params.min_tokens > 0 and params.structured_outputs is None else {*bad_words}
         allowed = range(self._vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
         if len(excluded) and all(token_id in excluded for token_id in allowed):
@@ -75,27 +76,27 @@ class TokenRulesMaker:
             raise ParameterError(name, "leaves no token beside bad_words, stop tokens and min_tokens")
 
     def _allowed(self, params: SamplingParams) -> np.ndarray | None:
-        """The mask of ``allowed_token_ids``, [W] int32."""
+        """Return the bit mask of ``allowed_token_ids``, [W] int32; None if it is not set."""
         if params.allowed_token_ids is None:
             return None
         allowed = np.zeros(-(-self._vocab_size // 32) * 32, bool)
         for start in range(0, len(params.allowed_token_ids), _IDS_AT_ONCE):
             ids = params.allowed_token_ids[start : start + _IDS_AT_ONCE]
-            self._check_token_id("allowed_token_ids", max(ids))  # an array may not have room for it
+            self._check_token_id("allowed_token_ids", max(ids))  # before the conversion, which could overflow int32
             allowed[np.array(ids, np.int32)] = True
         return np.packbits(allowed, bitorder="little").view(np.int32)
 
     def _bad_words(self, params: SamplingParams) -> dict[tuple[int, ...], list[int]]:
-        """The last tokens of bad words, by the tokens before them."""
+        """Return the last tokens of bad words, by the tokens before them."""
         ends: dict[tuple[int, ...], list[int]] = {}
         for word in params.bad_words:
             for *before, last in self._spellings(word):
-                if last < self._vocab_size:  # tokenizers may know tokens that the model cannot give
+                if last < self._vocab_size:  # tokenizers may have more tokens than the model
                     ends.setdefault(tuple(before), []).append(last)
         return ends
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """A word's tokens, at the beginning of a text and, if that is another first token, after a space."""
+        """Return a word's tokens at the start of a text, and after a space if the first token differs there."""
         word = word.lstrip()
         try:
             plain = tuple(self._tokenizer.encode(word, add_special_tokens=False))

@@ -1,4 +1,4 @@
-"""How a grammar's process hears and answers: messages over a socket, in this process and in a fork of it."""
+"""Message transport of a grammar's process: framed messages over a socket, in this process and in a fork of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from metal_engine.grammars.messages import LENGTH, framed
 
 
 def receive(channel: socket.socket) -> bytes:
-    """The next message. Raises EOFError if nobody is at the other end."""
+    """Receive the next message. Raises EOFError if the peer has closed the socket."""
     return _receive_bytes(channel, *LENGTH.unpack(_receive_bytes(channel, LENGTH.size)))
 
 
@@ -25,7 +25,7 @@ def _receive_bytes(channel: socket.socket, size: int) -> bytes:
 
 
 def serve(channel: socket.socket, answer: Callable[[bytes], bytes | None]) -> None:
-    """Answer the messages that come over a socket. Raises EOFError when nobody is at the other end."""
+    """Answer messages from a socket. Raises EOFError if the peer has closed the socket."""
     while True:
         answered = answer(receive(channel))
         if answered is not None:
@@ -33,11 +33,13 @@ def serve(channel: socket.socket, answer: Callable[[bytes], bytes | None]) -> No
 
 
 class Fork:
-    """A fork of this process that answers messages. It may end at any of them; there is no second one.
+    """Fork of this process that answers messages.
+
+    The fork may end at any message. It is not replaced then.
 
     Args:
-        answer: called in the fork, with a message.
-        inherited: a socket that is not the fork's.
+        answer: function that answers a message. Called in the fork.
+        inherited: socket of the parent, which the fork closes.
     """
 
     def __init__(self, answer: Callable[[bytes], bytes | None], inherited: socket.socket) -> None:
@@ -54,7 +56,7 @@ class Fork:
                     inherited.close()
                     serve(theirs, answer)
                 finally:
-                    os._exit(0)  # whatever ended it: the closed socket tells
+                    os._exit(0)  # on any error, the closed socket notifies the parent
 
     @property
     def has_ended(self) -> bool:
@@ -69,7 +71,7 @@ class Fork:
                 self._channel.close()
 
     def ask(self, message: bytes) -> bytes | None:
-        """Returns the answer to a message; None if the fork has ended."""
+        """Send a message and return the answer; None if the fork has ended."""
         self.tell(message)
         if not self.has_ended:
             try:

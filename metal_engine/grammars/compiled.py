@@ -1,4 +1,4 @@
-"""A compiled grammar as the engine sees it: the masks of its outputs come from its process."""
+"""Client side of a compiled grammar: requests the masks of its outputs from the grammar's process."""
 
 from __future__ import annotations
 
@@ -31,31 +31,30 @@ from metal_engine.grammars.tokenizer_process import GrammarProcessError
 
 logger = logging.getLogger(__name__)
 
-# A mask is computed in a bounded CPU time; a process that does not answer for so long has come to harm.
+# Mask computation has a CPU time limit. A process that does not respond within this time is considered broken.
 _ANSWER_SECONDS = 120.0
-# A grammar that is compiled in so much CPU time can be compiled again while a step waits for it.
+# Limit on the compile time of grammars that may be suspended. The next step has to wait for the compilation.
 _REST_SECONDS = 0.02
-# In the place of an output, in the order of answers.
+# Entry for a compilation in the queue of expected answers, instead of an output id.
 _COMPILING = -1
-_TOO_COMPLEX = "its grammar got too complex to go on"
+_TOO_COMPLEX = "its grammar has become too complex to continue"
 
 
 class CompiledGrammar:
-    """A grammar in a process of its own. Implements :class:`metal_engine.sampling_params.Grammar`.
+    """Compiled grammar in a separate process. Implements :class:`metal_engine.sampling_params.Grammar`.
 
-    Outputs that follow one grammar share its process. It ends when the last of them, and the compiler, have let go.
-
-    While no output follows it, it can be put to rest: its process ends, and another one compiles it again for the next
-    output.
+    All outputs with the same grammar share the process. It ends when neither an output nor the compiler references the
+    grammar. While no output uses the grammar, it can be suspended: its process ends, and the next output starts a new
+    process, which compiles the grammar again.
 
     Args:
-        channel: a socket to the process.
+        channel: socket to the process.
         vocab_size: number of logits.
-        compile_seconds: the CPU time that compiling took.
-        reopen: makes a socket to a new process, which has been sent the grammar.
+        compile_seconds: CPU time that compilation took.
+        reopen: returns a socket to a new process, to which the grammar has been sent.
 
     Attributes:
-        needs_replacement: the process has ended or grown; new outputs should be given another one.
+        needs_replacement: True if the process has ended or grown much. New outputs should use another process.
     """
 
     def __init__(
@@ -63,25 +62,25 @@ class CompiledGrammar:
     ) -> None:
         self._reopen = reopen
         self._can_rest = compile_seconds <= _REST_SECONDS
-        self._lock = threading.Lock()  # held to put it to rest, or to make sure that it is not
+        self._lock = threading.Lock()  # held to suspend the process, or to prevent that
         self._is_resting = False
         self._set_channel(channel)
         self._num_words = -(-vocab_size // 32)
         self._ids = itertools.count()
-        self._asked: deque[int] = deque()  # outputs in the order in which their answers will come
+        self._asked: deque[int] = deque()  # output ids in the order of the expected answers
         self._answers: dict[int, bytes] = {}
         self._live: set[int] = set()
         self._ended: deque[int] = deque()
         self._unsent = bytearray()
         self._received = bytearray()
-        self._is_alone = False  # whether its masks after drafts have ended, and that has been logged
+        self._is_alone = False  # True after the end of masks for drafts was logged
         self.needs_replacement = False
 
     def _set_channel(self, channel: socket.socket) -> None:
         channel.setblocking(False)
         self._channel = channel
         self._is_open = True
-        self._heard_at = time.monotonic()  # when it answered, or was asked while it had nothing to do
+        self._heard_at = time.monotonic()  # time of the last answer, or of a request to the idle process
         self._close = weakref.finalize(self, channel.close)
 
     @property
@@ -89,7 +88,7 @@ class CompiledGrammar:
         return self._is_resting
 
     def suspend(self) -> None:
-        """End the process, if no output follows it and it is compiled again in no time."""
+        """Suspend the process if no output uses it and the grammar compiles quickly."""
         with self._lock:
             if not self._can_rest or self._is_resting or len(self._live) > len(self._ended):
                 return
@@ -99,7 +98,7 @@ class CompiledGrammar:
             self._is_resting = True
 
     def _wake(self) -> None:
-        """Have it compiled again; the answer to that comes before those to outputs."""
+        """Start a new process, which compiles the grammar again. Its first answer is about the compilation."""
         try:
             self._set_channel(self._reopen())
         except GrammarProcessError:
@@ -114,12 +113,12 @@ class CompiledGrammar:
             wakes, self._is_resting = self._is_resting, False
         if wakes:
             self._wake()
-        # Deletion may happen in any thread: what is to be said of it waits for the next message.
+        # Deletion may happen in any thread, so the process is notified with the next message.
         weakref.finalize(matcher, self._ended.append, matcher.output_id)
         return matcher
 
     def ask(self, output_id: int, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
-        """Send an output's tokens, and have its next mask computed, and those after each draft."""
+        """Send an output's tokens. Request its next mask, and the masks after each draft."""
         messages = []
         while self._ended:
             ended = self._ended.popleft()
@@ -134,12 +133,13 @@ class CompiledGrammar:
         self._exchange(0.0)
 
     def answer(self, output_id: int, deadline: float) -> np.ndarray | None:
-        """The masks last asked for, [1 + k, W] int32; None if they have not come at ``deadline``.
+        """Return the requested masks, [1 + k, W] int32; None if they have not arrived by ``deadline``.
 
-        A deadline is a time of ``time.monotonic``.
+        Args:
+            deadline: time of ``time.monotonic`` in seconds.
 
         Raises:
-            ValueError: the output cannot go on.
+            ValueError: the output cannot continue.
         """
         while output_id not in self._answers:
             now = time.monotonic()
@@ -150,21 +150,21 @@ class CompiledGrammar:
                 return None
         answer = self._answers.pop(output_id)
         if answer[:1] == ERROR:
-            self.needs_replacement = True  # states met by one output stay with all
+            self.needs_replacement = True  # states that one output has reached stay in memory for all outputs
             raise ValueError(answer[1:].decode())
         self.needs_replacement |= answer[:1] == MASK_LAST
         if answer[:1] == MASK_ALONE and not self._is_alone:
             self._is_alone = True
             logger.warning(
-                "speculation: outputs of a grammar keep no drafts from now on: masks after some took more time or "
-                "memory than they may, or no process could be started for them"
+                "speculation: outputs of a grammar keep no drafts from now on, because masks after drafts exceeded "
+                "their limit of time or memory, or their process could not be started"
             )
         num_masks, masks = unpack_masks(answer)
-        # A mask may have words for more tokens than there are logits.
+        # A mask may cover more tokens than there are logits.
         return np.frombuffer(masks, np.int32).reshape(num_masks, -1)[:, : self._num_words]
 
     def _exchange(self, seconds: float) -> bool:
-        """Send and take in what can be, and wait so long for that. Returns whether there was anything."""
+        """Send and receive pending data. Wait up to ``seconds`` for the socket. Return True if it was ready."""
         if not self._is_open:
             return False
         poll = select.poll()
@@ -209,7 +209,7 @@ class GrammarMatcher:
         self._masks: np.ndarray | None = None  # [1 + k, W]
 
     def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
-        assert not (drafts and self._is_asked), "drafts, but what was asked before them has not been told"
+        assert not (drafts and self._is_asked), "drafts, but the answer to the previous request is missing"
         if token_ids or drafts or not (self._is_asked or self._masks is not None):
             self._grammar.ask(self.output_id, token_ids, drafts)
             self._is_asked, self._masks = True, None
@@ -222,6 +222,6 @@ class GrammarMatcher:
             return False
         self._is_asked = False
         if num_drafts >= len(self._masks):
-            raise ValueError("what comes after a draft is too complex to be computed")
+            raise ValueError("the mask after a draft is too complex to be computed")
         mask[:] = self._masks[num_drafts]
         return True

@@ -1,7 +1,7 @@
-"""Structured output: user's schemas, regular expressions and grammars, compiled for one tokenizer.
+"""Compiles structured output constraints of requests (schemas, regular expressions, grammars) for one tokenizer.
 
-Compiling and masking run in processes of their own (:mod:`metal_engine.grammars.process`), whose time and
-memory are bounded; what goes beyond is refused.
+Compiling and masking run in separate processes (:mod:`metal_engine.grammars.process`) with limits on time and
+memory. Grammars that exceed a limit are refused.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Each takes a core for a second at most.
+# Maximum number of concurrent compilations. Each takes one core for at most a second.
 _MAX_COMPILING = 2
-# Grammars that wait for that: the last of them waits ten seconds at worst.
+# Maximum number of grammars in compilation or waiting for it. The last one waits for ten seconds in the worst case.
 _MAX_WAITING = 16
-# Compiled grammars kept for further requests. Each is a process of a few MiB, some tens at worst, and where outputs
-# have had drafts another one.
+# Compiled grammars kept for further requests. Each has a process of a few MiB, in the worst case some tens of MiB. A
+# second process serves masks after drafts.
 _MAX_KEPT = 16
-# Where there would be more, those of grammars that no output follows are put to rest.
+# Maximum number of processes. Beyond it, processes of grammars without outputs are suspended.
 _MAX_PROCESSES = 512
-# How often somebody who waits for his turn looks whether his asker has left.
+# Interval at which a waiting request checks for cancellation.
 _POLL_SECONDS = 0.02
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, each once. Thread-safe.
+    """Compiler of grammars for one tokenizer. Compiles each grammar once. Thread-safe.
 
     Args:
-        vocab_size: number of logits, which may be more than the tokenizer's tokens.
+        tokenizer: tokenizer of the model.
+        vocab_size: number of logits, which may exceed the number of the tokenizer's tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -56,21 +57,21 @@ class GrammarCompiler:
         self._turns = threading.Semaphore(_MAX_COMPILING)
         self._lock = threading.Lock()
         self._compiling: set[socket.socket] = set()
-        self._waiting: Counter[bytes] = Counter()  # who waits for each grammar to be compiled, or compiles it
+        self._waiting: Counter[bytes] = Counter()  # number of requests that wait for or run each compilation
         self._is_closed = False
-        self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # the least recently asked for first
+        self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # the least recently requested first
         self._in_use: weakref.WeakValueDictionary[bytes, CompiledGrammar] = weakref.WeakValueDictionary()
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """Compile what a request asks for, unless it has been compiled before.
+        """Compile a request's grammar, unless it is compiled already.
 
-        Takes milliseconds for most; a second at most, and as long as others do who came first. The first one waits for
-        the process that loads the tokenizer, for about a second where the vocabulary is large.
+        Takes milliseconds for most grammars and at most a second, plus the wait for earlier compilations. The first
+        call also waits for the process that loads the tokenizer, about a second for a large vocabulary.
 
         Raises:
-            ParameterError: it is no grammar, or too large, or asks for what cannot be enforced.
+            ParameterError: the grammar is invalid, too large, or has constraints that cannot be enforced.
             OverloadedError: too many other grammars wait to be compiled.
-            Cancelled: whoever asked for it has left.
+            Cancelled: the request was cancelled.
         """
         try:
             wanted = json.dumps(_wanted(params)).encode()
@@ -87,7 +88,7 @@ class GrammarCompiler:
         return compiled
 
     def close(self) -> None:
-        """Let go of what is kept, end the process that has the tokenizer, and end what is being compiled."""
+        """Release the kept grammars, abort compilations, and end the process that has loaded the tokenizer."""
         with self._lock:
             self._is_closed = True
             self._kept.clear()
@@ -146,11 +147,11 @@ class GrammarCompiler:
         return sum(not one.is_resting for one in list(self._in_use.values()))
 
     def _reopened(self, wanted: bytes) -> socket.socket:
-        """A socket to a new process, which compiles a grammar that has been compiled before."""
+        """Return a socket to a new process that compiles a grammar again."""
         with self._lock:
             self._make_room()
         channel = self._process.connect()
-        with contextlib.suppress(OSError):  # if it has ended, that will be seen
+        with contextlib.suppress(OSError):  # if the process has ended, reading the answer fails
             channel.sendall(framed(wanted))
         return channel
 
@@ -190,14 +191,18 @@ class GrammarCompiler:
 
 
 def _ask(channel: socket.socket, wanted: bytes) -> tuple[float, str]:
-    """Have a process compile a grammar; closing the socket ends it. Returns what :func:`unpack_compiled` does."""
-    with contextlib.suppress(OSError):  # if it has ended, there is no answer either
+    """Compile a grammar in a separate process. Closing the socket ends that process.
+
+    Returns:
+        The result of :func:`unpack_compiled`.
+    """
+    with contextlib.suppress(OSError):  # if the process has ended, the answer below is None
         channel.sendall(framed(wanted))
     return unpack_compiled(receive_patiently(channel))
 
 
 def _wanted(params: StructuredOutputsParams) -> dict[str, Any]:
-    """The fields that make a grammar of them."""
+    """Return the fields of the parameters that define the grammar."""
     if params.json_object:
         fields: dict[str, Any] = {"json": {"type": "object"}}
     elif params.json is not None:

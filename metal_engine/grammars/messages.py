@@ -1,9 +1,9 @@
-"""What the engine and a grammar's process say to each other, over a stream socket. Little-endian throughout.
+"""Message format between the engine and a grammar's process, over a stream socket. Little-endian throughout.
 
-A message is its length and its bytes. The engine's first is the grammar, as JSON; the answer says how long it took to
-compile, or why it is refused (:func:`unpack_compiled`). After that the engine sends one for each output that goes on
-(:func:`pack_step`), and the answers come in the same order: a state byte, then the masks (:func:`pack_masks`) or the
-error.
+A message is its length followed by its bytes. The engine's first message is the grammar as JSON. The answer is the
+compile time, or the reason of a refusal (:func:`unpack_compiled`). After that, the engine sends a message for each
+output that continues (:func:`pack_step`). The answers arrive in the same order: a state byte, then the masks
+(:func:`pack_masks`) or the error.
 """
 
 from __future__ import annotations
@@ -12,45 +12,52 @@ import struct
 from array import array
 from collections.abc import Sequence
 
-# Of a socket: room for a dozen masks, so that a process rarely waits for the engine to read one.
+# Size of a socket's buffer, enough for a dozen masks, so that a process rarely waits for the engine to read.
 BUFFER_BYTES = 1 << 18
 LENGTH = struct.Struct("<I")
-# Which output; whether that ends it; how many of the tokens that follow are drafts, the last ones.
+# Output id; True if the output ends; number of drafts, which are the last of the following tokens.
 _STEP = struct.Struct("<I?I")
 
-# The first byte of an answer: masks follow, an error follows, or (with masks) the process has grown much and should be
-# given no new outputs, or (with masks) from now on there are none after drafts. The masks are as many as there are
-# drafts, and one more; fewer if some cannot be computed.
+# First byte of an answer:
+#
+# - ``MASK``: masks follow, one for the next token and one after each draft; fewer if some cannot be computed.
+# - ``ERROR``: an error follows.
+# - ``MASK_LAST``: masks follow. The process has grown much and should get no new outputs.
+# - ``MASK_ALONE``: masks follow. Later answers have no masks after drafts.
 MASK, ERROR, MASK_LAST, MASK_ALONE = b"m", b"e", b"l", b"a"
 
 
 def framed(message: bytes) -> bytes:
-    """A message as it goes over the socket."""
+    """Return a message with its length, as sent over the socket."""
     return LENGTH.pack(len(message)) + message
 
 
 def pack_compiled(seconds: float) -> bytes:
-    """A grammar has been compiled in so much CPU time."""
+    """Return the answer for a grammar that was compiled in ``seconds`` of CPU time."""
     return b"+%f" % seconds
 
 
 def unpack_compiled(answer: bytes | None) -> tuple[float, str]:
-    """Returns the seconds of CPU time that compiling took, and why it failed (empty if not); None is no answer."""
+    """Parse the answer to a grammar; None stands for a missing answer.
+
+    Returns:
+        Seconds of CPU time that compilation took, and the reason of a failure (empty on success).
+    """
     if answer is None:
         return 0.0, "takes more time or memory to compile than a grammar may"
     return (float(answer), "") if answer[:1] == b"+" else (0.0, answer.decode())
 
 
 def pack_step(output_id: int, token_ids: Sequence[int], drafts: Sequence[int] = (), *, ends: bool = False) -> bytes:
-    """An output has been given tokens; its next mask is wanted, and those after each draft if they come next.
+    """Return the message that sends an output's tokens and requests its next mask, and the masks after each draft.
 
-    Where that ``ends`` it, there is no answer at all.
+    With ``ends``, the message ends the output. There is no answer then.
     """
     return _STEP.pack(output_id, ends, len(drafts)) + array("I", [*token_ids, *drafts]).tobytes()
 
 
 def unpack_step(message: bytes) -> tuple[int, list[int], list[int], bool]:
-    """Returns the output's id, the tokens, the drafts, and whether it ends, as :func:`pack_step` was given them."""
+    """Parse a message of :func:`pack_step`. Return the output's id, the tokens, the drafts, and the flag ``ends``."""
     output_id, ends, num_drafts = _STEP.unpack_from(message)
     packed = array("I")
     packed.frombytes(message[_STEP.size :])
@@ -60,10 +67,10 @@ def unpack_step(message: bytes) -> tuple[int, list[int], list[int], bool]:
 
 
 def pack_masks(state: bytes, masks: Sequence[bytes]) -> bytes:
-    """An answer with masks of one size, 255 at most; ``state`` is any but ``ERROR``."""
+    """Return an answer with up to 255 masks of equal size. ``state`` is any state byte except ``ERROR``."""
     return state + bytes([len(masks)]) + b"".join(masks)
 
 
 def unpack_masks(answer: bytes) -> tuple[int, memoryview]:
-    """Returns how many masks there are, and all of them one after the other."""
+    """Return the number of masks in an answer, and the concatenated masks."""
     return answer[1], memoryview(answer)[2:]

@@ -1,18 +1,25 @@
-"""The processes that run llguidance: one that has loaded the tokenizer, and a fork of it for each grammar.
+"""Processes that run llguidance: one that has loaded the tokenizer, and a fork of it for each grammar.
 
-llguidance runs nowhere else. Neither its effort nor its memory is bounded by counts alone (one row of its parser may
-take time that grows with the third power of the grammar), most of its calls hold Python's lock, and making its
-tokenizer holds it for a second. Here it holds nobody up, and ends with its process. These are the bounds:
+llguidance runs only in these processes, for three reasons:
 
-- Compiling a grammar takes ``COMPILE_CPU_SECONDS``, its first mask included.
-- A process grows by ``MAX_GROWTH`` bytes over the tokenizer.
-- A token's mask takes ``MASK_CPU_SECONDS``; the masks of a grammar ``MEAN_MASK_CPU_SECONDS`` each on average, beyond
-  ``BURST_CPU_SECONDS`` for states met first.
-- So do masks after drafts, beyond ``DRAFTS_BURST_CPU_SECONDS``. They are computed in a fork of the grammar's process,
-  which is bounded like it: a wrong draft may lead where its output never goes, and takes nothing of what that may take.
+- Limits on counts do not bound its time or memory: the time for one row of its parser can grow with the third power
+  of the grammar's size.
+- Most of its calls hold the GIL.
+- Creating its tokenizer holds the GIL for a second.
 
-The kernel ends a process that goes beyond the first or the third (``ITIMER_PROF`` counts CPU time, so a busy machine
-ends none). Growth is watched by a thread, since macOS enforces no limit on it. A process ends with its socket.
+In a separate process, it delays no other request, and its memory is freed with the process. The limits are:
+
+- Compiling a grammar, including its first mask, takes at most ``COMPILE_CPU_SECONDS``.
+- A process grows by at most ``MAX_GROWTH`` bytes over the tokenizer's process.
+- A token's mask takes at most ``MASK_CPU_SECONDS``. The masks of a grammar take at most ``MEAN_MASK_CPU_SECONDS`` on
+  average, beyond an allowance of ``BURST_CPU_SECONDS`` for states reached for the first time.
+- Masks after drafts have the same limits, with an allowance of ``DRAFTS_BURST_CPU_SECONDS``. They are computed in a
+  fork of the grammar's process with its own limits, because a wrong draft can lead to states that the output never
+  reaches. Such states must not use up the output's limits.
+
+The kernel ends a process that exceeds the first or third limit (``ITIMER_PROF`` counts CPU time, so a busy machine
+ends no process). A thread checks the growth, because macOS enforces no limit on it. A process ends when its socket is
+closed.
 
 Run as a module: ``python -m metal_engine.grammars.process FD``. Loads no MLX, NumPy or transformers.
 """
@@ -54,11 +61,11 @@ MASK_CPU_SECONDS = 0.02
 MEAN_MASK_CPU_SECONDS = 0.002
 BURST_CPU_SECONDS = 0.1
 DRAFTS_BURST_CPU_SECONDS = 0.02
-# New outputs go to a new process once one has grown by that.
+# Growth of a process in bytes from which new outputs use a new process.
 _MUCH_GROWTH = MAX_GROWTH // 2
 _WATCH_SECONDS = 0.005
-# llguidance's own units: 20,000 of the first two and some 1,000 of the third take about a millisecond at worst. They
-# end a single output with a message where the clock would end the process.
+# Limits in llguidance's own units. 20,000 units of the first two, or some 1,000 of the third, take about a millisecond
+# at worst. Exceeding them ends a single output with a message. The clock would end the whole process.
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=2_000_000,
     step_lexer_fuel=50_000,
@@ -70,14 +77,14 @@ _LIMITS = llguidance.LLParserLimits(
 
 
 class EffortError(Exception):
-    """The masks of a grammar have taken more time than they may."""
+    """Raised if the masks of a grammar exceed their CPU time limit."""
 
 
 class Growth:
-    """How much this process has grown since it was forked.
+    """Growth of this process since it was forked.
 
-    On Linux by the memory of its own that is resident: pages of libraries, which the system may take away from an idle
-    process and bring back, are no growth. Elsewhere by its peak.
+    On Linux, this is the growth of its resident private memory. Pages of libraries do not count, because the system may
+    evict them from an idle process and load them again. On other systems, it is the growth of the peak memory.
     """
 
     def __init__(self) -> None:
@@ -96,7 +103,7 @@ class Growth:
 
 
 class _Watch(threading.Thread):
-    """Ends the process if it grows too much, or if nobody is at the other end of its socket any more."""
+    """Thread that ends the process if it grows too much, or if the peer has closed the socket."""
 
     def __init__(self, channel: socket.socket, growth: Growth) -> None:
         super().__init__(daemon=True)
@@ -113,14 +120,16 @@ class _Watch(threading.Thread):
 
 
 class GrammarServer:
-    """Serves the outputs that follow one grammar, from a compiled matcher.
+    """Serves the outputs of one grammar from a compiled matcher.
 
-    Masks after drafts come from a fork, which is made when the first are wanted, with the matchers as they are then. It
-    is told further tokens with the drafts that follow them. Where it has ended, which is said once, there are no masks
-    after drafts.
+    Masks after drafts come from a fork. It is created with the current matchers when such masks are first requested,
+    and receives further tokens together with the drafts after them. If the fork ends, one answer reports that, and
+    later answers have only the mask for the next token.
 
     Args:
-        channel: the socket of the messages that are answered.
+        compiled: matcher of the compiled grammar.
+        growth: growth of this process.
+        channel: socket of this process, which the fork closes.
     """
 
     def __init__(self, compiled: llguidance.LLMatcher, growth: Growth, channel: socket.socket) -> None:
@@ -131,12 +140,12 @@ class GrammarServer:
         self._credit = BURST_CPU_SECONDS
         self._mask_size = 0
         self._fork: Fork | None = None
-        self._end_reported = False  # of the fork
-        self._untold: dict[int, list[int]] = {}  # by output, tokens that the fork has not been told
-        self._drafts_credit = DRAFTS_BURST_CPU_SECONDS  # the fork's
+        self._end_reported = False  # True after an answer has reported the end of the fork
+        self._untold: dict[int, list[int]] = {}  # tokens not yet sent to the fork, by output id
+        self._drafts_credit = DRAFTS_BURST_CPU_SECONDS  # remaining allowance, used in the fork
 
     def answer(self, message: bytes) -> bytes | None:
-        """Take in an output's tokens; returns its next masks, or why it cannot go on, or nothing where it ends."""
+        """Process an output's tokens. Return the answer with its next masks or an error; None if the output ends."""
         output_id, token_ids, drafts, ends = unpack_step(message)
         if ends:
             self._matchers.pop(output_id, None)
@@ -179,7 +188,7 @@ class GrammarServer:
             os._exit(1)
 
     def _masks_after(self, output_id: int, drafts: list[int]) -> list[bytes]:
-        """Returns the masks after each draft of an output, as far as they can be had; its matcher stays where it is."""
+        """Return the masks after each draft of an output, as far as available. The output's matcher does not change."""
         if self._fork is None:
             self._fork = Fork(self._draft_masks, self._channel)
         answer = self._fork.ask(pack_step(output_id, self._untold.pop(output_id, ()), drafts))
@@ -192,9 +201,10 @@ class GrammarServer:
     # --- in the fork ---
 
     def _draft_masks(self, message: bytes) -> bytes | None:
-        """Take in an output's tokens; returns the masks after each draft that follows them.
+        """Process an output's tokens. Return the masks after each draft that follows them.
 
-        They end where one cannot be computed. After a draft that is not allowed they are empty: nobody asks for them.
+        The list ends at the first mask that cannot be computed. After a draft that is not allowed, masks are empty,
+        because they are not used.
         """
         output_id, token_ids, drafts, ends = unpack_step(message)
         if ends:
@@ -202,7 +212,7 @@ class GrammarServer:
             return None
         started, matcher = time.process_time(), self._matcher(output_id)
         consume(matcher, token_ids)
-        ahead = matcher.deep_copy()  # not to be rolled back: a draft may lead to a state that is too complex
+        ahead = matcher.deep_copy()  # a copy, because rolling back fails after a state that is too complex
         signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
         num_allowed = ahead.validate_tokens(drafts)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -227,7 +237,10 @@ class GrammarServer:
 
 
 def consume(matcher: llguidance.LLMatcher, token_ids: list[int]) -> None:
-    """Go on past tokens, in a bounded time for each. Raises ValueError if one is not allowed, or is too complex."""
+    """Advance a matcher by tokens, with a time limit for each.
+
+    Raises ValueError if a token is not allowed or too complex.
+    """
     for token_id in token_ids:
         signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
         is_allowed = matcher.consume_token(token_id)
@@ -237,7 +250,7 @@ def consume(matcher: llguidance.LLMatcher, token_ids: list[int]) -> None:
 
 
 def mask_after(matcher: llguidance.LLMatcher, token_ids: list[int]) -> bytes:
-    """Go on past tokens; returns which may come next. Raises ValueError as :func:`consume` does."""
+    """Advance a matcher by tokens. Return the mask of the next token. Raises ValueError as :func:`consume` does."""
     consume(matcher, token_ids)
     signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
     mask = bytes(matcher.compute_bitmask())
@@ -252,10 +265,10 @@ def first_line(message: str) -> str:
 
 
 def compile_grammar(tokenizer: llguidance.LLTokenizer, wanted: bytes) -> llguidance.LLMatcher:
-    """Compile what a request asks for, and see that something matches it. Leaves the clock running.
+    """Compile a request's grammar, and check that some token matches it. The CPU timer keeps running.
 
     Raises:
-        ValueError: it is no grammar, or too large, or asks for what cannot be enforced.
+        ValueError: the grammar is invalid, too large, or has constraints that cannot be enforced.
     """
     try:
         source = grammar_source(json.loads(wanted))
@@ -275,8 +288,8 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, wanted: bytes) -> llguida
 
 
 def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> None:
-    """Compile the grammar that comes over a socket, then serve its outputs until the socket closes."""
-    gc.freeze()  # a collection would write to the pages of what this was forked off: CPU time, and memory
+    """Compile the grammar received from a socket, then serve its outputs until the socket closes."""
+    gc.freeze()  # a garbage collection would copy the parent's pages, which costs CPU time and memory
     growth = Growth()
     watch = _Watch(channel, growth)
     wanted = receive(channel)
@@ -298,12 +311,12 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
 
 
 def main(control: socket.socket) -> None:
-    """Load the tokenizer that comes over ``control``, then fork for every socket that comes after it.
+    """Load the tokenizer received from ``control``, then fork for every socket received after it.
 
-    The first message has the number of logits and the end-of-sequence ids, the second the tokenizer's JSON; an answer
-    says that it is loaded (empty), or why not.
+    The first message has the number of logits and the end-of-sequence ids, the second the tokenizer's JSON. The answer
+    is empty if the tokenizer was loaded, and the reason of the failure otherwise.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks leave nothing to wait for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped automatically
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     options = json.loads(receive(control))
     try:
@@ -313,7 +326,7 @@ def main(control: socket.socket) -> None:
         return
     control.sendall(framed(b""))
     with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # nobody reads it any more
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # the engine has stopped reading it
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not message:
@@ -329,7 +342,7 @@ def main(control: socket.socket) -> None:
                     control.close()
                     serve_grammar(channel, tokenizer)
                 finally:
-                    os._exit(0)  # whatever ended it: the closed socket tells the engine
+                    os._exit(0)  # on any error, the closed socket notifies the engine
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a request asks for, as a grammar in llguidance's own form. Loads no other package."""
+"""Converts structured output parameters to a grammar in llguidance's format. Loads no other package."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from metal_engine.json_schemas.closed import closed
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Without a limit, small models write white space for ever.
+# Without a limit, small models can write white space forever.
 _WHITESPACE = r"[ \t\r\n]{1,20}"
 
 
 def grammar_source(wanted: Mapping[str, Any]) -> str:
-    """The grammar of the fields of :class:`metal_engine.sampling_params.StructuredOutputsParams`.
+    """Return the grammar for fields of :class:`metal_engine.sampling_params.StructuredOutputsParams`.
 
     Raises:
-        ValueError: it cannot be read.
-        RecursionError: it is nested too deeply.
+        ValueError: the grammar cannot be read.
+        RecursionError: the grammar is nested too deeply.
     """
     if wanted.get("regex") is not None:
         return llguidance.LLMatcher.grammar_from_regex(wanted["regex"])

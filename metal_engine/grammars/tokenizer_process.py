@@ -1,4 +1,4 @@
-"""The process that has loaded the tokenizer, as the engine sees it: started when the first grammar comes."""
+"""Engine side of the process that has loaded the tokenizer, which is started for the first grammar."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from metal_engine.cancellation import check_cancelled
 from metal_engine.grammars.messages import BUFFER_BYTES, LENGTH, framed
 
 _MODULE = "metal_engine.grammars.process"
-# How often somebody who waits looks whether its asker has left.
+# Interval at which a waiting request checks for cancellation.
 _POLL_MILLISECONDS = 20
-# For what is bounded in CPU time, on a machine that is very busy.
+# Wait for work that is limited in CPU time, on a very busy machine.
 _WAIT_SECONDS = 60.0
 
 
 class GrammarProcessError(Exception):
-    """A process that is needed for grammars cannot be started."""
+    """Raised if a process for grammars cannot be started."""
 
 
 def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> bytes | None:
-    """The next message; None if the other end has gone or does not answer.
+    """Receive the next message. Return None if the peer has closed the socket or does not answer.
 
     Args:
-        is_shared: others wait for it too.
+        is_shared: True if several requests wait for the message. The cancellation of one request is ignored then.
 
     Raises:
-        Cancelled: whoever asked for it has left, unless it is shared.
+        Cancelled: the request was cancelled, and ``is_shared`` is False.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
     message = bytearray()
@@ -51,7 +51,7 @@ def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> byt
                     return None
                 continue
             part = channel.recv(size - len(message))
-        except (OSError, ValueError):  # closed, by another thread
+        except (OSError, ValueError):  # closed by another thread
             return None
         if not part:
             return None
@@ -62,12 +62,12 @@ def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> byt
 
 
 class TokenizerProcess:
-    """Starts a process for each grammar, all of them forks of one that has loaded the tokenizer. Thread-safe.
+    """Starts a process for each grammar by forking a process that has loaded the tokenizer. Thread-safe.
 
     Args:
-        tokenizer_json: the tokenizer as Hugging Face's library writes it.
+        tokenizer_json: tokenizer as serialized by the Hugging Face library.
         vocab_size: number of logits.
-        eos_token_ids: end-of-sequence ids below that.
+        eos_token_ids: end-of-sequence ids below ``vocab_size``.
     """
 
     def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -78,10 +78,10 @@ class TokenizerProcess:
         self._lock = threading.Lock()
 
     def connect(self) -> socket.socket:
-        """Returns a socket to a new process, which waits for its grammar.
+        """Return a socket to a new process, which waits for its grammar.
 
         Raises:
-            GrammarProcessError: it cannot be started.
+            GrammarProcessError: the process cannot be started.
         """
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
@@ -92,14 +92,14 @@ class TokenizerProcess:
                     self._start()
                     assert self._control is not None
                     if not self._hand_over(self._control, theirs):
-                        raise GrammarProcessError("it ended at once")
+                        raise GrammarProcessError("the process ended at once")
             except BaseException:
                 ours.close()
                 raise
         return ours
 
     def _hand_over(self, control: socket.socket, theirs: socket.socket) -> bool:
-        """Have a process forked for a socket. Returns False if there is nobody to do it."""
+        """Request a fork for a socket. Return False if the forking process has ended."""
         try:
             socket.send_fds(control, [b"f"], [theirs.fileno()])
         except OSError:
@@ -112,7 +112,7 @@ class TokenizerProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         try:
             with theirs:
-                # The whole interpreter is started anew: a fork would have our threads' locks, and MLX.
+                # Starts a new interpreter: a fork would inherit the locks of other threads, and MLX.
                 process = subprocess.Popen(
                     [sys.executable, "-m", _MODULE, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
@@ -120,7 +120,7 @@ class TokenizerProcess:
                     stderr=subprocess.PIPE,
                     env=environment,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # an interrupt from the terminal is ours
+                    start_new_session=True,  # a terminal's interrupt must not reach this process
                 )
         except (OSError, ValueError, TypeError) as error:
             ours.close()
@@ -128,7 +128,7 @@ class TokenizerProcess:
         assert process.stderr is not None
         with process.stderr as stderr:
             self._end = end = weakref.finalize(self, _end_process, ours, process)
-            with contextlib.suppress(OSError):  # if it has ended, there is no answer either
+            with contextlib.suppress(OSError):  # if the process has ended, the answer below is None
                 ours.sendall(framed(self._options) + framed(self._tokenizer_json))
             answer = receive_patiently(ours, is_shared=True)
             if answer != b"":
@@ -139,13 +139,16 @@ class TokenizerProcess:
         self._control = ours
 
     def close(self) -> None:
-        """End the process, and whoever waits for it. Those of single grammars end when nobody uses them any more."""
+        """End the process and abort calls that wait for it.
+
+        Processes of single grammars end when they become unused.
+        """
         end, self._control = self._end, None
         if end is not None:
             end()
 
 
 def _end_process(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    process.kill()  # before the socket, which another thread may be reading: it meets the end
+    process.kill()  # before closing the socket: another thread that reads it then sees its end
     process.wait()
     control.close()

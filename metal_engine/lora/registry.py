@@ -1,4 +1,4 @@
-"""The adapters of an engine: which are loaded, under which names, in which slots."""
+"""Registry of an engine's LoRA adapters: their names and their slots."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from metal_engine.lora.files import AdapterFile, open_adapter
 from metal_engine.lora_adapter import Adapter, AdapterTargets
 from metal_engine.settings.model_names import problem_of_name
 
-Weights = tuple[np.ndarray, np.ndarray]  # a [inputs, rank], b [rank, outputs]; float32
+Weights = tuple[np.ndarray, np.ndarray]  # A [inputs, rank] and B [rank, outputs], float32
 SetWeights = Callable[[int, Mapping[str, Weights | None]], Iterator[int]]
-# Layers whose weights are read at once; bytes of weights that are put into their slots between two steps: some 5 ms.
+# Numbers of layers and of bytes of weights that are read, and copied into slots, at once. Copying takes some 5 ms.
 _PIECE_LAYERS, _PIECE_BYTES = 8, 2 << 20
 
 
 class RunInEngine(Protocol):
-    """Calls a function in the engine's thread, between two steps, and waits for it."""
+    """Function that runs another function in the engine's thread, between two steps, and waits for it."""
 
     def __call__(self, function: Callable[[], None]) -> None: ...
 
 
 class AdapterRegistry:
-    """Finds adapters by their names, loads and unloads them. Thread-safe.
+    """Registry that finds, loads and unloads LoRA adapters by name. Thread-safe.
 
-    A slot belongs to its :class:`Adapter` for as long as anything refers to that: so one that is unloaded while
-    requests use it keeps its weights until they have ended.
+    A slot belongs to its :class:`Adapter` as long as the Adapter object is referenced. An unloaded adapter therefore
+    keeps its weights until the requests that use it have ended.
 
     Args:
-        targets: the layers that adapters may add to.
-        max_loras: adapters at once.
-        max_rank: largest rank.
-        set_weights: puts what an adapter adds to some layers into its slot, part by part, and says how many bytes each
-            part has; what it returns is used in the engine's thread.
+        targets: layers that adapters may modify.
+        max_loras: maximum number of adapters loaded at once.
+        max_rank: maximum LoRA rank.
+        set_weights: writes an adapter's weights for some layers into its slot. Returns an iterator, which is consumed
+            in the engine's thread: each item is the size in bytes of the part just written.
     """
 
     def __init__(self, targets: AdapterTargets, max_loras: int, max_rank: int, set_weights: SetWeights) -> None:
@@ -58,7 +58,7 @@ class AdapterRegistry:
 
     @property
     def adapters(self) -> list[Adapter]:
-        """Those that are loaded, in order."""
+        """Loaded adapters in the order of loading."""
         return list(self._adapters.values())
 
     def load(
@@ -71,13 +71,14 @@ class AdapterRegistry:
         in_place: bool = False,
         base_model_name: str | None = None,
     ) -> Adapter:
-        """Read an adapter and put it into a free slot; takes long, and one at a time.
+        """Read an adapter and copy it into a free slot. Takes long. One adapter is loaded at a time.
 
         Args:
-            path: of its folder; where ``within`` is given, below that.
-            within: where its files must be, links followed.
-            in_place: whether it may take the place of one of that name, which requests that have it still use. Where no
-                slot is free it takes that one's, which no request may have then; meanwhile there is none of that name.
+            path: path of the adapter's folder, relative to ``within`` if given.
+            within: folder that must contain the adapter's files, after symbolic links are resolved.
+            in_place: True if the adapter may replace a loaded adapter of the same name. Requests that use the old
+                adapter continue with it. If no slot is free, the new adapter takes the old adapter's slot. Then no
+                request may use the old adapter, and until the load has finished, no adapter has the name.
 
         Raises:
             AdapterError: the files are unreadable or do not fit the model, the name is taken or has an invisible
@@ -116,29 +117,32 @@ class AdapterRegistry:
         return adapter
 
     def _slot_for(self, name: str, file: AdapterFile) -> int:
-        """Take a free slot, or that of the adapter of this name, which is forgotten. Raises AdapterError for none."""
+        """Take a free slot, or unload the adapter of this name and take its slot.
+
+        Raises AdapterError if there is no slot.
+        """
         if not self._free_slots and name in self._adapters:
             for _ in self._pieces(file):
-                pass  # weights that are refused cost nobody the adapter that is there
+                pass  # validates the new weights before the old adapter is unloaded
             if (old := self._adapters.pop(name, None)) is not None:
                 reference = weakref.ref(old)
                 del old
                 while (old := reference()) is None and not self._free_slots:
-                    time.sleep(0)  # another thread has just let it go, and is about to free its slot
+                    time.sleep(0)  # another thread is just releasing the adapter and will free its slot
                 if old is not None:
                     self._adapters[name] = old
         try:
             return self._free_slots.popleft()
         except IndexError:
             raise AdapterError(
-                f"no room for the LoRA adapter {name!r}: all {self.max_loras} of --max-loras are in use; unload one, "
-                "and let its requests end",
+                f"no room for the LoRA adapter {name!r}: all {self.max_loras} of --max-loras are in use; unload an "
+                "adapter, and wait until its requests have ended",
                 "lora_name",
             ) from None
 
     @staticmethod
     def _put_piece(parts: Iterator[int], run: RunInEngine) -> None:
-        """Have weights put into their slot, so many bytes between two steps."""
+        """Copy weights into their slot, about ``_PIECE_BYTES`` bytes between two steps."""
         is_done = False
 
         def put_some() -> None:
@@ -154,7 +158,7 @@ class AdapterRegistry:
             run(put_some)
 
     def _pieces(self, file: AdapterFile) -> Iterator[dict[str, Weights | None]]:
-        """What an adapter adds to each layer, None for nothing, a few layers at a time."""
+        """Yield the adapter's weights for a few layers at a time. None stands for an unmodified layer."""
         own = set(file.modules)
         piece: dict[str, Weights | None] = {}
         num_bytes = 0
@@ -167,5 +171,5 @@ class AdapterRegistry:
         yield piece
 
     def unload(self, name: str) -> bool:
-        """Forget a name; the adapter's slot is free when no request uses it any more. Returns whether there was one."""
+        """Remove an adapter by name. Its slot becomes free after its last request. Return False for an unknown name."""
         return self._adapters.pop(name, None) is not None

@@ -1,4 +1,4 @@
-"""Models that wait to be loaded, and the rule by which they go."""
+"""Queue of model loads and the rule that picks the next one."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from metal_engine.model_pool.model_entry import Load, ModelEntry, ModelState
 
 
 class LoadQueue:
-    """Loads in the order in which they were asked for. Changes no model.
+    """Queued loads in the order of their requests. Changes no model.
 
-    A load goes when there is room for it at once, in free memory or in that of models that nobody uses. For the first
-    one that finds none, models in use are closed: they get no new requests. Until they are gone, loads with room at
-    once go before it, but for those of the models that were closed for it. After that nothing goes before it: so it
-    waits for requests that were there when it came, and for those of models that were loaded meanwhile, and no longer.
+    The rule that picks the next load:
+
+    - A load may start if its memory is available at once: free, or held by idle models.
+    - For the first load without such memory, models in use are closed. They get no new requests.
+    - Until these victims are unloaded, other loads that fit at once may start first, except loads of the victims.
+    - After that, no load may start before this first load.
+
+    The first load therefore waits only for requests that ran when it arrived, and for requests of models that were
+    loaded in the meantime.
     """
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
         self._loads: list[Load] = []
-        self.first: Load | None = None  # the one that models in use are closed for
+        self.first: Load | None = None  # load for which models in use are closed
 
     def __iter__(self) -> Iterator[Load]:
         return iter(self._loads)
@@ -33,18 +38,18 @@ class LoadQueue:
         return bool(self._loads)
 
     def add(self, load: Load) -> None:
-        """Put a load where it belongs: one that has been tried before goes back to its place."""
+        """Insert a load by the time of its request. A load that is retried returns to its place."""
         bisect.insort(self._loads, load, key=lambda one: one.asked_at)
 
     def remove(self, load: Load) -> None:
-        """Take a load out, if it is in."""
+        """Remove a load, if it is queued."""
         if load in self._loads:
             self._loads.remove(load)
         if load is self.first:
             self.first = None
 
     def next(self) -> Load | None:
-        """The load that is to begin now; None if there is none that may."""
+        """Return the load to start now, or None."""
         if self.first is not None and self.first.victims and not self._are_closing():
             self.first.is_due = True
         return next((load for load in self._loads if self._may_go(load)), None)
@@ -58,21 +63,27 @@ class LoadQueue:
         return not self._lacks_room(load)
 
     def _lacks_room(self, load: Load) -> bool:
-        """Whether a load is known to find no room at once; one that may not wait for any is told when it claims it."""
+        """Return True if the memory of a load is known and not available at once.
+
+        False for a load that may not evict: it fails when it claims its memory.
+        """
         return bool(load.num_bytes) and load.may_evict and not self._budget.has_room(load.entry, load.num_bytes)
 
     def _are_closing(self) -> bool:
         return self.first is not None and any(one.is_closing for one in self.first.victims)
 
     def close_for_first(self) -> list[ModelEntry]:
-        """Models in use that are to be closed now for the first load that lacks room; they become its victims."""
+        """Choose the models in use to close for the first load that lacks memory, and record them as its victims.
+
+        Return an empty list if no model is to be closed now.
+        """
         if self.first is None:
             lacking = (one for one in self._loads if one.entry.state is ModelState.UNLOADED and self._lacks_room(one))
             self.first = next(lacking, None)
         first = self.first
         if first is None or self._are_closing() or not self._lacks_room(first):
             return []
-        # None while another is loaded, which cannot go: it is looked again when that is done.
+        # No victims are found if too much memory belongs to a model that is being loaded. Retried after that.
         found = self._budget.victims(first.entry, first.num_bytes, also_used=True) or []
         first.victims = tuple(one for one in found if not one.is_idle)
         return list(first.victims)

@@ -1,4 +1,4 @@
-"""One model's load, in its thread: what it asks of the registry, and how its failure is told."""
+"""Load of one model in a thread: its access to the registry, and its errors."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from metal_engine.settings.config import DeviceInfo, EngineConfig
 if TYPE_CHECKING:
     from metal_engine.model_pool.registry import ModelRegistry
 
-# How often a model's thread that waits for memory looks whether the registry has been closed.
+# Interval at which a thread that waits for memory checks whether the registry was closed.
 _CLOSED_SECONDS = 0.5
 
 _ANY_BYTES = 1 << 62
 
 
 class RegistryShare:
-    """A model's share of the device (:class:`metal_engine.engine.device_access.DeviceAccess`).
+    """A model's access to the device, granted by the registry (:class:`metal_engine.engine.device_access.DeviceAccess`).
 
     Attributes:
-        signature: of the model's files, before any of them was read.
+        signature: signature of the model's files, taken before any file was read.
     """
 
     def __init__(self, registry: ModelRegistry, load: Load, loop: asyncio.AbstractEventLoop) -> None:
@@ -52,7 +52,7 @@ class RegistryShare:
     def claim(self, num_bytes: int, loading_bytes: int = 0, step_bytes: int | None = 0) -> None:
         self.check_fits(num_bytes)
         most = self._registry.memory_bytes
-        if not self._load.num_bytes:  # it is not known from before
+        if not self._load.num_bytes:  # first load: the model's size is not known yet
             loading_bytes = most if step_bytes is None else max(loading_bytes, num_bytes + step_bytes)
         wanted = max(num_bytes, min(loading_bytes, most))
         future = asyncio.run_coroutine_threadsafe(self._registry.claim(self._load, wanted), self._loop)
@@ -60,8 +60,8 @@ class RegistryShare:
             try:
                 return future.result(_CLOSED_SECONDS)
             except TimeoutError:
-                if self._registry.is_closed:  # nobody runs the loop any more
-                    raise ModelLoadError(f"{self._load.entry.name} is not wanted any more") from None
+                if self._registry.is_closed:  # the event loop has ended
+                    raise ModelLoadError(f"the load of {self._load.entry.name} was cancelled") from None
 
     def settle(self, config: EngineConfig) -> tuple[int, int]:
         return self._registry.settle(self._load.entry, config.step_bytes)
@@ -70,22 +70,22 @@ class RegistryShare:
 def load_in_thread(
     source: ModelSource, share: RegistryShare, turns: FairDeviceLock, threads: EngineThreads
 ) -> LoadedEngine:
-    """Load a model. An error keeps no frame alive, for a frame may keep weights.
+    """Load a model. Clears the frames of an error's traceback, because a frame can keep weights in memory.
 
     Raises:
-        ModelLoadError: or a type of it; whatever went wrong.
+        ModelLoadError: any failure, possibly as a subclass.
     """
     try:
         share.signature = source.signature()
         return source.start(share, turns, threads)
-    except Exception as error:  # noqa: BLE001  (raised again)
+    except Exception as error:  # noqa: BLE001  (raised below)
         failure = to_model_load_error(error)
         _forget_frames(error)
     raise failure
 
 
 def to_model_load_error(error: Exception) -> ModelLoadError:
-    """An error anew, as one of loading a model."""
+    """Return a new ModelLoadError, or subclass, with an error's message. It has no traceback."""
     if isinstance(error, ModelTooLargeError):
         return ModelTooLargeError(str(error), error.missing_bytes)
     for kind in (NoRoomError, LoadCancelledError):
@@ -95,7 +95,7 @@ def to_model_load_error(error: Exception) -> ModelLoadError:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Clear the frames that an error went through, and those before it that it was raised for."""
+    """Clear the traceback frames of an error and of all exceptions in its cause and context chain."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

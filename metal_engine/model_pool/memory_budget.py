@@ -1,4 +1,4 @@
-"""The memory that several models share: what is free of it, and who has to go for another."""
+"""Memory budget shared by several models: how much is free, and which models to unload to make room for another."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from metal_engine.settings.fields import format_size
 
 
 class MemoryBudget:
-    """What models may take of the device's memory together. Changes no model.
+    """Device memory that all models together may use. Changes no model.
 
     Args:
-        memory_bytes: all of it.
-        entries: those that share it; grows as models are added.
+        memory_bytes: size of the budget in bytes.
+        entries: models that share the budget. The sequence grows as models are added.
     """
 
     def __init__(self, memory_bytes: int, entries: Sequence[ModelEntry]) -> None:
@@ -23,15 +23,18 @@ class MemoryBudget:
 
     @property
     def taken_bytes(self) -> int:
-        """What all models have, or have claimed."""
+        """Memory reserved by all models, in bytes."""
         return sum(one.num_bytes for one in self._entries)
 
     def free_for(self, entry: ModelEntry) -> int:
-        """Bytes that a model may have without another one's going; what it has already is among them."""
+        """Return the memory that a model can have without unloading others, in bytes.
+
+        Includes the memory that the model has reserved already.
+        """
         return self.memory_bytes - self.taken_bytes + entry.num_bytes
 
     def check_fits(self, entry: ModelEntry, num_bytes: int) -> None:
-        """Raises ModelTooLargeError for more than all models may take; in any thread."""
+        """Raise ModelTooLargeError if ``num_bytes`` exceeds the budget. Can be called in any thread."""
         missing = num_bytes - self.memory_bytes
         if missing > 0:
             message = (
@@ -41,25 +44,28 @@ class MemoryBudget:
             raise ModelTooLargeError(message, missing)
 
     def out_of_memory_error(self, entry: ModelEntry, num_bytes: int) -> NoRoomError:
-        """That a model does not fit beside those that are loaded: how much is missing. Before its step is measured."""
+        """Return the error for a model that does not fit beside the loaded models. It states the missing memory.
+
+        Raised before the model's largest step is measured, so its size is an estimate.
+        """
         free = self.free_for(entry)
         return NoRoomError(
-            f"{entry.name} takes up to {format_size(num_bytes)} while it is loaded (what its largest step takes is an "
-            f"estimate), and {format_size(free)} are free beside the models that are loaded: "
+            f"{entry.name} takes up to {format_size(num_bytes)} during loading (an estimate, since its largest step is "
+            f"not measured yet), and {format_size(free)} are available while the loaded models stay in memory: "
             f"{format_size(num_bytes - free)} are missing"
         )
 
     def victims(self, entry: ModelEntry, num_bytes: int, *, also_used: bool) -> list[ModelEntry] | None:
-        """Those that have to go so that a model may have so many bytes in all: none more than that takes.
+        """Choose the models to unload so that a model can have ``num_bytes`` in total. Chooses no more than needed.
 
-        Those that go already come first, then those that nobody uses, then those in use; of each the least recently
-        used first.
+        The order of preference is: models that are closing, idle models, models in use. The least
+        recently used model comes first in each group.
 
         Args:
-            also_used: whether those that requests use may be among them.
+            also_used: True if models in use may be chosen.
 
         Returns:
-            None if all that may go are not enough.
+            The chosen models; None if unloading all candidates would not free enough memory.
         """
         missing = num_bytes - self.free_for(entry)
         may_go = [one for one in self._entries if one is not entry and one.num_bytes and _may_go(one, also_used)]
@@ -72,14 +78,14 @@ class MemoryBudget:
             missing -= one.num_bytes
         if missing > 0:
             return None
-        for one in reversed(found[:]):  # a small one need not go where a large one has to
+        for one in reversed(found[:]):  # keep small models if a later, larger victim frees enough
             if missing + one.num_bytes <= 0:
                 found.remove(one)
                 missing += one.num_bytes
         return found
 
     def has_room(self, entry: ModelEntry, num_bytes: int) -> bool:
-        """Whether there is room at once: in what is free, or in what models have that nobody uses."""
+        """Return True if free memory and the memory of idle models together are enough."""
         return self.victims(entry, num_bytes, also_used=False) is not None
 
 

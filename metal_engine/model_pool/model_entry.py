@@ -1,4 +1,4 @@
-"""One of several models: where it stands, who uses it, what it takes."""
+"""Data about one registered model: its state, its requests and its memory."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ class ModelState(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class LoadedEngine:
-    """A model that has been loaded: its engine, and how it writes answers."""
+    """Engine and response format of a loaded model."""
 
     engine: AsyncEngine
     answer_format: AnswerFormat
 
 
-# Loads a model and blocks until it is ready; called in a thread. Raises what loading raises.
+# Loads a model and blocks until it is ready. Called in a thread. Raises the errors of loading.
 Start = Callable[[DeviceAccess, FairDeviceLock, EngineThreads], LoadedEngine]
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from.
+    """Functions that load a model and check its files.
 
     Attributes:
-        signature: of its files: differs when they have changed; called in a thread.
+        start: loads the model.
+        signature: returns a value that changes when the model's files change. Called in a thread.
     """
 
     start: Start
@@ -48,11 +49,12 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class FailedLoad:
-    """Why a model could not be loaded, so that its files are not read again for nothing.
+    """Record of a failed load, which avoids reading unchanged files again.
 
     Attributes:
-        signature: of its files before they were read.
-        until: when it is worth another try whatever the files are, in seconds of ``time.monotonic``.
+        error: error to raise for further requests.
+        signature: signature of the files, taken before they were read.
+        until: time after which the load is tried again even with unchanged files, in seconds of ``time.monotonic``.
     """
 
     error: Exception
@@ -62,17 +64,19 @@ class FailedLoad:
 
 @dataclass(eq=False)
 class Load:
-    """A load that was asked for: those who wait for it, and its end.
+    """Requested load of a model, shared by all requests that wait for the model.
 
     Attributes:
-        done: None once the model is loaded, or why it could not be.
-        may_evict: others may be unloaded for it.
-        num_bytes: what the model takes, as far as it is known; 0 until then.
-        is_cancelled: the model was unloaded meanwhile.
-        was_given_up: its thread has noticed that nobody wants it, where memory is claimed, or the device.
-        lacks_room: its thread has found that it has to wait for others to go.
-        victims: models that were in use and have been closed for it.
-        is_due: those are gone: no other load goes before it.
+        done: future that resolves to None when the model is loaded, or raises the reason of the failure.
+        may_evict: True if other models may be unloaded for it.
+        num_bytes: memory of the model in bytes, as claimed so far; 0 before the first claim.
+        num_waiting: number of callers that await the load.
+        is_cancelled: True if the model was unloaded in the meantime.
+        was_given_up: True if the load's thread found the load unwanted when it claimed memory or the device.
+        lacks_room: True if the load's thread found that other models have to be unloaded first.
+        victims: models in use that were closed for this load.
+        is_due: True once the victims are unloaded. Then no other load may start before this load.
+        asked_at: time of the request in seconds of ``time.monotonic``.
     """
 
     entry: ModelEntry
@@ -89,31 +93,35 @@ class Load:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody waits for it; in any thread."""
+        """True if the load has waiters and is not cancelled. Can be read in any thread."""
         return not self.is_cancelled and self.num_waiting > 0
 
 
 @dataclass(eq=False)
 class ModelEntry:
-    """A model that the registry knows. Belongs to the event loop.
+    """Registered model. Belongs to the event loop.
 
     Attributes:
-        name: by which it was registered; other names may lead to it.
-        running: while it is loaded.
-        num_bytes: of the device's memory that it has, or has claimed so far.
-        step_bytes: what its largest step takes, of them.
-        num_leases: requests that use it.
-        load: the one that is under way or waits for its turn; None if there is none.
-        loaded_by: the one that loaded it.
-        closed_for: the load that it is to go for, and need not if that is given up; None if it goes for good.
-        known_bytes: what it took when it was last looked at.
-        failed: why it is not tried again at once.
-        is_closing: it is to be unloaded: new requests wait until it is loaded again.
-        last_used: when a request began or ended to use it, in seconds of ``time.monotonic``.
-        error: why the last load failed, or its engine ended; None if all is well.
-        num_loads: how often it has been loaded.
-        starting: the thread's work that loads it; ``ending``: its engine, while that is being shut down.
-        max_model_len: tokens of its longest request; None until it has been loaded.
+        name: name under which the model was registered. Additional names may refer to the same entry.
+        running: engine and response format while the model is loaded.
+        num_bytes: device memory reserved for the model so far, in bytes.
+        step_bytes: part of ``num_bytes`` that the model's largest step takes.
+        num_leases: number of requests that use the model.
+        load: queued or running load; None if there is none.
+        loaded_by: load that loaded the model.
+        closed_for: load that needs this model's memory. If it is cancelled, the model stays loaded. None if the model
+            is unloaded in any case.
+        known_bytes: memory that the model claimed last, in bytes; 0 before its first claim.
+        failed: last failed load, which blocks retries for a while.
+        is_closing: True if the model is to be unloaded. New requests wait until it is loaded again.
+        last_used: time when a request last started or ended, in seconds of ``time.monotonic``.
+        error: reason why the last load failed or the engine stopped; None if there was no error.
+        num_loads: number of successful loads.
+        max_model_len: context length in tokens; None until the model was loaded once.
+        unloading: task that unloads the model.
+        keep_alive: timer that unloads the idle model.
+        starting: future of the thread that loads the model.
+        ending: engine that is being shut down.
     """
 
     name: str
@@ -141,28 +149,28 @@ class ModelEntry:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request uses it, nor is about to, for it has just been loaded for it."""
+        """True if no request uses the model and no waiter of its load is about to."""
         return not self.num_leases and not (self.loaded_by is not None and self.loaded_by.num_waiting)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for it to be loaded."""
+        """Number of requests that wait for the model to be loaded."""
         return 0 if self.load is None else self.load.num_waiting
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended its engine; None while that runs, or there is none."""
+        """Error that ended the engine; None while the engine runs, or if the model is not loaded."""
         return None if self.running is None else self.running.engine.error
 
     def touch(self) -> None:
-        """Wake whoever waits for it to become idle, if it is."""
+        """Update the event behind :meth:`becomes_idle`."""
         if self.is_idle:
             self._idle.set()
         else:
             self._idle.clear()
 
     async def becomes_idle(self) -> None:
-        """Wait until no request uses it."""
+        """Wait until no request uses the model."""
         while not self.is_idle:
             self._idle.clear()
             await self._idle.wait()

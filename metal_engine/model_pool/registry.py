@@ -1,4 +1,4 @@
-"""Several models in one process: found by name, loaded when they are needed, unloaded when others need the memory."""
+"""Registry of the models that one process serves: finds them by name, loads them on demand, evicts idle models."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ from metal_engine.settings.fields import format_size
 
 logger = logging.getLogger(__name__)
 
-# One loads; beside it models are unloaded.
+# One thread loads a model. The other threads unload models at the same time.
 _NUM_THREADS = 3
-# After a failure a model is not tried again for so long, unless its files have changed.
+# Delay before a failed load is tried again, unless the model's files have changed.
 RETRY_SECONDS = 10.0
 
 
 class RegistryClosedError(RuntimeError):
-    """The process is about to end: nothing is loaded any more."""
+    """The server is shutting down, so no model is loaded any more."""
 
 
 class ModelRegistry:
-    """Models by name, within one budget of memory. Belongs to one event loop, but for :meth:`shutdown`.
+    """Models by name, within one memory budget. Belongs to one event loop, except for :meth:`shutdown`.
 
-    Models are loaded one at a time; :class:`LoadQueue` has the rule by which they go. One that needs room has others
-    unloaded: those without requests first, the least recently used first of all. One with requests gets no new ones
-    then; these wait until it is loaded again. So nobody waits for ever, and no request is cut off. A load that nobody
-    waits for any more is given up, and what was to go for it stays.
+    Models are loaded one at a time, in the order that :class:`LoadQueue` chooses. If a model lacks memory, other models
+    are unloaded: idle models first, and the least recently used first among them. A model in use gets no new requests
+    requests have ended, it is unloaded. New requests wait until it is loaded again.
+    This avoids starvation, and no running request is aborted. A load without waiting clients is cancelled, and its
+    victims stay loaded.
 
     Args:
-        memory_bytes: what all models may take together.
-        keep_alive: seconds for which a model stays loaded after its last request; 0: until its memory is needed.
-        threads: lend the engines theirs; ended by :meth:`shutdown`.
+        memory_bytes: memory budget of all models together, in bytes.
+        keep_alive: seconds for which a model stays loaded after its last request. 0 keeps a model until its memory is
+            needed.
+        threads: lends each engine its thread. :meth:`shutdown` ends these threads.
 
     Attributes:
-        at_unload: called with each model that is about to be unloaded, when no request uses it any more.
+        at_unload: callbacks, called with each model that is about to be unloaded, after its last request.
     """
 
     def __init__(self, memory_bytes: int, keep_alive: float = 0.0, threads: EngineThreads | None = None) -> None:
@@ -62,30 +64,30 @@ class ModelRegistry:
     # --- names ---
 
     def add(self, name: str, source: ModelSource) -> ModelEntry:
-        """Have a model that can be loaded. Raises ValueError for a name that is taken."""
+        """Register a model. Raises ValueError if the name is taken."""
         entry = ModelEntry(name, source)
         self.add_name(name, entry)
         self._entries.append(entry)
         return entry
 
     def add_name(self, name: str, entry: ModelEntry) -> None:
-        """Have a model found by one more name. Raises ValueError for one that is taken."""
+        """Register an additional name of a model. Raises ValueError if the name is taken."""
         if name in self._by_name:
             raise ValueError(f"the name {name!r} is taken")
         self._by_name[name] = entry
 
     def find(self, name: str) -> ModelEntry | None:
-        """The model of a name; None if there is none."""
+        """Return the model registered under a name, or None."""
         return self._by_name.get(name)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, in the order in which they were added."""
+        """All registered names in the order of registration."""
         return tuple(self._by_name)
 
     @property
     def memory_bytes(self) -> int:
-        """What all models may take together."""
+        """Memory budget of all models together, in bytes."""
         return self.budget.memory_bytes
 
     @property
@@ -95,25 +97,25 @@ class ModelRegistry:
     # --- use ---
 
     def is_ready(self, entry: ModelEntry) -> bool:
-        """Whether a request for a model would not have to wait."""
+        """Return True if a request could use the model without waiting."""
         return entry.state is ModelState.LOADED and not entry.is_closing and entry.failure is None
 
     async def use(self, entry: ModelEntry, *, may_evict: bool = True) -> LoadedEngine:
-        """Have a model for one request, until :meth:`release`; loads it if it has to.
+        """Lease a model for one request, until :meth:`release`. Load the model if necessary.
 
         Args:
-            may_evict: whether others may be unloaded for it.
+            may_evict: True if other models may be unloaded for it.
 
         Raises:
-            ModelLoadError: it cannot be loaded, or could not be just now and its files are the same.
-            LoadCancelledError: it was unloaded meanwhile.
-            NoRoomError: others would have to be unloaded for it.
-            ModelTooLargeError: it never fits.
-            RegistryClosedError: the process is about to end.
+            ModelLoadError: loading failed, or failed recently and the model's files have not changed since.
+            LoadCancelledError: the model was unloaded while the request waited.
+            NoRoomError: other models would have to be unloaded, and ``may_evict`` is False.
+            ModelTooLargeError: the model exceeds the memory budget.
+            RegistryClosedError: the server is shutting down.
         """
         load: Load | None = None
         while True:
-            # One that was loaded for this request is used, even if it is to be unloaded after that.
+            # A model loaded for this request serves the request, even if an unload is pending.
             if self.is_ready(entry) or (load is not None and load is entry.loaded_by and entry.failure is None):
                 assert entry.running is not None
                 entry.num_leases += 1
@@ -132,12 +134,15 @@ class ModelRegistry:
                 load.num_waiting -= 1
                 entry.touch()
                 if load in self._queue and not load.is_wanted:
-                    self._finish(load, LoadCancelledError(f"nobody waits for {entry.name} any more"))
-                self._start_timer(entry)  # if all have left that it was loaded for
+                    self._finish(load, LoadCancelledError(f"no request waits for {entry.name} any more"))
+                self._start_timer(entry)  # in case all waiters have disconnected
                 self._go_on()
 
     async def _check_failed(self, entry: ModelEntry, failed: FailedLoad) -> None:
-        """Raises what a model could not be loaded for, if another try is not worth it yet; else forgets it."""
+        """Re-raise the last load error if the retry delay has not passed and the model's files are unchanged.
+
+        Otherwise, clear the error.
+        """
         if time.monotonic() < failed.until:
             signature = await asyncio.get_running_loop().run_in_executor(self._threads, entry.source.signature)
             if signature == failed.signature:
@@ -146,7 +151,7 @@ class ModelRegistry:
             entry.failed = None
 
     def release(self, entry: ModelEntry) -> None:
-        """End one use of a model."""
+        """End one request's lease of a model."""
         entry.num_leases -= 1
         entry.last_used = time.monotonic()
         entry.touch()
@@ -154,15 +159,15 @@ class ModelRegistry:
         self._go_on()
 
     async def load(self, entry: ModelEntry, *, may_evict: bool = True) -> None:
-        """Have a model loaded, without using it. Takes and raises what :meth:`use` does."""
+        """Load a model without using it. Takes the arguments and raises the errors of :meth:`use`."""
         await self.use(entry, may_evict=may_evict)
         self.release(entry)
 
     async def unload(self, entry: ModelEntry) -> None:
-        """Unload a model when its requests have ended.
+        """Unload a model after its running requests have ended.
 
-        A load that waits is given up at once; one that is under way, as soon as its thread notices. Who waits for it is
-        told so at once, as a LoadCancelledError.
+        A queued load is cancelled at once, a running load as soon as its thread checks for cancellation. Requests that
+        wait for the model get a LoadCancelledError at once.
         """
         if entry.load is not None:
             entry.load.is_cancelled = True
@@ -175,20 +180,23 @@ class ModelRegistry:
     # --- loading, one after the other ---
 
     def _ask(self, entry: ModelEntry, may_evict: bool) -> Load:
-        """The load that is to come for a model."""
+        """Return the pending load of a model. Queue a new load if there is none."""
         if self.is_closed:
             raise RegistryClosedError("the server is shutting down")
         if entry.load is None:
             done = asyncio.get_running_loop().create_future()
             entry.load = Load(entry, done, may_evict, entry.known_bytes)
             self._queue.add(entry.load)
-            # When the caller has begun to wait for it.
+            # Deferred until the caller is counted as a waiter: a load without waiters is not wanted.
             asyncio.get_running_loop().call_soon(self._go_on)
         entry.load.may_evict |= may_evict
         return entry.load
 
     def _go_on(self) -> None:
-        """Begin with the next load if there is none under way and one may go, and see who has to go for the others."""
+        """Start the next load if none is running, and close models whose memory the queued loads need.
+
+        Also resolves queued loads of models that are ready.
+        """
         if self.is_closed or not self._queue:
             return
         for load in list(self._queue):
@@ -199,26 +207,27 @@ class ModelRegistry:
         if self._loading is None and (load_now := self._queue.next()) is not None:
             self._queue.remove(load_now)
             self._reopen_victims(load_now)
-            if load_now.num_bytes and load_now.may_evict:  # what is idle now is to be idle when memory is claimed
+            # Close idle victims now: requests could start on them before the load claims their memory.
+            if load_now.num_bytes and load_now.may_evict:
                 idle = self.budget.victims(load_now.entry, load_now.num_bytes, also_used=False)
                 for entry in idle or ():
                     self._close(entry)
             load_now.entry.state = ModelState.LOADING
             self._loading = load_now, asyncio.ensure_future(self._run(load_now))
-            self._go_on()  # who waits for those that stay is served
+            self._go_on()  # resolves the loads of models that were reopened
         for entry in self._queue.close_for_first():
             self._close(entry, self._queue.first)
 
     async def _run(self, load: Load) -> None:
-        """Try a load; put it back into the queue if it has to wait."""
+        """Run a load. Requeue the load if it has to wait for memory."""
         load.lacks_room = load.was_given_up = False
         error: Exception | None = None
         try:
             await self._load(load)
-        except Exception as problem:  # noqa: BLE001  (told to whoever asked for the model)
+        except Exception as problem:  # noqa: BLE001  (raised in the requests that wait for the model)
             error = problem
         self._loading = None
-        # One that was given up may have been asked for again, before its thread had ended.
+        # A cancelled load may have new waiters that came before its thread ended.
         if error is not None and load.is_wanted and (load.lacks_room or load.was_given_up):
             self._queue.add(load)
         else:
@@ -226,7 +235,7 @@ class ModelRegistry:
         self._go_on()
 
     async def _load(self, load: Load) -> None:
-        """Load a model. Raises what went wrong."""
+        """Load a model in a thread. Raises the error of the thread."""
         entry = load.entry
         share = RegistryShare(self, load, asyncio.get_running_loop())
         started = time.monotonic()
@@ -240,7 +249,7 @@ class ModelRegistry:
                 entry.failed = FailedLoad(to_model_load_error(error), share.signature, time.monotonic() + RETRY_SECONDS)
                 logger.error("cannot load %s: %s", entry.name, entry.error)
             raise
-        entry.starting = None  # not before: at the end it is waited for
+        entry.starting = None  # only now: shutdown() waits for this future
         entry.running, entry.state, entry.error, entry.loaded_by = running, ModelState.LOADED, None, load
         entry.num_loads += 1
         entry.max_model_len = running.engine.config.scheduler.max_model_len
@@ -249,7 +258,7 @@ class ModelRegistry:
         logger.info("loaded %s in %.1f s; it takes %s at most", entry.name, time.monotonic() - started, size)
 
     def _finish(self, load: Load, error: Exception | None) -> None:
-        """End a load; who waits for it is told."""
+        """Finish a load and resolve the future that its waiters await."""
         self._queue.remove(load)
         self._reopen_victims(load)
         if load.entry.load is load:
@@ -259,14 +268,14 @@ class ModelRegistry:
                 load.done.set_result(None)
             else:
                 load.done.set_exception(error)
-                load.done.exception()  # taken note of, even if nobody waits any more
+                load.done.exception()  # marks the exception as retrieved, in case there are no waiters
         self._start_timer(load.entry)
 
     async def claim(self, load: Load, num_bytes: int) -> None:
-        """Give a model that is being loaded so many bytes, in all. Raises as :meth:`DeviceAccess.claim`."""
+        """Reserve ``num_bytes`` in total for a model that is being loaded. Raises as :meth:`DeviceAccess.claim`."""
         entry = load.entry
         self.budget.check_fits(entry, num_bytes)
-        if not entry.num_bytes:  # the first claim; what it took before it may take again
+        if not entry.num_bytes:  # the first claim reserves at least the memory of the last load
             num_bytes = max(num_bytes, load.num_bytes)
         load.num_bytes = entry.known_bytes = num_bytes
         while self.budget.free_for(entry) < num_bytes:
@@ -282,27 +291,35 @@ class ModelRegistry:
         entry.num_bytes = num_bytes
 
     def check_wanted(self, load: Load) -> None:
-        """Raises LoadCancelledError for a load that nobody waits for; in its thread, or the event loop."""
+        """Raise LoadCancelledError if a load has no waiters. Can be called in any thread."""
         if self.is_closed or not load.is_wanted:
             load.was_given_up = True
             raise LoadCancelledError(_unwanted(load.entry))
 
     def settle(self, entry: ModelEntry, step_bytes: int) -> tuple[int, int]:
-        """See :meth:`DeviceAccess.settle`; in the model's thread, while no other model is loaded or given memory."""
+        """Record the size of a model's largest step and return the totals, as :meth:`DeviceAccess.settle` does.
+
+        Called in the model's thread, while no other model is loaded or given memory.
+        """
         entry.step_bytes = step_bytes
         return self.budget.taken_bytes, max(one.step_bytes for one in self._entries)
 
     # --- unloading ---
 
     async def _unloaded(self, entry: ModelEntry) -> None:
-        """Unload a model, or wait until that is done. Nothing if it is not loaded."""
+        """Unload a model, or wait for its unload to finish. No effect if the model is not loaded."""
         if entry.unloading is not None or entry.state is ModelState.LOADED:
             self._close(entry)
             assert entry.unloading is not None
             await asyncio.shield(entry.unloading)
 
     def _close(self, entry: ModelEntry, load: Load | None = None) -> None:
-        """Have a loaded model unloaded when its requests have ended; with a load, unless that is given up first."""
+        """Stop giving a model new requests, and unload it after its last request.
+
+        Args:
+            load: load that needs the memory. If this load is cancelled first, the model stays loaded. None: the
+                model is unloaded in any case.
+        """
         if entry.unloading is None:
             entry.is_closing, entry.closed_for = True, load
             self._stop_timer(entry)
@@ -311,7 +328,7 @@ class ModelRegistry:
             entry.closed_for = None
 
     def _reopen_victims(self, load: Load) -> None:
-        """Let models that were to go for a load stay, unless they are gone."""
+        """Reopen the models that were to be unloaded for a load and are still loaded."""
         for entry in load.victims:
             if entry.closed_for is load and entry.state is ModelState.LOADED:
                 assert entry.unloading is not None
@@ -328,7 +345,7 @@ class ModelRegistry:
             try:
                 tell(running)
             except Exception:
-                logger.exception("%s is unloaded, and not everybody could be told", entry.name)
+                logger.exception("a callback failed while %s was being unloaded", entry.name)
         entry.state = ModelState.UNLOADING
         entry.running, entry.loaded_by, entry.ending = None, None, running.engine
         entry.error = None if failure is None else f"its engine has stopped: {one_line(failure)}"
@@ -363,7 +380,7 @@ class ModelRegistry:
     # --- the end ---
 
     def cut(self, message: str) -> None:
-        """End all requests, those that wait for a model too, and load nothing any more. In the event loop."""
+        """Abort all requests, even requests that wait for a model. Stop loading models. Call in the event loop."""
         self.is_closed = True
         for entry in self._entries:
             self._stop_timer(entry)
@@ -374,18 +391,18 @@ class ModelRegistry:
                 entry.running.engine.cut_requests(message)
 
     def shutdown(self, timeout: float) -> bool:
-        """Stop all engines, when the event loop has ended. Returns whether all have, within ``timeout`` seconds."""
+        """Stop all engines after the event loop has ended. Return True if all stopped within ``timeout`` seconds."""
         self.is_closed = True
         deadline = time.monotonic() + timeout
         stopped = True
         for entry in self._entries:
             engine = entry.ending if entry.running is None else entry.running.engine
             try:
-                if entry.starting is not None:  # ends as soon as it asks for memory or the device
+                if entry.starting is not None:  # ends at its next claim of memory or of the device
                     engine = entry.starting.result(max(deadline - time.monotonic(), 0.0)).engine
             except TimeoutError:
                 stopped = False
-            except Exception as error:  # noqa: BLE001  (it has not been loaded)
+            except Exception as error:  # noqa: BLE001  (the model was not loaded)
                 logger.debug("%s was not loaded: %s", entry.name, error)
             if engine is not None:
                 stopped &= engine.shutdown(max(deadline - time.monotonic(), 0.0))
@@ -395,4 +412,4 @@ class ModelRegistry:
 
 
 def _unwanted(entry: ModelEntry) -> str:
-    return f"{entry.name} was to be unloaded before it was loaded"
+    return f"the load of {entry.name} was cancelled, because the model was to be unloaded"

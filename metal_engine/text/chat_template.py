@@ -1,4 +1,4 @@
-"""Conversations to text: the model's chat template, rendered as ``transformers`` does, within bounds."""
+"""Renders conversations to text with the model's chat template, as ``transformers`` does, but with limited work."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from metal_engine.cancellation import Cancelled
 from metal_engine.text.template_budget import STEP, Budget, TemplateBudgetError, spending
 from metal_engine.text.template_sandbox import BoundedEnvironment, syntax_tree
 
-# A rendering may take some seconds whatever the messages are, and then in proportion to them: templates pass over a
-# text some ten times.
+# Work limit of a rendering: a constant of some seconds, plus an amount proportional to the size of the messages.
+# Templates read a text about ten times.
 _WORK = 1 << 28
 _WORK_PER_SIZE = 64
 
-# Names a message's reasoning goes by; templates read any of them.
+# Field names of a message's reasoning. Each template reads one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Stands for the end of a last message that is to be continued.
+# Marks the end of a last message that is to be continued.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
-# What a template's variables may not be called, since they mean something to it already.
+# Reserved names, which template variables cannot have because Jinja or the sandbox defines them.
 RESERVED_NAMES = frozenset(
     {"self", "loop", "caller", "super", "varargs", "kwargs", "range", "dict", "cycler", "joiner", "namespace"}
     | {"raise_exception", "strftime_now", "lipsum"}
@@ -39,7 +39,7 @@ Message = dict[str, Any]
 
 
 class RenderedTooLongError(ValueError):
-    """The text that a template wrote cannot fit, whatever its tokens are."""
+    """Raised if a rendered text is too long for the context, whatever its tokens are."""
 
 
 def render(
@@ -48,16 +48,17 @@ def render(
     variables: dict[str, Any],
     max_chars: int | None = None,
 ) -> str:
-    """The conversation as the model's chat template writes it.
+    """Render a conversation with the model's chat template.
 
     Args:
-        messages: plain data, as :func:`plain_messages` makes it.
-        variables: the template's other variables, plain data.
-        max_chars: refuse a longer text.
+        messages: plain data from :func:`plain_messages`.
+        variables: other variables of the template, as plain data.
+        max_chars: maximum length of the rendered text.
 
     Raises:
-        ValueError: the template refuses the messages or takes too long for them; RenderedTooLongError.
-        Cancelled: nobody waits for it any more.
+        ValueError: the template refuses the messages or takes too long for them.
+        RenderedTooLongError: the text is longer than ``max_chars``.
+        Cancelled: the request was cancelled.
     """
     variables = dict(variables)
     continued = variables.pop("continue_final_message", False)
@@ -99,7 +100,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def compiled(source: str) -> jinja2.Template:
-    """The template of that source; compiled once, with a budget of its own."""
+    """Return the compiled template. Each source is compiled once, with a work budget of its own."""
     with _compiling, spending(Budget(_WORK)):
         return _compiled(source)
 
@@ -111,7 +112,7 @@ def templates_of(hf_tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def texts_of_template(source: str) -> tuple[list[str], list[str]]:
-    """Texts that a template has in its source: all of them, and those that it looks for in what it is given."""
+    """Return the texts in a template's source: all texts, and the texts that it searches for in its input."""
     try:
         tree = syntax_tree(source)
     except (jinja2.TemplateError, ValueError):
@@ -127,7 +128,7 @@ def texts_of_template(source: str) -> tuple[list[str], list[str]]:
 
 
 def _own(node: nodes.Expr) -> list[str]:
-    """Texts of a constant, or of a list of constants."""
+    """Return the texts of a constant, or of a list of constants."""
     listed = node.items if isinstance(node, nodes.List | nodes.Tuple) else [node]
     return [one.value for one in listed if isinstance(one, nodes.Const) and isinstance(one.value, str)]
 
@@ -136,13 +137,14 @@ def _constants(tree: nodes.Node) -> list[str]:
     return [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
 
 
-# --- what a template is given -----------------------------------------------------------------------------
+# --- input of a template -----------------------------------------------------------------------------
 
 
 def plain_messages(messages: list[Any]) -> list[Message]:
-    """Messages as templates read them: plain data without what is None, reasoning under each of its names.
+    """Convert messages to the form that templates read.
 
-    Raises ValueError for what is no conversation.
+    The result is plain data without None values. Reasoning is present under each of its field names. Raises ValueError
+    if the messages are not a conversation.
     """
     if not messages:
         raise ValueError("a conversation needs at least one message")
@@ -160,7 +162,7 @@ def plain_messages(messages: list[Any]) -> list[Message]:
 
 
 def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
-    """A template's variables as plain data; functions among the tools become their schemas."""
+    """Convert template variables to plain data. Functions among the tools become their JSON schemas."""
     tools = variables.get("tools")
     if tools is not None:
         tools = [get_json_schema(one) if inspect.isroutine(one) else one for one in tools]
@@ -169,7 +171,7 @@ def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value made of JSON's types alone: other objects have methods that a sandbox does not know."""
+    """Convert a value to JSON types. Other objects could have methods that the sandbox does not check."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -179,7 +181,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(plain(item) for item in value)
     for kind in (str, int, float):
-        if isinstance(value, kind):  # an enum, say
+        if isinstance(value, kind):  # for example an enum
             return kind(str.__str__(value) if kind is str else value)
     if isinstance(value, np.generic):
         return plain(value.item())
@@ -191,7 +193,7 @@ def plain(value: Any) -> Any:
 
 
 def _size(value: Any) -> int:
-    """Units of work that reading all of it takes."""
+    """Return the units of work for reading the whole value."""
     total, waiting = 0, [value]
     while waiting:
         item = waiting.pop()
@@ -211,7 +213,7 @@ def _size(value: Any) -> int:
 def _to_continue(
     messages: list[Message], field: Any, variables: dict[str, Any], source: str
 ) -> tuple[list[Message], str]:
-    """The messages with a tag where the last one's text ends, and that text."""
+    """Return the messages with a tag at the end of the last message's text, and that text."""
     if variables.get("add_generation_prompt"):
         raise ValueError("continue_final_message and add_generation_prompt exclude each other")
     field = field if isinstance(field, str) else "content"
@@ -235,10 +237,10 @@ def _to_continue(
 
 
 def _cut(rendered: str, final: str) -> str:
-    """What was rendered, up to the tag."""
+    """Return the rendered text up to the tag."""
     at = rendered.rfind(_CONTINUE_HERE.strip())
     if at < 0 or final.strip() not in rendered:
-        raise ValueError("the final message to continue does not appear in what the chat template writes")
+        raise ValueError("the chat template leaves out the final message, so it cannot be continued")
     is_whole = rendered.startswith(_CONTINUE_HERE, at)
-    # Where the template trims messages, the text was to end without blanks.
+    # A template that trims messages has also trimmed the blank at the tag's end. Then the text ends without blanks.
     return rendered[:at] if is_whole else rendered[:at].rstrip()

@@ -1,4 +1,4 @@
-"""Chat templates before they are used: the file that ``--chat-template`` names, and limits on templates."""
+"""Reads the file that ``--chat-template`` names, and checks the limits of chat templates."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_templates(templates: Mapping[str, Any]) -> None:
         templates: sources by name.
 
     Raises:
-        ValueError: one is too large, nested too deeply, or not a text.
+        ValueError: the templates are too large, a template is nested too deeply, or a template is not a text.
     """
     if not all(isinstance(source, str) for source in templates.values()):
         raise ValueError("the chat template is not a text")

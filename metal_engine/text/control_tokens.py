@@ -1,10 +1,12 @@
-"""A request's text stays text: spellings of control tokens in it become no control tokens.
+"""Keeps control tokens that are spelled in a request's texts from becoming control tokens in the prompt.
 
-*Marks* are the added tokens that mean something to a chat: special ones, those that the chat template writes, and
-others spelled ``<so>`` or ``[SO]``, but for HTML. In the request's texts, the signs that marks are made of (``<``,
-``|``, ``[``) are replaced by *stand-ins*, characters that occur nowhere else, one for one. The template is rendered,
-and a tokenizer that knows the stand-ins reads added tokens before it puts the signs back. So every mark in the prompt
-is the template's own, wherever texts are trimmed, joined or changed.
+*Marks* are the added tokens that have a meaning in a chat: special tokens, tokens that the chat template writes, and
+other tokens spelled ``<so>`` or ``[SO]``, except HTML tags. *Signs* are the characters that make up marks, such as
+``<``, ``|`` and ``[``. *Stand-ins* are characters that occur neither in the request nor in the template.
+
+Signs in the request's texts are replaced by stand-ins, one for one. Then the template is rendered. A special tokenizer
+finds the added tokens in the result, and replaces the stand-ins by signs only after that. Every mark in the prompt is
+therefore written by the template, even if the template trims, joins or changes texts.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from metal_engine.text.long_text import panics_refused
 from metal_engine.text.template_sandbox import STAND_INS
 from metal_engine.text.tokenizer_cache_limit import limit_word_cache
 
-# Long texts are searched so many characters at a time: the search holds the interpreter.
+# Characters searched in one call, because a search holds the GIL.
 _WINDOW = 1 << 17
-# What is made of small pieces is put together whenever they have so many characters: each takes 60 bytes beside them.
+# Characters at which small pieces are joined. Each piece takes 60 bytes in addition.
 _JOINED_AT_ONCE = 1 << 16
-# The same text may be there under several names (a message's reasoning); it is changed once if it is so long.
+# Length from which a replaced text is reused if it occurs under several names, such as a message's reasoning.
 _LONG = 1 << 10
-# Spelled as control tokens are; and what is spelled so but belongs to texts, which some tokenizers add for speed.
+# Spelling of control tokens, and the HTML tags of the same form, which some tokenizers add for speed.
 _LIKE_MARK = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 _HTML = re.compile(
     "</?(a|b|blockquote|br|caption|code|div|em|h[1-6]|hr|i|img|li|ol|p|pre|s|span|strong|sub|sup|table|tbody|td|tfoot|th"
@@ -42,10 +44,10 @@ _HTML = re.compile(
 
 
 class ControlTokens:
-    """The marks of one tokenizer and its chat templates.
+    """Marks of one tokenizer and its chat templates.
 
     Args:
-        backend: as ``tokenizers`` has it.
+        backend: tokenizer of the ``tokenizers`` library.
         templates: sources of the chat templates.
     """
 
@@ -69,10 +71,10 @@ class ControlTokens:
             )
         ]
         self._contents = frozenset(token.content for token in marks)
-        self._taken = written  # has characters that cannot be stand-ins
+        self._taken = written  # its characters cannot be stand-ins
         self._signs = "".join(sorted({sign for content in self._contents for sign in _signs_of(content)}))
         self._mark = _any_of(self._contents)
-        # Where assistants' messages are sent back, marks in them are the model's own.
+        # In assistant messages, the marks are the model's own output.
         plain = {one for one in sought if not any(one in mark or mark in one for mark in self._contents)}
         self._seen = _any_of(one for one in plain if any(sign in one for sign in self._signs))
         models_own = {token.content for token in marks if not token.special}
@@ -80,7 +82,7 @@ class ControlTokens:
         self._seen_in_answers = _any_of(models_own | plain)
         self._longest = max(map(len, self._contents | models_own | plain), default=1)
         self._model, made = _without(backend, self._contents)
-        # What is found, by the tokenizer or its model, in texts that are normalized.
+        # Marks that the tokenizer or its model finds only after it has normalized the text.
         normalizer = backend.normalizer
         normalized = made | {token.content for token in marks if token.normalized} if normalizer else set()
         self._normalized = _any_of(normalizer.normalize_str(content) for content in normalized) if normalized else None
@@ -93,16 +95,19 @@ class ControlTokens:
         render: Callable[[list[Message], dict[str, Any]], str],
         encode: Callable[[BackendTokenizer, str], list[int]],
     ) -> list[int]:
-        """Token ids of a conversation, in which all marks are the template's.
+        """Encode a conversation so that only the template's marks become control tokens.
 
         Args:
-            messages: plain data.
-            variables: plain data, too.
-            render: messages and variables to text.
-            encode: a text to its ids with a tokenizer: this one, or one that knows stand-ins.
+            messages: messages as plain data.
+            variables: template variables as plain data.
+            render: converts messages and variables to text.
+            encode: encodes a text with the given tokenizer.
+
+        Returns:
+            Token ids of the prompt.
 
         Raises:
-            ValueError: the request has all characters that could stand in for others; and what ``render`` raises.
+            ValueError: the request contains all characters that could be stand-ins, or ``render`` raised it.
         """
         given = [part for part in parts([messages, variables]) if isinstance(part, str)]
         is_normalized_mark = self._normalized is not None and any(map(self._has_normalized, given))
@@ -111,7 +116,7 @@ class ControlTokens:
         hidden = _Hidden(self._signs, self._stand_ins(given))
         has_marks = any(self._found(self._mark, text) for text in given)
         text = self._rendered(messages, variables, render, self._marks_hidden if has_marks else None, hidden)
-        # Whatever the template makes of texts, it makes of them without signs: then all marks are its own.
+        # Rendered without any signs from the request, every mark is the template's own.
         certain = self._rendered(messages, variables, render, self._signs_hidden, hidden)
         if list(self._marks_in(text)) != list(self._marks_in(certain)):
             text, has_marks = certain, True
@@ -123,7 +128,7 @@ class ControlTokens:
         return [moved.get(token_id, token_id) for token_id in encode(literal, text)]
 
     def _moved_ids(self, literal: BackendTokenizer) -> dict[int, int]:
-        """Ids of added tokens in ``literal`` -> this tokenizer's, where they differ."""
+        """Return the ids of added tokens that differ: id in ``literal`` -> id in the original tokenizer."""
         added = self._backend.get_added_tokens_decoder()
         found: dict[Any, int] = {literal.token_to_id(token.content): token_id for token_id, token in added.items()}
         return {here: there for here, there in found.items() if here != there}
@@ -165,7 +170,7 @@ class ControlTokens:
             raise ValueError(hidden.shown(str(error))) from error
 
     def _marks_hidden(self, text: str, is_answer: bool, hidden: _Hidden) -> str:
-        """The text without marks, but for an answer's own."""
+        """Return the text with the signs of its marks replaced. Marks that the model writes in answers stay."""
         if not self._has_signs(text) or not self._found(self._mark, text):
             return text
         return _joined(self._with_marks_hidden(text, is_answer, hidden))
@@ -179,14 +184,17 @@ class ControlTokens:
                     yield hidden.hide(piece) if is_mark else piece
 
     def _signs_hidden(self, text: str, is_answer: bool, hidden: _Hidden) -> str:
-        """The text without any sign, but for what the template looks for and an answer's own marks."""
+        """Return the text with all signs replaced.
+
+        Texts that the template searches for stay, and so do marks that the model writes in answers.
+        """
         if not self._has_signs(text):
             return text
         seen = self._seen_in_answers if is_answer else self._seen
         return _joined(part if is_seen else hidden.hide(part) for is_seen, part in self._cut(seen, text))
 
     def _cut(self, pattern: re.Pattern[str] | None, text: str) -> Iterator[tuple[bool, str]]:
-        """The text in order, cut where ``pattern`` matches: whether a piece is a match, and the piece."""
+        """Yield the pieces of a text in order, split at the matches of ``pattern``. The flag is True for a match."""
         if pattern is None:
             yield False, text
             return
@@ -199,7 +207,7 @@ class ControlTokens:
         yield False, text[done:]
 
     def _matches(self, pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-        """All matches, from left to right, found a window at a time."""
+        """Yield all matches from left to right. Searches one window at a time."""
         start = 0
         while start < len(text):
             check_cancelled()
@@ -222,7 +230,7 @@ class ControlTokens:
         return any(sign in text for sign in self._signs)
 
     def _has_normalized(self, text: str) -> bool:
-        """Whether a text has marks once it is normalized, such as wide characters made narrow."""
+        """Return True if normalizing a text produces marks, for example from full-width characters."""
         assert self._normalized is not None
         step = _WINDOW // 8
         for start in range(0, len(text), step):
@@ -230,31 +238,31 @@ class ControlTokens:
             try:
                 with panics_refused():
                     normalized = self._backend.normalizer.normalize_str(piece)
-            except TypeError:  # a lone surrogate, which encoding refuses
+            except TypeError:  # a lone surrogate, which fails later in encoding
                 return False
             if self._normalized.search(normalized):
                 return True
         return False
 
     def _stand_ins(self, texts: list[str]) -> str:
-        """One for each sign; none is in the texts or the template."""
+        """Return one stand-in for each sign. The stand-ins occur neither in the texts nor in the template."""
         wide = [text for text in (*texts, self._taken) if not text.isascii()]
         count = len(self._signs)
         for start in range(0, len(STAND_INS) - count, count):
             chosen = STAND_INS[start : start + count]
             if not any(stand_in in text for text in wide for stand_in in chosen):
                 return chosen
-        raise ValueError("the messages have too many of Unicode's rare symbols (such as all of Braille) at once")
+        raise ValueError("the messages use too many rare Unicode symbols (such as all of Braille) at once")
 
     def _make_literal_backend(self, stand_ins: str) -> BackendTokenizer:
-        """The tokenizer, but it takes stand-ins for signs once it has found added tokens."""
+        """Return a copy of the tokenizer that replaces stand-ins by signs after it has found the added tokens."""
         backend = self._backend
         literal = BackendTokenizer(self._model)
         steps = [normalizers.Replace(one, sign) for one, sign in zip(stand_ins, self._signs, strict=True)]
         literal.normalizer = normalizers.Sequence(steps + ([backend.normalizer] if backend.normalizer else []))
         if backend.pre_tokenizer is not None:
             literal.pre_tokenizer = backend.pre_tokenizer
-        # Ids that the model has beyond the number of its tokens would be given to added ones.
+        # Fillers for model ids beyond the vocabulary size. Without them, added tokens would get these ids.
         fillers = 0
         while literal.model.id_to_token(literal.get_vocab_size()) is not None:
             literal.add_tokens([AddedToken(f"\uf8ff{fillers}", normalized=False)])
@@ -270,7 +278,7 @@ class ControlTokens:
 
 @dataclass(frozen=True)
 class _Hidden:
-    """Signs, and the characters that stand in for them."""
+    """Signs and their stand-ins."""
 
     signs: str
     stand_ins: str
@@ -289,13 +297,13 @@ class _Hidden:
 
 
 def _signs_of(mark: str) -> set[str]:
-    """Characters without which a mark is none: brackets and bars, or what it begins with."""
+    """Return the essential characters of a mark: brackets and math symbols such as bars, or its first character."""
     signs = {c for c in mark if unicodedata.category(c) in ("Sm", "Ps", "Pe")}
     return signs or {mark[0]}
 
 
 def _as_written(token: AddedToken) -> AddedToken:
-    """The added token, found in texts as they are and not once they are normalized."""
+    """Return a copy of the added token that matches the original text, not the normalized text."""
     return AddedToken(
         token.content,
         single_word=token.single_word,
@@ -307,7 +315,7 @@ def _as_written(token: AddedToken) -> AddedToken:
 
 
 def _joined(pieces: Iterable[str]) -> str:
-    """One text of any number of pieces."""
+    """Join pieces into one text. Needs little memory for many small pieces."""
     joined: list[str] = []
     last: list[str] = []
     length = 0
@@ -321,7 +329,7 @@ def _joined(pieces: Iterable[str]) -> str:
 
 
 def _changed(value: Any, change: Callable[[str, bool], str], is_answer: bool) -> Any:
-    """Plain data with each of its texts changed."""
+    """Return plain data with ``change`` applied to each of its texts."""
     if isinstance(value, str):
         return change(value, is_answer)
     if isinstance(value, dict):
@@ -334,7 +342,7 @@ def _changed(value: Any, change: Callable[[str, bool], str], is_answer: bool) ->
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that finds the longest of some texts, in a time that does not grow with their number."""
+    """Return a pattern that finds the longest of some texts. Its matching time does not grow with their number."""
     trie: dict[str, Any] = {}
     for text in texts:
         node = trie
@@ -353,9 +361,9 @@ def _spelled(node: dict[str, Any]) -> str:
 
 
 def _without(backend: BackendTokenizer, marks: frozenset[str]) -> tuple[models.Model, set[str]]:
-    """The tokenizer's model, so that it makes no mark of plain text, and the marks that it would make.
+    """Return a model that produces no marks from plain text, and the marks that the tokenizer's model would produce.
 
-    Usually it does not. A unigram model does, and one whose words are whole words: their vocabularies have the marks.
+    Most models produce no marks. A unigram or whole-word model does, because its vocabulary contains the marks.
     """
     plain = BackendTokenizer(backend.model)
     if backend.normalizer is not None:

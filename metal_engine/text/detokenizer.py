@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time."""
+"""Converts token ids to text, one token at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _INCOMPLETE = "\ufffd"  # how a decoder shows bytes that are not a whole charact
 
 
 class Detokenizer:
-    """Token ids to text, one token at a time. Bytes of an incomplete character are held back, whole characters not."""
+    """Decodes token ids to text, one token at a time.
+
+    Returns whole characters at once, and holds back the bytes of an incomplete character.
+    """
 
     def __init__(self, backend: Any, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
         self._backend = backend
@@ -58,8 +61,8 @@ class Detokenizer:
         try:
             text = self._stream.step(self._backend, token_id)
         except Exception as error:  # noqa: BLE001  (tokenizers raises a bare Exception from Rust)
-            # Seen upstream with ids that decode differently once more context is there. The stream cannot go
-            # on from its own state, so it starts over at this token; at most one character is misjudged.
+            # Seen upstream with ids that decode differently once more context is there. The stream cannot continue from
+            # its own state, so decoding restarts at this token. At most one character is wrong.
             logger.warning("detokenizer restarted at token %d: %s", token_id, error)
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             self._context, self._held, self._shown = (), [], ""

@@ -1,4 +1,4 @@
-"""Fill in the middle: prompts of what stands before a gap and what stands after it, as models were trained on them."""
+"""Builds infilling (fill in the middle) prompts from a prefix and a suffix, in the models' training format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer as BackendTokenizer
 
-# What stands before the prefix, the suffix and the middle; without a token for the middle, the suffix comes first.
+# Tokens before the prefix, the suffix and the middle. Without a token for the middle, the suffix comes first.
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma, Granite 4
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -17,7 +17,7 @@ _MARKS = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     ("[PREFIX]", "[SUFFIX]", ""),  # Codestral
 )
-# What models write when the gap is filled, beside their end of sequence: the end of the infilling, or the next file.
+# Tokens that end an infilling, in addition to the end of sequence: end of the infilling, or the next file.
 _ENDS = (
     *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|repo_name|>"),
     *("<|file_sep|>", "<file_sep>", "<|file_separator|>"),
@@ -26,12 +26,12 @@ _ENDS = (
 
 @dataclass(frozen=True)
 class Infilling:
-    """A tokenizer's tokens for filling in the middle.
+    """Infilling tokens of a tokenizer.
 
     Attributes:
-        prefix: stands before what comes before the gap.
-        suffix: stands before what comes after the gap.
-        middle: the last token of the prompt; None where the prefix is its end, after the suffix.
+        prefix: token before the prefix.
+        suffix: token before the suffix.
+        middle: last token of the prompt; None if the prompt consists of suffix and prefix, in this order.
         ends: tokens that end an infilling.
     """
 
@@ -42,7 +42,7 @@ class Infilling:
 
     @classmethod
     def of(cls, backend: BackendTokenizer) -> Infilling | None:
-        """The tokens of a tokenizer; None if it has none for this."""
+        """Return the infilling tokens of a tokenizer; None if infilling is not supported."""
         ends = [backend.token_to_id(end) for end in _ENDS]
         for marks in _MARKS:
             prefix, suffix, middle = map(backend.token_to_id, marks)
@@ -51,7 +51,7 @@ class Infilling:
         return None
 
     def join(self, prefix: list[int], suffix: list[int]) -> tuple[list[int], slice]:
-        """The prompt, and where the prefix stands in it."""
+        """Return the prompt and the positions of the prefix in it."""
         if self.middle is None:
             before = [self.suffix, *suffix, self.prefix]
             return before + prefix, slice(len(before), len(before) + len(prefix))

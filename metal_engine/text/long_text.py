@@ -1,7 +1,7 @@
-"""Encoding texts of any length in pieces: no call holds Python's lock for long or takes much memory, and a text that
-is too long is noticed before all of it is encoded.
+"""Encodes long texts in pieces.
 
-A tokenizer needs up to 260 bytes for each byte of its text. Its batch functions let other threads run.
+No call holds the GIL for long or takes much memory, and a text that is too long is detected before all of it is
+encoded. A tokenizer needs up to 260 bytes for each byte of its text. Its batch functions release the GIL.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from unicodedata import category
 from metal_engine.cancellation import check_cancelled
 from metal_engine.errors import is_rust_panic, one_line
 
-# Characters encoded in one call, in ASCII and beyond it: 10 and 33 MiB.
+# Characters encoded in one call, for ASCII texts and other texts. A call takes 10 MiB or 33 MiB.
 _AT_ONCE_ASCII = 1 << 17
 _AT_ONCE = 1 << 15
-# A text without a place to cut is encoded whole, if it is no longer than this many times as much.
+# Limit for encoding a text without a place to cut, as a multiple of the characters of one call.
 MAX_WITHOUT_CUT = 4
-# What is looked at on either side of a cut; tokens are shorter.
+# Characters encoded on either side of a cut to check it. Tokens are shorter.
 _WINDOW = 256
-# Places tried for one cut, of those within so many characters.
+# Maximum number of places tried for one cut, and length of the text before ``end`` that is searched for places.
 _MAX_TRIES = 32
 _PLACES_LOOKED_AT = 1 << 12
 
 
 class TextTooLongError(ValueError):
-    """A text that cannot fit, whatever its tokens are.
+    """Raised for a text that does not fit into the context, whatever its tokens are.
 
     Attributes:
-        name: the argument that it came in, if it was one of several.
+        name: name of the argument with the text, if there were several arguments.
     """
 
     def __init__(self, num_characters: int | None = None, name: str | None = None) -> None:
@@ -40,15 +40,15 @@ class TextTooLongError(ValueError):
 
 
 def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
-    """Token ids of a text; those of one call for all of it, wherever it is cut.
+    """Encode a text. The ids are the same as from a single call, wherever the text is cut.
 
     Args:
-        backend: a ``tokenizers.Tokenizer`` that neither truncates nor pads.
-        max_tokens: so many are enough to know that the text is too long; only texts that are cut are measured.
+        backend: ``tokenizers.Tokenizer`` that neither truncates nor pads.
+        max_tokens: limit on the number of tokens. Checked only for texts that are cut.
 
     Raises:
         TextTooLongError: there are more tokens, or the text is long and has no place to cut.
-        Cancelled: nobody waits for it any more.
+        Cancelled: the request was cancelled.
         TypeError: the text is not valid Unicode.
         ValueError: the tokenizer panics at the text.
     """
@@ -73,7 +73,7 @@ def _ids(backend: Any, text: str, add_special_tokens: bool = False) -> list[int]
 
 @contextmanager
 def panics_refused() -> Iterator[None]:
-    """Raise ValueError for a panic of the tokenizer: some texts take its regular expressions past their limits."""
+    """Convert a panic of the tokenizer to ValueError. Some texts exceed the limits of its regular expressions."""
     try:
         yield
     except BaseException as error:
@@ -83,7 +83,7 @@ def panics_refused() -> Iterator[None]:
 
 
 def special_token_affixes(backend: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that stand before and after any text."""
+    """Return the special tokens that the tokenizer puts before and after a text."""
     whole, inner = _ids(backend, "a", True), _ids(backend, "a")
     start = next(i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)
     return whole[:start], whole[start + len(inner) :]
@@ -103,12 +103,13 @@ def _pieces(backend: Any, text: str, at_once: int) -> Iterator[str]:
 
 
 def _cut(backend: Any, text: str, end: int) -> int | None:
-    """The last place before ``end`` that no token crosses, and where both sides are encoded as they are alone.
+    """Return the last place up to ``end`` that no token crosses, or None.
 
-    Only places where a word, a number, a row of signs or of white space begins: within one, what is far away counts.
+    The texts on both sides of the place must encode the same alone as together. Only boundaries of words, numbers,
+    signs or white space are tried, because within such a run, distant characters can influence the tokens.
     """
     places = [i for i in range(end, end - _PLACES_LOOKED_AT, -1) if _kind(text[i - 1]) != _kind(text[i])]
-    places.sort(key=lambda i: not text[i].isspace())  # most tokenizers let words begin with their space
+    places.sort(key=lambda i: not text[i].isspace())  # most tokenizers put the space at the start of a word's token
     for place in places[:_MAX_TRIES]:
         left, right = text[place - _WINDOW : place], text[place : place + _WINDOW]
         if _ids(backend, left + right) == _ids(backend, left) + _ids(backend, right):
@@ -117,5 +118,5 @@ def _cut(backend: Any, text: str, end: int) -> int | None:
 
 
 def _kind(ch: str) -> str:
-    """The first letter of a character's Unicode category, with white space as one."""
+    """Return the first letter of a character's Unicode category. White space is one kind."""
     return "Z" if ch.isspace() else category(ch)[0]

@@ -1,4 +1,4 @@
-"""In which order a chat template takes messages: some refuse, or leave out, what others write as it comes."""
+"""Determines the orders of message roles that a chat template supports. Other orders are refused or lose messages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from metal_engine.text.chat_template import Message
 
 
 class MessageRules:
-    """What a template makes of roles that follow each other, found by trying it when first asked. Thread-safe.
+    """Rules of a chat template about consecutive roles, found by rendering test conversations on first use.
+
+    Thread-safe.
 
     Args:
-        render: writes a conversation as the template does. Raises ValueError for one that the template refuses.
+        render: renders a conversation with the template. Raises ValueError if the template refuses the conversation.
     """
 
     def __init__(self, render: Callable[[list[Message]], str]) -> None:
@@ -20,7 +22,7 @@ class MessageRules:
 
     @cached_property
     def takes_system_again(self) -> bool:
-        """Whether a system message may follow another one at the beginning."""
+        """True if a system message may follow another system message at the start of the conversation."""
         return self._takes("system", "system", "user")
 
     @cached_property
@@ -34,7 +36,7 @@ class MessageRules:
 
     @cached_property
     def takes_user_again(self) -> bool:
-        """Whether a user's message may follow another one."""
+        """True if a user message may follow another user message."""
         return self._takes("user", "user")
 
     def _takes(self, *roles: str) -> bool:

@@ -1,4 +1,4 @@
-"""From token ids to what the user sees: incremental text, and stop strings."""
+"""Converts token ids to the text that the client receives: incremental decoding and stop strings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from metal_engine.text.tokenizer import Detokenizer, Tokenizer
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A beginning of one or more stop strings.
+    """Node of an Aho-Corasick automaton: a prefix of one or more stop strings.
 
     Attributes:
-        depth: its length.
-        longer: beginnings that are one character longer, by that character.
-        shorter: the longest proper end of this one that is a beginning too (the root for none).
-        stop: the longest stop string that this beginning ends with, if there is one.
+        depth: length of the prefix.
+        longer: prefixes that are one character longer, by that character.
+        shorter: longest proper suffix of this prefix that is also a prefix of a stop string; None for the root.
+        stop: longest stop string that this prefix ends with, if there is one.
     """
 
     depth: int
@@ -30,7 +30,7 @@ class _Node:
     stop: str | None = None
 
     def after(self, ch: str) -> _Node:
-        """The longest beginning that the text ends with, once ``ch`` follows."""
+        """Return the longest prefix that the text ends with after ``ch`` is appended."""
         node = self
         while ch not in node.longer:
             if node.shorter is None:
@@ -39,9 +39,12 @@ class _Node:
         return node.longer[ch]
 
 
-@lru_cache(maxsize=4)  # the prompts and outputs of one request share theirs; one has up to 5 MiB
+@lru_cache(maxsize=4)  # all outputs of a request share an automaton, which takes up to 5 MiB
 def _automaton(stops: tuple[str, ...]) -> _Node:
-    """The root of an Aho-Corasick automaton: time and memory linear in the stop strings' characters."""
+    """Return the root of an Aho-Corasick automaton.
+
+    Time and memory are linear in the characters of the stop strings.
+    """
     root = _Node(0)
     for stop in stops:
         node = root
@@ -51,7 +54,7 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
     nodes = list(root.longer.values())
     for node in nodes:
         node.shorter = root
-    for node in nodes:  # shorter beginnings first: the list grows by the longer ones
+    for node in nodes:  # shorter prefixes first: the loop appends the longer prefixes
         for ch, longer in node.longer.items():
             assert node.shorter is not None
             longer.shorter = node.shorter.after(ch)
@@ -61,12 +64,13 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
 
 
 class StopStrings:
-    """Finds stop strings in text that arrives in pieces, and holds back what might be the start of one.
+    """Finds stop strings in text that arrives in pieces. Holds back text that may be the start of a stop string.
+
+    Each character costs constant time, regardless of the number and length of the stop strings.
 
     Args:
-        include: whether a stop string is shown itself.
-
-    Each character costs constant time, however many and long the stop strings are.
+        stop: stop strings.
+        include: True if the text shown includes the stop string.
     """
 
     def __init__(self, stop: tuple[str, ...], *, include: bool = False) -> None:
@@ -75,15 +79,16 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> tuple[str, str | None]:
-        """Take new text; return what may be shown, and the stop string if one is complete.
+        """Append new text. Return the text that may be shown, and the stop string if one is complete.
 
-        The stop string that is complete first wins, the longest of those that end together; so where the
-        text was cut into pieces makes no difference. The text shown ends before it.
+        The stop string that is complete first wins. Among stop strings that end at the same character, the longest
+        wins. The result therefore does not depend on the pieces of the text. The text shown ends before the stop
+        string, unless ``include`` is set.
         """
         node = self._node
         if node is None:
             return text, None
-        if not node.depth and node.longer.keys().isdisjoint(text):  # as most text: nothing in it begins one
+        if not node.depth and node.longer.keys().isdisjoint(text):  # fast path: no stop string starts in this text
             return text, None
         for i, ch in enumerate(text):
             node = node.after(ch)
@@ -98,22 +103,27 @@ class StopStrings:
         return text[:end], None
 
     def flush(self) -> str:
-        """Returns the text that was held back. Called when no more text comes."""
+        """Return the text that was held back. Call it after the last piece of text."""
         held, self._held = self._held, ""
         return held
 
 
 @dataclass(eq=False, slots=True)
 class _OutputState:
-    """One request's text under construction.
+    """State of one request's text.
 
     Attributes:
-        text_end: characters of text so far.
-        num_predicted_tokens: of the output before.
-        num_shown: of them, those that have been shown.
-        held: tokens whose text might belong to a stop string: where it begins and ends in the request's text, and the
-            token's log probabilities if they are asked for.
-        stop_strings: None if there are none: then all text is shown at once.
+        params: sampling parameters of the request.
+        detokenizer: decoder of the request's tokens.
+        stop_strings: finder of stop strings; None if there are none, so that no text is held back.
+        prompt_logprobs: log probabilities of the prompt that were not returned yet; None if not requested.
+        num_prompt_tokens: number of prompt tokens.
+        num_output_tokens: number of output tokens so far.
+        num_predicted_tokens: numbers of accepted and rejected predicted tokens, from the previous output.
+        text_end: number of characters of text so far.
+        num_shown: number of characters that have been shown.
+        held: tokens whose text may belong to a stop string: start and end of the token's text in the request's text,
+            and the token's log probabilities if requested.
     """
 
     params: SamplingParams
@@ -128,10 +138,10 @@ class _OutputState:
     held: deque[tuple[int, int, TokenLogprobs | None]] = field(default_factory=deque)
 
     def release(self, *, is_last: bool) -> tuple[list[int], list[TokenLogprobs]]:
-        """Returns ``token_ends`` and ``text_logprobs`` of the tokens that are held no longer.
+        """Return ``token_ends`` and ``text_logprobs`` of the tokens that are no longer held, and remove these tokens.
 
         Args:
-            is_last: whether no more text is shown. If so, all tokens go.
+            is_last: True if no more text will be shown. All tokens are released then.
         """
         token_ends: list[int] = []
         text_logprobs: list[TokenLogprobs] = []
@@ -144,7 +154,7 @@ class _OutputState:
 
 
 class OutputProcessor:
-    """Turns each step's tokens into :class:`RequestOutput` s."""
+    """Fills in the text of each step's :class:`RequestOutput` objects."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -165,7 +175,7 @@ class OutputProcessor:
         self._states.pop(request_id, None)
 
     def add_prompt_logprobs(self, request_id: str, part: PromptLogprobs) -> None:
-        """Takes log probabilities of a part of a prompt. Of a part that is computed again, the first ones stay."""
+        """Append log probabilities of a part of a prompt. If a part is computed again, the first values are kept."""
         state = self._states.get(request_id)
         if state is not None and state.prompt_logprobs is not None:
             state.prompt_logprobs += part.tokens[len(state.prompt_logprobs) - part.start :]
@@ -173,8 +183,8 @@ class OutputProcessor:
     def process(self, output: RequestOutput) -> RequestOutput:
         """Fill in the text of one request's new tokens, and the counts. Returns the same output.
 
-        The request is forgotten when the output finishes it. A stop string found here does; the caller must then end
-        the request itself.
+        The request's state is deleted when the output finishes the request. If a stop string is found here, the caller
+        must end the request.
         """
         state = self._states[output.request_id]
         params, stop_strings = state.params, state.stop_strings
@@ -182,7 +192,7 @@ class OutputProcessor:
         shown = ""
         token_ends: list[int] = []
         found: str | None = None
-        # The token that stopped generation (EOS or a stop token) is no part of the text, unless that is asked for.
+        # The text excludes the token that stopped generation (EOS or a stop token), unless the request includes it.
         is_hidden = output.finish_reason == "stop" and not params.include_stop_str_in_output
         visible = output.token_ids[:-1] if is_hidden else output.token_ids
         for i, token_id in enumerate(visible):
@@ -194,7 +204,8 @@ class OutputProcessor:
             shown += text
             if found is not None:
                 output.finish_reason, output.stop_reason = "stop", found
-                # Those behind it would not have been generated one by one: the last one, and drafts before that.
+                # The tokens after the stop string would not exist without drafts: the last one is sampled, the others
+                # are drafts.
                 num_cut_drafts = max(0, len(output.token_ids) - i - 2)
                 accepted, rejected = output.num_predicted_tokens
                 accepted -= min(num_cut_drafts, accepted - state.num_predicted_tokens[0])
@@ -228,7 +239,7 @@ class OutputProcessor:
 
 
 def under_client_ids(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """The same outputs, with the ids that their requests were submitted under."""
+    """Replace the internal request ids of the outputs by the client's ids. Returns the same outputs."""
     for output in outputs:
         output.request_id = client_id(output.request_id)
     return outputs

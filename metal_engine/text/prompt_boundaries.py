@@ -1,4 +1,4 @@
-"""Where a chat's prompt may part from others': after its instructions, and before the generation prompt."""
+"""Finds the places where chat prompts may diverge: after the instructions, and before the generation prompt."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _VARIABLES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enab
 
 
 class PromptBoundaries:
-    """How a chat template begins a user's message, and how it asks for an answer.
+    """Token sequences with which a chat template starts a user message and asks for an answer.
 
-    What follows instructions is another conversation's, or another user's. What follows the generation prompt may not
-    come again: templates strip the reasoning from answers that have become history. So these are the places to go on
-    from.
+    They mark the places at which later requests may continue from a cached prefix:
+
+    - The text after the instructions belongs to one conversation or user only.
+    - The text after the generation prompt may not recur: templates strip reasoning from earlier answers.
 
     Args:
-        tokenizer: whose template it is; one without a template has no such parts.
+        tokenizer: tokenizer with the chat template. Without a template, prompts have no such parts.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -34,7 +35,7 @@ class PromptBoundaries:
         return tuple(asked[len(told) :]) if asked[: len(told)] == told else ()
 
     def _beginning_of_turn(self) -> list[int]:
-        """What is between a system message's content and that of a user's message after it."""
+        """Return the tokens between the content of a system message and the content of the user message after it."""
         one, other, third = (self._rendered(*texts) for texts in (("1", "x"), ("2", "x"), ("1", "y")))
         num_after = _num_common(one[::-1], other[::-1])
         return one[len(one) - num_after : _num_common(one, third)]
@@ -45,11 +46,11 @@ class PromptBoundaries:
             messages.insert(0, {"role": "system", "content": system})
         try:
             return self._tokenizer.apply_chat_template(messages, **variables)
-        except ValueError:  # there is no template, or none for such a conversation
+        except ValueError:  # no template, or the template refuses this conversation
             return []
 
     def marked(self, request: PreparedRequest) -> PreparedRequest:
-        """A request with the lengths of its prompt's parts."""
+        """Return the request with the lengths of its prompt's parts filled in."""
         prompt = request.prompt_token_ids
         return replace(
             request,
@@ -58,7 +59,7 @@ class PromptBoundaries:
         )
 
     def num_instruction_tokens(self, prompt: list[int]) -> int:
-        """Returns how many tokens of a prompt come before the content of its first user's message; 0 if not known."""
+        """Return the number of prompt tokens before the content of the first user message; 0 if unknown."""
         if not self._turn:
             return 0
         tokens = array("i", prompt)
@@ -69,11 +70,11 @@ class PromptBoundaries:
         return 0
 
     def num_lasting_tokens(self, prompt: list[int]) -> int:
-        """Returns how many tokens of a prompt come before what asks for an answer at its end."""
+        """Return the number of prompt tokens before the generation prompt."""
         endings = (len(e) for e in self._endings if len(e) < len(prompt) and tuple(prompt[-len(e) :]) == e)
         return len(prompt) - next(endings, 0)
 
 
 def _num_common(one: list[int], other: list[int]) -> int:
-    """Tokens that both begin with."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -1,4 +1,4 @@
-"""Bounds the work of rendering a chat template by a budget that everything spends from."""
+"""Limits the work of rendering a chat template: every operation spends from one budget."""
 
 from __future__ import annotations
 
@@ -11,27 +11,32 @@ from jinja2.utils import Namespace
 
 from metal_engine.cancellation import check_cancelled
 
-# Units of work: about a character that C code passes over. A step of Python takes as long as so many.
+# Cost of a step of Python code in units of work. One unit is about one character processed by C code.
 STEP = 64
-# Larger integers are refused: the time of a division grows with the square of its bits. No template needs them.
+# Maximum size of integers in bits. The time of a division grows with the square of the size.
 _MAX_BITS = 1 << 12
-# Work between two looks at whether the client is still there.
+# Units of work between two checks for cancellation.
 _LOOK_EVERY = 1 << 22
 
 
 class TemplateBudgetError(Exception):
-    """A rendering took too long or wrote too much."""
+    """Raised if a rendering takes too long or writes too much."""
 
 
 class Budget:
-    """What a rendering may still spend, in units of work."""
+    """Remaining units of work of a rendering."""
 
     def __init__(self, work: int) -> None:
         self._left = work
         self._next_look = work
 
     def spend(self, work: int) -> None:
-        """Take ``work`` off the budget. Raises TemplateBudgetError once nothing is left, Cancelled if nobody waits."""
+        """Subtract ``work`` from the budget.
+
+        Raises:
+            TemplateBudgetError: the budget is exhausted.
+            Cancelled: the request was cancelled.
+        """
         self._left -= work
         if self._left < self._next_look:
             if self._left < 0:
@@ -40,7 +45,10 @@ class Budget:
             check_cancelled()
 
     def read(self, value: Any) -> None:
-        """Spend the size of a value: a text's length, or all that a container holds, as often as it holds it."""
+        """Spend the full size of a value: the length of a text, or the size of all contents of a container.
+
+        Contents that occur several times in a container are counted each time.
+        """
         if type(value) is str:
             return self.spend(STEP + len(value))
         waiting = [value]
@@ -58,7 +66,7 @@ class Budget:
             self.spend(STEP)
 
     def glance(self, value: Any) -> None:
-        """Spend the length of a value: what is paid where it is copied or searched, but not what it holds."""
+        """Spend the length of a value without its contents. This is the cost of copying or searching the value."""
         if isinstance(value, int):
             return self.read(value)
         self.spend(STEP + (1 if isinstance(value, str | bytes) else 8) * length(value))
@@ -71,13 +79,13 @@ def length(value: Any) -> int:
 
 
 def check_bits(num_bits: int) -> None:
-    """Raises TemplateBudgetError for an integer of so many bits, if it is too large to compute with."""
+    """Raise TemplateBudgetError if an integer of ``num_bits`` bits is too large to compute with."""
     if num_bits > _MAX_BITS:
         raise TemplateBudgetError("the chat template computes with numbers that are too large")
 
 
 def items_of(value: Any) -> list[Any] | None:
-    """Return the items of a container, keys of a mapping too; None for another value."""
+    """Return the items of a container, including the keys of a mapping; None for other values."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
@@ -92,7 +100,7 @@ _budget: ContextVar[Budget] = ContextVar("template_budget")
 
 @contextmanager
 def spending(budget: Budget) -> Iterator[None]:
-    """Let what is compiled or rendered within spend from ``budget``."""
+    """Make compiling and rendering spend from ``budget`` inside this context manager."""
     token = _budget.set(budget)
     try:
         yield
@@ -101,5 +109,5 @@ def spending(budget: Budget) -> Iterator[None]:
 
 
 def current_budget() -> Budget:
-    """The budget of the rendering under way in this thread."""
+    """Return the budget of the current rendering in this thread."""
     return _budget.get()

@@ -1,7 +1,7 @@
-"""Costs of what filters and methods of a chat template make beyond the size of their arguments, in characters.
+"""Costs of chat template filters and methods whose results can be larger than their arguments. Unit: characters.
 
-A growth is called with the arguments of its filter or method, once their own size is paid for. A number counts as what
-it can make: a width of a million is a million characters.
+A growth function is called with the arguments of its filter or method. The caller has already paid for the size of the
+arguments. A number counts as the output that it can cause: a width of a million is a million characters.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from metal_engine.text.template_budget import STEP, TemplateBudgetError, current
 
 Growth = Callable[..., int]
 
-# Digits of a width that are read: more of them are beyond every budget.
+# Maximum number of digits read from a width. More digits exceed every budget.
 _MAX_DIGITS = 18
-# Characters of a float at most, and of an integer at least, without a width.
+# Maximum characters of a float, and minimum cost of an integer, without a width.
 _FLOAT_CHARS, _INT_CHARS = 330, 20
-# The C library's buffer for a date, in bytes for each character of its format: Python gives up beyond.
+# Maximum buffer of the C library for a date, in bytes per character of the format. Python gives up beyond this size.
 _DATE_BYTES = 256
 
 
@@ -27,12 +27,12 @@ def number(value: Any) -> int:
 
 
 def widths(text: str) -> int:
-    """Sum of the numbers that a format has in its text."""
+    """Return the sum of the numbers in the text of a format."""
     return sum(int(digits[:_MAX_DIGITS]) for digits in re.findall(r"\d+", text))
 
 
 def _text(value: Any) -> str:
-    """The text that a filter makes of a value."""
+    """Return the text to which a filter converts a value."""
     return value if isinstance(value, str) else str(value)
 
 
@@ -54,7 +54,7 @@ def _indented(text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
 
 
 def _wrapped(text: Any, width: Any = 79, break_long_words: Any = True, wrapstring: Any = None, *_: Any) -> int:
-    """The text with line breaks. Each break copies the rest of a long word."""
+    """Return the cost of inserting line breaks. Each break copies the rest of a long word."""
     num_chars = len(_text(text))
     return num_chars * length(wrapstring or "\n") + num_chars**2 // max(1, number(width))
 
@@ -76,7 +76,7 @@ def _sliced(items: Any, slices: Any, *_: Any, **__: Any) -> int:
 
 
 def _by_words(text: Any, *_: Any, **__: Any) -> int:
-    """Each word is an object of Python, and may be a single character."""
+    """Return the cost of splitting into words. Each word is a Python object, and may be a single character."""
     return 16 * length(text)
 
 
@@ -85,12 +85,12 @@ def _unescaped(text: Any) -> int:
 
 
 def _stripped(text: Any, chars: Any = None, *_: Any, **__: Any) -> int:
-    """Python compares each character of the text with the characters to strip."""
+    """Return the cost of stripping. Python compares each character of the text with the characters to strip."""
     return len(_text(text)) * length(chars) // 16
 
 
 def _stripped_of_tags(text: Any) -> int:
-    """Each tag that is cut out copies the rest of the text."""
+    """Return the cost of removing tags. Removing a tag copies the rest of the text."""
     text = _text(text)
     return len(text) * text.count("<")
 
@@ -131,12 +131,12 @@ def _totals(value: Any) -> tuple[int, int]:
 
 
 def dated(form: Any) -> int:
-    """Memory for a date: its length is found by trying larger and larger buffers."""
+    """Return the memory for formatting a date. Python tries larger and larger buffers."""
     return _DATE_BYTES * length(form)
 
 
 def _json(value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, *_: Any) -> int:
-    """Blanks before the lines of JSON, and separators: one of each kind for an item."""
+    """Return the cost of indentation and separators in JSON: one of each for every item."""
     width = number(indent) or length(indent)
     between = sum(len(_text(one)) for one in separators) if length(separators) else 2
     total, waiting = 0, [(value, 1)]

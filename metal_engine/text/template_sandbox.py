@@ -1,8 +1,8 @@
-"""Where chat templates run: jinja2's sandbox as ``transformers`` sets it up, with a budget for each rendering.
+"""Sandbox in which chat templates run: jinja2's sandbox as ``transformers`` sets it up, with a budget per rendering.
 
-A rendering is Python code that jinja2 generates. Every loop, call, filter, comparison and operator first spends what it
-will cost: a fixed amount for the step, and the size of what it reads or makes. So nothing takes long or much memory, no
-single C call either, and the same request always comes to the same end.
+A rendering is Python code that jinja2 generates. Every loop, call, filter, comparison and operator first spends its
+cost: a fixed amount for the step, and the size of its inputs or result. No rendering, and no single C call in it, can
+therefore take long or need much memory. The outcome depends only on the request, not on timing.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from metal_engine.text.template_growth import (
     widths,
 )
 
-# Characters that may stand in for others while a template is rendered: symbols that hardly any text has, which no case,
-# no trimming and no quoting changes (Braille, Sutton's sign writing, Byzantine notes). Braille is first: Python keeps
-# a text with the others in twice the memory.
+# Stand-ins: characters that may replace others during rendering. Hardly any text contains these symbols, and changing
+# case, trimming and quoting do not alter them (Braille, Sutton's sign writing, Byzantine notes). Braille is first:
+# the other symbols lie beyond U+FFFF, for which Python needs twice the memory.
 _STAND_IN_RANGES = (range(0x2801, 0x2900), range(0x1D800, 0x1DA00), range(0x1D000, 0x1D0F6))
 STAND_INS = "".join(chr(code) for codes in _STAND_IN_RANGES for code in codes)
 
-# These read all that a value holds; other filters and tests just its length, or nothing of it.
+# Filters and tests that read the whole value. Others read only its length or nothing.
 _DEEP = frozenset(
     {
         "capitalize", "center", "dictsort", "e", "escape", "forceescape", "format", "groupby", "indent", "join",
@@ -56,14 +56,14 @@ _DEEP = frozenset(
     }
 )  # fmt: skip
 _FREE = frozenset({"length", "count", "default", "d", "first", "last", "attr", "safe"})
-# Arguments that jinja2 adds to calls within loops and blocks, and takes away again before the call.
+# Arguments that jinja2 adds to calls inside loops and blocks, and removes before the call.
 _OF_JINJA = ("_loop_vars", "_block_vars")
-# No template has use for them, and nobody has bounded them.
+# Filters without a bound on their cost. Templates do not use them.
 _LEFT_OUT_FILTERS = ("urlize", "pprint")
 
 
 def _bounded(name: str, function: Callable[..., Any], growth: Callable[..., int] | None = None) -> Callable[..., Any]:
-    """A filter or test that first spends what it costs."""
+    """Return the filter or test wrapped so that it first spends its cost."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
     is_deep, is_free = name in _DEEP, name in _FREE
 
@@ -84,7 +84,7 @@ def _bounded(name: str, function: Callable[..., Any], growth: Callable[..., int]
 
 
 def _paid(result: Any) -> Any:
-    """Return the value. Spend the length of a new text: escaping may write 12 characters for each character."""
+    """Return the value after spending the length of a text: escaping may write 12 characters for one."""
     if isinstance(result, str):
         current_budget().spend(2 * len(result))
     return result
@@ -98,13 +98,13 @@ def _each(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _weighed(value: Any) -> Any:
-    """The value itself, once it is paid for."""
+    """Return the value after spending its full size."""
     current_budget().read(value)
     return value
 
 
 def _glanced(value: Any) -> Any:
-    """The value itself, once its length is paid for."""
+    """Return the value after spending its length."""
     current_budget().glance(value)
     return value
 
@@ -116,13 +116,13 @@ def _concat(pieces: Iterable[str]) -> str:
 
 
 def _concatenated(values: list[Any]) -> str:
-    """What ``~`` makes."""
+    """Return the result of the operator ``~``."""
     current_budget().read(values)
     return "".join(map(str, values))
 
 
 class _Counted(NodeTransformer):
-    """Puts what a template's code would do natively through filters that spend."""
+    """Replaces native operations of a template's code by filters that spend their cost."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -136,7 +136,8 @@ class _Counted(NodeTransformer):
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
         operands = [node.expr, *(operand.expr for operand in node.ops)]
-        # What is compared with a constant is not read beyond it; what is searched for one, by its length.
+        # Comparing with a constant reads no more than its length. Searching for a constant reads the length of the
+        # text.
         name = "_glanced" if any(isinstance(one, nodes.Const) for one in operands[:-1]) else "_weighed"
         if isinstance(operands[-1], nodes.Const) and len(operands) == 2 and node.ops[0].op not in ("in", "notin"):
             return node
@@ -147,7 +148,7 @@ class _Counted(NodeTransformer):
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        if isinstance(node.arg, nodes.Slice):  # others go through the environment
+        if isinstance(node.arg, nodes.Slice):  # other subscripts call getitem() of the environment
             node.node = _through("_glanced", node.node)
         return node
 
@@ -171,13 +172,16 @@ def _through(name: str, node: Any) -> nodes.Expr:
 
 
 def _made(value: Any) -> Any:
-    """A new list, once its own memory is paid for; what it holds was."""
+    """Return a new list after spending its own memory. Its contents are paid for already."""
     current_budget().spend(STEP * len(value))
     return value
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks what assistants say, for training; a prompt has just what is within."""
+    """Support for ``{% generation %}``, which marks assistant text for training.
+
+    Renders only the content of the tag.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -191,12 +195,12 @@ _SYNTAX: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensio
 
 
 def syntax_tree(source: str) -> nodes.Template:
-    """A template as it was written. Raises jinja2.TemplateSyntaxError."""
+    """Parse a template without changing it. Raises jinja2.TemplateSyntaxError."""
     return jinja2.Environment(**_SYNTAX).parse(source)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The environment that ``transformers`` gives chat templates, but everything spends from the budget."""
+    """Jinja environment of ``transformers`` with a budget, from which every operation spends."""
 
     intercepted_binops = frozenset(SandboxedEnvironment.default_binop_table)
     concat = staticmethod(_concat)
@@ -231,7 +235,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(method, "__self__", None)
         if isinstance(__obj, LoopContext):
             return super().call(__context, __obj, *(_each(arg) for arg in args))
-        # Macros and methods of mappings get what they are given as it is; methods of texts and lists read it.
+        # Macros and methods of mappings do not read their arguments. Methods of texts and lists do.
         reads = isinstance(owner, str | bytes | list | tuple | LoopContext)
         budget.glance(owner)
         for value in (*args, *kwargs.values()):
@@ -302,11 +306,11 @@ class _SpendingFormatter(SandboxedFormatter):
 
 
 class _EscapingFormatter(_SpendingFormatter, SandboxedEscapeFormatter):
-    """The same for texts that are escaped for HTML."""
+    """Spending formatter for texts that are escaped for HTML."""
 
 
 class TemplateNamespace(Namespace):
-    """A namespace of a template, without names that begin with an underscore."""
+    """Namespace of a template. Refuses names that start with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, args = args[0], args[1:]
@@ -337,14 +341,14 @@ def _raise_exception(message: str) -> None:
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """What ``transformers`` has for ``tojson``: plain JSON, nothing of it escaped for HTML.
+    """Convert a value to JSON, as the ``tojson`` filter of ``transformers`` does: without escaping for HTML.
 
-    Stand-ins stay as they are even where ASCII is asked for: each is ASCII in the end.
+    Stand-ins are not escaped even with ``ensure_ascii``, because they are later replaced by ASCII characters.
     """
     encoder = json.JSONEncoder(ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     text = "".join(encoder.iterencode(value))
     return _BEYOND_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 
 
-# Ranges: among single characters each would be compared with each.
+# Written as ranges: the regular expression would compare single characters one by one.
 _BEYOND_ASCII = re.compile(f"[^\x00-\x7f{''.join(f'{chr(one[0])}-{chr(one[-1])}' for one in _STAND_IN_RANGES)}]+")

@@ -1,4 +1,4 @@
-"""The tokenizer as the engine uses it: text to ids, ids to text one token at a time, chat templates."""
+"""Tokenizer of a model: text to ids, ids to text one token at a time, and chat templates."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from metal_engine.text.long_text import TextTooLongError, encode, special_token_
 from metal_engine.text.message_rules import MessageRules
 from metal_engine.text.tokenizer_cache_limit import limit_word_cache
 
-# How tokenizers without a byte alphabet spell a byte that is no character.
+# Spelling of a single byte in tokenizers without a byte alphabet.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The byte for each character of byte-level tokens (GPT-2): printable Latin-1 stands for itself."""
+    """Map each character of byte-level tokens (GPT-2) to its byte. Printable Latin-1 characters map to themselves."""
     itself = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in itself]
     return {chr(byte): byte for byte in itself} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -33,28 +33,29 @@ def _byte_of_char() -> dict[str, int]:
 
 _BYTE_OF_CHAR = _byte_of_char()
 
-# Beyond so many characters, a text with more of them in each token is refused: every call on it takes long.
+# Texts longer than this are refused if they have more characters per token than the second limit: each call on such a
+# text takes long.
 _MAX_CHARACTERS = 1 << 22
 _CHARACTERS_PER_TOKEN = 8
 
-# Texts of so many characters are looked at one by one.
+# Length from which a text that occurs under several names is counted once.
 _LONG = 1 << 10
 
-# A token of its own in every vocabulary: what follows it stands within a text.
+# A character that is always a separate token. Text encoded after it is not at the start of a text.
 _WITHIN = "\u263a"
 
-# Characters that Unicode normalization makes one of, at most, as far as prompts go.
+# Maximum number of characters that Unicode normalization combines into one, in practice.
 _SHRINKING = 4
 
 
 class Tokenizer:
-    """A fast Hugging Face tokenizer with the model's end-of-sequence ids.
+    """Fast Hugging Face tokenizer with the model's end-of-sequence ids.
 
     Args:
-        hf_tokenizer: from ``transformers``; must be a fast one, since text is decoded incrementally.
-        eos_token_ids: every id that ends generation, from the checkpoint's configuration.
-        allow_special_tokens_in_content: let the spelling of a control token in a conversation's texts become that
-            token; otherwise it stays text.
+        hf_tokenizer: tokenizer from ``transformers``. Must be a fast one, since text is decoded incrementally.
+        eos_token_ids: all ids that end generation, from the checkpoint's configuration.
+        allow_special_tokens_in_content: True if control tokens that are spelled in a conversation's texts become
+            control tokens. By default they stay text.
     """
 
     def __init__(
@@ -73,34 +74,36 @@ class Tokenizer:
         self._token_bytes: dict[int, bytes] = {}
 
         backend = hf_tokenizer.backend_tokenizer
-        # Prompts are whole, and one by one.
+        # Prompts are encoded whole and one at a time.
         backend.no_truncation()
         backend.no_padding()
         limit_word_cache(backend.model)
         self._control_tokens = ControlTokens(backend, self._templates.values())
-        # One for all copies, so that the template is tried once.
+        # Shared by all copies, so that the template is tried only once.
         self.message_rules = MessageRules(lambda messages: self._rendered(messages, {"add_generation_prompt": True}))
 
     @cached_property
     def serialized(self) -> bytes:
-        """The tokenizer as Hugging Face's library writes it to ``tokenizer.json``.
+        """Content of ``tokenizer.json`` as the Hugging Face library writes it.
 
-        Takes 0.3 s for 150,000 tokens, in which no other thread runs: to be read before anybody is served.
+        Takes 0.3 s for 150,000 tokens and holds the GIL. Read it before requests are served.
         """
         return self.hf_tokenizer.backend_tokenizer.to_str().encode()
 
     @property
     def template_takes_tools(self) -> bool:
-        """Whether the chat template does anything with tools."""
+        """True if the chat template supports tools."""
         return "tool_use" in self._templates or any("tools" in text for text in self._templates.values())
 
     def limited(self, max_tokens: int) -> Tokenizer:
-        """The same tokenizer, but it refuses texts that cannot be ``max_tokens`` or fewer, before it spends half a
-        minute on them (:class:`TextTooLongError`)."""
+        """Return a copy that refuses texts of more than ``max_tokens`` tokens.
+
+        The copy raises :class:`TextTooLongError` early. Encoding such a text completely could take half a minute.
+        """
         limited = copy(self)
         limited._max_tokens = max_tokens
         most = max(_MAX_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)
-        # This one's, which goes through the vocabulary once; a copy would do so for each request.
+        # Computed on the original, because each copy would scan the vocabulary again.
         limited._max_chars = min(_SHRINKING * self._longest_token * max_tokens, most)
         return limited
 
@@ -110,10 +113,14 @@ class Tokenizer:
         return max(map(len, self.hf_tokenizer.get_vocab()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the ids the tokenizer puts around a raw prompt (BOS) unless told not to.
+        """Encode a text to token ids.
+
+        Args:
+            add_special_tokens: True if the ids that the tokenizer puts around a raw prompt (BOS) are added.
 
         Raises:
-            ValueError: it is no text, or (:class:`TextTooLongError`) too long for a :meth:`limited` tokenizer.
+            ValueError: the text is not valid Unicode.
+            TextTooLongError: the text is too long for a :meth:`limited` tokenizer.
         """
         return self._encode(self.hf_tokenizer.backend_tokenizer, text, add_special_tokens)
 
@@ -122,25 +129,28 @@ class Tokenizer:
             raise TextTooLongError(len(text))
         try:
             return encode(backend, text, add_special_tokens=add_special_tokens, max_tokens=self._max_tokens)
-        except TypeError as error:  # what the tokenizer makes of lone surrogates
+        except TypeError as error:  # raised for lone surrogates
             raise ValueError("the text is not valid Unicode") from error
 
     @cached_property
     def infilling(self) -> Infilling | None:
-        """The tokens for filling in the middle, if there are any."""
+        """Infilling (fill in the middle) tokens; None if the tokenizer does not support infilling."""
         return Infilling.of(self.hf_tokenizer.backend_tokenizer)
 
     def encode_infilling(self, prefix: str | list[int], suffix: list[int]) -> tuple[list[int], slice]:
-        """Token ids of a prompt for what stands between two texts, and where the first one's are among them.
+        """Encode a prompt that asks for the text between a prefix and a suffix.
 
         Only for a tokenizer with :attr:`infilling`.
 
         Args:
-            prefix: what stands before the gap; tokens are taken as they are, without BOS.
-            suffix: what stands after the gap, from :meth:`encode_within`.
+            prefix: text before the gap. Token ids are used as they are, without BOS.
+            suffix: token ids of the text after the gap, from :meth:`encode_within`.
+
+        Returns:
+            Token ids of the prompt, and the positions of the prefix among them.
 
         Raises:
-            ValueError: as :meth:`encode`.
+            ValueError: the prefix cannot be encoded, as in :meth:`encode`.
         """
         assert self.infilling is not None
         if not isinstance(prefix, str):
@@ -150,10 +160,10 @@ class Tokenizer:
         return [*before, *ids, *after], slice(len(before) + place.start, len(before) + place.stop)
 
     def encode_within(self, text: str) -> list[int]:
-        """Token ids of a text that others stand before: without the space that some tokenizers begin texts with.
+        """Encode a text that follows other text, without the space that some tokenizers add at the start of a text.
 
         Raises:
-            ValueError: as :meth:`encode`.
+            ValueError: the text cannot be encoded, as in :meth:`encode`.
         """
         (start,) = self.tokens(self.encode("a", add_special_tokens=False)[:1])
         if not start.startswith(("\u2581", "\u0120")):
@@ -162,7 +172,7 @@ class Tokenizer:
         return self.encode(_WITHIN + text, add_special_tokens=False)[before:]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        # A batch of one: that leaves the interpreter to others meanwhile.
+        # The batch function releases the GIL.
         (text,) = self.hf_tokenizer.backend_tokenizer.decode_batch(
             [list(token_ids)], skip_special_tokens=skip_special_tokens
         )
@@ -170,12 +180,15 @@ class Tokenizer:
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """Ids that ``skip_special_tokens`` leaves out of the text."""
+        """Ids that ``skip_special_tokens`` removes from the text."""
         added = self.hf_tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text, in UTF-8: maybe part of a character; nothing for an id that is no token."""
+        """Return the UTF-8 bytes that a token adds to a text.
+
+        They may be part of a character; empty for an unknown id.
+        """
         found = self._token_bytes.get(token_id)
         if found is None:
             token = self.hf_tokenizer.convert_ids_to_tokens(token_id)
@@ -196,7 +209,7 @@ class Tokenizer:
         return b'"ByteLevel"' in self.hf_tokenizer.backend_tokenizer.decoder.__getstate__()
 
     def template_mentions(self, name: str) -> bool:
-        """Whether the chat template has a variable of that name."""
+        """Return True if the chat template's source contains the name as a word."""
         return any(re.search(rf"\b{re.escape(name)}\b", text) for text in self._templates.values())
 
     @property
@@ -205,7 +218,7 @@ class Tokenizer:
 
     @cached_property
     def info(self) -> dict[str, Any]:
-        """What clients need who make prompts themselves, as ``tokenizer_config.json`` has it; no names of files."""
+        """Data for clients that build prompts themselves, as in ``tokenizer_config.json``. Contains no file names."""
         hf = self.hf_tokenizer
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         template = self._templates.get("default") or next(iter(self._templates.values()), None)
@@ -222,14 +235,18 @@ class Tokenizer:
         }
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own spelling of each token; empty for an id that it does not have."""
+        """Return each token as the vocabulary spells it; an empty string for an unknown id."""
         return [self.hf_tokenizer.convert_ids_to_tokens(i) or "" for i in token_ids]
 
     def apply_chat_template(self, messages: list[dict[str, Any]], /, **template_kwargs: Any) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's answer.
+        """Render a conversation with the chat template, and encode it.
 
         Args:
+            messages: messages of the conversation.
             template_kwargs: variables of the chat template, under any names.
+
+        Returns:
+            Token ids of the prompt. By default it ends with the generation prompt.
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
@@ -251,9 +268,10 @@ class Tokenizer:
             raise ValueError("the messages are nested too deep") from error
 
     def _check_length(self, arguments: dict[str, Any]) -> None:
-        """Refuse texts that are longer together than a prompt may be, before anything is made of them.
+        """Raise TextTooLongError if all texts together are too long for a prompt, before they are processed.
 
-        A template may leave out some of them; but each is copied, some several times, before it is asked.
+        The template might leave out some of these texts, but each text is copied, sometimes several times, before the
+        template runs.
         """
         if self._max_chars is None:
             return
@@ -262,7 +280,7 @@ class Tokenizer:
             for one in parts([name, value]):
                 if not isinstance(one, str):
                     continue
-                if len(one) >= _LONG:  # the same text under several names, as a message's reasoning, counts once
+                if len(one) >= _LONG:  # a text under several names, such as a message's reasoning, counts once
                     if id(one) in seen:
                         continue
                     seen.add(id(one))
@@ -271,10 +289,11 @@ class Tokenizer:
                     raise TextTooLongError(name=name)
 
     def encode_filled(self, template: str, texts: dict[str, str]) -> list[int]:
-        """Token ids of a template with ``{name}`` in it for each of some texts, in which all control tokens stay text.
+        """Fill texts into a template at ``{name}``, and encode it. Control tokens spelled in the texts stay text.
 
         Raises:
-            ValueError: a text is no valid Unicode, or (:class:`TextTooLongError`) too long.
+            ValueError: a text is not valid Unicode.
+            TextTooLongError: the texts are too long.
         """
         if self._max_chars is not None and sum(map(len, texts.values())) > self._max_chars:
             raise TextTooLongError
@@ -294,7 +313,7 @@ class Tokenizer:
 
     @property
     def _has_own_rendering(self) -> bool:
-        """Whether the tokenizer brings code (--trust-remote-code) in the place of its template's rendering."""
+        """True if the tokenizer has its own rendering code (--trust-remote-code)."""
         return type(self.hf_tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
 
     def _rendered_by_tokenizer(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:

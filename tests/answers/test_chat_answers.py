@@ -1,4 +1,4 @@
-"""Answers read while they come: the parts of the text, and the tokens of reasoning, wherever outputs are cut."""
+"""Parsing of outputs while they arrive: the parts of the text, and the reasoning tokens, for all ways to cut them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHANNELS = [
 ]  # fmt: skip
 
 
-# A text, where its tokens end, and two ways to cut it into outputs: how many tokens each of them has.
+# A text, the ends of its tokens, and two ways to cut it into outputs, each as numbers of tokens.
 Cut = tuple[str, list[int], list[int], list[int]]
 
 
@@ -43,7 +43,10 @@ def outputs(draw: st.DrawFn, fragments: list[str]) -> Cut:
 def read(
     reader: AnswerReader, text: str, ends: list[int], sizes: list[int], reason: str
 ) -> tuple[list[AnswerDelta], list[int]]:
-    """What a text comes to in outputs of so many tokens; and the count of reasoning after each output's last token."""
+    """Parse a text in outputs of the given sizes.
+
+    Return the deltas, and the count of reasoning tokens after each output.
+    """
     deltas: list[AnswerDelta] = []
     counts = [0] * (len(ends) + 1)
     at = shown = 0
@@ -97,7 +100,7 @@ def test_cuts_make_no_difference(
     answers = ChatAnswers(known, plan, in_reasoning and not known.harmony)
     whole, counts = read(answers.reader(incremental=incremental), text, ends, one, reason)
     again, counts_again = read(answers.reader(incremental=incremental), text, ends, other, reason)
-    # Ids of calls are new each time; a call that proves to be none is given out only where it was cut.
+    # Call ids are random. Streamed parts of a malformed call depend on the cuts.
     if not incremental:
         a, b = assemble(whole), assemble(again)
         assert (a.content, a.reasoning) == (b.content, b.reasoning)
@@ -107,7 +110,7 @@ def test_cuts_make_no_difference(
 
 
 def in_reasoning_after(text: str, begun: bool) -> list[bool]:
-    """Of each number of the text's characters, whether the next one is reasoning; by definition."""
+    """Return for each position in the text whether the next character is reasoning, by definition."""
     states = [begun]
     since = 0
     for end in range(1, len(text) + 1):
@@ -121,7 +124,7 @@ def in_reasoning_after(text: str, begun: bool) -> list[bool]:
 @settings(max_examples=300, deadline=None)
 @given(given_outputs=outputs(FRAGMENTS), begun=st.booleans())
 def test_tokens_of_reasoning(given_outputs: Cut, begun: bool) -> None:
-    """Those before, in or behind which there is reasoning."""
+    """A token counts if there is reasoning directly before it, in it, or directly after it."""
     text, ends, sizes, _ = given_outputs
     _, counts = read(
         ChatAnswers(AnswerFormat(reasoning=THINK), NO_TOOLS, begun).reader(incremental=False),
@@ -135,7 +138,7 @@ def test_tokens_of_reasoning(given_outputs: Cut, begun: bool) -> None:
 
 
 def test_a_header_may_be_so_long_wherever_it_is_cut() -> None:
-    """And what goes on for longer is text."""
+    """A longer header is text."""
     for length in range(990, 1010):
         header = "<|channel|>analysis".ljust(length)
         text = f"{header}<|message|>hm<|end|>"

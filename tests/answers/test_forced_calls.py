@@ -1,4 +1,4 @@
-"""Text that a grammar forced to be calls: cut anywhere, cut off, as it is written."""
+"""Text that a grammar forced to be calls: cut anywhere, truncated, and with free white space."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def test_forced_calls() -> None:
 
 
 def test_forced_calls_that_are_cut_off() -> None:
-    """Complete calls are calls; of the last one there is what there is; before the first, it is text."""
+    """Complete calls are returned.
+
+    The last call has partial arguments. Text cut off before the first call is content.
+    """
     calls = [{"name": name, "parameters": arguments} for name, arguments in (WEATHER, TRAINS)]
     listed = json.dumps(calls, ensure_ascii=False)
     first, second = (listed.index('{"city": ' + city) for city in ('"Z', '"R'))

@@ -1,4 +1,4 @@
-"""gpt-oss's format, as its published description has it: cut anywhere, and over HTTP."""
+"""gpt-oss's format as in its published description: cut anywhere, and over HTTP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FINAL = "<|channel|>final<|message|>It is: 2 <| 3. "
 ARGUMENTS = json.dumps(WEATHER[1], ensure_ascii=False)
 THOUGHT = "2 < 3, so.\n\nSay so."
 
-# An answer without the token that ended it, content, reasoning, calls.
+# An output without its last token; its content, reasoning and calls.
 RECORDED: list[tuple[str, str, str, list[Call]]] = [
     (ANALYSIS + NEXT + FINAL, "It is: 2 <| 3. ", THOUGHT, []),
     (FINAL, "It is: 2 <| 3. ", "", []),
@@ -37,7 +37,7 @@ RECORDED: list[tuple[str, str, str, list[Call]]] = [
     (f"{ANALYSIS}{NEXT} to=functions.find_trains<|channel|>commentary json<|message|>{{\"city\": \"Rome\"}}",
      "", THOUGHT, [TRAINS]),
     (" to=functions.find_trains<|channel|>commentary<|message|>{\"city\": \"Rome\"}", "", "", [TRAINS]),
-    # A preamble, which is for the user to see, then calls.
+    # A preamble, which is content, then calls.
     (f"<|channel|>commentary<|message|>Let me look.<|end|>{NEXT}<|channel|>commentary to=functions.get_weather"
      f"<|message|>{ARGUMENTS}<|call|>{NEXT} to=functions.find_trains<|channel|>commentary<|message|>"
      '{"city": "Rome"}', "Let me look.", "", [WEATHER, TRAINS]),
@@ -46,7 +46,7 @@ RECORDED: list[tuple[str, str, str, list[Call]]] = [
     (f"<|channel|>commentary to=get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>", "", "", [WEATHER]),
     (f"<|start|>assistant to=find_trains<|channel|>analysis code<|message|>{json.dumps(TRAINS[1])}<|call|>",
      "", "", [TRAINS]),
-    # What a grammar forces, or a prefill goes on with, has no header.
+    # Text that a grammar forces, or that continues a prefill, has no header.
     (' {"a": "to=x"} ', ' {"a": "to=x"} ', "", []),
     ("to Rome<|end|>", "to Rome", "", []),
 ]  # fmt: skip
@@ -100,7 +100,7 @@ def test_malformed_calls_are_text(text: str, caplog: pytest.LogCaptureFixture) -
 
 
 def test_over_http() -> None:
-    """Its marks are special tokens, and two of them end the generation, as in the model's own configuration."""
+    """The marks are special tokens, and two of them end the generation, as in the model's configuration."""
     hf: Any = tiny_tokenizer(TOOL_TEMPLATE).hf_tokenizer
     hf.add_tokens([AddedToken(token, special=True) for token in TOKENS], special_tokens=True)
     tokenizer = Tokenizer(hf, hf.convert_tokens_to_ids(["<|call|>", "<|return|>"]))
@@ -130,7 +130,7 @@ def test_over_http() -> None:
             assert (call.function.name, json.loads(call.function.arguments)) == WEATHER
             assert choice.message.reasoning == THOUGHT  # type: ignore[union-attr]
             assert completion.usage is not None and completion.usage.completion_tokens_details is not None
-            # All of the first message but the word before its mark.
+            # All of the first message except the word before its mark.
             count = len(tokenizer.encode(ANALYSIS)) - len(tokenizer.encode("<|channel|>analysis"))
             assert completion.usage.completion_tokens_details.reasoning_tokens == count
         tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]

@@ -1,4 +1,4 @@
-"""The reader of JSON in pieces against Python's own."""
+"""The incremental JSON parser compared with Python's parser."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_objects_are_read_to_their_end(value: dict[str, Any], ascii_only: bool, 
         assert (taken, reader.done, reader.bad) == (len(text), True, False)
 
 
-# What may be missing of the innermost thing, and the brackets after it.
+# Possible endings of the innermost value, and the brackets after it.
 ENDS = ["", '"', '""', "0", ":0", '":0', '"":0', "rue", "ue", "e", "alse", "ull", "ll", "l", 'n"', 'n":0', ',"":0']
 ENDS += [zeros * "0" + end for zeros in range(1, 5) for end in ('"', '":0')]
 CLOSERS = ["".join(closers) for number in range(6) for closers in itertools.product("}]", repeat=number)]
 
 
 def is_begun(text: str) -> bool:
-    """Whether some end makes an object of it, by trying them."""
+    """Return True if some ending completes the text to an object. Tries all endings."""
     for end, closers in itertools.product(ENDS, CLOSERS):
         try:
             value = json.loads(text + end + closers)

@@ -1,4 +1,4 @@
-"""Text with marks into content, reasoning and calls: each format, cut anywhere; nothing is lost, nothing leaks."""
+"""Splitting text with marks into content, reasoning and calls: each format, cut anywhere, without loss or leaks."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_arguments_come_as_they_are_written(name: str) -> None:
     assert (start.index, start.name) == (0, "find_trains")
     for ch in arguments[1:-1]:
         assert splitter.add(ch) == [ArgumentsDelta(0, ch)]
-    # The last brace waits until the call has proved to be one.
+    # The last brace is held until the call has been parsed.
     assert splitter.add("}") == [] and splitter.num_calls == 0
     assert [*splitter.add(tail), *splitter.finish(truncated=False)] == [ArgumentsDelta(0, "}")]
     assert splitter.num_calls == 1
 
 
-# Parser -> what comes of the arguments before it proves to be no call.
+# Parser, text of a malformed call, and the arguments that are streamed before the error is detected.
 SPOILT = [
     ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"city": Rome}}</tool_call>', '{"city": '),
     ("json_tools", '<tool_call>{"name": "find_trains", "arguments": {"city": 1} or so</tool_call>', '{"city": 1'),
@@ -114,7 +114,7 @@ def test_malformed_calls_are_text(name: str, caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=lambda r: r.parser)
 def test_cut_off_anywhere(recorded: Recorded) -> None:
-    """An answer that the token limit ends: no call is made up, and no character of an incomplete one is lost."""
+    """A truncated output: no call is invented, and no character of an incomplete call is lost."""
     for end in range(len(recorded.text)):
         text = recorded.text[:end]
         content, _, calls, _ = run(MarkSplitter(answer_format(recorded.parser), TOOLS), [text], truncated=True)
@@ -181,7 +181,7 @@ def test_without_tools_calls_are_text() -> None:
 
 
 REASONED = [
-    # prompt has begun it, text, content, reasoning
+    # True if the prompt starts the reasoning; text, content, reasoning
     (True, "hm\nhm\n</think>\n\nYes. ", "Yes. ", "hm\nhm"),
     (True, "\n\nhm", "", "hm"),
     (True, "</think>Yes", "Yes", ""),

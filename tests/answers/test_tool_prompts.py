@@ -1,4 +1,4 @@
-"""Tools that a message tells of: what is said of them, and how calls come and go as text."""
+"""Tools described in a message: their descriptions, and calls and results as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that a model writes beside its format: read whole wherever the text is cut, or left in the content."""
+"""Calls that deviate from the model's format: parsed for any cut of the text, or left in the content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_variants_are_calls(name: str, thought: str, incremental: bool) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_that_are_cut_off(name: str) -> None:
-    """An answer that the token limit ends has whole calls and text; nothing is lost."""
+    """A truncated output consists of whole calls and text, without loss."""
     recorded = VARIANTS[name]
     for end in range(len(recorded.text)):
         text = recorded.text[:end]

@@ -1,4 +1,4 @@
-"""Every architecture that mlx-lm can divide, on two ranks; the demo model on three."""
+"""Every architecture that mlx-lm can shard, on two ranks; the demo model on three ranks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tools.fixtures.architectures import SUPPORTED, configuration
 from tools.fixtures.tiny_models import random_model
 
 ROOT = Path(__file__).parents[2]
-# With three layers on each of two ranks, the first ones end with a recurrent layer; with two, with attention.
+# With three layers on each of two ranks, the first shard ends with a recurrent layer. With two layers, with attention.
 UNEVEN_PIPELINE = RankCase(architecture="qwen3_next", parallel="pipeline", requests="short", num_layers=6)
 
 
 def divided() -> list[RankCase]:
-    """A case for each architecture and way that mlx-lm can divide it."""
+    """Return a case for each architecture and each kind of sharding that mlx-lm supports."""
     cases = []
     for name in SUPPORTED:
         config = configuration(name)
@@ -60,13 +60,13 @@ def test_all_architectures_that_can_be_divided(tmp_path: Path) -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of a pipeline without others: what it would get is what it has."""
+    """Replace communication in a pipeline: a rank receives its own arrays."""
     for name in ("send", "recv_like", "all_gather"):
         monkeypatch.setattr(mx.distributed, name, lambda array, *_, **__: array)
 
 
 def share_of(rank: int, num_ranks: int, num_layers: int) -> nn.Module:
-    """A rank's layers of a model in which every second one is recurrent, from the last rank on."""
+    """Return a rank's layers of a model with every second layer recurrent. Ranks count from the end of the model."""
     group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: num_ranks)
     model = random_model({**configuration("qwen3_next"), "num_hidden_layers": num_layers})
     divide_layers(model, group)
@@ -97,7 +97,10 @@ def _outputs(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.full
 def test_the_demo_model_on_three_ranks(reference_model: Any) -> None:
-    """By its one name in a program: it starts its ranks itself. Two cannot share its heads."""
+    """The program passes only the model's name, and starts its ranks itself.
+
+    The heads cannot be shared by two ranks.
+    """
     with LLM("demo", max_model_len=256) as alone:
         expected, prompts = _outputs(alone), [alone.tokenizer.encode(prompt) for prompt in PROMPTS]
     program = (
@@ -122,13 +125,13 @@ def test_the_demo_model_on_three_ranks(reference_model: Any) -> None:
 
 @pytest.mark.full
 def test_the_launcher_of_mlx(tmp_path: Path) -> None:
-    """Each rank runs the same command; rank 0 alone has something to say."""
+    """Each rank runs the same command. Only rank 0 writes output."""
     model = write_checkpoint(tmp_path / "m")
     program = [sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"]
     launcher = [*program, "-n", "2", "--env", f"PYTHONPATH={ROOT}", "--"]
     bench = [sys.executable, "-m", "metal_engine", "bench", "latency", str(model), "--tensor-parallel-size", "2"]
     sizes = ["--input-len", "8", "--output-len", "8", "--num-iters", "2", "--batch-size", "2"]
-    # It reads standard input until that ends, and then spins.
+    # It reads standard input until the end, and then spins.
     done = subprocess.Popen(
         [*launcher, *bench, *sizes],
         cwd=ROOT,

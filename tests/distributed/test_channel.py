@@ -1,4 +1,4 @@
-"""The side channel: frames, strangers, silence."""
+"""The side channel: frames, unknown connections, and silent ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 class Watched(Link):
-    """A link that remembers what has been lost."""
+    """Link that records reported losses."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.lost: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -75,7 +75,7 @@ def test_a_rank_that_ends_is_lost_at_once() -> None:
     b.close()
     assert link.lost.get(timeout=60) == "rank 1 (here) has gone (the connection was closed)"
     with pytest.raises(RunnerLostError, match="rank 1"):
-        for _ in range(100):  # the first is taken by the kernel
+        for _ in range(100):  # the kernel accepts the first frames
             link.send(Kind.PLAN, b"x" * 1000)
             time.sleep(0.01)
 
@@ -112,7 +112,7 @@ def test_what_is_no_frame_is_refused_before_it_is_read(
     header: bytes, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     pair[0].sendall(header)
-    with pytest.raises(ValueError, match="no frame"):
+    with pytest.raises(ValueError, match="an invalid frame"):
         read_frame(pair[1], 60)
 
 
@@ -131,7 +131,7 @@ def test_strangers_change_nothing() -> None:
     assert sorted(connections) == [1, 2]
     for rank, connection in connections.items():
         assert connection.getpeername() == ranks[rank].getsockname()
-    with pytest.raises(OSError):  # nobody else is let in
+    with pytest.raises(OSError):  # no further connection is accepted
         socket.create_connection(("127.0.0.1", port), 1)
     for one in [*silent, *ranks.values(), *connections.values()]:
         one.close()
@@ -168,7 +168,7 @@ def test_plans_come_through() -> None:
     assert (read.sampled_req_ids, read.dropped_req_ids) == (["a#0", "b#1"], ["x#9"])
     assert (same.token_ids, same.num_prompt_tokens, same.num_computed_tokens) == ([5, 6, 7], 3, 1)
     assert (same.block_ids, same.state_slots) == ([4, 9], (0, 0))
-    assert same.sampling_params.prompt_logprobs == 0  # rows of them are computed; what is sampled is rank 0's
+    assert same.sampling_params.prompt_logprobs == 0  # its logits are computed, but rank 0 samples
     assert same.sampling_params.is_greedy and not same.sampling_params.edits_logits
 
 
@@ -192,7 +192,7 @@ def test_a_rank_comes_in_past_as_many_strangers_as_may_be_about_to_say_who_they_
 
 
 def test_a_greeting_has_one_time_in_all() -> None:
-    """And not one for each byte."""
+    """A single time limit applies to all bytes of the greeting."""
     a, b = tcp_pair()
     stop = threading.Event()
 
@@ -220,7 +220,7 @@ def test_a_rank_that_is_turned_away_comes_again() -> None:
 
 @pytest.mark.parametrize(("size", "is_refused"), [(1, False), (2, True), (None, True)])
 def test_a_launcher_with_several_processes_asks_for_a_size(size: int | None, is_refused: bool, tmp_path: Path) -> None:
-    """Each would be a server of its own."""
+    """Without a size, each process would be a separate server."""
     environment = {"MLX_RANK": "0"}
     refuse_ranks_without_size({})
     if size is not None:
@@ -234,7 +234,7 @@ def test_a_launcher_with_several_processes_asks_for_a_size(size: int | None, is_
 
 
 def test_plans_say_what_is_pooled() -> None:
-    """Logits that are asked for are computed by all ranks, which may have some columns of the LM head each."""
+    """All ranks compute the requested logits, because each may have some columns of the LM head."""
     scored = NewRequestData("s", [5], 1, 0, [4], SamplingParams(), pooling_params=PoolingParams(token_ids=(7, 9)))
     mean = NewRequestData("m", [5], 1, 0, [5], SamplingParams(), pooling_params=PoolingParams(pooling_type="MEAN"))
     plan = SchedulerOutput(7, {"s": 1, "m": 1}, new_requests=[scored, mean], pooled_req_ids=["s", "m"])

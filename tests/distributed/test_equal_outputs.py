@@ -1,4 +1,4 @@
-"""Several ranks give the tokens of one process: tiny models, over the loopback interface."""
+"""Several ranks produce the same tokens as one process: tiny models, over the loopback interface."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = [
     ),
     RankCase(architecture="qwen3", kv_cache_dtype="int8"),
     RankCase(requests="pooled"),
-    # Its LM head is divided, too.
+    # Its LM head is sharded, too.
     RankCase(architecture="qwen3_5", requests="scored"),
     RankCase(architecture="qwen3_5", requests="scored", ahead=True),
     RankCase(refused=4),
@@ -32,14 +32,14 @@ CASES = [
     RankCase(late=True),
     RankCase(late=True, ahead=True),
 ]
-# Chunks, mixed steps and decodes over caches of which each array is large against all else in a step.
+# Chunks, mixed steps and decodes. Each cache array is large compared with all other memory of a step.
 LONG = [
     RankCase(requests="long", parallel=p, ahead=a, num_blocks=16_384)
     for p in ("tensor", "pipeline")
     for a in (False, True)
 ]
 KEEPS = RankCase(requests="long", num_blocks=16_384, keeps=True)
-# Models that two ranks cannot share: what they say of it.
+# Models that two ranks cannot share, with the error.
 UNEVEN = {
     RankCase(architecture="llama", heads=(9, 9)): "its layer 0 has 9 heads and 9 KV heads of 8, which 2",
     RankCase(architecture="llama", heads=(9, 3)): "its layer 0 has 9 heads and 3 KV heads of 8, which 2",
@@ -88,7 +88,7 @@ def test_models_that_cannot_be_shared_evenly_are_refused(case: RankCase, on_rank
 
 
 def check_equal(case: RankCase, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    """The same tokens, log probabilities and vectors, but for requests that failed."""
+    """Check that tokens, log probabilities and vectors are equal, except those of failed requests."""
     num_same = 0
     for i, (prompt, params) in enumerate(requests_of(case)):
         if isinstance(params, PoolingParams):
@@ -99,7 +99,7 @@ def check_equal(case: RankCase, expected: dict[str, Any], found: dict[str, Any])
             continue
         num_same += a == b
         if a != b:
-            assert params.is_greedy and not params.edits_logits, "only rounding may make for other tokens"
+            assert params.is_greedy and not params.edits_logits, "tokens may differ by rounding only"
             model = make_model(case)
             assert compare_outputs(model, prompt, a, b).equal
             continue

@@ -1,4 +1,4 @@
-"""What ranks agree on at the start, and what the one that leads sends."""
+"""Agreement of ranks at the start, and the frames that rank 0 sends."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ ROOT = Path(__file__).parents[2]
 
 
 class Watched(RankFailureMonitor):
-    """One that ends no process."""
+    """RankFailureMonitor that does not end the process."""
 
     def lose(self, message: str) -> None:
         self.error = RunnerLostError(message)
 
 
 def linked(rank: int = 1) -> tuple[Link, Link]:
-    """A link to another rank, and its to rank 0."""
+    """Return a link to another rank, and that rank's link to rank 0."""
     with listen("127.0.0.1") as listening:
         one = socket.create_connection(listening.getsockname())
         other, _ = listening.accept()
@@ -60,7 +60,7 @@ def linked(rank: int = 1) -> tuple[Link, Link]:
 
 @pytest.fixture
 def groups() -> Iterator[list[RankGroup]]:
-    """Two ranks in one process, which do not compute."""
+    """Return two ranks in one process, which compute nothing."""
     args = EngineArgs(model="none", tensor_parallel_size=2, distributed_timeout_seconds=1.5)
     found = []
     links = linked()
@@ -73,7 +73,7 @@ def groups() -> Iterator[list[RankGroup]]:
 
 
 def both(groups: list[RankGroup], *work: Callable[[RankGroup], Any]) -> list[Any]:
-    """What comes of each rank's work: what it returns, or raises."""
+    """Run the work of both ranks. Return the result or the error of each."""
     found: list[Any] = [None, None]
 
     def run(rank: int) -> None:
@@ -96,7 +96,7 @@ def test_ranks_at_different_places_do_not_take_one_fact_for_another(groups: list
 
 
 def test_rank_0_decides(groups: list[RankGroup]) -> None:
-    """Other ranks do not measure."""
+    """Only rank 0 calls the function."""
     choices = {"a layer": {"cut": None, "speedup": 2.5}}
     found: queue.Queue[Any] = queue.Queue()
 
@@ -110,11 +110,11 @@ def test_rank_0_decides(groups: list[RankGroup]) -> None:
 
 def test_a_rank_that_does_not_come_along_is_not_waited_for(groups: list[RankGroup]) -> None:
     error, _ = both(groups, lambda g: g.barrier("a place"), lambda g: None)
-    assert str(error) == "rank 1 (here) has not come to 'a place' within 1.5 s"
+    assert str(error) == "rank 1 (here) has not reached 'a place' within 1.5 s"
 
 
 def test_ranks_with_other_weights_are_refused(groups: list[RankGroup], tmp_path: Path) -> None:
-    """Their configuration is the same, and so are names and sizes of their files."""
+    """Only the weights differ: configuration, file names and file sizes are equal."""
     folders = [write_checkpoint(tmp_path / name) for name in ("a", "b")]
     weights = folders[1] / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -142,7 +142,7 @@ def test_prints_tell_files_apart(tmp_path: Path) -> None:
 
 
 def test_all_ranks_try_logits_again_or_none() -> None:
-    """Where another rank's are off, this one, whose are right, goes on with it."""
+    """If another rank's logits are wrong, this rank, whose logits are right, continues the check with it."""
     told: list[tuple[str, int]] = []
 
     def agree(what: str, number: int) -> int:
@@ -155,7 +155,7 @@ def test_all_ranks_try_logits_again_or_none() -> None:
 
 
 class _Runner:
-    """A runner that refuses nothing."""
+    """Runner that accepts all plans."""
 
     def __init__(self) -> None:
         self.forgotten: list[str] = []
@@ -194,7 +194,7 @@ def test_a_rank_that_takes_nothing_keeps_no_other_from_hearing_of_a_loss() -> No
     ours, _ = linked_to(heard)
 
     def fill() -> None:
-        with suppress(RunnerLostError):  # at the end of this test
+        with suppress(RunnerLostError):  # the link closes at the end of this test
             full.send(Kind.PLAN, bytes(64 << 20))
 
     threading.Thread(target=fill, daemon=True).start()
@@ -213,7 +213,7 @@ def linked_to(heard: queue.SimpleQueue[str]) -> tuple[Link, Link]:
 
 
 def test_a_step_that_never_ends_is_a_loss() -> None:
-    """Though all ranks send heartbeats: one of them computes no more."""
+    """A step never ends although all ranks send heartbeats, because one rank has stopped computing."""
     watch = Watched(0, 0)
     ours, theirs = linked()
     runner: Any = _Runner()
@@ -233,7 +233,7 @@ def test_a_step_that_never_ends_is_a_loss() -> None:
 
 
 class _Hanging:
-    """A runner whose steps wait for other ranks, or which hangs before it comes to that."""
+    """Runner whose steps wait for other ranks, or that hangs before."""
 
     def __init__(self, until: threading.Event, *, is_behind: bool = False) -> None:
         self._until = until
@@ -250,7 +250,7 @@ class _Hanging:
 
 
 def test_a_rank_that_does_not_go_on_is_named() -> None:
-    """Its heartbeat goes on, and tells that it is behind those that wait for it."""
+    """The hanging rank still sends heartbeats, which show less progress than the other ranks' heartbeats."""
     until = threading.Event()
     pairs = [linked(rank) for rank in (1, 2, 3)]
     watch = Watched(0, 0)
@@ -283,7 +283,7 @@ def test_a_rank_that_does_not_go_on_is_named() -> None:
 
 
 def test_steps_that_end_are_no_loss() -> None:
-    """However many there are, and however long nobody asks for one."""
+    """The time limit applies to a single step, not to several steps or to the pauses between them."""
     watch = Watched(0, 0)
     steps = StepTimeout(watch, [], 100)
     for _ in range(5):
@@ -300,7 +300,7 @@ def test_steps_that_end_are_no_loss() -> None:
 
 
 def test_a_rank_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """Wherever it is: here it waits for ever."""
+    """A rank ends with its parent even while it is blocked. Here, its main thread waits forever."""
     hosts = tmp_path / "hosts.json"
     hosts.write_text("[]")
     program = (

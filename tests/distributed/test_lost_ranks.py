@@ -1,4 +1,4 @@
-"""A rank that dies or stops: every rank ends, clients are told, and nobody hangs."""
+"""A rank that dies or stops: every rank ends, clients get an error, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.ranked_server import ROOT, RankedServer
 TIMEOUT = 8.0
 
 
-# Of a prompt that takes many steps of so many tokens.
+# Characters of a prompt that takes many steps, and tokens of each step.
 LONG_PROMPT, CHUNK = 60_000, 64
 
 
@@ -34,7 +34,7 @@ def end_of(model: Path, lost: int, how: signal.Signals, phase: str) -> tuple[flo
     """Lose a rank of a server that is ``idle``, or in the ``prefill`` or ``decode`` of a request.
 
     Returns:
-        Seconds until all others had ended; what the server said; what the client of a stream was told.
+        Seconds until all other ranks had ended, the server's log output, and the text that the client received.
     """
     flags = ["--distributed-timeout-seconds", str(TIMEOUT), "--served-model-name", "m", "--log-stats-interval", "0"]
     with RankedServer(model, *flags, "--max-num-batched-tokens", str(CHUNK)) as server, ThreadPoolExecutor(1) as client:
@@ -51,18 +51,18 @@ def end_of(model: Path, lost: int, how: signal.Signals, phase: str) -> tuple[flo
         os.kill(server.ranks[lost], how)
         if lost:
             assert set(iter(server.health, "gone")) <= {"ok", "error"}
-        # Rank 0 kills a stopped rank that it has started. Nobody kills a stopped rank 0.
+        # Rank 0 kills a stopped rank that it has started. A stopped rank 0 is not killed.
         seconds = server.seconds_until_all_ended(but=None if lost else server.ranks[0])
         if lost:
             assert server.process.wait() == 1
-        server.kill()  # one that has stopped keeps its clients waiting
+        server.kill()  # the clients of a stopped server would wait
         told = "" if answer is None else answer.result()
-        assert "[DONE]" not in told or '"error"' in told, "the request had ended"
+        assert "[DONE]" not in told or '"error"' in told, "the request ended before the loss"
         return seconds, server.said(), told
 
 
 def read_on(lines: Iterator[str]) -> str:
-    """The rest of a stream, which may break off."""
+    """Return the rest of a stream, which may break off."""
     read = []
     with suppress(httpx.HTTPError):
         read.extend(lines)
@@ -95,7 +95,7 @@ def test_an_orderly_end_leaves_no_stopped_rank(model: Path) -> None:
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_twenty_of_twenty(model: Path, how: signal.Signals, lost: int, phase: str) -> None:
-    """Four servers at a time: they wait for most of it."""
+    """Run four servers at a time, because they mostly wait."""
     with ThreadPoolExecutor(4) as servers:
         found = list(servers.map(lambda _: end_of(model, lost, how, phase), range(20)))
     what = "has gone" if how == signal.SIGKILL else f"has been silent for {TIMEOUT:g} s"
@@ -108,8 +108,8 @@ def test_twenty_of_twenty(model: Path, how: signal.Signals, lost: int, phase: st
 
 
 def test_a_signal_to_all_ranks_loses_no_request(model: Path) -> None:
-    """Rank 0 answers what is under way; the others compute it, whatever they are told."""
-    # However busy this machine is, what is under way gets done.
+    """Rank 0 completes the requests in flight. The other ranks ignore the signal and compute them."""
+    # The requests in flight are completed, even on a busy machine.
     flags = ["--served-model-name", "m", "--log-stats-interval", "0", "--shutdown-timeout", "600"]
     with RankedServer(model, *flags) as server:
         lines = server.stream(60).iter_lines()

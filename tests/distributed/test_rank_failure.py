@@ -1,4 +1,4 @@
-"""How a process ends that is told of a lost rank while it ends."""
+"""End of a process that learns of a lost rank while its interpreter exits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-# From Python 3.12 on no thread starts once the interpreter has begun to end: here on none.
+# From Python 3.12 on, no thread can start while the interpreter exits. The test simulates that on all versions.
 PROGRAM = """
 import atexit, sys, threading
 from metal_engine.distributed.rank_failure import RankFailureMonitor

@@ -1,4 +1,4 @@
-"""What several ranks cannot do is refused by name, before anything of a model is read."""
+"""Settings that several ranks do not support are refused by name, before the model is read."""
 
 from __future__ import annotations
 

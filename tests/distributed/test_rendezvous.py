@@ -1,4 +1,4 @@
-"""Ranks that join their group, while MLX holds Python's lock: nobody waits for ever for one that has gone."""
+"""Joining a group while MLX holds the GIL: if one rank is lost, all other ranks end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ranked_server import children_of, command_of, is_alive
 
 ROOT = Path(__file__).parents[2]
 
-# Waits like MLX: without letting another thread run. Its other rank does, too, and has nothing but a pipe's end.
+# Both ranks wait like MLX, holding the GIL. Rank 1 has only one end of a pipe.
 LOCKED = """
 import ctypes, os, subprocess, sys
 from pathlib import Path
@@ -40,11 +40,11 @@ with watched_meeting("rank 0 (here)", others, float(sys.argv[1]), Path(sys.argv[
 
 
 class Locked:
-    """Two ranks that wait for ever.
+    """Two ranks that wait forever.
 
     Attributes:
-        leader: the process of rank 0.
-        pids: of both, by rank.
+        leader: process of rank 0.
+        pids: process ids of both ranks, by rank.
     """
 
     def __init__(self, folder: Path, seconds: float) -> None:
@@ -66,9 +66,9 @@ class Locked:
         self.pids = [self.leader.pid, *(waiting - {self.leader.pid})]
 
     def end(self) -> str:
-        """Wait until both have ended; what they said."""
+        """Wait until both ranks have ended. Return their messages."""
         assert self.leader.stderr is not None
-        said = self.leader.stderr.read()  # until nobody holds it
+        said = self.leader.stderr.read()  # until all processes have closed it
         self.leader.wait()
         wait_for_end(self.pids)
         assert not self.leftover.exists()
@@ -97,7 +97,7 @@ def test_ranks_end_with_rank_0(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_has_stopped_is_not_waited_for(tmp_path: Path) -> None:
-    """It is named, and killed with the others."""
+    """The message names the stopped rank. The monitor kills it and the other rank."""
     folders = [tmp_path / str(rank) for rank in range(2)]
     groups = [Locked(folder, 3) for folder in folders]
     for stopped, ranks in enumerate(groups):
@@ -110,7 +110,7 @@ def test_a_rank_that_has_stopped_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_meeting_ends_nobody(tmp_path: Path) -> None:
-    """However long it takes the watching process to hear of it; and SIGHUP is what it was."""
+    """The monitor ends no process after a successful join, even if it is late. The handler of SIGHUP is restored."""
     program = (
         "import os, signal, time; from metal_engine.distributed.rendezvous import watched_meeting\n"
         "heard = []; signal.signal(signal.SIGHUP, lambda *_: heard.append(1))\n"
@@ -149,7 +149,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Joining:
-    """Two ranks, of which rank 0 is about to join, and rank 1 on its way."""
+    """Two ranks: rank 0 is about to join, and rank 1 is starting."""
 
     def __init__(self, model: Path, seconds: float = 600) -> None:
         program = JOINING.format(model=str(model), seconds=seconds)
@@ -168,13 +168,13 @@ class Joining:
         return time.monotonic() - self.began
 
     def lose(self, rank: int, how: signal.Signals) -> str:
-        """Lose a rank, and wait until the other has ended; what has been said."""
+        """Lose a rank, and wait for the end of the other rank. Return the messages of rank 0."""
         os.kill(self.pids[rank], how)
         other = self.pids[1 - rank]
         if rank:
             self.leader.wait()
         wait_for_end([other])
-        if is_alive(self.pids[rank]):  # it was stopped once they had met
+        if is_alive(self.pids[rank]):  # the rank was stopped after both ranks had joined
             os.kill(self.pids[rank], signal.SIGKILL)
         assert self.leader.stderr is not None
         said = self.leader.stderr.read()
@@ -194,7 +194,7 @@ def test_a_rank_that_dies_before_it_joins(model: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_rank_that_is_lost_at_any_moment_of_the_start(model: Path, lost: int, how: signal.Signals) -> None:
-    """At ten of them, from before it joins until after they have met."""
+    """Lose a rank at ten moments, from before it joins until after both have joined."""
     first = Joining(model)
     whole = first.seconds_until_met()
     first.lose(1, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A rank that takes its time is not lost; one that never comes back is, and is named."""
+"""A slow rank is not lost. A rank that hangs is lost, and the message names it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.checkpoint_files import write_checkpoint
 from tests.support.ranks import ROOT, start_ranks, write_hosts
 
 TIMEOUT, SLOW, STEP = 6, 14, 60
-# Prompts by whose lengths rank 1 knows what to do.
+# Prompts whose lengths tell rank 1's test code to be slow or to hang.
 SLOW_PROMPT, HANGING_PROMPT = 33, 35
 
 PROGRAM = f"""
@@ -52,7 +52,7 @@ for length in ({SLOW_PROMPT}, {HANGING_PROMPT}):
 
 @pytest.mark.full
 def test_a_slow_rank_is_not_lost_and_one_that_hangs_is_named(tmp_path: Path) -> None:
-    """Loading, and a step, for longer than what counts as silence; then a step that never ends."""
+    """Loading and a step take longer than the silence timeout. Then a step never ends."""
     model = write_checkpoint(tmp_path / "m")
     command = ["-c", PROGRAM, str(model)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT}

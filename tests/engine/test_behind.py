@@ -1,6 +1,6 @@
-"""Steps that are given to the device behind others, in two parts: the tokens are those of steps one by one.
+"""Steps dispatched behind a running step, in two parts, produce the same tokens as steps one by one.
 
-On a CPU, where nothing goes behind by itself: it is forced, and MLX's real operations compute.
+On a CPU, no step goes behind by itself. The tests force it, and MLX's real operations compute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Requests = list[tuple[list[int], SamplingParams]]
 
 
 def asked(seed: int = 0) -> Requests:
-    """Every control there is, prompts of one and of several chunks."""
+    """Requests with every sampling control, and prompts of one and several chunks."""
 
     def params(**fields: Any) -> SamplingParams:
         return SamplingParams(**{"max_tokens": 32, "temperature": 0.8, "ignore_eos": True, "seed": seed, **fields})
@@ -58,7 +58,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def allow_queued_dispatch(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each step that is begun from now on: whether it was given to the device while another was under way."""
+    """Return a list that records for each new step whether it was dispatched while another step was in flight."""
     runner: Any = engine._runner
     execute = runner.execute
     seen: list[bool] = []
@@ -90,7 +90,7 @@ def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pyt
     seen = allow_queued_dispatch(engine, monkeypatch)
     for ours, theirs in zip(run_all(engine, asked()), alone, strict=True):
         same(ours, theirs)
-    assert sum(seen) > 5 or architecture == "qwen3_next"  # blocks are small: most steps leave checkpoints, and go after
+    assert sum(seen) > 5 or architecture == "qwen3_next"  # small blocks: most steps store states and go after
     assert (engine.stats.num_preemptions > 0) == (sizes == "preempted")
     assert engine.stats.num_used_blocks == 0
 
@@ -98,7 +98,10 @@ def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pyt
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("seed", range(3))
 def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that fails takes the cache with it: those that run, and have no part in it, are answered all the same."""
+    """A failed step loses the whole KV cache.
+
+    Running requests that were not in the step still get their full output.
+    """
     requests = asked(seed)
     expected = [token_ids(run_all(tiny_engine(), [request])[0]) for request in requests]
     engine = tiny_engine(behind=True, replay=replay, **SIZES["chunks"])
@@ -133,7 +136,7 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
             found[int(output.request_id)] += output.token_ids
             if output.error is not None:
                 gone.add(int(output.request_id))
-        # Those with penalties and bad words are in every second step.
+        # Requests 2 and 3, with penalties and bad words, are in every second step.
         others = [r for r in engine.request_ids if int(r) not in {2, 3}.union(*survivors)]
         if rng.random() < 0.1 and len(others) > 2:
             victim = rng.choice(others)
@@ -144,7 +147,7 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
         engine.scheduler.check_integrity()
     assert any(seen) and engine.stats.num_used_blocks == 0 and not runner._steps
     forwards = {step.decode_forward.outcome for step in plans if step.decode_forward is not None}
-    assert ("traced" in forwards) == replay  # the first failure may be the end of it
+    assert ("traced" in forwards) == replay  # the first failure may disable replay
     assert survivors and len(allocations) == len(survivors) == engine.metrics.num_failed_steps
     assert survivors[-1] and not survivors[-1] & gone
     for i, tokens in enumerate(expected):
@@ -182,7 +185,7 @@ def test_masks_are_made_while_no_other_step_is_behind(monkeypatch: pytest.Monkey
 
 
 def test_writes_stay_in_place() -> None:
-    """On MLX's CPU backend, too, which lets go of what an operation read when that is done."""
+    """Writes stay in place even on MLX's CPU backend, which releases the inputs of an operation after it has run."""
     engine = tiny_engine(behind=True, num_blocks=8192)
     runner: Any = engine._runner
     array_bytes = min(a.nbytes for state in runner._pool.states for a in state.arrays.values())
@@ -195,7 +198,7 @@ def test_writes_stay_in_place() -> None:
     assert mx.get_peak_memory() - before < array_bytes
 
 
-# --- what is chosen -----------------------------------------------------------------------------------------
+# --- choice of the mode -------------------------------------------------------------------------------------
 
 
 METAL = DeviceInfo(kind="metal", name="", compute="", memory_bytes=1)
@@ -217,7 +220,7 @@ def test_where_no_step_goes_behind_another(
 ) -> None:
     engine = tiny_engine(ahead=True, **model)
     runner: Any = engine._runner
-    monkeypatch.setattr(ModelRunner, "execute", None)  # nothing has to be run for it
+    monkeypatch.setattr(ModelRunner, "execute", None)  # the choice must not run a step
     dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, **{"device": METAL, **given}))
     assert dispatch.startswith("each step after the end of the one before: ") and reason in dispatch
     assert not runner.allow_queued_dispatch
@@ -225,7 +228,7 @@ def test_where_no_step_goes_behind_another(
 
 @pytest.fixture
 def short_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time is spent on keeping a CPU busy."""
+    """Make the check short, without keeping the CPU busy."""
     monkeypatch.setattr(dispatch_module, "_BUSY_SHAPE", (8, 8))
 
 
@@ -251,7 +254,7 @@ def test_a_check_in_a_small_cache(num_blocks: int, block_size: int, monkeypatch:
 @pytest.mark.parametrize("at", [0, 1, 5, 7])
 @pytest.mark.parametrize("where", ["execute", "wait", "result"])
 def test_a_check_that_fails_is_no_end(where: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its eight steps one fails: the engine starts, and serves."""
+    """If one of the check's eight steps fails, the engine still starts and serves."""
     requests = [
         (byte_ids(text), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0)) for text in ("ab", "c")
     ]
@@ -280,7 +283,7 @@ def test_a_check_that_fails_is_no_end(where: str, at: int, monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("short_check")
 def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step that went behind another ran a trace for the first time; after the end of that one it may run."""
+    """The failed step ran a trace for the first time. Running behind another step may be the cause, not the trace."""
     requests = [(byte_ids("ab"), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0))]
     expected = list(map(token_ids, run_all(tiny_engine(), requests)))
     engine = tiny_engine(ahead=True, num_blocks=64, replay=True)
@@ -310,7 +313,7 @@ def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.M
 
 
 def test_what_cannot_be_replayed_is_known_before_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_module, "ReplayableBackend", str)  # which no backend is
+    monkeypatch.setattr(replay_module, "ReplayableBackend", str)  # no backend is of this type
     for is_asked_for in (False, True):
         engine = tiny_engine(replay=is_asked_for)
         assert engine.metrics.replay_refusal == (NO_REPLAY_WITHOUT_KERNEL if is_asked_for else None)

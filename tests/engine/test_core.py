@@ -1,4 +1,4 @@
-"""The engine's own rules, over a runner that computes nothing."""
+"""EngineCore with a runner that computes nothing."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_outputs_of_a_request_share_it_and_have_seeds_of_their_own() -> None:
 
 
 class FailingStep:
-    """A step that fails when its result is asked for. Those started after it never run: what they computed is gone."""
+    """Step that fails when its result is requested. Later steps never run, and their results are lost."""
 
     def __init__(self, runner: FailingRunner, error: Exception) -> None:
         self.runner, self.error = runner, error
@@ -80,7 +80,7 @@ class FailingStep:
 
 
 class FailingRunner(FakeRunner):
-    """Fails steps by their number when their results are asked for."""
+    """Runner that fails the steps with given numbers when their results are requested."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
@@ -106,7 +106,7 @@ def runner_of(engine: EngineCore) -> FailingRunner:
 
 
 def drain(engine: EngineCore, outputs: dict[str, list[RequestOutput]] | None = None) -> dict[str, list[RequestOutput]]:
-    """Step until nothing is left; each request's outputs, the given ones first."""
+    """Step until all requests are finished. Return each request's outputs, including the given ones."""
     outputs = {} if outputs is None else outputs
     for _ in range(1000):
         if not engine.has_requests:
@@ -130,7 +130,7 @@ def text_of(outputs: list[RequestOutput]) -> str:
 @pytest.mark.parametrize("next_token", [hash_chain, echo])
 @pytest.mark.parametrize("config", [{}, {"num_blocks": 10, "max_num_batched_tokens": 7, "max_num_seqs": 3}])
 def test_a_step_ahead_gives_the_same_outputs(next_token: NextToken, config: dict[str, int]) -> None:
-    """Stops by end of sequence, by token, by string and by length, in mixed steps and with preemption."""
+    """Covers stops by end of sequence, token, string and length, in mixed steps and with preemption."""
     sentence = generated(byte_ids("a stop string"), 12)
     prompts = {
         "grows": (byte_ids("grows"), SamplingParams(max_tokens=50, ignore_eos=True)),
@@ -159,7 +159,7 @@ def test_a_step_ahead_gives_the_same_outputs(next_token: NextToken, config: dict
                 for r, o in outputs.items()
             }
         )
-        if config and next_token is hash_chain:  # echo ends before it comes to that
+        if config and next_token is hash_chain:  # the echo model ends earlier
             assert engine.stats.num_preemptions > 0
     assert seen[0] == seen[1]
     assert {o[2] for o in seen[0].values()} == {"stop", "length"}
@@ -177,7 +177,7 @@ def test_a_stop_is_noticed_one_step_late_and_its_token_dropped() -> None:
     engine.add_request("a", engine.prepare(byte_ids("ab"), SamplingParams(max_tokens=50)))
     outputs = drain(engine)
     assert tokens_of(outputs["a"]) == [*byte_ids("ab"), EOS]
-    assert engine.num_steps == 4  # a, b, end of sequence, and one too many
+    assert engine.num_steps == 4  # a, b, end of sequence, and one extra step
 
 
 def test_an_id_used_again_right_after_an_abort_gets_no_token_of_the_old_request() -> None:
@@ -206,7 +206,7 @@ def test_a_step_under_way_is_finished_when_its_requests_have_gone() -> None:
     assert engine.has_requests and not engine.request_ids
     assert engine.step() == []
     assert not engine.has_requests
-    engine.abort_request("a")  # ignored
+    engine.abort_request("a")  # unknown by now, so ignored
 
 
 PROMPTS = {"first": "one", "second": "another prompt", "third": "and a last, somewhat longer one"}
@@ -218,7 +218,7 @@ PROMPTS = {"first": "one", "second": "another prompt", "third": "and a last, som
     "error", [RuntimeError("failed"), KVCacheLostError("lost"), None], ids=["failed", "lost", "refused"]
 )
 def test_a_failed_step_ends_its_own_requests_only(ahead: bool, at_step: int, error: Exception | None) -> None:
-    """The budget is too small for all, so each step leaves someone out; they get the tokens they get alone."""
+    """The budget is too small for all requests, so each step omits one. The omitted request gets the usual tokens."""
     engine = make_core(ahead=ahead, max_num_batched_tokens=2, max_num_seqs=3)
     runner = runner_of(engine)
     for request_id, prompt in PROMPTS.items():

@@ -1,4 +1,4 @@
-"""Turns on the device: first come, first served; steps of two models alternate."""
+"""Exclusive turns on the device: first come, first served. Steps of two models alternate."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_turn_ends_with_what_fails_in_it() -> None:
 
 
 class BusyCore:
-    """Always has something to do; notes its steps in a log that is common to several, and those at the same time."""
+    """Engine that is always busy. Records its steps in a shared log, and the steps that overlap."""
 
     alone = threading.Lock()
     overlaps = 0
@@ -69,7 +69,7 @@ class BusyCore:
         if not self.alone.acquire(blocking=False):
             BusyCore.overlaps += 1
             return []
-        # Longer than what a thread does between two steps, as those of models are.
+        # Longer than the work between two steps, as in real models.
         threading.Event().wait(0.003)
         self.alone.release()
         return []
@@ -102,7 +102,7 @@ def test_two_busy_models_alternate() -> None:
 
 
 def test_one_model_takes_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread calls the engine's own step."""
+    """With one model, the thread calls the engine's step directly."""
 
     def forbidden(*args: Any) -> None:
         raise AssertionError("a turn")

@@ -1,4 +1,4 @@
-"""The engine's thread, on an engine that does nothing but take its time."""
+"""The engine's thread, with an engine that only takes time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tools.fixtures.fake_engine import FakeRunner, fake_config, tiny_tokenizer
 
 
 class SlowCore:
-    """Takes 4 ms to take in a request, and never finishes one."""
+    """Engine that takes 4 ms to add a request, and never finishes a request."""
 
     ranks = None
 
@@ -42,7 +42,7 @@ class SlowCore:
         self.log.append("add")
 
     def dispatch_second_part(self) -> None:
-        """Nothing runs on a device."""
+        """Does nothing, because no device is used."""
 
     def step(self) -> list[RequestOutput]:
         self.log.append("step")
@@ -62,12 +62,12 @@ def test_steps_go_on_while_many_requests_come_in() -> None:
     wait_until(lambda: core.log.count("add") == 20, "all requests")
     assert thread.shutdown()
     between_steps = "".join("+" if entry == "add" else " " for entry in core.log).split()
-    # 10 ms of them and the one under way then.
+    # The requests of 10 ms, and the one being added at that time.
     assert sum(map(len, between_steps)) == 20 and max(map(len, between_steps)) <= 4
 
 
 def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
-    """A GPU's, in two parts: taking requests in may take 10 ms. So do functions that are called in the thread."""
+    """The rest of a two-part GPU step is dispatched before the inbox is processed, which may take 10 ms."""
     found: list[tuple[bool, bool]] = []
     all_came, ended = threading.Event(), threading.Event()
 
@@ -88,7 +88,7 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
 
     def on_outputs(outputs: list[RequestOutput]) -> None:
         assert not any(output.error for output in outputs)
-        if not all_came.is_set():  # each time with a step under way
+        if not all_came.is_set():  # each time with a step in flight
             thread.submit(str(len(found)), prepared)
             thread._inbox.put(_Call(look, Future()))
             if len(found) > 8:
@@ -106,7 +106,7 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
 
 
 class LostRanks:
-    """Ranks that are lost when a test says so."""
+    """Ranks that a test can report as lost."""
 
     tell: Callable[[RunnerLostError], None]
 
@@ -137,7 +137,7 @@ def test_requests_are_told_of_a_lost_rank_though_the_step_never_ends() -> None:
 
 
 def test_a_step_that_finds_ranks_lost_ends_the_engine() -> None:
-    """Unlike other errors of a step, which end its requests."""
+    """A lost rank ends the engine. Other errors of a step end only its requests."""
     config = fake_config()
     runner = FakeRunner(config.cache.block_size)
     runner.raise_next = RunnerLostError("rank 2 (there) has gone")

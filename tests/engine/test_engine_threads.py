@@ -1,4 +1,4 @@
-"""Threads that are lent to engines: reused, ended at the end, and not used again after work that failed."""
+"""Threads lent to engines: reused, ended on close, and not used again after failed work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.serving import DEADLINE
 
 
 def names(threads: EngineThreads, num_at_once: int) -> list[str]:
-    """Runs so much work at once; returns in which threads."""
+    """Run several functions at the same time. Return the names of their threads."""
     seen: list[str] = []
     together = threading.Barrier(num_at_once + 1)
 

@@ -1,4 +1,4 @@
-"""A step that fails within MLX: its requests are told, the KV of the others survives or is computed again."""
+"""Steps that fail in MLX: their requests get an error. The KV of other requests survives or is recomputed."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.tiny_models import random_model, tiny_model
 
 VOCAB_SIZE = 300
-# The fourth does not fit into the steps of the first three: it waits while they fail.
+# The fourth prompt does not fit into the steps of the first three, so it waits while they fail.
 PROMPTS = [[5, 7, 9], [11] * 20, [3, 1, 4, 1, 5], [200, 100] * 12]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 
 
 class Fault:
-    """Makes a step fail: a layer of it, while the graph is built or replayed or when that is evaluated; or its result.
+    """Makes a step fail: in a layer, while the graph is built, replayed or evaluated; or in the step's result.
 
     Attributes:
-        kind: of the next failure, ``build``, ``eval`` or ``result``; None: there is to be none.
-        point: where a step fails that is replayed, whose layers are not run through: in its ``tokens``, in the
-            ``cache`` of the third layer, or in its ``logits``.
-        num_replayed: failures of such steps.
+        kind: kind of the next failure: ``build``, ``eval`` or ``result``. None for no failure.
+        point: place at which a replayed step fails, since its layers are not called: its ``tokens``, the ``cache`` of
+            the third layer, or its ``logits``.
+        num_replayed: number of failures of replayed steps.
     """
 
     def __init__(self, point: str = "cache") -> None:
@@ -85,16 +85,16 @@ class Fault:
         kind, self.kind = self.kind, None
         if kind == "build":
             raise RuntimeError("refused while building")
-        # A singular matrix: MLX notices when it computes.
+        # A singular matrix, which fails when MLX evaluates it.
         return y + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum()
 
     def _spoilt(self, trace: Any) -> Any:
-        """The trace, which fails once."""
+        """Return the trace, changed so that it fails once."""
 
         def spoilt(tokens: mx.array, *args: Any) -> Any:
             self.num_replayed += 1
             *given, arrays = args
-            if self.kind == "build":  # and once more where it is built instead
+            if self.kind == "build":  # the step is then built, which fails, too
                 raise RuntimeError("refused while replaying")
             if self.point == "tokens":
                 tokens = self._spoil(tokens).astype(tokens.dtype)
@@ -139,7 +139,7 @@ def engine(
 
 
 def remaining_tokens(engine: EngineCore) -> list[int]:
-    """What the requests that are left generate until all have ended."""
+    """Run the remaining requests to their end. Return their tokens."""
     outputs = []
     while engine.has_requests:
         outputs += engine.step()
@@ -147,7 +147,7 @@ def remaining_tokens(engine: EngineCore) -> list[int]:
 
 
 def run_with_fault(engine: EngineCore, fault: Fault, kind: str, at_step: int) -> tuple[set[str], dict[str, list[int]]]:
-    """Which requests failed, and what the others generated."""
+    """Run all prompts with a fault at a step. Return the failed requests, and the tokens of the others."""
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), engine.prepare(prompt, GREEDY))
     failed: set[str] = set()
@@ -168,7 +168,7 @@ def run_with_fault(engine: EngineCore, fault: Fault, kind: str, at_step: int) ->
     return failed, outputs
 
 
-# MLX never hears of the end of some of the tasks of an evaluation that failed on a CPU, and waits for them some day.
+# After an evaluation failed on a CPU, MLX misses the end of some of its tasks, and may later wait for them forever.
 on_device = pytest.mark.own_process
 
 
@@ -191,14 +191,14 @@ def test_the_engine_goes_on(
     (record,) = [r for r in caplog.records if "failed:" in r.message]
     assert f"{len(failed)} requests" in record.message and record.exc_info
     assert engine.metrics.num_failed_steps == 1
-    # The first steps have chunks of prompts; what carries states is never replayed.
+    # The first steps have prompt chunks. Steps with recurrent states are not replayed here.
     is_replayed = engine.config.cache.num_padding_blocks > 0 and engine.metrics.replay_refusal is None
     assert fault.num_replayed == int(is_replayed and at_step >= 2 and kind != "result")
     assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected
 
 
 def fails_once(original: Any, at_call: int = 0) -> Any:
-    """A function that raises at the end of one of its calls."""
+    """Return a function that raises at the end of one of its calls."""
     calls = itertools.count()
 
     def call(*args: Any) -> Any:
@@ -217,7 +217,7 @@ def fails_once(original: Any, at_call: int = 0) -> Any:
 def test_what_a_step_has_computed_cannot_be_taken_over(
     owner: type, name: str, at_call: int, dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its requests fail; nothing is left of it, nor of what was built on it, and all others are answered."""
+    """The step's requests fail. Nothing remains of it or of the steps built on it. All other outputs are complete."""
     engine = tiny_engine(**dispatch, max_num_batched_tokens=16, max_num_seqs=4)
     runner: Any = engine._runner
     requests: list[Any] = [([70] * 40, PoolingParams(pooling_type="MEAN")), *((prompt, GREEDY) for prompt in PROMPTS)]
@@ -243,7 +243,7 @@ def test_what_a_step_has_computed_cannot_be_taken_over(
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-# Functions that raise once, while two steps are under way.
+# Functions that raise once, while two steps are in flight.
 FAULTS: dict[str, list[tuple[Any, str]]] = {
     "wait": [(PendingStep, "wait")],
     "result": [(StepSampling, "result")],
@@ -255,7 +255,7 @@ FAULTS: dict[str, list[tuple[Any, str]]] = {
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("where", FAULTS)
 def test_there_is_one_cache_at_a_time(where: str, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When it is made anew, nothing of the failed step and of those on it holds the old one; nor does their error."""
+    """When the cache is reallocated, neither the failed steps nor their errors reference the old cache."""
     engine = tiny_engine(behind=True, num_blocks=8192, replay=replay)
     runner: Any = engine._runner
     pool = runner._pool
@@ -292,7 +292,7 @@ def test_there_is_one_cache_at_a_time(where: str, replay: bool, monkeypatch: pyt
 
 @on_device
 def test_nothing_cached_outlives_a_failed_step(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are shared as soon as a plan fills them; this one never did."""
+    """Blocks are shared as soon as a plan fills them. The failed step never filled its blocks."""
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
     fault.install(model, monkeypatch)
     engine = engine_for(
@@ -330,13 +330,13 @@ def test_a_lost_cache_is_computed_again(engine: EngineCore, fault: Fault, monkey
         monkeypatch.setattr(pool, "evaluate", evaluate)
         raise RuntimeError("the arrays are gone")
 
-    if not engine.config.scheduler.async_scheduling:  # where it is always given up
+    if not engine.config.scheduler.async_scheduling:  # with async scheduling, the pool is always dropped
         monkeypatch.setattr(pool, "evaluate", broken)
     allocations = []
     allocate = pool.allocate
     monkeypatch.setattr(pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
     failed, outputs = run_with_fault(engine, fault, "eval", 3)
-    assert len(allocations) == 1, "the pool was to be made anew"
+    assert len(allocations) == 1, "the pool must be reallocated once"
     assert failed and "3" not in failed
     assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
 
@@ -350,7 +350,7 @@ def test_a_scheduler_that_raises_fails_what_there_is(
     engine.step()
     schedule = engine.scheduler.schedule
     with monkeypatch.context() as patch:
-        # Late, when the state has advanced and the plan is lost.
+        # Fails late: the scheduler's state has advanced, and the plan is lost.
         patch.setattr(engine.scheduler, "schedule", lambda: (schedule(), 1 / 0))
         outputs = engine.step()
     assert {o.request_id for o in outputs} == set("0123")
@@ -384,7 +384,7 @@ def test_running_requests_survive_the_loss_of_their_kv(engine: EngineCore) -> No
 def test_a_refused_step_leaves_those_out_of_it_alone(
     fault: Fault, monkeypatch: pytest.MonkeyPatch, at_step: int, behind: bool, replay: bool
 ) -> None:
-    """More answers than the budget: who sampled in the step under way may be left out of the refused one."""
+    """More outputs than the budget: the refused step may omit requests that sampled in the step in flight."""
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
     fault.install(model, monkeypatch)
     engine = engine_for(
@@ -408,7 +408,7 @@ def test_a_refused_step_leaves_those_out_of_it_alone(
 
 @on_device
 def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its input would be what the failed step left where its samples should be."""
+    """Its input would be invalid data in place of the failed step's samples."""
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
     fault.install(model, monkeypatch)
     engine = engine_for(
@@ -430,7 +430,7 @@ def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch
     started = list(runner._steps)
     execute = runner.execute
     monkeypatch.setattr(runner, "execute", lambda plan: started.append(execute(plan)) or started[-1])
-    # Builds a step with a token of the first and the prompt of the second; then the first one fails.
+    # Builds a step with a token of the first request and the prompt of the second. Then the first request fails.
     (output,) = engine.step()
     assert output.request_id == "fails" and output.error is not None
     assert len(started) == 2
@@ -442,7 +442,7 @@ def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch
 
 
 def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has read what the failed step left, and written that to the cache: that is made anew."""
+    """A step behind has read invalid data and written results to the cache, so the cache is reallocated."""
     sizes = {"vocab_size": VOCAB_SIZE, "budget": 5, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
     model = PagedModel(tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE))
     engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True)
@@ -479,7 +479,7 @@ def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPa
     ("at_call", "replay"), [*((call, False) for call in range(12)), *((call, True) for call in range(8, 12))]
 )
 def test_a_dispatch_that_raises(at_call: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first or the second part of a step, with another under way or not."""
+    """Dispatching fails for the first or second part of a step, with or without another step in flight."""
     model = PagedModel(tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE))
     sizes = {"vocab_size": VOCAB_SIZE, "budget": 16, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
     engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True, replay=replay)
@@ -500,7 +500,7 @@ def test_a_dispatch_that_raises(at_call: int, replay: bool, monkeypatch: pytest.
 
 
 def test_an_error_on_both_streams_is_raised_once() -> None:
-    """A stream that waits for one that failed has the error, too: the next step is not to find it there."""
+    """A stream that waits for a failed stream gets the error, too. The next step must not receive it."""
     step = PendingStep.__new__(PendingStep)
     failed = mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu)
     with mx.stream(second_stream()):

@@ -1,7 +1,7 @@
-"""Requests, aborts and steps that fail anywhere, in any order, on an engine with two steps under way.
+"""Random requests, aborts and failing steps, in any order, on an engine with two steps in flight.
 
-MLX's operations compute on a CPU; steps go to the device behind others, in two parts, as on a GPU. Whatever fails: the
-requests of that step end with an error, all others are answered as alone, and nothing is left.
+MLX's operations run on a CPU. Steps are dispatched behind a running step, in two parts, as on a GPU. After a failure,
+the failed step's requests end with an error. All other requests have their usual outputs, and no blocks stay in use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import byte_ids
 
-# What raises, by name: a function, before or after it has done its work.
+# Functions that can fail, by name. Each raises before or after its work.
 POINTS: dict[str, tuple[Any, str, bool]] = {
     "graph": (ModelRunner, "_build", True),
     "before a trace": (DecodeReplay, "_run", False),
@@ -50,7 +50,7 @@ MAX_LIVE = 8
 
 
 def asked() -> list[tuple[list[int], SamplingParams | PoolingParams]]:
-    """Prompts of one and of several chunks, which begin alike or not; what can be asked of them."""
+    """Return prompts of one and several chunks, with and without common prefixes, and with various parameters."""
 
     def params(**fields: Any) -> SamplingParams:
         return SamplingParams(**{"max_tokens": 12, "temperature": 0.8, "ignore_eos": True, "seed": 7, **fields})
@@ -73,13 +73,16 @@ def asked() -> list[tuple[list[int], SamplingParams | PoolingParams]]:
 
 
 def model_of(architecture: str | None) -> dict[str, Any]:
-    """What :func:`tiny_engine` is told of a model; slots of states are as many as a server gives twelve requests."""
+    """Return the model arguments of :func:`tiny_engine`.
+
+    The number of state slots is a server's for twelve requests.
+    """
     return {} if architecture is None else {"architecture": architecture, "num_state_slots": 36}
 
 
 @dataclass
 class Answer:
-    """What comes of a request."""
+    """Result of a request."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -87,14 +90,14 @@ class Answer:
     finish_reason: str | None = None
 
     def take(self, output: RequestOutput) -> None:
-        assert self.finish_reason is None, "it goes on after its end"
+        assert self.finish_reason is None, "an output after the last one"
         self.tokens += output.token_ids
         self.logprobs += [entry.logprob for entry in output.logprobs or ()]
         self.vector = output.pooled
         self.finish_reason = output.finish_reason
 
     def check(self, alone: Answer) -> None:
-        """It is the one of the request alone, or the beginning of that if it has failed."""
+        """Check that the result equals that of the request alone, or is a prefix of it if the request failed."""
         assert self.tokens == alone.tokens[: len(self.tokens)]
         np.testing.assert_allclose(self.logprobs, alone.logprobs[: len(self.logprobs)], atol=1e-4)
         if self.finish_reason not in (None, "error"):
@@ -107,7 +110,7 @@ class Answer:
 
 @functools.cache
 def prepared_and_alone(architecture: str | None) -> list[tuple[PreparedRequest, Answer]]:
-    """Each request, and what an engine that has no other one answers step by step."""
+    """Return each request, with its result when it runs alone, one step at a time."""
     engine = tiny_engine(**model_of(architecture))
     found = []
     for prompt, params in asked():
@@ -124,7 +127,7 @@ def prepared_and_alone(architecture: str | None) -> list[tuple[PreparedRequest, 
 
 
 class FailureMachine(RuleBasedStateMachine):
-    """Faults wait for a call of the function that they are in: the next one, or the one after it."""
+    """State machine with faults. A fault is armed for the next call, or a later call, of its function."""
 
     architecture: str | None = None
 
@@ -138,7 +141,7 @@ class FailureMachine(RuleBasedStateMachine):
     def start_engine(self, num_blocks: int, max_num_seqs: int, budget: int, first: list[int], *, replay: bool) -> None:
         self.known = prepared_and_alone(self.architecture)
         self.patch = pytest.MonkeyPatch()
-        self.faults: dict[str, int] = {}  # where -> calls that go well before
+        self.faults: dict[str, int] = {}  # function name -> number of successful calls before the failure
         self.num_raised = 0
         self.engine = tiny_engine(
             **model_of(self.architecture),
@@ -195,9 +198,9 @@ class FailureMachine(RuleBasedStateMachine):
         for output in outputs:
             self.found[output.request_id].take(output)
         told = {output.request_id for output in outputs if output.error is not None}
-        assert told == set().union(*self.failing), "others failed than those of the step"
+        assert told == set().union(*self.failing), "the failed requests are not those of the step"
         self.failing.clear()
-        # One failure for each fault; steps on top of one that fails are void, with theirs.
+        # One failure for each fault. Steps built on a failed step are void, and so are their faults.
         assert self.engine.metrics.num_failed_steps <= self.num_raised
         self._check()
 
@@ -225,7 +228,7 @@ class FailureMachine(RuleBasedStateMachine):
         victim = data.draw(st.sampled_from(self.live), label="victim")
         self.engine.abort_request(victim)
         del self.found[victim], self.asked[victim]
-        self.asked[f"aborted {victim}"] = 0  # its id is not used again
+        self.asked[f"aborted {victim}"] = 0  # the id is not used again
         self._check()
 
     @precondition(lambda self: self.live)
@@ -242,7 +245,7 @@ class FailureMachine(RuleBasedStateMachine):
         which=st.lists(st.integers(0, len(asked()) - 1), min_size=2, max_size=4),
     )
     def fail(self, where: str, num_before: int, num_steps: int, which: list[int]) -> None:
-        """With something to do, whatever other rules have left."""
+        """Make sure that there are requests, then arm a fault and run steps."""
         if len(self.live) < 3:
             self._add(which)
         self.faults[where] = num_before
@@ -250,7 +253,7 @@ class FailureMachine(RuleBasedStateMachine):
 
     @rule(budget=st.sampled_from([2, 5, None]))
     def change_what_fits_into_a_step(self, budget: int | None) -> None:
-        """With little, some who run have no part in a step that fails."""
+        """With a small budget, a failing step omits some of the running requests."""
         most = self.config.max_num_batched_tokens if budget is None else budget
         self.engine.scheduler.config = replace(self.config, max_num_batched_tokens=most)
 
@@ -278,12 +281,12 @@ class FailureMachine(RuleBasedStateMachine):
 
 
 class RecurrentFailureMachine(FailureMachine):
-    """On layers that carry a state, which a step that is built twice would carry on twice."""
+    """Runs with recurrent layers, whose state a step that is built twice would update twice."""
 
     architecture = "qwen3_5"
 
 
-# The health checks measure generation against execution; here execution is the point.
+# The health checks compare generation time with execution time. Here, execution takes most of the time.
 _QUICK = settings(max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -1,4 +1,4 @@
-"""The engine's greedy outputs on the demo model against mlx-lm's own generation on the same weights."""
+"""Compares the engine's greedy outputs on the demo model with mlx-lm's outputs for the same weights."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ CHATS = [
 
 @dataclass(frozen=True)
 class Workload:
-    """What an engine is given, and how many tokens it generates for each prompt."""
+    """Prompts for an engine, and the number of tokens to generate for each."""
 
     raw: list[str]
     chats: list[str]
-    # Prompts of so many tokens of prose.
+    # lengths of prose prompts in tokens
     long: tuple[int, ...]
     max_tokens: int
 
@@ -71,7 +71,7 @@ class Workload:
 
 
 EVERYTHING = Workload(RAW, CHATS, long=(700, 1500), max_tokens=24)
-# One of each kind, more than run at once; those that begin together exceed every budget.
+# A prompt of each kind, and more prompts than run at once. Their first tokens together exceed every budget.
 SOME = Workload(RAW[:2] + RAW[3:4] + RAW[5:7] + RAW[8:17], CHATS[:2], long=(320,), max_tokens=8)
 
 
@@ -90,14 +90,14 @@ def prompts(workload: Workload, demo_tokenizer: Tokenizer) -> list[list[int]]:
     assert len(prompts) == (17 if workload is SOME else 26)
     assert min(map(len, prompts)) == 1
     assert max(map(len, prompts)) == max(workload.long)
-    # More than the largest step takes: in one prompt, or in those that begin together.
+    # One prompt, or the prompts that start together, exceed the largest step.
     assert max(*map(len, prompts), sum(map(len, prompts[:16]))) > 512
     return prompts
 
 
 @pytest.fixture(scope="module")
 def golden(workload: Workload, prompts: list[list[int]], reference_model: Any) -> list[list[int]]:
-    """mlx-lm's own greedy generation."""
+    """Return mlx-lm's greedy outputs."""
     return [
         [int(t) for t, _ in generate_step(mx.array(prompt), reference_model, max_tokens=workload.max_tokens)]
         for prompt in prompts
@@ -113,7 +113,7 @@ def assert_golden(prompts: list[list[int]], golden: list[list[int]], reference_m
         ]
         bad = {i: c for i, c in enumerate(comparisons) if not c.equal}
         assert not bad, f"outputs differ from mlx-lm's: {bad}"
-        # Near ties are rare; many of them would mean that something is wrong after all.
+        # Near ties are rare. Many differences would point to a bug.
         assert sum(not c.same for c in comparisons) <= 2
 
     return check
@@ -174,7 +174,7 @@ def test_forced_preemption(
     budget: int,
     block_size: int,
 ) -> None:
-    """The longest prompt and its output just fit; everything else competes for what is left."""
+    """The longest prompt and its output just fit. All other requests compete for the remaining blocks."""
     num_blocks = -(-(max(workload.long) + workload.max_tokens - 1) // block_size)
     engine = make_engine(budget=budget, block_size=block_size, num_blocks=num_blocks)
     outputs = run(engine, prompts, workload.greedy)

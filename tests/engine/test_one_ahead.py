@@ -1,4 +1,4 @@
-"""Planning a step ahead changes when a token is known on the host, never which: the demo model with it and without."""
+"""Async scheduling changes when tokens reach the host, but not which tokens: the demo model with and without it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def greedy(max_tokens: int, **params: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **params)
 
 
-# Shared beginnings, chunks, one token, stops of each kind, seeds; each ends at a time of its own.
+# Shared prefixes, chunks, single tokens, stops of each kind, and seeds. Each request ends at a different time.
 ASKED = [
     Ask(GUIDE + "Where do I get bread?", greedy(12, ignore_eos=True)),
     Ask(STORY + "One day", greedy(9, ignore_eos=True)),
@@ -46,7 +46,7 @@ ASKED = [
 
 
 def ask_all(engine: EngineCore, tokenizer: Tokenizer) -> list[list[RequestOutput]]:
-    """Requests arrive one a step, so that prompts, chunks and answers share steps."""
+    """Add one request per step, so that prompts, chunks and decodes share steps."""
     outputs: list[list[RequestOutput]] = [[] for _ in ASKED]
     num_asked = 0
     while num_asked < len(ASKED) or engine.has_requests:
@@ -102,7 +102,7 @@ def test_equal_outputs(
             assert "".join(o.text for o in a) == "".join(o.text for o in b)
             continue
         prompt = demo_tokenizer.encode(ask.text)
-        assert ask.params.is_greedy, "a seeded draw differs"
+        assert ask.params.is_greedy, "a seeded sample differs"
         assert compare_outputs(reference_model, prompt, tokens_of(a), tokens_of(b)).gap < MAX_GAP
     assert num_same >= len(ASKED) - 1
     reasons = {o[-1].finish_reason for o in ahead}
@@ -112,10 +112,10 @@ def test_equal_outputs(
 def test_samples_of_a_mixed_step_are_gathered_on_the_device(
     make_engine: MakeEngine, demo_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step that holds answers and chunks is built before any token of the step before is read."""
+    """A step with decodes and chunks is built before any token of the previous step is on the host."""
     engine = make_engine(budget=24, ahead=True)
     runner: Any = engine._runner
-    built: list[tuple[int, int]] = []  # rows whose tokens are pending, and all rows
+    built: list[tuple[int, int]] = []  # number of rows with pending tokens, and number of all rows
     input_ids = type(runner)._input_ids
 
     def spy(self: Any, batch: Any) -> mx.array:
@@ -129,5 +129,5 @@ def test_samples_of_a_mixed_step_are_gathered_on_the_device(
     while engine.has_requests:
         engine.step()
     assert any(0 < pending < rows for pending, rows in built), built
-    # Every answer's input but the first, which is the prompt's last token, came from the device.
+    # All inputs of decodes came from the device, except the first, which is the prompt's last token.
     assert sum(pending for pending, _ in built) == 3 * 7

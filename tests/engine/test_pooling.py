@@ -1,4 +1,4 @@
-"""Vectors of prompts, beside answers to others: as mlx-lm's own hidden states give them, pooled in float64."""
+"""Pooled vectors of prompts, in batches with generation, compared with mlx-lm's hidden states pooled in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def expected(model: nn.Module, tokens: list[int], pooling_type: str, dimensions: int | None = None) -> np.ndarray:
-    """From mlx-lm's hidden states of the whole prompt."""
+    """Return the vector computed from mlx-lm's hidden states of the whole prompt."""
     hidden = np.array(model.model(mx.array(tokens)[None])[0].astype(mx.float32)).astype(np.float64)
     vector = {"LAST": hidden[-1], "CLS": hidden[0], "MEAN": hidden.mean(axis=0)}[pooling_type][:dimensions]
     return vector / np.linalg.norm(vector)
@@ -39,7 +39,7 @@ def assert_close(vector: np.ndarray, wanted: np.ndarray) -> None:
     assert vector.dtype == np.float32 and vector.shape == wanted.shape
     assert abs(np.linalg.norm(vector) - 1) < 1e-5
     assert float(vector @ wanted) >= 0.9999
-    # Cosines forgive a lot where all vectors are alike; these are not rounded by more than this.
+    # The cosine tolerates large errors if all vectors are similar. This bound allows for rounding only.
     np.testing.assert_allclose(vector, wanted, atol=2e-4)
 
 
@@ -75,7 +75,7 @@ def test_packed_with_chats_whose_answers_do_not_change(reference: nn.Module, ahe
 
     engine._runner.execute = spy  # type: ignore[method-assign]
     found = run_pooling(engine, mixed)
-    assert shared_steps, "no step had both"
+    assert shared_steps, "no step had both kinds of requests"
     for (tokens, params), vector in zip(pooled, found[::2], strict=True):
         assert_close(vector, expected(reference, tokens, params.pooling_type or ""))
     assert found[1::2] == [*alone, *alone, alone[0]]
@@ -83,7 +83,7 @@ def test_packed_with_chats_whose_answers_do_not_change(reference: nn.Module, ahe
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_preempted_and_resumed(reference: nn.Module, ahead: bool) -> None:
-    # Chats grow until the prompts in chunks behind them have to give up their blocks.
+    # Chats grow until prompts that are computed in chunks are preempted.
     long = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     chats = [(prompt(8, i), long) for i in range(3)]
     pooled = [(prompt(64, 70 + i), PoolingParams(pooling_type=t)) for i, t in enumerate(TYPES)]
@@ -98,7 +98,7 @@ def test_preempted_and_resumed(reference: nn.Module, ahead: bool) -> None:
 
     engine.scheduler._preempt = spy  # type: ignore[method-assign]
     found = run_pooling(engine, [*chats, *pooled])
-    assert preempted & set(TYPES), "no prompt to be pooled was preempted"
+    assert preempted & set(TYPES), "no pooling request was preempted"
     for (tokens, params), vector in zip(pooled, found[3:], strict=True):
         assert_close(vector, expected(reference, tokens, params.pooling_type or ""))
     assert found[:3] == run_pooling(tiny_engine(), chats)

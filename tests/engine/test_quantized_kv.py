@@ -1,7 +1,7 @@
-"""The engine over quantized KV: a request's answer is mlx-lm's over K and V rounded the same way, in any company.
+"""The engine with quantized KV, compared with mlx-lm with K and V rounded in the same way.
 
-All that a token sees is as it is stored. So the same tokens come out however a prompt is cut, whether its beginning was
-cached, loaded or computed, and after preemption.
+A token attends only to stored, quantized values. The same tokens therefore result in any batch, for any chunking, for a
+prefix that is cached, loaded or computed, and after preemption.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tools.fixtures.wide_heads import wide_configuration
 
 NUM_OUTPUTS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS, ignore_eos=True)
-# Plain, windows, latents, and a layer with a state of its own beside attention.
+# Models with plain attention, sliding windows, latents, and a recurrent layer beside attention.
 MODELS = ["llama", "gemma3_text", "deepseek_v3", "qwen3_next"]
 WAYS: dict[str, dict[str, Any]] = {
     "together": {},
@@ -64,7 +64,7 @@ def engine_of(paged: PagedModel, **sizes: Any) -> EngineCore:
 
 
 def _prompts() -> list[list[int]]:
-    """Some begin alike, within a block and across."""
+    """Return prompts, some with common prefixes that end inside a block or extend over several blocks."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 97, n).tolist() for n in (5, 23, 1, 40)]
     return [*prompts, prompts[3][:35] + prompts[0], prompts[1] + prompts[2]]
@@ -74,7 +74,7 @@ PROMPTS = _prompts()
 
 
 class RoundedModel:
-    """mlx-lm's own forward, over K and V as they are stored: teacher-forced, or greedy."""
+    """mlx-lm's forward pass over K and V as stored, teacher-forced or greedy."""
 
     def __init__(self, name: str, kv_cache_dtype: str, adapter: Path | None = None) -> None:
         self._model = adapters.mlx_lms(model_of(name), adapter)
@@ -108,7 +108,7 @@ def assert_equal(name: str, outputs: list[list[int]], kv_cache_dtype: str = "int
 
 
 def _pairs() -> list[Any]:
-    """Every model in every way; of those but the first, few in a plain run."""
+    """Return all pairs of models and ways. Only a few pairs of the later models run by default."""
     few = {("gemma3_text", "one ahead, preempted"), ("deepseek_v3", "chunks of any size"), ("qwen3_next", "preempted")}
     return [
         pytest.param(name, way, marks=() if name == "llama" or (name, way) in few else pytest.mark.full)
@@ -120,7 +120,7 @@ def _pairs() -> list[Any]:
 @pytest.mark.parametrize(("name", "way"), _pairs())
 def test_answers_in_any_company(name: str, way: str) -> None:
     engine = make_engine(name, **WAYS[way])
-    for _ in range(2):  # the second time, prompts begin with what the first has left
+    for _ in range(2):  # the second time, the prompts' prefixes are cached
         assert_equal(name, run(engine, PROMPTS, GREEDY))
     assert bool(engine.scheduler.num_preemptions) == ("preempted" in way)
     assert engine.scheduler.blocks.num_used_blocks == 0
@@ -140,7 +140,7 @@ def test_four_bits(way: str) -> None:
     "name", ["llama", "qwen3_next", *(pytest.param(n, marks=pytest.mark.full) for n in MODELS[1:3])]
 )
 def test_speculation(name: str) -> None:
-    """Drafts that are right now and then: what follows a wrong one is written again, and states go back."""
+    """Drafts that are sometimes right: KV after a wrong draft is overwritten, and states are reset."""
     _, expected = rounded(name, "int8")
     engine = make_engine(name, speculative=speculative_config(3), num_blocks=16)
     known = KnownOutputs({tuple(p): e for p, e in zip(PROMPTS, expected, strict=True)})
@@ -160,7 +160,7 @@ def test_ngram_drafts() -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("way", ["together", "preempted", "one ahead"])
 def test_drafts_of_the_model_itself_are_all_accepted(way: str, kv_cache_dtype: str) -> None:
-    """Its KV is as the target's: in other bits the model says something else now and then."""
+    """The draft model's KV is quantized as the target's. With other bits, its drafts would sometimes differ."""
     draft = PagedModel(model_of("llama"), kv_cache_dtype=kv_cache_dtype)
     engine = make_engine("llama", kv_cache_dtype, draft=draft, **WAYS[way])
     draft_for_free(engine)
@@ -171,7 +171,7 @@ def test_drafts_of_the_model_itself_are_all_accepted(way: str, kv_cache_dtype: s
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_drafts_of_another_model(name: str) -> None:
-    """One layer, in groups of another size."""
+    """The draft model has one layer, and another group size."""
     other = tiny_model(7, vocab_size=97, head_dim=32, num_hidden_layers=1)
     engine = make_engine(name, draft=PagedModel(other, kv_cache_dtype="int8"))
     draft_for_free(engine)
@@ -181,7 +181,7 @@ def test_drafts_of_another_model(name: str) -> None:
 
 @pytest.mark.parametrize("way", ["together", "preempted", "one ahead"])
 def test_adapters(way: str, tmp_path: Path) -> None:
-    """Requests with one and without share steps: each has mlx-lm's answer with its adapter, over rounded K and V."""
+    """Requests with and without adapters share steps. Each equals mlx-lm's output with its adapter and rounded KV."""
     weights = adapters.products(model_of("llama"), adapters.ALL, rank=3, seed=1)
     folder = adapters.write_mlx_lm(tmp_path / "a", weights)
     paged = PagedModel(model_of("llama"), kv_cache_dtype="int8")
@@ -207,11 +207,11 @@ def test_adapters(way: str, tmp_path: Path) -> None:
     assert sum(answers[f"{i} a"] != answers[f"{i} None"] for i in range(len(PROMPTS))) > len(PROMPTS) / 2
 
 
-# --- mistakes that these comparisons must see ----------------------------------------------------------------
+# --- mutants that these comparisons must detect ----------------------------------------------------------------
 
 
 def _own_rows_in_float(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step attends over its own rows as they were computed, not as they are stored."""
+    """A mutant: a step attends over its own rows as computed, not as stored."""
     write, dequantized = QuantizedKVState.write, QuantizedKVState._dequantized
 
     def keep(self: QuantizedKVState, step: StepRows, rows: Mapping[str, mx.array]) -> None:

@@ -1,4 +1,4 @@
-"""The engine on models that carry a state from token to token: equal answers in any company, and prefixes that hit."""
+"""The engine on recurrent models: outputs do not depend on other requests in the batch, and prefix caching works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.fake_engine import VOCAB_SIZE
 
-# By function, with and without attention; by module; several caches in a layer.
+# Models of all kinds: with a recurrence as function or module, with and without attention, several caches in a layer.
 ARCHITECTURES = ["qwen3_5", "lfm2", "granitemoehybrid", "mamba", "rwkv7", "falcon_h1"]
 NUM_OUTPUTS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUTS, ignore_eos=True)
@@ -32,7 +32,7 @@ PROMPTS = prompts(0, [5, 23, 1, 40, 17, 64])
 
 
 def own_answer(architecture: str, prompt: list[int], num_tokens: int = NUM_OUTPUTS) -> list[int]:
-    """What mlx-lm's own forward over its own caches answers, greedily."""
+    """Return the greedy output of mlx-lm's forward pass with its own caches."""
     model = tiny_reference(architecture=architecture)
     caches = make_prompt_cache(model)
     answer: list[int] = []
@@ -79,7 +79,7 @@ FULL = [
 )
 def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[list[int]]]) -> None:
     engine = hybrid_engine(architecture, **WAYS[way])
-    for _ in range(2):  # the second time, prompts begin with what the first has left
+    for _ in range(2):  # the second time, the prompts' prefixes are cached
         answers = [token_ids(outputs) for outputs in run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])]
         assert answers == own[architecture]
     if "replayed" in way:
@@ -97,7 +97,7 @@ def hybrid_engine(architecture: str, **config: object) -> EngineCore:
 
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 def test_steps_that_copy_states_have_the_device_alone(replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one step reads of the slots' arrays, another would write to; and there is no room for one copy more."""
+    """Another step in flight would write to the states that a step reads. There is no memory for a second copy."""
     engine = hybrid_engine("qwen3_5", behind=True, replay=replay, block_size=16)
     dispatch = ModelRunner._dispatch
     seen = []
@@ -115,7 +115,7 @@ def test_steps_that_copy_states_have_the_device_alone(replay: bool, monkeypatch:
     assert seen.count((True, False)) > 5 and seen.count((False, True)) > 5
 
 
-# --- mistakes that these comparisons must see ---
+# --- mutants that these comparisons must detect ---
 
 
 def with_shared_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_a_mistake_changes_answers(mistake: object, architecture: str, monkeypat
 
 
 def computed_tokens(engine: EngineCore, prompt: list[int], num_outputs: int = NUM_OUTPUTS) -> tuple[list[int], int]:
-    """The answer to a prompt, and how many of its tokens had to be computed."""
+    """Return the output for a prompt, and the number of prompt tokens that were computed."""
     params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
     (outputs,) = run_all(engine, [(prompt, params)])
     return token_ids(outputs), len(prompt) - outputs[-1].num_cached_tokens
@@ -194,12 +194,12 @@ def computed_tokens(engine: EngineCore, prompt: list[int], num_outputs: int = NU
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
 def test_a_chat_of_ten_turns_computes_what_is_new(ahead: bool) -> None:
-    """Each turn: the history, the answer and a question; less than a block is computed again."""
+    """Each turn adds the output and a question to the history. At most a block of the history is computed again."""
     engine = hybrid_engine("qwen3_5", ahead=ahead, max_model_len=2048, num_blocks=512)
     block_size = engine.config.cache.block_size
     history: list[int] = []
     for turn, question in enumerate(prompts(1, [30, 9, 14, 8, 11, 25, 7, 16, 10, 12])):
-        num_new = len(question) + (turn > 0)  # the last token of an answer is not computed with it
+        num_new = len(question) + (turn > 0)  # the output's last token is not computed in its own turn
         history += question
         answer, num_computed = computed_tokens(engine, history)
         assert num_computed < num_new + 2 * block_size, turn
@@ -216,14 +216,14 @@ def test_a_prompt_that_comes_again_hits() -> None:
 
 
 def test_the_third_of_those_that_share_a_beginning_hits() -> None:
-    """Where two prompts part is known when the second comes."""
+    """The place where two prompts diverge is known only when the second arrives."""
     engine = hybrid_engine("lfm2")
     system, *tails = prompts(3, [40, 9, 13, 11])
     assert [computed_tokens(engine, system + tail)[1] for tail in tails] == [49, 53, 11]
 
 
 def test_a_burst_with_one_beginning_computes_it_twice_at_most() -> None:
-    """The first has gone past it when there is room to look at the second, which then leaves a state there."""
+    """The first prompt has passed the shared prefix when the second is admitted. The second stores a state there."""
     engine = hybrid_engine("qwen3_5", max_num_batched_tokens=32)
     system, *tails = prompts(5, [80, 9, 13, 11, 6])
     requests = [system + tail for tail in tails]
@@ -253,13 +253,13 @@ def test_a_long_prompt_leaves_others_their_checkpoints() -> None:
     answer, num_computed = computed_tokens(engine, first + tails[0])
     assert num_computed == 45 - 36
     answer, num_computed = computed_tokens(engine, long[:300] + tails[1])
-    assert num_computed == 307 - 256  # every 256 tokens, after four times every second has given way
+    assert num_computed == 307 - 256  # an interval of 256 tokens, after every second checkpoint was evicted four times
     assert answer == own_answer("qwen3_5", long[:300] + tails[1])
 
 
 @pytest.mark.parametrize("max_num_partial_prefills", [1, 4])
 def test_chats_at_once_all_go_on_from_their_last_prompts(max_num_partial_prefills: int) -> None:
-    """Of answers nothing comes again. Slots are as few as a server gives: state, prompt and answer of each request."""
+    """Outputs do not recur. The number of slots is a server's: state, prompt and output of each request."""
     limits = {"max_num_partial_prefills": max_num_partial_prefills, "max_num_batched_tokens": 512, "num_blocks": 512}
     engine = hybrid_engine("qwen3_5", num_state_slots=24, **limits)
     chats = prompts(7, [40 + i for i in range(8)])

@@ -1,4 +1,4 @@
-"""Drafts on models that carry a state from token to token: equal answers, and states that go back."""
+"""Speculation on recurrent models: equal outputs, and states that are reset after rejected drafts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def own() -> dict[str, list[list[int]]]:
 
 
 def answers_of(architecture: str, own: dict[str, list[list[int]]]) -> list[list[int]]:
-    """What mlx-lm answers to the prompts, computed once."""
+    """Return mlx-lm's outputs for the prompts, computed once."""
     if architecture not in own:
         own[architecture] = [own_answer(architecture, prompt) for prompt in PROMPTS]
     return own[architecture]
 
 
 def speculating(architecture: str, answers: list[list[int]], rightness: float = 0.7, **config: Any) -> EngineCore:
-    """An engine whose drafts are right with a probability."""
+    """Return an engine whose drafts are right with the given probability."""
     engine = hybrid_engine(architecture, speculative=speculative_config(config.pop("num_drafts", 4)), **config)
     known = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers, strict=True)}
     propose_from(engine, KnownOutputs(known, rightness=rightness))
@@ -68,7 +68,7 @@ FULL = [(name, way) for name in RECURRENT for way in WAYS if (name, way) not in 
 def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[list[int]]]) -> None:
     answers = answers_of(architecture, own)
     engine = speculating(architecture, answers, **WAYS[way])
-    for _ in range(2):  # the second time, prompts begin with what the first has left
+    for _ in range(2):  # the second time, the prompts' prefixes are cached
         assert answer_all(engine) == answers
     metrics = engine.metrics
     assert 0 < sum(metrics.num_accepted_tokens) < metrics.num_draft_tokens
@@ -80,7 +80,7 @@ def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[li
 
 @pytest.mark.parametrize("architecture", ["qwen3_5", "mamba"])
 def test_verifications_are_replayed_as_long_as_they_are(architecture: str, own: dict[str, list[list[int]]]) -> None:
-    """Three requests of five rows each: there is room for a fourth, and for a row, but none has one row."""
+    """Three requests with five rows each are padded to a size with a fourth request. No request has a single row."""
     answers = answers_of(architecture, own)
     engine = speculating(architecture, answers, rightness=1.0, replay=True, max_num_seqs=4)
     for _ in range(2):
@@ -97,7 +97,7 @@ def test_without_a_slot_to_spare_there_are_no_drafts(own: dict[str, list[list[in
 
 
 def test_right_drafts_cost_no_step_more(own: dict[str, list[list[int]]]) -> None:
-    """Nothing is computed again where all drafts are accepted; else what is, shares the next step."""
+    """Accepted drafts are not computed again. After a rejection, the recomputation is part of the next step."""
     (prompt,), (answer,) = PROMPTS[:1], answers_of("qwen3_5", own)[:1]
     for rightness, num_steps in ((1.0, 1 + 5), (0.0, 1 + 24)):
         engine = hybrid_engine("qwen3_5", speculative=speculative_config(4))
@@ -116,7 +116,7 @@ def without() -> list[list[RequestOutput]]:
     "config", [{"num_blocks": 24, "max_num_batched_tokens": 40}, pytest.param({"ahead": True}, marks=pytest.mark.full)]
 )
 def test_outputs_are_those_without(without: list[list[RequestOutput]], config: dict[str, Any]) -> None:
-    """All that may be asked of sampling: seeds, cuts, penalties, grammars, stops, log probabilities."""
+    """Covers all sampling features: seeds, truncation, penalties, grammars, stops, log probabilities."""
     speculative = speculative_config(4)
     engine = tiny_engine(architecture="qwen3_5", num_state_slots=160, speculative=speculative, **config)
     known = {tuple(p): token_ids(output) for (p, _), output in zip(EVERYTHING, without, strict=True)}
@@ -126,7 +126,7 @@ def test_outputs_are_those_without(without: list[list[RequestOutput]], config: d
 
 
 def test_ngrams_as_many_as_pay() -> None:
-    """With whatever drafts pay on this machine at this time."""
+    """The number of drafts depends on the current step times of this machine."""
     params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, allowed_token_ids=(97, 98, 99))
     requests = [(byte_ids("in the end"), params)]
     plain = run_all(tiny_engine(architecture="qwen3_5", num_state_slots=160), requests)
@@ -139,7 +139,7 @@ def test_ngrams_as_many_as_pay() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
 def test_a_next_turn_goes_on_from_a_state_near_the_end(ahead: bool) -> None:
-    """Steps with drafts go past the ends of blocks; but now and then one ends there, and leaves its state."""
+    """Steps with drafts cross block boundaries. Now and then, a step ends at a boundary and stores its state."""
     (prompt, question), (num_outputs, block_size) = prompts(8, [30, 9]), (200, 16)
     params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
     answer = own_answer("qwen3_5", prompt, num_outputs)
@@ -155,11 +155,11 @@ def test_a_next_turn_goes_on_from_a_state_near_the_end(ahead: bool) -> None:
     assert missing <= DRAFTS_INTERVAL + 3 * block_size
 
 
-# --- mistakes that these comparisons must see ---
+# --- mutants that these comparisons must detect ---
 
 
 def going_on_from_the_wrong_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the one that rejected drafts are in."""
+    """A mutant: continue from a state that includes rejected drafts."""
     settle = RequestTable._settle_drafts
 
     def wrong(self: RequestTable, index: int, num_accepted: int) -> None:
@@ -171,7 +171,7 @@ def going_on_from_the_wrong_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keeping_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts are computed in place."""
+    """A mutant: drafts are computed in place."""
     keep = RequestStates.keep_for_drafts
 
     def wrong(self: RequestStates, plan: Any, request: Any) -> bool:

@@ -20,7 +20,7 @@ def test_requests_that_ended_are_dropped_though_the_next_plan_is_not_taken_in(
 ) -> None:
     engine = tiny_engine(ahead=ahead, max_num_seqs=2)
     prompts = [[5, 7, 9], [3, 1, 4, 1, 5]]
-    expected = run(engine, prompts, GREEDY)  # the drops of these two come with the next plan
+    expected = run(engine, prompts, GREEDY)  # the next plan drops these two requests
     update = RequestTable.update
 
     def fail(table: RequestTable, plan: Any) -> None:

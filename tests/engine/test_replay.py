@@ -1,4 +1,4 @@
-"""Replayed decode steps: the tokens of steps that are built, over the real CPU backend, and nothing that they leave."""
+"""Replayed decode steps on MLX's CPU backend: same tokens as built steps, and no leftover memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tools.fixtures.tiny_models import tiny_model
 
 VOCAB_SIZE = 97
 PROMPTS = [np.random.default_rng(i).integers(0, VOCAB_SIZE, n).tolist() for i, n in enumerate((5, 23, 1, 40, 9, 31))]
-# Each ends at a time of its own, so that the rows of steps become fewer.
+# Each request ends at a different time, so that steps get fewer rows.
 EACH = [SamplingParams(temperature=0.0, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(len(PROMPTS))]
 
 
@@ -56,7 +56,7 @@ def replay_of(engine: EngineCore) -> DecodeReplay:
 
 
 def num_replayed(engine: EngineCore) -> int:
-    """Steps that went through a trace, for the first time or not."""
+    """Return the number of steps that ran through a trace, including each trace's first run."""
     forwards = engine.metrics.num_decode_forwards
     return forwards["replayed"] + forwards["traced"]
 
@@ -79,7 +79,7 @@ def test_equal_outputs_on_the_demo_model(
     reference_model: Any,
     one_by_one: dict[str, Any],
 ) -> None:
-    """Chunks, stops, seeds, preemption: against steps that are built, one by one."""
+    """Compare with built steps one by one, with chunks, stops, seeds and preemption."""
     if not one_by_one:
         one_by_one["outputs"] = ask_all(make_engine(budget=96), demo_tokenizer)
     engine = with_caching(make_engine(budget=96, num_blocks=num_blocks, ahead=ahead, replay=True))
@@ -92,7 +92,7 @@ def test_equal_outputs_on_the_demo_model(
             assert (a[-1].finish_reason, a[-1].stop_reason) == (b[-1].finish_reason, b[-1].stop_reason)
             continue
         prompt = demo_tokenizer.encode(ask.text)
-        assert ask.params.is_greedy, "a seeded draw differs"
+        assert ask.params.is_greedy, "a seeded sample differs"
         assert compare_outputs(reference_model, prompt, tokens_of(a), tokens_of(b)).gap < MAX_GAP
     assert num_same >= len(ASKED) - 1
     assert num_replayed(engine) >= 5 and engine.metrics.replay_refusal is None
@@ -127,7 +127,7 @@ def test_equal_outputs(name: str, kv_cache_dtype: str, dispatch: dict[str, bool]
 
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), MODELS)
 def test_equal_outputs_with_padded_rows(name: str, kv_cache_dtype: str) -> None:
-    """Eleven requests, whose steps are padded to twelve rows, and to ten when two have ended."""
+    """Steps of eleven requests are padded to twelve rows, and to ten rows when two requests have ended."""
     eleven = [[*prompt, i] for i, prompt in enumerate([*PROMPTS, *PROMPTS[:5]])]
     each = [SamplingParams(temperature=0.0, max_tokens=8 + i, ignore_eos=True) for i in range(11)]
     sizes: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "max_num_seqs": 11, "budget": 512, "num_blocks": 96}
@@ -138,7 +138,7 @@ def test_equal_outputs_with_padded_rows(name: str, kv_cache_dtype: str) -> None:
 
 
 def test_what_samplers_ask_for() -> None:
-    """Penalties, biases, stops, seeds, log probabilities: all that comes after the forward."""
+    """Covers all that follows the forward pass: penalties, biases, stops, seeds, log probabilities."""
     asked = [
         SamplingParams(temperature=0.0, max_tokens=12, repetition_penalty=1.5, ignore_eos=True),
         SamplingParams(temperature=0.9, seed=5, max_tokens=9, presence_penalty=0.5, ignore_eos=True),
@@ -155,7 +155,10 @@ def test_what_samplers_ask_for() -> None:
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_every_control_behind_other_steps(sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grammars, whose masks the host makes, among them: a replayed step behind a replayed one, a built one, or none."""
+    """Covers all controls, including grammars with masks from the host.
+
+    Replayed steps follow replayed, built, or no steps.
+    """
     alone = [run_all(tiny_engine(), [request])[0] for request in asked()]
     engine = tiny_engine(behind=True, replay=True, **SIZES[sizes])
     seen = allow_queued_dispatch(engine, monkeypatch)
@@ -184,13 +187,13 @@ def test_aborts_leave_others_as_they_are() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["one by one", "one ahead"])
 def test_verifications_of_drafts(ahead: bool) -> None:
-    """Of different lengths, some rejected; one step ahead among steps without drafts."""
+    """Drafts have different lengths, and some are rejected. With async scheduling, some steps have no drafts."""
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     expected = run(tiny(model_of("llama"), replay=False), PROMPTS, greedy)
     speculative = speculative_config(3, longest=3, shortest=1)
     engine = tiny(model_of("llama"), speculative=speculative, ahead=ahead)
     propose_from(engine, KnownOutputs({tuple(p): o for p, o in zip(PROMPTS, expected, strict=True)}))
-    if not ahead:  # one step ahead, only what is mostly right is worth the wait
+    if not ahead:  # with async scheduling, drafts pay only if most are right
         draft_for_free(engine)
     assert run(engine, PROMPTS, greedy) == expected
     metrics = engine.metrics
@@ -199,11 +202,11 @@ def test_verifications_of_drafts(ahead: bool) -> None:
     assert metrics.num_decode_forwards["replayed"] > 3
 
 
-# --- what is built ---
+# --- steps that are built ---
 
 
 class Evaluating(nn.Module):
-    """A layer that looks at its numbers, which are not there yet in a trace."""
+    """Layer that reads its values, which a trace does not have."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -230,7 +233,7 @@ def test_a_model_that_cannot_be_traced_is_built(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["from the start", "later"])
 def test_nothing_is_replayed_where_mlx_compiles_nothing(is_late: bool) -> None:
-    """It hands functions back as they are: each step is built, whatever it is called."""
+    """Without compilation, MLX returns functions unchanged. All steps are then built."""
     expected = run(tiny(model_of("llama"), replay=False), PROMPTS, EACH)
     engine = tiny(model_of("llama"), ahead=True)
     if is_late:
@@ -249,7 +252,7 @@ def test_nothing_is_replayed_where_mlx_compiles_nothing(is_late: bool) -> None:
 @pytest.mark.own_process
 @pytest.mark.parametrize("dispatch", DISPATCH)
 def test_a_trace_that_fails_at_first_is_the_last(dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU may refuse what MLX has fused. Steps would fail again and again, each time that sizes are traced."""
+    """A GPU may refuse a fused kernel. Without disabling replay, steps would fail each time that sizes are traced."""
     fault = Fault()
     model = tiny_model(num_hidden_layers=4, vocab_size=300)
     fault.install(model, monkeypatch)
@@ -278,7 +281,7 @@ def test_a_trace_that_fails_at_first_is_the_last(dispatch: dict[str, bool], monk
 def test_replayed_steps_that_fail_at_either_end(
     dispatch: dict[str, bool], point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that fail between, and the others that may: tests/engine/test_failed_steps.py."""
+    """Failures in the middle of a replayed step and in other steps are tested in tests/engine/test_failed_steps.py."""
     fault = Fault(point)
     model = tiny_model(num_hidden_layers=4, vocab_size=300)
     fault.install(model, monkeypatch)
@@ -325,7 +328,7 @@ def test_after_another_failure_traces_are_made_anew(dispatch: dict[str, bool], m
 def test_a_trace_is_not_blamed_for_the_step_before(
     behind: bool, outcome: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step built on one that fails was to be traced. It may be the cause if it ran behind one that was replayed."""
+    """The step after the failed step was traced. It may be the cause only if it ran behind a replayed step."""
     engine = tiny(model_of("llama"), ahead=True, behind=behind)
     expected = run(engine, PROMPTS, EACH)
     kept, runner = replay_of(engine), engine._runner
@@ -384,7 +387,7 @@ def test_a_step_that_cannot_be_built_either_does_not_speak_against_tracing(monke
 
 @pytest.mark.parametrize("dispatch", DISPATCH)
 def test_a_trace_that_raises_is_dropped(dispatch: dict[str, bool], caplog: pytest.LogCaptureFixture) -> None:
-    """Its step is built, and so are later ones of the same sizes; traces of others go on."""
+    """The failed step is built instead, and so are later steps of the same size. Other traces stay in use."""
     engine = tiny(model_of("llama"), **dispatch)
     expected = run(engine, PROMPTS, EACH)
     kept = replay_of(engine)
@@ -410,7 +413,7 @@ def test_a_trace_that_raises_is_dropped(dispatch: dict[str, bool], caplog: pytes
 
 @pytest.mark.parametrize("outcome", ["traced", "replayed"])
 def test_states_are_not_carried_on_twice(outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that is built after all goes on from the states that there were before it was tried."""
+    """A step that is built after a failed replay starts from the states before the replay."""
     expected = run(tiny(model_of("qwen3_next"), replay=False), PROMPTS, EACH)
     engine = tiny(model_of("qwen3_next"), ahead=True)
     run_trace, num_failed = DecodeReplay._run, 0
@@ -430,12 +433,12 @@ def test_states_are_not_carried_on_twice(outcome: str, monkeypatch: pytest.Monke
 
 
 def test_requests_that_begin_are_built() -> None:
-    """Prompts of one token: there is no state that they go on from."""
+    """Prompts of one token have no initial state."""
     ones = [[i] for i in range(5)]
     greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     expected = run(tiny(model_of("qwen3_next"), replay=False), ones, greedy)
     engine = tiny(model_of("qwen3_next"))
-    for _ in range(2):  # the first step of all is built anyway
+    for _ in range(2):  # the engine's first step is built in any case
         assert run(engine, ones, greedy) == expected
     assert engine.metrics.num_decode_forwards == {"untraced": 2, "traced": 1, "replayed": 7}
 
@@ -486,7 +489,7 @@ def test_padded_rows_that_wrote_to_a_real_block_would_show(monkeypatch: pytest.M
 
 
 def test_no_more_rows_are_padded_than_states_have_room() -> None:
-    """The step of nine is padded to the nine that may run at once, and not to ten."""
+    """A step of nine requests is not padded to ten, because only nine states fit."""
     nine = [*PROMPTS, *PROMPTS[:3]]
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     sizes = {"max_num_seqs": 9, "budget": 256}
@@ -506,7 +509,7 @@ def test_padded_rows_that_left_a_state_in_a_real_slot_would_show(monkeypatch: py
     assert run(tiny(model_of("qwen3_next"), **sizes), nine, greedy) != expected
 
 
-# --- what is left behind ---
+# --- leftover memory ---
 
 
 def decode(engine: EngineCore, num_tokens: int = 40) -> None:
@@ -533,7 +536,7 @@ def test_sizes_that_come_once_are_not_traced() -> None:
 
 
 def memory_after_close(drop: Callable[[DecodeReplay], None], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Bytes that are left of an engine whose thread goes on, beside what there was before it."""
+    """Return the bytes that an engine leaves in use after its end, while its thread continues."""
     monkeypatch.setattr(DecodeReplay, "drop_traces", drop)
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -547,7 +550,7 @@ def memory_after_close(drop: Callable[[DecodeReplay], None], monkeypatch: pytest
 
 
 def test_nothing_is_left_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traces hold the weights: who would not drop them would keep these."""
+    """Traces reference the weights. An engine that did not drop its traces would keep the weights in memory."""
     threads = threading.active_count()
     weight_bytes = 256 * 1024 * 4
     assert memory_after_close(DecodeReplay.drop_traces, monkeypatch) < weight_bytes / 4
@@ -557,7 +560,7 @@ def test_nothing_is_left_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_failure_leaves_no_pool_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One step ahead the pool is made anew after a failure. Nothing has the old one's arrays then."""
+    """With async scheduling, the pool is reallocated after a failure. The old arrays must be freed."""
     engine = tiny(tiny_model(vocab_size=VOCAB_SIZE), num_blocks=8192, ahead=True)
     runner: Any = engine._runner
     array_bytes = runner._pool.states[0].keys.nbytes
@@ -593,7 +596,7 @@ def peak_of_decoding(engine: EngineCore) -> int:
 
 
 class Keeps(StatePool):
-    """A mutant: something holds the arrays that went into a trace."""
+    """A mutant: something references the arrays that were passed to a trace."""
 
     def detach_arrays(self, *state_slots: Slots) -> list[mx.array]:
         arrays = super().detach_arrays(*state_slots)

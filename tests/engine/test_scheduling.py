@@ -1,4 +1,4 @@
-"""Scheduling changes when tokens are computed, never which: the demo model with every knob, against without any."""
+"""Scheduling settings change when tokens are computed, but not which tokens: compares all settings with the default."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 def with_knobs(engine: EngineCore, *, caching: bool = False, **knobs: Any) -> EngineCore:
-    """The engine with a scheduler of other settings."""
+    """Return the engine with other scheduler settings."""
     cache = replace(engine.config.cache, enable_prefix_caching=caching)
     engine.scheduler = Scheduler(replace(engine.config.scheduler, **knobs), cache)
     return engine
@@ -28,7 +28,7 @@ def with_knobs(engine: EngineCore, *, caching: bool = False, **knobs: Any) -> En
 
 @pytest.fixture(scope="module")
 def prompts(demo_tokenizer: Tokenizer) -> list[list[int]]:
-    """Two shared beginnings with different ends, one prompt twice, and short ones between them."""
+    """Return prompts: two shared prefixes with different ends, one prompt twice, and short prompts between them."""
     guide = "You are a patient guide to a small town. " + "The bakery opens at six, the mill at eight. " * 3
     story = "Once upon a time there was a fox who lived at the edge of a wide and quiet forest. " * 4
     texts = [
@@ -61,7 +61,7 @@ def plain_outputs(prompts: list[list[int]]) -> dict[str, list[list[int]]]:
             "max_long_partial_prefills": 2,
             "page_aligned_scheduling": True,
             "scheduling_policy": "priority",
-            "num_blocks": 22,  # a tight pool: preempted requests come back through the cache
+            "num_blocks": 22,  # a small pool: preempted requests resume from cached blocks
         },
     ],
     ids=["caching", "caching and partial prefills", "aligned and capped", "all, in a tight pool"],
@@ -107,9 +107,9 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(
     text = demo_tokenizer.decode(answer, skip_special_tokens=True)
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Which is the longest?"}]
     second_prompt, _, cached = turn("second")
-    # Whole blocks of what the engine has seen; the answer's text may tokenize differently where it was cut.
+    # Whole blocks of the earlier tokens. The output's text may tokenize differently at its end.
     seen = prompt + answer[:-1]
     common = next((i for i, (a, b) in enumerate(zip(seen, second_prompt, strict=False)) if a != b), len(seen))
     assert cached == common // 16 * 16
-    assert cached > len(prompt) // 16 * 16, "a part of the answer is cached, too"
+    assert cached > len(prompt) // 16 * 16, "a part of the output is cached, too"
     assert turn("other tenant", options=RequestOptions(cache_salt="other"))[2] == 0

@@ -1,4 +1,4 @@
-"""Speculation in the whole engine: against mlx-lm, through aborts, failed steps, next turns and the server."""
+"""Speculation in the whole engine: compared with mlx-lm, with aborts, failed steps, next turns and the server."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ def test_greedy_outputs_are_mlx_lms_with_a_draft_model(
 def test_the_demo_model_accepts_all_that_it_drafts_itself(
     paged_demo: PagedModel, demo_tokenizer: Tokenizer, make_draft: Callable[..., PagedModel], fields: dict[str, Any]
 ) -> None:
-    """Over 1,000 drafts; its rows round differently when there are more of them, so near ties are counted."""
+    """More than 1,000 drafts. The rounding depends on the number of rows, so near ties may be rejected."""
     prompts = [demo_tokenizer.encode(text) for text in TASKS]
     params = SamplingParams(**{"max_tokens": 340, "ignore_eos": True, **fields})
     engine = drafting_demo(paged_demo, demo_tokenizer, make_draft())
     run(engine, prompts, params, at_once=4)
     num_accepted, num_drafts = sum(engine.metrics.num_accepted_tokens), engine.metrics.num_draft_tokens
     assert num_drafts >= 1000
-    assert num_drafts - num_accepted <= 4, "more than a tie"  # of which each rejects four drafts at most
+    assert num_drafts - num_accepted <= 4, "more than one near tie"  # each near tie rejects up to four drafts
 
 
 @pytest.mark.full
@@ -157,7 +157,7 @@ MODELS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_aborts(kind: str, seed: int) -> None:
-    """Requests that leave in the middle change nothing for the others, and leave nothing behind."""
+    """Aborted requests change nothing for other requests, and leave nothing behind."""
     model = MODELS[kind]
     requests = requests_of(seed)
     expected = [token_ids(outputs) for outputs in run_all(tiny_engine(**{**model, "ahead": False}), requests)]
@@ -171,7 +171,7 @@ def test_aborts(kind: str, seed: int) -> None:
     while engine.has_requests:
         for output in engine.step():
             found[int(output.request_id)] += output.token_ids
-        if rng.random() < 0.2 and engine.request_ids and len(gone) < len(requests) - 1:  # one stays
+        if rng.random() < 0.2 and engine.request_ids and len(gone) < len(requests) - 1:  # one request stays
             victim = rng.choice(engine.request_ids)
             engine.abort_request(victim)
             gone.add(int(victim))
@@ -184,7 +184,7 @@ def test_aborts(kind: str, seed: int) -> None:
 
 
 def test_next_turns_find_what_was_accepted() -> None:
-    """Prompts that go on from outputs use their cached blocks, and get what they get without."""
+    """Prompts that continue an output use its cached blocks, and give the same output as without them."""
     requests = requests_of(5, num=4)
     engines: list[EngineCore] = [
         tiny_engine(num_blocks=400),

@@ -1,4 +1,4 @@
-"""Watching steps: what is told is what happened, a screen's worth of it, and nothing without somebody who looks."""
+"""Observing steps: frames match the engine's activity, are limited in size, and cost nothing without observers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.speculation import speculative_config
 
 
 class Look:
-    """One who looks at a harness from some step on, through JSON as a page does."""
+    """Observer of a harness from some step on, which receives JSON as the web page does."""
 
     def __init__(self, harness: SchedulerHarness) -> None:
         self.scheduler = harness.scheduler
@@ -38,7 +38,7 @@ class Look:
                 self._tell(picture, frame_data(frame, {}))
 
     def join(self) -> None:
-        """One more begins to look."""
+        """Add an observer."""
         self.pictures.append(PoolPicture())
         self._tell_all(self.pictures[-1])
 
@@ -86,8 +86,11 @@ def watched_step(harness: SchedulerHarness, look: Look | None, now: float, *, fa
 @pytest.mark.parametrize("speculates", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_what_is_told_is_the_pool(seed: int, speculates: bool) -> None:
-    """Random load that exhausts the pool, with shared prefixes, aborts and failing steps; looked at from the middle on,
-    by one, later by two. After each step that asks for it, the picture equals the block manager."""
+    """Random load that exhausts the pool, with shared prefixes, aborts and failing steps.
+
+    One observer joins in the middle, a second one later. After each step that is checked, the picture from the frames
+    equals the block manager's state.
+    """
     rng = random.Random(seed)
     slots = 0 if speculates else rng.choice([0, 0, 24])
     depth = 1 if speculates else 1 + seed % 2
@@ -175,7 +178,7 @@ def test_steps_that_look_alike_are_one_row_and_a_frame_has_few() -> None:
         harness.update()
     look.watch.flush_frames()
     assert len(look.pictures[0].rows) <= 6 and sum(row["steps"] for row in look.pictures[0].rows) == num_steps
-    for i in range(40):  # each step another composition
+    for i in range(40):  # each step has a different composition
         harness.submit(f"s{i}#{i}", make_prompt(i, 3), 2)
         look.watch.planned(harness.schedule(), 2 + i * 0.0001)
         harness.update()

@@ -1,4 +1,4 @@
-"""Compiling in other processes: turns, leaving, ends, what is kept; and that none of them is left behind."""
+"""Compiling grammars in other processes: turns, cancellation, ends, caching, and no leftover processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 class Asker(threading.Thread):
-    """Compiles in a thread, for somebody who may leave."""
+    """Thread that compiles a grammar for a client that may disconnect."""
 
     def __init__(self, compiler: GrammarCompiler, params: StructuredOutputsParams = HOG) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_closing_ends_compiling_and_every_process() -> None:
 
 
 def test_no_process_outlives_a_killed_parent() -> None:
-    """The script has no guard against being imported by its children, either."""
+    """A killed server leaves no process. The script also lacks a guard against being imported by its children."""
     script = (
         "from metal_engine.grammars.compiler import GrammarCompiler\n"
         "from metal_engine.sampling_params import StructuredOutputsParams\n"
@@ -186,7 +186,7 @@ def test_what_is_kept_is_bounded(compiler: GrammarCompiler) -> None:
         compiler.compile(StructuredOutputsParams(regex="a" * i))
     gc.collect()
     wait_until(lambda: len(descendants() - before) == 1 + 16 + 1, "the end of processes that are not kept")
-    assert compiler.compile(StructuredOutputsParams(regex="x")) is held  # in use, so still known
+    assert compiler.compile(StructuredOutputsParams(regex="x")) is held  # still cached, because it is in use
 
 
 def test_processes_in_use_are_bounded(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_processes_in_use_are_bounded(compiler: GrammarCompiler, monkeypatch: py
 def test_grammars_that_no_output_follows_are_put_to_rest(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler.compile(StructuredOutputsParams(regex="first"))  # starts the process that has the tokenizer
+    compiler.compile(StructuredOutputsParams(regex="first"))  # starts the process that loads the tokenizer
     before = descendants()
     monkeypatch.setattr(compiler_module, "_MAX_PROCESSES", 4)
     monkeypatch.setattr(compiled_module, "_REST_SECONDS", 10.0)
@@ -235,7 +235,7 @@ def test_a_grammar_that_took_long_to_compile_does_not_rest(
 
 
 def test_a_grammar_that_gets_too_complex_ends_its_request_alone() -> None:
-    """Its process is ended by the clock; the others go on, and who asks for it again gets a new one."""
+    """The CPU timer ends the grammar's process. Other requests continue, and the next request gets a new process."""
     engine = tiny_engine()
     hostile = StructuredOutputsParams(grammar=cubic(400))
     others = SamplingParams(max_tokens=30, temperature=0, structured_outputs=StructuredOutputsParams(regex="[a-z]{40}"))
@@ -252,7 +252,7 @@ def test_a_grammar_that_gets_too_complex_ends_its_request_alone() -> None:
 
 
 def test_many_outputs_and_long_replays_do_not_block_each_other() -> None:
-    """The process may be writing masks while the engine is still writing tokens, more than sockets hold."""
+    """The process writes masks while the engine is still writing tokens, more than the sockets' buffers hold."""
     ours, theirs = socket.socketpair()
     num_words = 5000
 
@@ -281,7 +281,7 @@ def test_many_outputs_and_long_replays_do_not_block_each_other() -> None:
     kept.consume([1])
     assert kept.fill_mask(mask, math.inf)
     assert (mask == 5 + 1).all() and grammar._live == {5} and not grammar._answers
-    assert kept.fill_mask(np.zeros_like(mask), math.inf)  # a step that is computed again
+    assert kept.fill_mask(np.zeros_like(mask), math.inf)  # the step is computed again
     theirs.shutdown(socket.SHUT_RDWR)
     thread.join(60)
     kept.consume([1])

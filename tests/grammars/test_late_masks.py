@@ -1,4 +1,4 @@
-"""A grammar that does not tell in time what it allows holds up nobody: its output sits out steps, and ends the same."""
+"""Late grammar masks: only the output with the late mask skips steps, and its tokens stay the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_mask_that_is_late_comes_later(grammar: tuple[CompiledGrammar, socket.
     assert not mask.any()
     process.sendall(framed(pack_masks(MASK, [np.full(NUM_WORDS, 7, np.int32).tobytes()])))
     assert matcher.fill_mask(mask, math.inf) and (mask == 7).all()
-    assert len(process.recv(1 << 16)) < 50  # it was asked once
+    assert len(process.recv(1 << 16)) < 50  # only one request was sent
 
 
 @pytest.mark.parametrize("num_more_words", [0, 1])
@@ -61,7 +61,7 @@ def test_masks_after_drafts_may_be_wider_than_the_logits(
 def test_that_masks_after_drafts_have_ended_is_logged_once(
     grammar: tuple[CompiledGrammar, socket.socket], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a grammar, however many of its processes say so; new outputs may still follow it."""
+    """The warning is logged once per grammar, even for several processes. New outputs may still use the grammar."""
     compiled, process = grammar
     matcher, mask = compiled.matcher(), np.zeros(NUM_WORDS, np.int32)
     for _ in range(3):
@@ -116,7 +116,7 @@ def test_outputs_that_sit_out_steps_are_the_same(ahead: bool, block_size: int, m
 
 
 def test_all_grammars_of_a_step_share_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many outputs follow grammars that take long, a step waits for them once."""
+    """A step waits for late masks only once, regardless of the number of late outputs."""
     engine = tiny_engine()
     asked: list[list[float]] = []
 

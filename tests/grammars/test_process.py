@@ -1,4 +1,4 @@
-"""What a grammar may take, counted by the kernel: CPU time and memory of its process."""
+"""Limits of a grammar's process on CPU time and memory, as measured by the kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tokenizer() -> llguidance.LLTokenizer:
 
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what is not about time: a machine that is shared may charge a process with what it waited."""
+    """Raise the time limits for tests that do not test them: a shared machine may count waiting as CPU time."""
     for name in ("MASK_CPU_SECONDS", "BURST_CPU_SECONDS", "DRAFTS_BURST_CPU_SECONDS"):
         monkeypatch.setattr(process, name, 5.0)
 
@@ -47,7 +47,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_forked(
     tokenizer: llguidance.LLTokenizer, wanted: dict[str, Any], *messages: bytes
 ) -> tuple[list[bytes], int, resource.struct_rusage]:
-    """Serve a grammar in a fork. Returns its answers, how it ended, and what it used."""
+    """Serve a grammar in a fork. Return its answers, its exit status, and its resource usage."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -75,7 +75,7 @@ def test_what_explodes_is_ended_within_bounds(tokenizer: llguidance.LLTokenizer,
     answers, _, usage = run_forked(tokenizer, wanted)
     assert answers == []
     assert usage.ru_utime + usage.ru_stime < process.COMPILE_CPU_SECONDS + 0.5
-    # The watch looks every few milliseconds, and a busy machine may have it look later.
+    # The process checks its growth every few milliseconds, and later on a busy machine.
     assert (usage.ru_maxrss - simple.ru_maxrss) * _UNIT < 3 * process.MAX_GROWTH
 
 
@@ -102,7 +102,7 @@ def test_masks_that_take_long_on_average_end_their_output(
     steps = [pack_step(0, byte_ids("a")) for _ in range(1000)]
     for _ in range(5):
         answers, status, _ = run_forked(tokenizer, {"regex": "a{2000}"}, *steps)
-        if answers[1][:1] == MASK:  # a process just forked off a large one may take more for its very first
+        if answers[1][:1] == MASK:  # the first mask after forking off a large process may take longer
             break
     assert answers[1][:1] == MASK and answers[-1][:1] == ERROR and b"too much time" in answers[-1]
     assert status == 0
@@ -117,7 +117,7 @@ def test_steps_are_packed_and_unpacked() -> None:
 
 @pytest.mark.usefixtures("unhurried")
 def test_masks_after_drafts_leave_the_output_where_it_is(tokenizer: llguidance.LLTokenizer) -> None:
-    """Drafts up to the end of the grammar, and past it; then other tokens than they were."""
+    """Masks for drafts up to and beyond the grammar's end. The output then continues with other tokens."""
     regex = {"regex": "ab?c|xy"}
     steps = [pack_step(0, byte_ids("ab")), pack_step(0, byte_ids("c"))]
     _, _, before, after_ab, after_abc = run_forked(
@@ -137,7 +137,7 @@ def test_masks_after_drafts_leave_the_output_where_it_is(tokenizer: llguidance.L
 
 
 def test_a_draft_that_explodes_ends_no_output(tokenizer: llguidance.LLTokenizer) -> None:
-    """Neither the one that it was of, nor another; there are no masks after drafts any more, which is said once."""
+    """A draft that explodes ends only the masks after drafts, for all outputs. One answer reports that."""
     grammar = {"grammar": cubic(400)}
     wrong = byte_ids("abaaa")
     answers, status, _ = run_forked(
@@ -164,7 +164,7 @@ def test_a_draft_that_explodes_ends_no_output(tokenizer: llguidance.LLTokenizer)
 def test_masks_after_drafts_take_nothing_of_what_outputs_may_take(
     tokenizer: llguidance.LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they may take is soon used up; the output goes on, without them."""
+    """Masks after drafts soon exhaust their own limit. The output continues without them."""
     monkeypatch.setattr(process, "MEAN_MASK_CPU_SECONDS", 1e-9)
     monkeypatch.setattr(process, "DRAFTS_BURST_CPU_SECONDS", 1e-3)
     drafts = byte_ids("a" * 60)
@@ -177,7 +177,7 @@ def test_masks_after_drafts_take_nothing_of_what_outputs_may_take(
 
 @pytest.mark.usefixtures("unhurried")
 def test_masks_after_drafts_come_of_outputs_that_went_on_without(tokenizer: llguidance.LLTokenizer) -> None:
-    """After tokens that had no drafts, and of an output that was begun later."""
+    """Masks after drafts are right after tokens without drafts, and for an output that started later."""
     regex = {"regex": "ab?c|xyz"}
     _, of_a, of_ab = run_forked(tokenizer, regex, pack_step(0, byte_ids("a")), pack_step(0, byte_ids("b")))[0]
     first, second = pack_step(0, [], byte_ids("a")), pack_step(1, byte_ids("a"), byte_ids("b"))

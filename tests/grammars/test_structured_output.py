@@ -1,4 +1,4 @@
-"""Structured output: a hundred schemas, and what is refused."""
+"""Structured output: a hundred schemas, and refused schemas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 def check(schema: dict[str, Any], text: str) -> None:
-    """Parses, as JSON has it (no NaN, no doubled keys), and validates, formats included."""
+    """Parse strict JSON (no NaN, no duplicate keys), and validate it, including formats."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} in {text}")
@@ -48,7 +48,7 @@ def test_there_are_a_hundred_different_valid_schemas() -> None:
 
 
 def complete_outputs(engine: Any, requests: list[tuple[list[int], SamplingParams]]) -> list[str | None]:
-    """The texts of the outputs that came to an end; None for those cut off at their length."""
+    """Return the texts of complete outputs; None for outputs cut off at their length."""
     texts: list[str | None] = []
     for outputs in run_all(engine, requests):
         assert outputs[-1].finish_reason in ("stop", "length"), outputs[-1].error
@@ -58,7 +58,7 @@ def complete_outputs(engine: Any, requests: list[tuple[list[int], SamplingParams
 
 
 def test_every_schema_holds_a_random_model() -> None:
-    """A model of random weights writes what no sensible one would: whatever the mask lets through must validate."""
+    """A model with random weights writes unusual outputs. All that the mask allows must validate."""
     engine = tiny_engine(num_blocks=4096, max_num_batched_tokens=256)
     requests = []
     for i, schema in enumerate(SCHEMAS):
@@ -90,7 +90,7 @@ def demo_outputs(
             structured_outputs=StructuredOutputsParams(json=schema),
         )
         requests.append((prompt, params))
-    # Beside one that is not constrained.
+    # In a batch with an unconstrained request.
     plain = tokenizer.apply_chat_template([{"role": "user", "content": "Tell me about Paris."}])
     requests.append((plain, SamplingParams(temperature=0, max_tokens=20)))
     return complete_outputs(make_engine(num_blocks=2048), requests)[:-1]
@@ -111,7 +111,7 @@ class Person(BaseModel):
 def test_the_demo_model_ends_what_pydantic_asks_for(
     make_engine: MakeEngine, demo_tokenizer: Tokenizer, kind: type[BaseModel]
 ) -> None:
-    """As Instructor asks in its mode JSON_SCHEMA. Where objects are open, the model invents names without end."""
+    """Schemas as sent by Instructor in its mode JSON_SCHEMA. In open objects, the model invents endless names."""
     question = f"Extract a {kind.__name__}: Jason Miller is 25 years old and lives in 12 Main Street."
     prompt = demo_tokenizer.apply_chat_template([{"role": "user", "content": question}])
     structured = StructuredOutputsParams(json=kind.model_json_schema())
@@ -193,7 +193,7 @@ def nested(depth: int) -> dict[str, Any]:
     ids=range(10),
 )
 def test_large_ones_are_compiled_or_refused_and_fail_alone(params: dict[str, Any]) -> None:
-    """The effort is bounded in the grammar's process; a request that goes beyond it ends alone."""
+    """The grammar's process limits the effort. A request that exceeds the limit fails alone."""
     engine = tiny_engine()
     try:
         structured = StructuredOutputsParams(**params)

@@ -1,4 +1,4 @@
-"""Adapters in the whole engine: many in a step, against mlx-lm with one at a time."""
+"""LoRA adapters in the whole engine: many in a step, compared with mlx-lm with one adapter at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Eight, of different ranks and targets, one of them of the last layer only."""
+    """Folders of eight adapters with different ranks and targets. One of them targets the last layer only."""
     base = tmp_path_factory.mktemp("adapters")
     model = tiny_reference()
     made = {}
@@ -51,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def golden(folders: dict[str, Path]) -> dict[str | None, list[list[int]]]:
-    """What mlx-lm answers to each text, with each adapter and without."""
+    """Return mlx-lm's outputs for each text, with each adapter and without."""
     found: dict[str | None, list[list[int]]] = {}
     for name in (None, *folders):
         model = adapters.mlx_lms(tiny_reference(), None if name is None else folders[name])
@@ -80,7 +80,7 @@ def run_out(engine: EngineCore, preempt_every: int = 0) -> dict[str, list[int]]:
 def check(
     engine: EngineCore, folders: dict[str, Path], golden: dict[str | None, list[list[int]]], preempt_every: int = 0
 ) -> None:
-    """Every text with every adapter, and without, all at once."""
+    """Check every text with every adapter and without, all in one batch."""
     names: list[str | None] = [None, *folders]
     for i in range(len(TEXTS)):
         for name in names:
@@ -139,7 +139,7 @@ def test_speculation(folders: dict[str, Path], golden: dict[str | None, list[lis
 def test_a_draft_model(
     folders: dict[str, Path], golden: dict[str | None, list[list[int]]], config: dict[str, Any]
 ) -> None:
-    """It is the model without adapters: so it is right for requests of the model, and often wrong for the others."""
+    """The draft model is the base model. Its drafts are often wrong for requests with an adapter."""
     sizes = {"max_num_batched_tokens": 512, "max_num_seqs": 32, **config}
     engine = adapters.adapted_engine(folders, speculative=draft_model_config(4), draft=tiny_reference(), **sizes)
     draft_for_free(engine)
@@ -158,7 +158,7 @@ def test_rows_are_sorted_on_a_gpu(
 
 
 def test_a_quantized_base(tmp_path: Path) -> None:
-    """As mlx-lm's own LoRALinear around a quantized layer; the engine's rows against its logits."""
+    """Compare the engine with the logits of mlx-lm's LoRALinear around a quantized layer."""
 
     def quantized() -> nn.Module:
         model = tiny_reference()
@@ -186,7 +186,7 @@ def test_a_quantized_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_pefts_formula(tmp_path: Path, dtype: mx.Dtype, use_rslora: bool) -> None:
-    """PEFT's adapters are merged into the weights as it documents it: W + B A alpha / r, or alpha / sqrt(r)."""
+    """PEFT's adapters are merged into the weights by its documented formula: W + B A alpha / r, or alpha / sqrt(r)."""
     rank, alpha = 4, 6.0
     made = adapters.products(tiny_reference(), adapters.ALL, rank, seed=3)
     made = {n: tuple(_rounded(one, dtype) for one in ab) for n, ab in made.items()}  # type: ignore[misc]
@@ -241,7 +241,7 @@ def test_prefixes_are_shared_within_an_adapter_only(
         for is_second in (False, True):
             add(engine, "one", TEXTS[0], name)
             assert (first_output(engine).num_cached_tokens > 0) == is_second, name
-    # And what they share is right.
+    # The shared blocks have the right contents.
     for name in ("adapter-1", None, "adapter-0"):
         add(engine, "one", TEXTS[0], name)
         assert run_out(engine)["one"] == golden[name][0]
@@ -254,13 +254,13 @@ def test_prefixes_of_other_weights_under_a_name_are_others(folders: dict[str, Pa
     adapters.load(engine, "a", folders["adapter-2"], in_place=True)
     add(engine, "one", TEXTS[0], "a")
     assert first_output(engine).num_cached_tokens == 0
-    adapters.load(engine, "a", folders["adapter-0"], in_place=True)  # the same as before
+    adapters.load(engine, "a", folders["adapter-0"], in_place=True)  # the same files as before
     add(engine, "one", TEXTS[0], "a")
     assert first_output(engine).num_cached_tokens > 0
 
 
 def test_without_an_adapter_hashes_are_what_they_were() -> None:
-    """Stores that were filled before adapters came stay good."""
+    """KV stores that were filled before adapters were supported remain valid."""
     assert root_hash("model", "salt") == sha256(sha256(b"model").digest() + sha256(b"salt").digest()).digest()
     assert len({root_hash("model", "salt", adapter) for adapter in ("", "a", "b")}) == 3
 
@@ -282,7 +282,7 @@ def test_an_unloaded_adapter_serves_its_requests_to_their_ends(
     assert tokens == golden["adapter-1"][0]
     del outputs
     gc.collect()
-    # Of fewer layers than the one whose slot it takes: what that added to the others is gone.
+    # This adapter has fewer layers than the previous one in its slot, whose other weights must be cleared.
     adapters.load(engine, "b", folders["adapter-2"])
     add(engine, "one", TEXTS[1], "b")
     assert run_out(engine)["one"] == golden["adapter-2"][1]
@@ -309,7 +309,7 @@ def test_replacing_leaves_those_that_run_alone(
 def test_a_load_goes_in_between_steps_piece_by_piece(
     folders: dict[str, Path], golden: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However large a layer is, and however much of the slot's last adapter is to be cleared."""
+    """A load is split between steps, even for large layers, or if much of the slot's last adapter must be cleared."""
     monkeypatch.setattr("metal_engine.lora.registry._PIECE_BYTES", 4096)
     monkeypatch.setattr("metal_engine.lora.layers.PART_BYTES", 1024)
     engine = adapters.adapted_engine({"a": folders["adapter-7"]}, max_loras=1)
@@ -351,7 +351,7 @@ def test_a_load_that_fails_gives_its_slot_back(folders: dict[str, Path], tmp_pat
 def test_steps_without_adapters_take_the_layers_own_way(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted: no gathered product is built for a step whose rows have no adapter, nor for layers without additions."""
+    """No gathered product is built for steps whose rows have no adapter, nor for layers without LoRA weights."""
     calls = 0
     gather_mm = mx.gather_mm
 
@@ -369,12 +369,12 @@ def test_steps_without_adapters_take_the_layers_own_way(
     add(engine, "other", TEXTS[1], "adapter-2", GREEDY.changed(max_tokens=1))
     add(engine, "base", TEXTS[2], None, GREEDY.changed(max_tokens=1))
     engine.step()
-    assert calls == 2 * 2 * len(adapters.ATTENTION)  # of all rows at once: two products in two layers
+    assert calls == 2 * 2 * len(adapters.ATTENTION)  # two products in each of two layers, for all rows at once
     run_out(engine)
 
 
 def test_logits_are_mlx_lms(folders: dict[str, Path]) -> None:
-    """Closer than tokens tell: log probabilities of a prompt."""
+    """Compare log probabilities of a prompt, which is stricter than comparing tokens."""
     engine = adapters.adapted_engine(folders, max_num_batched_tokens=512, max_num_partial_prefills=4)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     add(engine, "one", TEXTS[2], "adapter-7", params)

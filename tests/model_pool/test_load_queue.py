@@ -1,4 +1,4 @@
-"""Who goes for whom, and which load goes next: rules, without threads or an event loop that runs."""
+"""The rules for choosing victims and the next load, without threads or a running event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def never(*_: Any) -> Any:
 
 
 class Made:
-    """Models by name in a budget of 100 bytes, and a queue."""
+    """Models by name with a budget of 100 bytes, and a load queue."""
 
     def __init__(self) -> None:
         self.entries: list[ModelEntry] = []
@@ -29,7 +29,7 @@ class Made:
         self._num_asked = 0
 
     def add(self, name: str, num_bytes: int = 0, *, used: int = 0) -> ModelEntry:
-        """One that has so many bytes; those added first were used longest ago."""
+        """Add a model that takes ``num_bytes``. Models added first were used longest ago."""
         state = ModelState.LOADED if num_bytes else ModelState.UNLOADED
         entry = ModelEntry(name, ModelSource(never), state, num_bytes=num_bytes, num_leases=used)
         entry.last_used = float(len(self.entries))
@@ -47,7 +47,7 @@ class Made:
         return None if found is None else "".join(one.name for one in found)
 
     def close(self) -> str:
-        """Close those that are to be closed."""
+        """Close the models that the queue chooses. Return their names."""
         closed = self.queue.close_for_first()
         for one in closed:
             one.is_closing = True
@@ -73,17 +73,17 @@ def test_victims_are_one_set_that_makes_room(made: Made) -> None:
     for name, num_bytes, used in [("a", 20, 1), ("b", 10, 0), ("c", 40, 0), ("d", 20, 2)]:
         made.add(name, num_bytes, used=used)
     new = made.add("n")
-    assert made.victims(new, 10) == "", "so much is free"
+    assert made.victims(new, 10) == "", "this much is free"
     assert made.victims(new, 20) == "b"
-    assert made.victims(new, 50) == "c", "b would not do, and need not go beside c"
+    assert made.victims(new, 50) == "c", "c is enough, so b stays"
     assert made.victims(new, 60) == "bc"
-    assert made.victims(new, 61) == "ca", "those that nobody uses first"
+    assert made.victims(new, 61) == "ca", "idle models first"
     assert made.victims(new, 90) == "cad" and made.victims(new, 100) == "bcad"
     assert made.victims(new, 60, also_used=False) == "bc"
-    assert made.victims(new, 61, also_used=False) is None, "not even all of them are enough: none goes"
+    assert made.victims(new, 61, also_used=False) is None, "all idle models are not enough, so none is unloaded"
     assert made.victims(new, 101) is None
     made.entries[0].state = ModelState.LOADING
-    assert made.victims(new, 81) is None, "one that is being loaded does not go"
+    assert made.victims(new, 81) is None, "a model that is being loaded is not a victim"
 
 
 def test_one_that_goes_already_is_waited_for_before_another_goes(made: Made) -> None:
@@ -109,23 +109,23 @@ def test_those_with_room_go_before_one_that_waits_until_its_room_is_made(made: M
     waits = made.ask(large, 90)
     again = made.ask(used, 60)
     assert made.queue.next() is None
-    assert made.close() == "u", "the idle one stays as long as that is not enough"
-    assert made.close() == "", "once is enough"
+    assert made.close() == "u", "i stays while unloading it is not enough"
+    assert made.close() == "", "no second model is closed"
     fits, unknown_load = made.ask(small, 20), made.ask(unknown)
     assert made.queue.next() is fits
     made.queue.remove(fits)
     keep(small, 20)
-    assert made.queue.next() is unknown_load, "whether it fits is told when it has been looked at"
+    assert made.queue.next() is unknown_load, "its size is unknown until it is loaded"
     made.queue.remove(unknown_load)
     idle_goes = made.ask(other, 40)
-    assert made.queue.next() is idle_goes, "its room is that of i and s, which nobody uses"
+    assert made.queue.next() is idle_goes, "the idle models i and s make room for it"
     small.num_leases = 1
     assert made.queue.next() is None
-    # u is gone: nothing goes before the large one any more, neither u itself nor what fits.
+    # u is unloaded: from now on, no load goes before the large one, neither u nor a load that fits.
     unload(used)
     assert made.budget.has_room(other, 40)
     assert made.queue.next() is None
-    assert made.close() == "s", "it has been loaded meanwhile, and is used"
+    assert made.close() == "s", "s was loaded in the meantime and is in use"
     unload(small)
     assert made.queue.next() is waits
     made.queue.remove(waits)
@@ -143,7 +143,7 @@ def test_models_closed_for_a_load_do_not_come_back_before_it(made: Made) -> None
     assert made.close() == "ab"
     made.ask(first, 50)
     unload(first)
-    assert made.queue.next() is None, "a would fit"
+    assert made.queue.next() is None, "a would fit, but must wait for l"
     other = made.ask(made.add("o"), 50)
     assert made.queue.next() is other
     unload(second)

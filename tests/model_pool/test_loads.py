@@ -1,4 +1,4 @@
-"""Loads that wait, are given up, or fail: who goes for them, who goes before them, and what is told."""
+"""Loads that wait, are cancelled, or fail: their victims, their order, and their errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.serving import DEADLINE
 
 
 def test_a_load_may_be_given_up(caplog: pytest.LogCaptureFixture) -> None:
-    """Those who wait are told at once that they may ask again; it is no failure of the model's."""
+    """Waiting requests get a retryable error at once. It does not count as a failure of the model."""
 
     async def test(made: RegistryOfFakes) -> None:
         made.models["b"].gate.clear()
@@ -40,13 +40,13 @@ def test_a_load_that_waits_for_room_is_given_up_at_once() -> None:
         await made.registry.use(made["a"])
         waiting = asyncio.ensure_future(made.ask("b", [2]))
         await until(lambda: made["a"].is_closing, "a to be marked")
-        assert made["b"].state is ModelState.UNLOADED, "it keeps no thread meanwhile"
+        assert made["b"].state is ModelState.UNLOADED, "a waiting load uses no thread"
         unloading = asyncio.ensure_future(made.registry.unload(made["b"]))
         with pytest.raises(LoadCancelledError):
             await waiting
         await unloading
         assert made["b"].load is None
-        assert not made["a"].is_closing and made.registry.is_ready(made["a"]), "a need not go any more"
+        assert not made["a"].is_closing and made.registry.is_ready(made["a"]), "a stays loaded"
         made.registry.release(made["a"])
         assert await made.ask("a", [1]) == made.answer("a", [1])
         assert made["a"].num_loads == 1
@@ -55,7 +55,7 @@ def test_a_load_that_waits_for_room_is_given_up_at_once() -> None:
 
 
 def test_a_load_that_waits_for_its_model_to_go_is_given_up_at_once() -> None:
-    """Whether the model goes for another, or was to be unloaded before."""
+    """The cancelled load waits for its own model to be unloaded, for another model or on request."""
 
     async def test(made: RegistryOfFakes) -> None:
         for name in ("", "b"):
@@ -89,7 +89,7 @@ def test_who_waits_for_a_model_that_stays_is_served_while_another_is_loaded() ->
         await until(lambda: made["a"].is_closing, "a to be marked for c")
         late = asyncio.ensure_future(made.ask("a", [2]))
         await until(lambda: made["a"].num_waiting == 1, "one that waits for a to come back")
-        given_up.cancel()  # there is room for c: a stays
+        given_up.cancel()  # after that, c fits, and a stays
         assert await asyncio.wait_for(late, DEADLINE) == made.answer("a", [2])
         assert made["c"].state is ModelState.LOADING and made["a"].num_loads == 1
         made.models["c"].gate.set()
@@ -101,7 +101,7 @@ def test_who_waits_for_a_model_that_stays_is_served_while_another_is_loaded() ->
 
 
 def test_what_clients_that_left_asked_for_is_not_loaded() -> None:
-    """Neither while it waits for room, nor while it is under way; nobody goes for it."""
+    """A load without clients is cancelled while it waits or runs, and no model is unloaded for it."""
 
     async def test(made: RegistryOfFakes) -> None:
         await made.registry.use(made["a"])
@@ -112,10 +112,10 @@ def test_what_clients_that_left_asked_for_is_not_loaded() -> None:
             await until(lambda: made["a"].num_waiting == 1, "one that waits for a to come back")
             for task in left:
                 task.cancel()
-            assert await late == made.answer("a", [7]), "a stays, and serves who waited for it"
+            assert await late == made.answer("a", [7]), "a stays, and serves its waiting requests"
             assert not made["a"].is_closing and made[name].load is None
         made.registry.release(made["a"])
-        # Under way: its thread notices, and gives back what it had claimed.
+        # While it runs: its thread detects the cancellation, and releases its memory.
         made.registry.budget.memory_bytes = 200
         made.models["b"].gate.clear()
         made.models["b"].began.clear()
@@ -140,7 +140,7 @@ def test_one_who_asks_again_for_a_load_that_is_being_given_up_gets_it() -> None:
             await asyncio.wait([left])
             starting = made["b"].starting
             assert starting is not None
-            if has_noticed:  # in the model's thread; the event loop does not know yet
+            if has_noticed:  # in the model's thread, before the event loop notices
                 with pytest.raises(LoadCancelledError):
                     starting.result(DEADLINE)
             again = asyncio.ensure_future(made.ask("b", [2]))
@@ -156,21 +156,21 @@ def test_small_ones_are_loaded_while_a_large_one_waits_for_room() -> None:
     async def test(made: RegistryOfFakes) -> None:
         made.models["l"].num_bytes = 150
         made.models["s"].num_bytes = made.models["t"].num_bytes = 50
-        made.models["l"].gate.clear()  # once there is room for it
+        made.models["l"].gate.clear()  # l is blocked after it has got memory
         used = await made.registry.use(made["u"])
         large = asyncio.ensure_future(made.ask("l", [1]))
         await until(lambda: made["u"].is_closing, "u to be marked")
-        for name in "sts":  # room for both, one after the other where the other is idle
+        for name in "sts":  # both fit, one after the other if the other is idle
             assert await made.ask(name, [2]) == made.answer(name, [2])
         assert not large.done() and made["u"].running is used
         held = await made.registry.use(made["s"])
         late = asyncio.ensure_future(made.ask("u", [3]))
         made.registry.release(made["u"])
         await until(lambda: made["u"].state is ModelState.UNLOADED, "u to go")
-        assert await made.ask("s", [9]) == made.answer("s", [9]), "50 of 200 need not go for it"
+        assert await made.ask("s", [9]) == made.answer("s", [9]), "50 of 200 bytes are free, so no model is unloaded"
         made.models["l"].gate.set()
         assert await large == made.answer("l", [1])
-        assert made["s"].running is held, "it did not have to go"
+        assert made["s"].running is held, "s was not unloaded"
         assert not late.done() or made["u"].num_loads == 2
         made.registry.release(made["s"])
         assert await late == made.answer("u", [3])
@@ -187,7 +187,7 @@ def test_nobody_goes_for_what_would_not_fit_all_the_same() -> None:
         with pytest.raises(ModelTooLargeError):
             await made.ask("c", [1])
         assert made.loaded == "ab"
-        # One idle one is not enough, and the other is used: both stay as long as it is.
+        # One idle model is not enough, and the other model is in use, so both stay.
         made.models["c"].num_bytes = 200
         made["c"].failed = None
         await made.registry.use(made["b"])
@@ -224,7 +224,7 @@ def test_a_model_that_could_not_be_loaded_is_not_read_again_at_once(monkeypatch:
         model.problem = "its weights are cut short"
 
         async def ask() -> int:
-            """Returns how often it has been read."""
+            """Request the model. Return the number of times its files were read."""
             nonlocal began
             model.began.clear()
             with pytest.raises(ModelLoadError, match="cut short"):
@@ -233,15 +233,15 @@ def test_a_model_that_could_not_be_loaded_is_not_read_again_at_once(monkeypatch:
             return began
 
         assert [await ask() for _ in range(5)] == [1] * 5
-        model.problem += " elsewhere"  # the file has changed
+        model.problem += " elsewhere"  # the model's files have changed
         assert [await ask() for _ in range(5)] == [2] * 5
         assert made["b"].failed is not None and made["b"].failed.until <= time.monotonic() + 10
         monkeypatch.setattr(registry_module, "RETRY_SECONDS", 0.0)
         model.problem += "!"
-        assert [await ask() for _ in range(3)] == [3, 4, 5], "or after a while"
+        assert [await ask() for _ in range(3)] == [3, 4, 5], "it is tried again after the retry delay"
         model.problem = None
         assert await made.ask("b", [1]) == made.answer("b", [1])
-        # What is too large is told again in the same way.
+        # A model that is too large gives the same error again.
         made.models["c"].num_bytes = 300
         for _ in range(2):
             monkeypatch.setattr(registry_module, "RETRY_SECONDS", 60.0)
@@ -253,7 +253,7 @@ def test_a_model_that_could_not_be_loaded_is_not_read_again_at_once(monkeypatch:
 
 
 def test_memory_is_given_back_in_a_turn_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it does not go while another model's step is measured."""
+    """Memory is released while holding the device. It must not change while another model's step is measured."""
 
     async def test(made: RegistryOfFakes) -> None:
         await made.ask("a", [1])

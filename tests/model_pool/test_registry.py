@@ -1,4 +1,4 @@
-"""Several models: who is loaded, who has to go, who waits, and what is left of those that fail."""
+"""Several models: loading, eviction, waiting requests, and cleanup after failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_least_recently_used_goes() -> None:
 
 
 def test_one_that_is_used_is_not_interrupted_and_not_kept_for_ever() -> None:
-    """Room for one. New requests for it wait, behind those for which it has to go."""
+    """Only one model fits. New requests for the used model wait until the other model's request is served."""
 
     async def test(made: RegistryOfFakes) -> None:
         made.models["a"].step_time = 0.005
@@ -53,7 +53,7 @@ def test_hundreds_of_requests_over_three_models_with_room_for_two() -> None:
         asked = [("abc"[i % 3], [i % 256, i // 256, 7]) for i in range(300)]
         answers = await asyncio.gather(*(made.ask(name, prompt) for name, prompt in asked))
         assert answers == [made.answer(name, prompt) for name, prompt in asked]
-        # All that waited for a load were served by it.
+        # A load serves all requests that wait for it.
         assert sum(one.num_loads for one in made.registry.entries) <= 6
         waves = [made.ask(name, [wave, 9]) for wave in range(20) for name in "abc"]
         for i in range(0, len(waves), 3):
@@ -103,7 +103,7 @@ def test_what_never_fits_is_told_with_what_is_missing() -> None:
         with pytest.raises(ModelTooLargeError, match=r"c takes .* \(--models-memory\): 2 MiB are missing") as told:
             await made.ask("c", [1])
         assert told.value.missing_bytes == (2 << 20)
-        assert made.loaded == "a", "nobody had to go for it"
+        assert made.loaded == "a", "a stays loaded"
 
     run_with_fakes(test)
 
@@ -125,7 +125,7 @@ def test_idle_models_are_unloaded_after_a_while() -> None:
         running = await made.registry.use(made["b"])
         await until(lambda: made.loaded == "b", "a to go")
         await asyncio.sleep(0.1)
-        assert made.loaded == "b" and made["b"].running is running, "it is used"
+        assert made.loaded == "b" and made["b"].running is running, "b is in use"
         made.registry.release(made["b"])
         await until(lambda: made.loaded == "", "b to go")
         assert await made.ask("a", [1]) == made.answer("a", [1])
@@ -192,14 +192,14 @@ def test_nothing_is_kept_of_what_was_unloaded() -> None:
         made.registry.release(made["a"])
         await made.registry.unload(made["a"])
         made.models["a"].runners.clear()
-        # The thread that has unloaded it may still be about to let go of what it was asked to do.
+        # The thread that has unloaded it may still reference its work.
         await until(lambda: gc.collect() >= 0 and engine() is None and core() is None, "both to be forgotten")
 
     run_with_fakes(test)
 
 
 def test_the_end() -> None:
-    """Who waits for a model is told, and nothing is loaded any more."""
+    """Requests that wait for a model get an error, and no model is loaded any more."""
 
     async def test(made: RegistryOfFakes) -> None:
         await made.ask("a", [1])
@@ -210,7 +210,7 @@ def test_the_end() -> None:
         for task in (waiting, asyncio.ensure_future(made.ask("c", [1]))):
             with pytest.raises(RegistryClosedError):
                 await task
-        assert made["b"].state is ModelState.LOADING  # its thread is waited for, as those of engines are
+        assert made["b"].state is ModelState.LOADING  # shutdown() waits for its thread, as for the engines' threads
 
     run_with_fakes(test)
 

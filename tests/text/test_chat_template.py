@@ -1,4 +1,4 @@
-"""Chat templates: what they write is what ``transformers`` writes, and no template takes long or much memory."""
+"""Chat templates: the output equals that of ``transformers``, and no template takes long or much memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ NESTED = "{% set ns = namespace(x=['a'], y=['a']) %}{% for i in range(60) %}{% s
     "{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
 )
 THRICE = "{% for i in range(3) %}{% set y = EXPR %}{% endfor %}"
-# 16,000 characters, made for little.
+# A cheap way to build 16,000 characters.
 LONG = (
     "{% set ns = namespace(s='x' * 1000) %}{% for i in range(4) %}{% set ns.s = ns.s.replace('x', 'xx') %}{% endfor %}"
     + ("{% set s = ns.s %}")
@@ -149,7 +149,7 @@ COSTLY = {
 
 @pytest.mark.parametrize("source", COSTLY.values(), ids=COSTLY)
 def test_what_would_take_long_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_WORK", 1 << 23)  # the same, sooner
+    monkeypatch.setattr(chat_template, "_WORK", 1 << 23)  # reaches the limit sooner
     with pytest.raises(ValueError, match=r"took too long|too large|may not"):
         tiny_tokenizer(source).apply_chat_template([{"role": "user", "content": "x"}], n=1)
 
@@ -172,7 +172,7 @@ WIDE = {
 
 @pytest.mark.parametrize("source", WIDE.values(), ids=WIDE)
 def test_wide_texts_are_refused_before_they_are_made(source: str) -> None:
-    """The budget is that of a real request. Peak memory stays far below the size of the text."""
+    """Uses the budget of a real request. Peak memory stays far below the size of the text."""
     tokenizer = tiny_tokenizer(source)
     tracemalloc.start()
     try:
@@ -201,7 +201,7 @@ def test_formats_write_what_jinja_writes() -> None:
 
 
 def test_a_template_cannot_have_its_output_escaped() -> None:
-    """Escaping happens after the output is paid for."""
+    """Escaping would increase the output after its cost was paid."""
     tokenizer = tiny_tokenizer("{% autoescape true %}{{ messages[0].content }}{% endautoescape %}")
     with pytest.raises(ValueError, match="autoescape"):
         tokenizer.apply_chat_template([{"role": "user", "content": "<"}])
@@ -222,7 +222,7 @@ def test_endless_recursion_is_refused() -> None:
 
 
 def test_long_conversations_stay_within_the_budget() -> None:
-    """Templates pass over messages, and over all others within each: what such take is in proportion."""
+    """Templates loop over messages, and inside the loop over all messages. The budget allows for the cost of that."""
     turns = [{"role": role, "content": "word " * 40} for role in ("user", "assistant")] * 300
     nested = "{% for m in messages %}{% if m == (messages | selectattr('role', 'eq', 'user') | list)[-1] %}{% endif %}"
     for source in (*TEMPLATES.values(), nested + "{{ m.content }}{% endfor %}"):

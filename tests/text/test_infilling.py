@@ -1,4 +1,4 @@
-"""Prompts for what stands between two texts, in the forms that models' authors published."""
+"""Infilling prompts in the forms that the models' authors published."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokenizer_with(backend: BackendTokenizer, *marks: str, bos: bool = False) ->
 
 
 def spelled(tokenizer: Tokenizer, prefix: str | list[int], suffix: str) -> tuple[list[str], list[str]]:
-    """The prompt's tokens, and those of the prefix in it."""
+    """Return the prompt's tokens, and the tokens of the prefix in it."""
     ids, place = tokenizer.encode_infilling(prefix, tokenizer.encode_within(suffix))
     return tokenizer.tokens(ids), tokenizer.tokens(ids[place])
 
@@ -40,7 +40,7 @@ FORMS = [
 @pytest.mark.parametrize(("marks", "text"), FORMS)
 @pytest.mark.parametrize("bos", [False, True])
 def test_the_forms_of_byte_level_tokenizers(marks: tuple[str, ...], text: str, bos: bool) -> None:
-    """As the text that the model's authors show is encoded, all at once."""
+    """The ids equal those of the whole prompt text that the model's authors show."""
     tokenizer = tokenizer_with(byte_level(), *marks, bos=bos)
     ids, place = tokenizer.encode_infilling("ab", tokenizer.encode_within("the"))
     assert ids == tokenizer.encode(text)
@@ -50,7 +50,7 @@ def test_the_forms_of_byte_level_tokenizers(marks: tuple[str, ...], text: str, b
 
 @pytest.mark.parametrize("make", [prepending, metaspace_first, metaspace_always])
 def test_code_llama(make: object) -> None:
-    """``<PRE> {prefix} <SUF>{suffix} <MID>``: the prefix begins with a space, the suffix with none."""
+    """``<PRE> {prefix} <SUF>{suffix} <MID>``: the prefix begins with a space, the suffix without a space."""
     tokenizer = tokenizer_with(make(), "▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>", bos=True)  # type: ignore[operator]
     tokens, of_prefix = spelled(tokenizer, "the a", "the b")
     assert of_prefix == ["▁the", "▁", "a"]
@@ -60,7 +60,7 @@ def test_code_llama(make: object) -> None:
 
 
 def test_codestral() -> None:
-    """As mistral-common encodes it: ``[SUFFIX]``, the suffix without a space before it, ``[PREFIX]``, the prefix."""
+    """Same ids as mistral-common: ``[SUFFIX]``, the suffix without a space before it, ``[PREFIX]``, the prefix."""
     tokenizer = tokenizer_with(prepending(), "[PREFIX]", "[MIDDLE]", "[SUFFIX]", bos=True)
     tokens, of_prefix = spelled(tokenizer, "the", "the")
     assert tokens == ["<s>", "[SUFFIX]", "the", "[PREFIX]", "▁the"] and of_prefix == ["▁the"]

@@ -1,4 +1,4 @@
-"""Long texts are encoded in pieces, and come out as if they had been encoded whole."""
+"""Long texts are encoded in pieces, with the same result as if encoded whole."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Counting:
-    """A tokenizer that notes how long the texts are that it is given."""
+    """Tokenizer that records the lengths of the texts that it encodes."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -81,7 +81,7 @@ def test_a_text_that_is_too_long_is_not_encoded_to_its_end(demo_tokenizer: Token
     with pytest.raises(TextTooLongError):
         encode(counting, "some words " * 100_000, add_special_tokens=False, max_tokens=500)
     assert sum(counting.lengths) < 20_000
-    with pytest.raises(TextTooLongError):  # nowhere to cut
+    with pytest.raises(TextTooLongError):  # the text has no place to cut
         encode(counting, "a" * 61_000, add_special_tokens=False, max_tokens=None)
     assert max(counting.lengths) <= 600
 

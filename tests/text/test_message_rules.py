@@ -1,4 +1,4 @@
-"""What templates take: found by trying published ones, and what refuses or leaves out as some do."""
+"""Message rules of chat templates: published templates, and templates that refuse or drop messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SYSTEM_FIRST = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}"
 ) + CHAT_TEMPLATE
-# As Mistral's and Gemma's do.
+# As in the templates of Mistral and Gemma.
 ALTERNATING = (
     "{% for m in messages %}{% if loop.index0 and m.role == messages[loop.index0 - 1].role %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
 ) + CHAT_TEMPLATE
-# As gpt-oss's does: what is neither the first message nor of a role that it knows is left out.
+# As in gpt-oss's template: messages are dropped if they are not first and have an unknown role.
 LEAVES_OUT = (
     "{% for m in messages %}{% if loop.first or m.role in ['user', 'assistant', 'tool'] %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
 )
-# As templates do that build one system block: it has all system messages, wherever they stand.
+# As in templates that collect all system messages in one block.
 SYSTEM_TO_FRONT = (
     "<|im_start|>system\n{% for m in messages if m.role == 'system' %}{{ m.content }}\n{% endfor %}<|im_end|>\n"
     "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -53,7 +53,7 @@ def test_rules(template: str | None, again: bool, later: bool, user: bool) -> No
 
 
 def test_later_system_messages_leave_the_prefix_alone() -> None:
-    """A prompt with a later system message begins with the prompt of the turn before."""
+    """A prompt with a later system message starts with the previous turn's prompt."""
     tokenizer = tiny_tokenizer(SYSTEM_TO_FRONT)
     turns = [
         {"role": "system", "content": "Be kind."},
@@ -69,7 +69,7 @@ def test_later_system_messages_leave_the_prefix_alone() -> None:
 
 
 def test_a_template_is_tried_once() -> None:
-    """However many copies of the tokenizer requests have, and not before it is asked."""
+    """The template is tried only once for all copies of the tokenizer, and not before first use."""
     tokenizer = tiny_tokenizer(SYSTEM_FIRST)
     assert tokenizer.limited(100).message_rules is tokenizer.message_rules
     tried = []

@@ -1,4 +1,4 @@
-"""Text out of tokens: whole characters, stop strings, wherever the pieces are cut."""
+"""Text from tokens: whole characters and stop strings, for all ways to cut the text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ tokenizer = cache(tiny_tokenizer)
 
 
 def truth(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
-    """By definition: cut at the first position where some stop string is complete."""
+    """Return the result by definition: the text is cut at the first position at which a stop string is complete."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -82,7 +82,10 @@ def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
 
 
 def test_long_stop_strings_cost_no_more_than_their_length() -> None:
-    """Text that is always about to become one; with anything but constant time a character, this takes minutes."""
+    """A text that always looks like the start of a stop string.
+
+    Without constant time per character, this takes minutes.
+    """
     stop = "a" * 16_000 + "b"
     finder = StopStrings((stop, "a" * 300 + "c"))
     shown = [finder.add("a") for _ in range(50_000)]
@@ -125,12 +128,12 @@ def test_a_prompt_that_ends_within_a_character_is_not_repeated(text: str, at: in
     at %= len(ids) + 1
     detokenizer = tokenizer().detokenizer(ids[:at], True)
     pieces = [detokenizer.add(token) for token in ids[at:]]
-    whole = len(bytes(ids[:at]).decode(errors="ignore"))  # characters that the prompt has in full
+    whole = len(bytes(ids[:at]).decode(errors="ignore"))  # number of whole characters in the prompt
     check_pieces(pieces, text[whole:])
 
 
 def tokens_of(*spellings: bytes) -> tuple[Tokenizer, list[int]]:
-    """A byte-level tokenizer with a token for each spelling, and their ids."""
+    """Return a byte-level tokenizer with a token for each spelling, and the ids of the tokens."""
     tokens = byte_tokens()
     own = ["".join(tokens[byte] for byte in spelling) for spelling in spellings]
     vocab = {token: i for i, token in enumerate(dict.fromkeys([*tokens, *own]))}
@@ -154,7 +157,7 @@ def test_whole_characters_do_not_wait_for_half_a_one() -> None:
 @example(cuts=[3, 5], at=1, text="Grön")
 @example(cuts=[4, 8, 12], at=3, text="日日日日")
 def test_a_prompt_ends_within_any_token(cuts: list[int], at: int, text: str) -> None:
-    """Tokens of several bytes, cut anywhere: each character is shown once, as soon as it is whole."""
+    """Tokens of several bytes, cut anywhere: each character appears once, as soon as it is whole."""
     raw = text.encode()
     places = sorted({0, len(raw), *(c for c in cuts if c < len(raw))})
     pieces = [raw[a:b] for a, b in pairwise(places)]
@@ -180,7 +183,7 @@ def test_whole_characters_of_several_kinds_of_decoders(kind: str) -> None:
 
 
 def wholes(made: Tokenizer, ids: list[int]) -> str:
-    """The text of the tokens up to the last whole character."""
+    """Return the text of the tokens up to the last whole character."""
     texts = (made.decode(ids[:end], skip_special_tokens=True) for end in range(len(ids), -1, -1))
     return next(text for text in texts if not text.endswith("\ufffd"))
 
@@ -264,7 +267,7 @@ def test_several_tokens_in_one_step() -> None:
     assert processor.process(RequestOutput("r", token_ids=byte_ids("é日"))).text == "é日"
     output = processor.process(RequestOutput("r", token_ids=byte_ids("abc")))
     assert (output.text, output.finish_reason) == ("a", "stop")
-    assert output.token_ids == byte_ids("ab"), "what comes after a stop string is not generated"
+    assert output.token_ids == byte_ids("ab"), "tokens after a stop string are dropped"
     assert output.num_output_tokens == len(byte_ids("é日ab"))
 
 
@@ -285,12 +288,12 @@ def test_requests_do_not_mix() -> None:
 
 
 def logprobs_of(place: int) -> TokenLogprobs:
-    """Log probabilities that tell which of the answer's tokens they belong to."""
+    """Return log probabilities that identify the output token to which they belong."""
     return TokenLogprobs(place, -1.0, 1, ())
 
 
 def grouped_steps(ids: list[int], sizes: list[int], finish_reason: str) -> list[RequestOutput]:
-    """Steps of so many tokens each; the last one ends the answer, with EOS if it is a stop."""
+    """Return steps with the given numbers of tokens. The last step ends the output, with EOS if it is a stop."""
     ids = [*ids, EOS] if finish_reason == "stop" else ids
     steps = []
     at = 0
@@ -334,7 +337,7 @@ def test_where_tokens_end(
     finish_reason: str,
     merges: list[bool],
 ) -> None:
-    """However many tokens a step has, and however outputs are merged for a slow reader."""
+    """Token ends are right for any number of tokens per step, and for outputs merged for a slow reader."""
     params = SamplingParams(
         stop=stop,
         include_stop_str_in_output=include,
@@ -347,11 +350,11 @@ def test_where_tokens_end(
     text = "".join(output.text for output in outputs)
     num_tokens = sum(len(output.token_ids) for output in outputs)
     assert num_tokens == outputs[-1].num_output_tokens
-    # What is hidden is EOS, where it has been reached.
+    # The hidden token is EOS, if it was reached.
     is_hidden = finish_reason == "stop" and num_tokens == len(ids) + 1 and not include
     seen = [*ids, EOS][: num_tokens - is_hidden]
     stop_reason = outputs[-1].stop_reason
-    # Where the text ends that was looked at, a stop string that is not shown included.
+    # End of the searched text, including a hidden stop string.
     limit = None if stop_reason is None else len(text) + (0 if include else len(str(stop_reason)))
     detokenizer = tokenizer().detokenizer(byte_ids("p"), skip_special)
     ends = [0]
@@ -363,7 +366,7 @@ def test_where_tokens_end(
     expected += [len(text)] * (len(seen) - len(expected))
     assert [end for output in outputs for end in output.token_ends] == expected
 
-    # Each comes with the output that shows its end.
+    # Each entry comes with the output that shows the token's end.
     shown = num_ended = 0
     for output in outputs:
         shown += len(output.text)

@@ -1,4 +1,4 @@
-"""Where a prompt ends that later ones begin with: after the instructions, and before the generation prompt."""
+"""Places at which prompts share a prefix with later prompts: after instructions, and before generation prompts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from metal_engine.text.prompt_boundaries import PromptBoundaries
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import tiny_tokenizer
 
-# As Qwen's templates: an answer begins with a thought, which history has not.
+# As in Qwen's templates: an answer starts with reasoning, which is removed from the history.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -47,7 +47,7 @@ def test_instructions_end_before_the_first_users_text() -> None:
 
 
 def test_the_second_conversation_with_the_same_instructions_hits() -> None:
-    """Whether it comes later or at once."""
+    """The second conversation may arrive later or at the same time."""
     system = {"role": "system", "content": "be brief " * 40}
     params = SamplingParams(temperature=0.0, max_tokens=4)
     for at_once in (False, True):
@@ -78,7 +78,7 @@ def test_a_chat_that_strips_reasoning_hits_up_to_the_last_message() -> None:
     )
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     messages: list[dict[str, str]] = []
-    lasting = 0  # tokens that the last prompt had before its generation prompt
+    lasting = 0  # tokens before the generation prompt of the previous prompt
     for turn in range(10):
         messages.append({"role": "user", "content": f"question {turn}, of some words"})
         prompt = engine.tokenizer.apply_chat_template(messages)
@@ -87,4 +87,4 @@ def test_a_chat_that_strips_reasoning_hits_up_to_the_last_message() -> None:
         assert lasting - 4 < num_cached <= lasting or turn == 0, (turn, num_cached, lasting)
         lasting = len(engine.tokenizer.apply_chat_template(messages, add_generation_prompt=False))
         assert token_ids(outputs)
-        messages.append({"role": "assistant", "content": f"answer {turn}"})  # without what was thought
+        messages.append({"role": "assistant", "content": f"answer {turn}"})  # without the reasoning

@@ -1,4 +1,4 @@
-"""The tokenizer's own limits; its ids are checked where tokenizers are loaded."""
+"""Limits of the tokenizer. Its token ids are tested with the loading of tokenizers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.Mon
     tokenizer = tiny_tokenizer()
     limited = tokenizer.limited(100)
     longest = max(tokenizer.hf_tokenizer.get_vocab(), key=len)
-    assert len(limited.encode(longest * 101)) >= 100  # it may just fit: the engine counts its tokens
+    assert len(limited.encode(longest * 101)) >= 100  # the text may just fit, so the engine counts its tokens
     monkeypatch.setattr("metal_engine.text.tokenizer.encode", None)  # must not be called
     with pytest.raises(TextTooLongError, match="maximum context length"):
         limited.encode(longest * 401)
@@ -38,7 +38,7 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.Mon
     ],
 )
 def test_texts_of_a_template_are_refused_where_a_prompt_would_be(name: str, given: dict[str, Any]) -> None:
-    """Wherever they are, and before anything is made of them."""
+    """Long texts are refused at any place in the arguments, before they are processed."""
     tokenizer = tiny_tokenizer()
     tokenizer.hf_tokenizer.chat_template = "{{ messages[0].content }}"
     longest = 4 * max(map(len, tokenizer.hf_tokenizer.get_vocab())) * 100
@@ -80,7 +80,7 @@ def test_the_vocabulary_is_gone_through_once(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_few_words_are_remembered() -> None:
-    """However many come: all of these would take 32 MiB, in each thread."""
+    """The word cache is limited. All words of this test would take 32 MiB in each thread."""
     tokenizer = tiny_tokenizer()
     rng = random.Random(0)
     words = ["".join(rng.choices("abcdefghij", k=250)) for _ in range(4_000)]

@@ -11,7 +11,7 @@ JSON_CALL_HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
 )
 _BETWEEN = re.compile(r"[\s,;]*")
-# Keys that an object without arguments may have beside its name.
+# Keys that an object without arguments may have.
 _LABELS = frozenset({"name", "id", "type", "index"})
 _DECODER = json.JSONDecoder()
 
@@ -37,7 +37,7 @@ JSON_CALLS = JSONCalls()
 
 
 def decoded_calls(text: str, at: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the calls of the JSON value at a place in a text, and the place behind the value.
+    """Return the calls of the JSON value at a position in a text, and the position after the value.
 
     Raises:
         Exception: no JSON value starts at ``at``, or the value is not a call or a list of calls. The type varies.

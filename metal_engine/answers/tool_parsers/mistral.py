@@ -19,13 +19,13 @@ _DECODER = json.JSONDecoder()
 
 
 class MistralCalls:
-    """Parser of the text behind one ``[TOOL_CALLS]``. Text that follows the calls is content."""
+    """Parser of the text after one ``[TOOL_CALLS]``. Text that follows the calls is content."""
 
     tool_call_start = "[TOOL_CALLS]"
     tool_call_end = ""
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any] | str]:
-        """Return the calls in a text, and the text behind them. Raises an exception of any type if there are none."""
+        """Return the calls in a text, and the text after them. Raises an exception of any type if there are none."""
         items: list[dict[str, Any] | str] = []
         at = _SPACE.match(text).end()  # type: ignore[union-attr]  # matches anything
         if text.startswith(("[", "{"), at):

@@ -21,7 +21,7 @@ _STRAY = re.compile(r"(?:\s|</?tool_call>|</parameter>|</function>)*+")
 _SPACE = re.compile(r"(?:\s|</parameter>)*+")
 _OPENING, _CLOSING, _FUNCTION_END = "<parameter=", "</parameter>", "</function>"
 _PAIRS = ((_OPENING, _CLOSING), ("<function=", _FUNCTION_END))
-# Text behind a tag that really ends a function, rather than being part of a value.
+# Text after a tag that really ends a function. Elsewhere, the tag is part of a value.
 _AFTER_FUNCTION = r"\s*(?:<function=|</?tool_call>|\Z)"
 
 # Names that clients take from Python.
@@ -32,7 +32,7 @@ _ALIASES = {
 
 
 class Qwen3CoderCalls:
-    """Parser of the functions in a text; text beside them is content.
+    """Parser of the functions in a text. The text around them is content.
 
     A tag that the model left out is understood if the next tag shows where the value ends.
     """
@@ -41,7 +41,7 @@ class Qwen3CoderCalls:
     tool_call_end = "</tool_call>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any] | str]:
-        """Return the calls in a text, and the text beside them. Raises ValueError if one cannot be read."""
+        """Return the calls in a text, and the text around them. Raises ValueError if a call cannot be parsed."""
         properties = {tool["function"]["name"]: _properties(tool) for tool in tools or ()}
         items: list[dict[str, Any] | str] = []
         at = _end_of(_STRAY, text, 0)
@@ -54,7 +54,7 @@ class Qwen3CoderCalls:
 
 
 def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return where a pattern ends that matches at any place."""
+    """Return the end of the match at a position. The pattern matches at any position."""
     found = pattern.match(text, at)
     assert found is not None
     return found.end()
@@ -67,7 +67,7 @@ def _properties(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(text: str, at: int, properties: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Return the arguments of a function whose opening tag ends at a place, and where the function ends."""
+    """Return the arguments of a function whose opening tag ends at ``at``, and the position after the function."""
     ends = _value_end(properties)
     arguments: dict[str, Any] = {}
     while True:

@@ -115,6 +115,6 @@ _CALLS = {"kimi_k3": "<|open|>call"}
 
 
 def checked(name: str, parser: ToolParser) -> ToolParser:
-    """Return mlx-lm's parser of that name with a check, if the shape of its format is known here."""
+    """Wrap mlx-lm's parser in a check. Return the parser unchanged if the shape of its format is unknown."""
     shape = _SHAPES.get(name)
     return parser if shape is None else WholeCalls(parser, shape, _CALLS.get(name, ""))
