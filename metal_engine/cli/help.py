@@ -1,11 +1,16 @@
-"""``--help`` of all commands: a box for each group of options, each option on a line of its own if it is long."""
+"""``--help`` of all commands: a box for each group of options, each option on a line of its own if it is long.
+
+A command with many options lists some of them only in ``--help-all``.
+"""
 
 from __future__ import annotations
 
 import inspect
 import textwrap
+from collections.abc import Collection
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -18,6 +23,8 @@ _MAX_WIDTH = 110
 # Where the descriptions begin. What is longer stands on a line above its description.
 _COLUMN = 34
 _OTHERS = "Options"
+# Key in a context's `meta` that is set while --help-all prints.
+_SHOWS_ALL = "metal_engine.help_all"
 
 
 class _Boxes:
@@ -25,6 +32,8 @@ class _Boxes:
     (``<bool>``), too."""
 
     help: str | None
+    # Names of options that --help does not list.
+    only_in_help_all: Collection[str] = ()
     collect_usage_pieces: Any
     get_params: Any
 
@@ -43,7 +52,10 @@ class _Boxes:
     def _groups(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         """(names and value, description) of the options below each heading, in order of declaration."""
         groups: dict[str, list[tuple[str, str]]] = {}
+        omitted = () if ctx.meta.get(_SHOWS_ALL) else self.only_in_help_all
         for one in self.get_params(ctx):
+            if getattr(one, "hidden", False) or one.name in omitted:
+                continue
             if one.param_type_name == "argument":
                 heading, names = "Arguments", one.metavar or (one.name or "").upper()
             else:
@@ -64,6 +76,23 @@ class GroupedHelp(_Boxes, TyperCommand):
         switches = {name for one in options if one.is_flag for name in (*one.opts, *one.secondary_opts)}
         num_arguments = len(self.get_params(ctx)) - len(options)
         return super().parse_args(ctx, with_flags_repeated(args, lists, switches, num_arguments))
+
+
+def grouped_help(only_in_help_all: Collection[str]) -> type[GroupedHelp]:
+    """Return a command class whose ``--help`` omits some options.
+
+    Args:
+        only_in_help_all: names of the omitted options.
+    """
+    return type("GroupedHelp", (GroupedHelp,), {"only_in_help_all": frozenset(only_in_help_all)})
+
+
+def print_help_all(ctx: typer.Context, wanted: bool) -> None:
+    """Print the help with all options and end the command. A callback for ``--help-all``."""
+    if wanted:
+        ctx.meta[_SHOWS_ALL] = True
+        ctx.get_help()
+        raise typer.Exit
 
 
 class CommandsHelp(_Boxes, TyperGroup):

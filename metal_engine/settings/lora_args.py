@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.fields import Setting, SettingsBase, read_object, setting
+from metal_engine.settings.fields import HELP_ALL, Setting, SettingsBase, read_object, setting
 from metal_engine.settings.model_names import check_name
 
 LORA = "LoRA adapters"
@@ -42,12 +42,14 @@ ENABLE_LORA: Any = setting(
     "Take adapters while the engine runs, too: memory is kept for --max-loras of them. Without it, "
     "--lora-modules are all there are.",
     group=LORA,
+    listing=HELP_ALL,
 )
 MAX_LORAS: Any = setting(
     None,
     "Most adapters at once, all of which may be in one step. Default: as many as --lora-modules; "
     f"{_MAX_LORAS} at least with --enable-lora.",
     group=LORA,
+    listing=HELP_ALL,
     ge=1,
     le=1024,
 )
@@ -56,6 +58,7 @@ MAX_LORA_RANK: Any = setting(
     "Largest rank of an adapter; all take memory for it. Default: that of --lora-modules; "
     f"{_MAX_LORA_RANK} at least with --enable-lora.",
     group=LORA,
+    listing=HELP_ALL,
     ge=1,
     le=4096,
 )

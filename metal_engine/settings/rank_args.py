@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.fields import SettingsBase, setting
+from metal_engine.settings.fields import FILE, HELP_ALL, SettingsBase, setting
 
 # Heading in `--help` and in docs/cli.md.
 RANKS = "Several machines"
@@ -26,11 +26,17 @@ PIPELINE_PARALLEL_SIZE: Any = setting(
     "Ranks that have some layers of the model each, and compute one after the other: for a model that one machine "
     "has no memory for.",
     group=RANKS,
+    listing=HELP_ALL,
     ge=1,
     le=256,
 )
 DISTRIBUTED_TIMEOUT_SECONDS: Any = setting(
-    30.0, "Seconds of silence after which a rank counts as lost. Then all ranks end.", group=RANKS, gt=0, lt=inf
+    30.0,
+    "Seconds of silence after which a rank counts as lost. Then all ranks end.",
+    group=RANKS,
+    listing=FILE,
+    gt=0,
+    lt=inf,
 )
 
 

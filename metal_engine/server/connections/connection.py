@@ -118,8 +118,7 @@ class Connection(HttpToolsProtocol):
             return
         self._count_head(len(name) + len(value) + 4)
         if len(self.headers) >= self._limits.max_headers:
-            limit = f"more than {self._limits.max_headers} headers (--h11-max-header-count)"
-            raise APIError(431, f"the request has {limit}")
+            raise APIError(431, f"the request has more than {self._limits.max_headers} headers")
         super().on_header(name, value)
 
     def _count_head(self, num_bytes: int) -> None:
@@ -128,7 +127,7 @@ class Connection(HttpToolsProtocol):
             raise self._too_large()
 
     def _too_large(self) -> APIError:
-        most = f"exceed {self._limits.max_head_bytes} bytes (--h11-max-incomplete-event-size)"
+        most = f"exceed {self._limits.max_head_bytes} bytes"
         if self._phase == "body":
             return invalid(f"chunk extensions or trailers {most}")
         return APIError(431, f"request line and headers {most}")
@@ -242,7 +241,7 @@ class Connection(HttpToolsProtocol):
                 self.connecting.cancel()
             return
         if self._phase != "idle" and not self._refused and not self.transport.is_closing():
-            message = "too many connections (--max-connections), and the rest of this request did not come"
+            message = "too many connections (setting max-connections), and the rest of this request did not come"
             self._refuse(APIError(503, message, code="overloaded", headers={"retry-after": "1"}))
         if self.transport.get_write_buffer_size():  # a client that does not read would keep the place
             self.transport.abort()
@@ -254,7 +253,7 @@ class Connection(HttpToolsProtocol):
             if now >= self._deadline and self.connecting is not None:
                 self.connecting.cancel()
         elif now >= self._write_deadline:
-            logger.info("closed a connection whose client did not read its answer (--timeout-write)")
+            logger.info("closed a connection whose client did not read its answer (setting timeout-write)")
             self.transport.abort()
         elif self._deadline == inf:
             if self.transport.is_closing():
@@ -270,7 +269,7 @@ class Connection(HttpToolsProtocol):
         elif self._refused:
             self.transport.abort()
         elif self._phase == "head":
-            self._refuse(APIError(408, "request line and headers did not come in time (--timeout-read)"))
+            self._refuse(APIError(408, "request line and headers did not come in time (setting timeout-read)"))
         else:
             self._deadline = inf
             self.transport.close()

@@ -102,7 +102,7 @@ class Connections:
         now = _now()
         if now - self._warned > _WARN_SECONDS:
             self._warned = now
-            logger.warning("%d connections are busy (--max-connections): others are refused", len(self))
+            logger.warning("%d connections are busy (setting max-connections): others are refused", len(self))
 
     # --- time limits ---
 

@@ -35,7 +35,7 @@ class Admission:
         queued = self.engine.num_queued_tokens
         # A prompt larger than the limit is let in when nothing else waits: it would never get in otherwise.
         if self.max_tokens and queued and queued + num_prompt_tokens > self.max_tokens:
-            raise overloaded(f"{queued} prompt tokens are waiting (--max-num-queued-tokens)")
+            raise overloaded(f"{queued} prompt tokens are waiting (setting max-num-queued-tokens)")
 
     def admit(self, prompt_lens: list[int]) -> Reservation:
         """Places for requests with prompts of so many tokens: of a burst, each counts those before it.

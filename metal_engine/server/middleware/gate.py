@@ -50,12 +50,12 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
 
 
 def only_probes_if_spare(app: ASGIApp) -> ASGIApp:
-    """``app``, refusing what comes over a connection beyond ``--max-connections``, if it is no probe."""
+    """Return ``app`` with a limit: a connection beyond the setting ``max_connections`` may only send probes."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get(IS_SPARE) and scope["path"] not in OPEN_PATHS:
             headers = {"connection": "close", "retry-after": "1"}
-            error = APIError(503, "too many connections (--max-connections)", code="overloaded", headers=headers)
+            error = APIError(503, "too many connections (setting max-connections)", code="overloaded", headers=headers)
             await error_response(error, scope)(scope, receive, send)
             return
         await app(scope, receive, send)
@@ -114,7 +114,7 @@ def _too_large(max_bytes: int) -> APIError:
 
 
 def _too_slow(read_seconds: float) -> APIError:
-    message = f"no part of the request body came for {read_seconds:g} s (--timeout-read)"
+    message = f"no part of the request body came for {read_seconds:g} s (setting timeout-read)"
     return APIError(408, message, headers={"connection": "close"})
 
 
