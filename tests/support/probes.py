@@ -50,7 +50,7 @@ class Probes:
 
     def install(self) -> None:
         """Begin to watch the engine's threads and the lock. The event loop is watched by :meth:`watch_loop`."""
-        for owner, name in ((EngineThread, "_take_in"), (EngineCore, "step")):
+        for owner, name in ((EngineThread, "_process_inbox"), (EngineCore, "step")):
             setattr(owner, name, self._timed(getattr(owner, name)))
         threading.Thread(target=self._watch_lock, name="probe", daemon=True).start()
 
