@@ -453,7 +453,7 @@ def test_a_gpus_kv_cache_is_what_weights_and_the_measured_step_leave() -> None:
         ({"max_num_partial_prefills": 2, "max_long_partial_prefills": 3}, "--max-long-partial-prefills 3 exceeds"),
         ({"long_prefill_token_threshold": -1}, "--long-prefill-token-threshold"),
         ({"scheduling_policy": "lifo"}, "--scheduling-policy must be one of fcfs, priority"),
-        ({"max_attention_work": 0}, "--max-attention-work must be at least 1"),
+        ({"max_attention_work": 0}, "^max-attention-work must be at least 1"),
     ],
 )
 def test_settings_that_cannot_be_meant(args: dict[str, Any], message: str) -> None:
