@@ -1,6 +1,6 @@
-"""``--help`` of all commands: a box for each group of options, each option on a line of its own if it is long.
+"""Print ``--help`` of all commands. Each group of options has a box.
 
-A command with many options lists some of them only in ``--help-all``.
+If a command has many options, ``--help`` omits some of them, and ``--help-all`` prints all.
 """
 
 from __future__ import annotations
