@@ -24,7 +24,9 @@ _ANY_BYTES = 1 << 62
 
 
 class RegistryShare:
-    """A model's access to the device, granted by the registry (:class:`metal_engine.engine.device_access.DeviceAccess`).
+    """A model's access to the device, granted by the registry.
+
+    Implements :class:`metal_engine.engine.device_access.DeviceAccess`.
 
     Attributes:
         signature: signature of the model's files, taken before any file was read.

@@ -39,7 +39,7 @@ from metal_engine.kv_cache.rows import StepRows, TracedRows
 from metal_engine.kv_cache.segments import PADDING_SLOT, ZERO_STATE_SLOT, Segments, Slots
 from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.runner.view_fusion import merged_views
+from metal_engine.runner.view_fusion import fused_views
 from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL
 from metal_engine.step import DecodeForward, DecodeOutcome
 
@@ -228,7 +228,7 @@ class DecodeReplay:
             self._num_runs += 1
             pool.attach_arrays(arrays, state_slots)
             traced = TracedRows(TracedWrites(slots), segments)
-            with merged_views():
+            with fused_views():
                 logits = model.forward_of_arrays(input_ids, positions, traced, attention_over(given))
             return logits, pool.detach_arrays(state_slots, state_slots)
 

@@ -21,7 +21,7 @@ _one_trace_at_a_time = threading.Lock()
 
 
 @contextmanager
-def merged_views() -> Iterator[None]:
+def fused_views() -> Iterator[None]:
     """Merge the views that this thread makes; other threads make theirs as ever."""
     views = _Views()
     with _one_trace_at_a_time:

@@ -15,7 +15,7 @@ from metal_engine.models.lora_targets import adapter_targets
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import TokenLogprobs
 from metal_engine.sampling_params import SamplingParams
-from tests.support import layers
+from tests.support import adapters
 from tests.support.tiny_engine import log_softmax, tiny_reference
 from tools.fixtures.architectures import SUPPORTED
 
@@ -141,9 +141,9 @@ def test_every_architecture_with_all_its_targets(architecture: str, tmp_path: Pa
         assert "it runs apart for each group of requests, where adapters are not supported" in targets.refused.values()
         return
     shapes = {name: shape for name, shape in targets.shapes.items() if not name.endswith(_NOT_IN_MLX_LM)}
-    folder = layers.write_mlx_lm(tmp_path, layers.products_for(shapes, rank=2, seed=0), scale=1.0)
+    folder = adapters.write_mlx_lm(tmp_path, adapters.products_for(shapes, rank=2, seed=0), scale=1.0)
     num_state_slots = 12 if paged.pool.is_recurrent else 0
-    engine = layers.adapted_engine(
+    engine = adapters.adapted_engine(
         {"a": folder},
         architecture=architecture,
         num_state_slots=num_state_slots,
@@ -161,7 +161,7 @@ def test_every_architecture_with_all_its_targets(architecture: str, tmp_path: Pa
             assert output.error is None and output.prompt_logprobs is not None, output.error
             found[output.request_id] = output.prompt_logprobs
     for name, path in (("a", folder), ("base", None)):
-        model = layers.mlx_lms(tiny_reference(architecture=architecture), path)
+        model = adapters.mlx_lms(tiny_reference(architecture=architecture), path)
         # Without a cache, gemma3n's layers that share KV have none to share.
         logits = model(mx.array([prompt]), cache=make_prompt_cache(model))[0].astype(mx.float32)
         expected = log_softmax(np.array(logits).astype(np.float64))[np.arange(len(prompt) - 1), prompt[1:]]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_engine.runner import view_fusion as module
-from metal_engine.runner.view_fusion import view_fusion
+from metal_engine.runner.view_fusion import fused_views
 
 NAMES = ("reshape", "transpose", "squeeze")
 
@@ -36,7 +36,7 @@ def test_the_same_elements(data: st.DataObject) -> None:
     """Whatever views follow each other, those that move elements among them."""
     array = elements(*data.draw(st.permutations([1, 1, 2, 3, 4])))
     expected, earlier = np.array(array), []
-    with view_fusion():
+    with fused_views():
         for _ in range(data.draw(st.integers(1, 5))):
             kind = data.draw(st.sampled_from(["reshape", "transpose", "squeeze", "expand", "change", "change others"]))
             earlier.append(array)
@@ -79,7 +79,7 @@ def test_what_a_layer_does_is_one_view(tmp_path: Path) -> None:
 
     for make in (heads, output):
         assert num_operations(make(), tmp_path) == 3
-        with view_fusion():
+        with fused_views():
             merged = make()
         assert num_operations(merged, tmp_path) == 1
         assert mx.array_equal(merged, make())
@@ -87,7 +87,7 @@ def test_what_a_layer_does_is_one_view(tmp_path: Path) -> None:
 
 def test_what_is_left_to_mlx() -> None:
     array = elements(2, 1, 1, 3)
-    with view_fusion():
+    with fused_views():
         assert array.squeeze().shape == (2, 3)
         assert array.squeeze([1, 2]).shape == (2, 3)
         assert mx.expand_dims(array, [0, 1]).shape == (1, 1, 2, 1, 1, 3)
@@ -118,7 +118,7 @@ def test_a_view_that_is_changed_in_place(name: str) -> None:
         array = IN_PLACE[name](array, other)
         return array.reshape(9)
 
-    with view_fusion():
+    with fused_views():
         merged = result()
     assert mx.array_equal(merged, result())
 
@@ -131,7 +131,7 @@ def test_all_that_changes_an_array_in_place_is_known() -> None:
 
 def test_other_threads_have_mlxs_own(tmp_path: Path) -> None:
     array, made = elements(2, 1, 3), []
-    with view_fusion():
+    with fused_views():
         thread = threading.Thread(target=lambda: made.append(array.transpose(1, 0, 2).reshape(6)))
         thread.start()
         thread.join()
@@ -140,7 +140,7 @@ def test_other_threads_have_mlxs_own(tmp_path: Path) -> None:
 
 def test_mlxs_own_come_back() -> None:
     before = [getattr(mx.array, name) for name in (*NAMES, *(name for _, name in module._IN_PLACE))]
-    with pytest.raises(RuntimeError, match="this"), view_fusion():
+    with pytest.raises(RuntimeError, match="this"), fused_views():
         assert getattr(mx.array, NAMES[0]) is not before[0]
         raise RuntimeError("this")
     assert [getattr(mx.array, name) for name in (*NAMES, *(name for _, name in module._IN_PLACE))] == before
@@ -151,7 +151,7 @@ def test_traces_of_two_threads_take_turns() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def trace() -> None:
-        with view_fusion():
+        with fused_views():
             entered.set()
             leave.wait(60)
 

@@ -6,6 +6,6 @@ run as on a Mac, and kernels only take time. README.md says what is modelled and
     python -m tools.fake_gpu report
 """
 
-from .device import Counts, FakeGpu, FakeGpuError, Settings, install
+from .device import Counts, FakeGpu, FakeGpuError, FakeGpuSettings, install
 
-__all__ = ["Counts", "FakeGpu", "FakeGpuError", "Settings", "install"]
+__all__ = ["Counts", "FakeGpu", "FakeGpuError", "FakeGpuSettings", "install"]

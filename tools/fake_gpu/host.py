@@ -24,7 +24,7 @@ from mlx_lm.generate import BatchGenerator
 from metal_engine.device.command_buffers import command_buffer_limits
 from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
 
-from .device import FakeGpu, Settings
+from .device import FakeGpu, FakeGpuSettings
 from .workload import Workload, add_model_arguments, make_engine, make_model, workload_of
 
 # CPU time of the engine's thread where decode steps are replayed, of what it is where they are built.
@@ -132,7 +132,7 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     workload = workload_of(args)
     limits = command_buffer_limits([workload.model], mx.device_info()["memory_size"], allows_queued_dispatch=True)
     assert limits.max_ops is not None  # the model is known
-    gpu.configure(Settings(max_ops=limits.max_ops, max_mb=limits.max_mb, kernel_us=args.kernel_us))
+    gpu.configure(FakeGpuSettings(max_ops=limits.max_ops, max_mb=limits.max_mb, kernel_us=args.kernel_us))
     steppers: dict[str, Any] = {
         "built": Ours(workload, replay=False),
         "replayed": Ours(workload, replay=True),

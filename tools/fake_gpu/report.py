@@ -14,7 +14,7 @@ import mlx.core as mx
 from metal_engine.device.command_buffers import command_buffer_limits
 from metal_engine.engine.core import EngineCore
 
-from .device import FakeGpu, Settings
+from .device import FakeGpu, FakeGpuSettings
 from .measure import Measured, count_kernels, measure
 from .workload import Workload, add_model_arguments, make_engine, prepare, workload_of
 
@@ -59,7 +59,7 @@ def measure_case(gpu: FakeGpu, case: ReportCase, workload: Workload, gpu_ms: flo
     if case.is_mixed:  # as many end as come
         workload = replace(workload, max_tokens=_MIXED_EVERY * workload.num_requests)
     max_ops, max_mb = case.limits
-    settings = Settings(max_ops=max_ops, max_mb=max_mb)
+    settings = FakeGpuSettings(max_ops=max_ops, max_mb=max_mb)
     gpu.configure(settings)
     engine = make_engine(workload, ahead=case.ahead, replay=case.replay, allow_queued_dispatch=case.behind)
     try:
@@ -74,7 +74,7 @@ def measure_case(gpu: FakeGpu, case: ReportCase, workload: Workload, gpu_ms: flo
             engine.step()
         return measure(gpu, engine, num_steps, before_step)
     finally:
-        gpu.configure(Settings())
+        gpu.configure(FakeGpuSettings())
         engine.close()
 
 

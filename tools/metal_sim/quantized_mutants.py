@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from metal_engine.attention.metal.backend import MetalBackend
 
-from .kernel_mutants import DIRECT, ITEM, Case, run_case
+from .kernel_mutants import DIRECT, ITEM, MutantCase, run_case
 from .mutants import Mutant, factory_of, run_mutants
 
 QUANTIZED = "attention_quantized"
@@ -97,18 +97,21 @@ MUTANTS = (
 
 CASES = (
     # Direct and staged; several heads, a part of a fragment and of a stage.
-    Case([(1, 70), (5, 40), (20, 90)], 4, 2, mx.float16, head_dim=128, quantized=(8, 64), scale=0.09, tolerance=7e-4),
+    MutantCase([(1, 70), (5, 40), (20, 90)], 4, 2, mx.float16, head_dim=128, quantized=(8, 64), scale=0.09,
+         tolerance=7e-4),
     # Two parts, of which each has half of a group of K.
-    Case([(1, 77), (9, 40)], 2, 2, mx.bfloat16, head_dim=192, v_head_dim=128, quantized=(4, 64), window=30, scale=0.07,
+    MutantCase([(1, 77), (9, 40)], 2, 2, mx.bfloat16, head_dim=192, v_head_dim=128, quantized=(4, 64), window=30,
+         scale=0.07,
          tolerance=8e-3),
     # Five groups of four lanes; and parts that begin within one.
-    Case([(1, 50), (2, 20)], 1, 1, mx.float16, head_dim=160, quantized=(4, 32), scale=0.08, tolerance=1e-3),
-    Case([(1, 50), (2, 20)], 1, 1, head_dim=288, quantized=(8, 32)),
+    MutantCase([(1, 50), (2, 20)], 1, 1, mx.float16, head_dim=160, quantized=(4, 32), scale=0.08, tolerance=1e-3),
+    MutantCase([(1, 50), (2, 20)], 1, 1, head_dim=288, quantized=(8, 32)),
     # Two row fragments; float32 in the stage.
-    Case([(1, 50), (3, 20)], 12, 1, head_dim=64, quantized=(4, 32)),
+    MutantCase([(1, 50), (3, 20)], 12, 1, head_dim=64, quantized=(4, 32)),
     # Latents: of a position part that begins within a group, and of the common one.
-    Case([(1, 300), (2, 33)], 12, 1, head_dim=128, v_head_dim=48, is_latent=True, quantized=(8, 32)),
-    Case([(1, 50)], 16, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, quantized=(4, 64), scale=0.05,
+    MutantCase([(1, 300), (2, 33)], 12, 1, head_dim=128, v_head_dim=48, is_latent=True, quantized=(8, 32)),
+    MutantCase([(1, 50)], 16, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, quantized=(4, 64),
+         scale=0.05,
          tolerance=1e-3),
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from metal_engine.attention.metal.backend import MetalBackend
 
-from .kernel_mutants import ITEM, Case, run_case
+from .kernel_mutants import ITEM, MutantCase, run_case
 from .mutants import Mutant, factory_of, run_mutants
 
 TENSOR, PRODUCTS = "attention_tensor", "attention_products"
@@ -98,16 +98,17 @@ MUTANTS = (
 
 CASES = (
     # The window begins where a fragment does; tiles of 16, 17, 32, 33 and 64 rows.
-    Case([(9, 18), (5, 76), (33, 150), (17, 130), (16, 90), (32, 32), (64, 64)], 1, 1, mx.float16, window=64,
+    MutantCase([(9, 18), (5, 76), (33, 150), (17, 130), (16, 90), (32, 32), (64, 64)], 1, 1, mx.float16, window=64,
          softcap=15.0, sinks=True, head_dim=32, tolerance=2e-3),
     # Several KV heads and heads of a group, tiles that end within a token, a row that sees all of a stage but one key;
     # K and V of different sizes.
-    Case([(1, 7), (30, 200), (10, 72)], 6, 2, mx.bfloat16, sinks=True, head_dim=48, v_head_dim=64, tolerance=8e-3),
+    MutantCase([(1, 7), (30, 200), (10, 72)], 6, 2, mx.bfloat16, sinks=True, head_dim=48, v_head_dim=64,
+         tolerance=8e-3),
     # Splits, beside a decode; some that a row sees nothing of.
-    Case([(12, 1100), (1, 600)], 2, 1, mx.float16, 1000, window=1090, sinks=True, head_dim=32, tolerance=2e-3),
+    MutantCase([(12, 1100), (1, 600)], 2, 1, mx.float16, 1000, window=1090, sinks=True, head_dim=32, tolerance=2e-3),
     # Weights that float16 would not hold, and scores far below zero.
-    Case([(20, 2000)], 1, 1, mx.float16, scores=(17.0, 0.0), head_dim=32, tolerance=2e-3),
-    Case([(20, 90)], 1, 1, mx.float16, scores=(-9_984.0, -9_992.0), head_dim=32, tolerance=5e-3),
+    MutantCase([(20, 2000)], 1, 1, mx.float16, scores=(17.0, 0.0), head_dim=32, tolerance=2e-3),
+    MutantCase([(20, 90)], 1, 1, mx.float16, scores=(-9_984.0, -9_992.0), head_dim=32, tolerance=5e-3),
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.fake_gpu import FakeGpu, Settings, install
+from tools.fake_gpu import FakeGpu, FakeGpuSettings, install
 
 GPU: FakeGpu = install()  # before MLX is loaded
 
@@ -49,7 +49,7 @@ HYBRID_WORKLOAD = replace(WORKLOAD, num_layers=16, config=TINY_HYBRID)
 NUM_STEPS = 12
 
 
-def _engine(ahead: bool, settings: Settings, workload: Workload = WORKLOAD, **runner: Any) -> EngineCore:
+def _engine(ahead: bool, settings: FakeGpuSettings, workload: Workload = WORKLOAD, **runner: Any) -> EngineCore:
     GPU.configure(settings)
     engine = make_engine(workload, ahead=ahead, **runner)
     pool: StatePool = engine._runner._pool  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def timeline() -> dict[str, Any]:
     """Ten kernels of a millisecond, one after the other."""
     a = mx.ones((8, 8))
     mx.eval(a)
-    GPU.configure(Settings(kernel_us=1000.0, max_ops=3))
+    GPU.configure(FakeGpuSettings(kernel_us=1000.0, max_ops=3))
     GPU.counts(reset=True)
     for _ in range(10):
         a = mx.abs(a)
@@ -75,7 +75,7 @@ def per_byte() -> dict[str, Any]:
     at = mx.array([3])
     mx.eval(a, pool, row, at)
     mx.synchronize()
-    GPU.configure(Settings(us_per_mb=1024.0))
+    GPU.configure(FakeGpuSettings(us_per_mb=1024.0))
     times = []
     GPU.counts(reset=True)
     mx.eval(mx.abs(a))
@@ -96,7 +96,7 @@ def donation() -> dict[str, Any]:
         array[mx.array([1])] = 2.0
         return array
 
-    GPU.configure(Settings())
+    GPU.configure(FakeGpuSettings())
     for case in ("own", "held", "read"):
         array = mx.zeros((64, 64))
         mx.eval(array)
@@ -128,7 +128,7 @@ def decode(
     hybrid: bool = False,
 ) -> dict[str, Any]:
     """Steps of answers under way; ``hold``: somebody keeps the pool's arrays as each step finds them."""
-    settings = Settings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb)
+    settings = FakeGpuSettings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb)
     workload = HYBRID_WORKLOAD if hybrid else WORKLOAD
     engine = _engine(ahead, settings, workload, allow_queued_dispatch=behind, replay=replay)
     held: list[Any] = []
@@ -153,7 +153,7 @@ def decode(
 
 def prefill(behind: bool) -> dict[str, Any]:
     """The chunks of a long prompt, most of which sample nothing, then an answer; on a slow device."""
-    engine = _engine(True, Settings(kernel_us=150.0, max_ops=24, max_mb=4096), allow_queued_dispatch=behind)
+    engine = _engine(True, FakeGpuSettings(kernel_us=150.0, max_ops=24, max_mb=4096), allow_queued_dispatch=behind)
     for request_id in list(engine.request_ids):
         engine.abort_request(request_id)
     while engine.has_requests:
@@ -170,7 +170,7 @@ def prefill(behind: bool) -> dict[str, Any]:
 
 def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False, hybrid: bool = False) -> dict[str, Any]:
     """What is chosen for a model at the start, and how its steps go then, on a device that is slower than the host."""
-    GPU.configure(Settings(us_per_mb=100.0, max_ops=max_ops, max_mb=4096))
+    GPU.configure(FakeGpuSettings(us_per_mb=100.0, max_ops=max_ops, max_mb=4096))
     workload = HYBRID_WORKLOAD if hybrid else WORKLOAD
     engine = make_engine(replace(workload, num_requests=0, num_blocks=num_blocks), ahead=True, replay=replay)
     runner: Any = engine._runner
@@ -197,7 +197,7 @@ def order(behind: bool) -> dict[str, Any]:
 
     And after each wait, how many command buffers of others the device had still to do.
     """
-    engine = _engine(True, Settings(kernel_us=5.0, max_ops=24, max_mb=4096), allow_queued_dispatch=behind)
+    engine = _engine(True, FakeGpuSettings(kernel_us=5.0, max_ops=24, max_mb=4096), allow_queued_dispatch=behind)
     GPU.configure(replace(GPU.settings, kernel_us=1000.0))
     seen: list[str] = []
     unfinished: list[int] = []
@@ -237,7 +237,7 @@ def tune(folder: str, setting: str, start: int) -> dict[str, Any]:
 
     Checks of numbers are skipped: the fake GPU computes no numbers. The clock of tuning is the time of the device.
     """
-    GPU.configure(Settings(kernel_us=2.0, us_per_mb=500.0))
+    GPU.configure(FakeGpuSettings(kernel_us=2.0, us_per_mb=500.0))
     choice.Tuner = partial(tuning.Tuner, clock=lambda: 1e-9 * GPU.counts().busy_ns)  # type: ignore[assignment, misc]
     tuning.STEPS = ((1, 16_383),), ((40, 0),)
     checks = (
