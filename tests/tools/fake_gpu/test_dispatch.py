@@ -64,7 +64,7 @@ def test_a_check_at_the_start_chooses_where_states_are_carried_on(on_device: OnD
         assert chosen["allow_queued_dispatch"] == ((max_ops, num_blocks) == (24, 1 << 16))
         assert chosen["is_clean"] and chosen["replays"] == replay
         if num_blocks == 1 << 8:
-            assert "beside recurrent states so large" in chosen["dispatch"]
+            assert "recurrent states are too large" in chosen["dispatch"]
         else:
             assert chosen["allow_queued_dispatch"] == (chosen["pool_copies"] == 0)
 
@@ -83,9 +83,9 @@ def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, rep
     if num_buffers in (8, 17):
         assert chosen["allow_queued_dispatch"] == (num_buffers == 17)
     if chosen["allow_queued_dispatch"]:
-        assert chosen["dispatch"] == "each step behind the one before"
+        assert chosen["dispatch"] == "each step is queued while the previous step runs"
     else:
-        assert "after the end" in chosen["dispatch"] and "of the KV cache would be copied" in chosen["dispatch"]
+        assert "after the end" in chosen["dispatch"] and "queued steps would copy" in chosen["dispatch"]
 
 
 def test_behind_a_step_is_given_before_the_one_before_is_waited_for(on_device: OnDevice) -> None:
