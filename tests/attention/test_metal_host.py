@@ -157,7 +157,7 @@ def test_step_and_arrays_must_agree():
         attention.attend(step.q[:2], step.state, scale=1.0)
     with pytest.raises(ValueError, match="float16"):
         attention.attend(step.q.astype(mx.float16), step.state, scale=1.0)
-    with pytest.raises(ValueError, match="does not go with keys"):
+    with pytest.raises(ValueError, match="does not match keys"):
         attention.attend(step.q[..., :32], step.state, scale=1.0)
     with pytest.raises(ValueError, match="window"):
         attention.attend(step.q, step.state, scale=1.0, window=0)

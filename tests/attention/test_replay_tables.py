@@ -73,7 +73,7 @@ def test_nothing_is_planned_inside() -> None:
     step = make_step(DECODES)
     for chosen in (backend(), PortableBackend()):
         tables = make_tables(chosen, step, {})
-        with pytest.raises(RuntimeError, match="which no layer has asked for before"):
+        with pytest.raises(RuntimeError, match="which no layer has requested before"):
             attend(tables.attention(tables.arrays), step, {"window": 5})
 
 
