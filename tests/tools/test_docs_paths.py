@@ -18,7 +18,7 @@ SOURCES = [ROOT / "Makefile", *sorted((ROOT / "kernels").glob("*.metal")), *sort
 FILE = re.compile(r"(?<![\w*./~-])[\w-][\w/-]*\.(?:py|sh)\b")
 # Whatever is in one of our folders.
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/](?![\w*])")
-MODULE = re.compile(r"(?<![\w./])(?:tools|tests|metal_engine)(?:\.\w+)+")
+MODULE = re.compile(r"(?<![\w./-])(?:tools|tests|metal_engine)(?:\.\w+)+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 TARGET = re.compile(r"`make ([a-z-]+)")
 
