@@ -3,7 +3,7 @@
 ``metal_kernel`` is a drop-in for ``mx.fast.metal_kernel``: same constructor, same call, ``mx.array`` results.
 It compiles the source that MLX would hand to Metal, checks it against Metal's rules, runs it thread by thread
 on the CPU, and raises :class:`MetalSimError` for what a GPU would pass over in silence: accesses out of bounds,
-reads of memory that nothing wrote, races, divergent barriers. See docs/kernels.md.
+reads of memory that nothing wrote, races, divergent barriers. See docs/dev/tools-and-tests.md.
 """
 
 from .errors import CheckError, MetalSimError, ToolchainError

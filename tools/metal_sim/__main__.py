@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "docs" / "kernel_bytes.md"
+TABLE = ROOT / "docs" / "dev" / "kernel_bytes.md"
 BUILD = ROOT / "build" / "metal"
-REGISTERS = ROOT / "docs" / "kernel_registers.md"
-TIMES = ROOT / "docs" / "kernel_times.md"
+REGISTERS = ROOT / "docs" / "dev" / "kernel_registers.md"
+TIMES = ROOT / "docs" / "dev" / "kernel_times.md"
 DTYPES = ("float16", "bfloat16", "float32")
 GENERATIONS = (13, 14)  # of Apple GPUs: M1, M2
 
@@ -178,7 +178,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.metal_sim", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     sub = commands.add_parser("report", help="bytes that the attention kernel moves, beside the lower bound")
-    sub.add_argument("--write", action="store_true", help="also write docs/kernel_bytes.md")
+    sub.add_argument("--write", action="store_true", help="also write docs/dev/kernel_bytes.md")
     sub = commands.add_parser("emit", help="write every kernel variant as Metal source, for Apple's compilers")
     sub.add_argument("--out", type=Path, default=BUILD, metavar="FOLDER", help="where to (default: build/metal)")
     sub.add_argument("--write-list", action="store_true", help="also write .github/metal-kernels.txt")
@@ -198,13 +198,13 @@ def main() -> int:
     )
     sub.add_argument("--processes", type=int, default=2, metavar="N", help="compilers at a time (default: 2)")
     sub.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
-    sub.add_argument("--write", action="store_true", help="also write docs/kernel_registers.md")
+    sub.add_argument("--write", action="store_true", help="also write docs/dev/kernel_registers.md")
     sub = commands.add_parser(
         "undef", parents=[dtype], help="values that kernels carry through loops and nothing has set"
     )
     sub.add_argument("pattern", nargs="*", help="regular expressions; a variant's name must match all of them")
     sub = commands.add_parser("time", help="times of attention on M1, M2, M4 Max and M3 Ultra, predicted by a model")
-    sub.add_argument("--write", action="store_true", help="also write docs/kernel_times.md")
+    sub.add_argument("--write", action="store_true", help="also write docs/dev/kernel_times.md")
     commands.add_parser("cuda", help="run the engine's kernels on a CUDA GPU, against float64")
     commands.add_parser("doctor", help="is everything there that the simulator needs")
     options = parser.parse_args()

@@ -16,27 +16,31 @@ from .launch import LaunchCounts, record_launches
 HEADER = """\
 # Bytes that the attention kernel reads
 
-Written by `python -m tools.metal_sim report --write`; counted by the simulator, so the same on every machine.
+Use this page to see whether a change to the attention kernel reads more memory. `python -m tools.metal_sim
+report --write` writes this page. The simulator counts the bytes, so the figures are the same on every
+machine.
 
-*K+V read* counts every load from the cache. *Bound* is each visible byte of K and V once per KV head (for a
-prefill, too: one pass over K and V; of latents K alone, which is V as well), in float16: for a quantized cache, too, of
-which scales and biases are read as well. *Ratio* is their quotient, and *allowed*
-what the tests hold it to.
-*Other* is everything else that goes to or from device memory: queries, outputs, tables, and splits' partial results.
-*Merging* is the part of it that splits cost: their partial results, written and read again. A request is split as if it
-were alone, so the rows of 64 decodes say what that costs in company: the splits are as short as they can be, and none
-is needed to keep the device busy.
-In the rows "less these" K+V read is that of the mixed step less that of the chunk and the prompt in a step of their
-own, so what the decodes cost in company; the columns from *other* on count the whole mixed step.
-*Threadgroups* are those of the attention launch, where a GPU of unknown size is asked for 96. *Loads in flight* are
-those of K that a thread starts before it waits for one, and their bytes, beside a scale and a bias if it is quantized;
-V's are as many.
+- *K+V read*: bytes of all loads from the KV cache.
+- *Bound*: each visible byte of K and V once per KV head, in float16, for a quantized cache too. A prefill's
+  bound is one pass over K and V. A latent's bound counts K alone, because V is part of K.
+- *Ratio*: *K+V read* over *bound*. *Allowed*: largest ratio that the tests accept. Reads of a quantized cache
+  include its scales and biases.
+- *Other*: all other traffic to and from device memory: queries, outputs, tables and partial results of
+  splits.
+- *Merging*: the part of *other* that splits cost. Partial results are written once and read again. A request
+  is split as if it were alone in the batch. The rows of 64 decodes show this cost in a batch that needs no
+  splits.
+- *Threadgroups*: threadgroups of the attention launch. The host plans 96 for a GPU of unknown size.
+- *Loads in flight*: loads of K that a thread starts before it waits for the first load, and the bytes of each
+  load. V has the same number. Quantized K and V also load a scale and a bias.
+- Rows with *less these*: *K+V read* of the mixed step, minus *K+V read* of a step with the chunk and the
+  prompt alone. The difference is the decodes' share. Columns from *other* on count the whole mixed step.
 """
 BEFORE = """
 ## Before
 
-The kernel that staged every item, copied in a loop of unknown length, and split a context at the step's fair share.
-Counted by the same simulator once, when that changed: 40 cores (320 threadgroups asked for), float16; each cell is
+An earlier kernel staged every item, copied in a loop of unknown length, and split a context at the step's fair share.
+The simulator counted both kernels when that changed, for 40 cores (320 threadgroups planned) in float16. Each cell is
 before / after.
 
 | shape | threadgroups | longest item, keys | barriers of a threadgroup | threadgroup memory | loads in flight |

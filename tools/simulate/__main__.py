@@ -1,4 +1,4 @@
-"""N replicas of the engine behind a router, over simulated time: the figures of docs/scaling-limits.md.
+"""N replicas of the engine behind a router, over simulated time: the figures of docs/dev/scaling-limits.md.
 
     python -m tools.simulate --replicas 1 4 16 64 --plot docs/images/replicas.png
     python -m tools.simulate --vary load pool        # one thing at a time, at 16 replicas

@@ -1,4 +1,4 @@
-"""What a scenario came to, in the figures of docs/scaling-limits.md."""
+"""What a scenario came to, in the figures of docs/dev/scaling-limits.md."""
 
 from __future__ import annotations
 
