@@ -2,7 +2,7 @@
 
 There is no prefill phase and no decode phase: a step hands out tokens, first to requests with one token left to
 compute, then to those with more, running or waiting, until the budget is used up. Fresh prefills, continuation chunks
-and decodes share every step. docs/scheduling.md explains the rules; the limits on a share are in ``limits.py``, who is
+and decodes share every step. docs/tuning.md explains the rules; the limits on a share are in ``limits.py``, who is
 admitted next in ``admission.py``.
 """
 

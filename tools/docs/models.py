@@ -17,25 +17,25 @@ _HEAD = """\
 # Architectures
 
 Look up here if an architecture runs, and if the kernel computes its attention on a Mac. `model_type` in a checkpoint's
-`config.json`, or `general.architecture` in a GGUF file, names the architecture. [models.md](models.md) explains how to use
-models, and the check at load that decides.
+`config.json`, or `general.architecture` in a GGUF file, names the architecture. [models.md](models.md) explains how to
+use models, and the check at load that decides.
 
 """
 
 _SUPPORTED = """\
 ## Verified
 
-Tests run each of these {count} architectures with small random weights. Three requests are packed, chunked and interleaved
-over shuffled blocks and state slots, and they are longer than the sliding windows. The relative error of the logits against
-mlx-lm's own forward pass is below 1e-4.
+Tests run each of these {count} architectures with small random weights. Three requests are packed, chunked and
+interleaved over shuffled blocks and state slots, and they are longer than the sliding windows. The relative error of
+the logits against mlx-lm's own forward pass is below 1e-4.
 
-- **heads**: those of one published model, as query heads / KV heads x head dimension. Latent attention
-  has the dimensions of the latent vector and of its position part, as (512 + 64).
+- **heads**: those of one published model, as query heads / KV heads x head dimension. Latent attention has the
+  dimensions of the latent vector and of its position part, as (512 + 64).
 - **on Metal**: `--attention-backend auto` computes such layers with our [kernel](dev/kernels.md), or with MLX's slower
   operations. Tests run the kernel with these heads in a simulator.
 
-Other models of an architecture can have other heads. The start-up lines, `/health` and `metal-engine doctor MODEL` show what
-computes the layers of your model.
+Other models of an architecture can have other heads. The start-up lines, `/health` and `metal-engine doctor MODEL` show
+what computes the layers of your model.
 
 | `model_type` | attention | layers | heads | on Metal |
 | --- | --- | --- | --- | --- |
@@ -49,8 +49,8 @@ _UNSUPPORTED = """
 """
 
 _TAIL = """
-Other architectures of mlx-lm may run. Their layers must store keys and values of every token, latent vectors of them, or a
-recurrent state.
+Other architectures of mlx-lm may run. Their layers must store keys and values of every token, latent vectors of them,
+or a recurrent state.
 
 ## GGUF files
 
@@ -59,15 +59,16 @@ These architectures run, in files as llama.cpp's converter writes them:
 | architecture | models | `model_type` | notes |
 | --- | --- | --- | --- |
 {gguf}
-Tests convert tiny Hugging Face checkpoints. They compare the logits with llama.cpp's, and the output with mlx-lm's output for
-the original checkpoint.
+Tests convert tiny Hugging Face checkpoints. They compare the logits with llama.cpp's, and the output with mlx-lm's
+output for the original checkpoint.
 
-- **Refused**, before any weight is read: other architectures (`mistral3`, `gemma4`, `llama4`), files that lack a value or a
-  tensor, tensors whose shape contradicts the metadata, single parts of split files, and variants that mlx-lm does not
-  compute (Olmo 3, RoPE scaling of models with experts).
-- **Windows**: gemma3 and gpt-oss have sliding windows. gemma2, phi3 and the first Mistral attend to everything, as in mlx-lm.
-- **Weights** that do not stay quantized become float16, or bfloat16 for gemma2, gemma3 and gpt-oss, whose activations can
-  exceed float16's range. `--dtype` overrides this. Q5 and Q6 types then take three times their size.
+- **Refused**, before any weight is read: other architectures (`mistral3`, `gemma4`, `llama4`), files that lack a value
+  or a tensor, tensors whose shape contradicts the metadata, single parts of split files, and variants that mlx-lm does
+  not compute (Olmo 3, RoPE scaling of models with experts).
+- **Windows**: gemma3 and gpt-oss have sliding windows. gemma2, phi3 and the first Mistral attend to everything, as in
+  mlx-lm.
+- **Weights** that do not stay quantized become float16, or bfloat16 for gemma2, gemma3 and gpt-oss, whose activations
+  can exceed float16's range. `--dtype` overrides this. Q5 and Q6 types then take three times their size.
 - **Tokenizer**: SentencePiece (`llama`), or byte-level BPE (`gpt2`) with one of the splits {splits}. Other splits are
   refused because they would give other tokens. `--tokenizer` loads a tokenizer from elsewhere.
 - **End of output**: the tokens that the file names, and the usual end-of-turn tokens among its control tokens.

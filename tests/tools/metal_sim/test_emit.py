@@ -1,4 +1,4 @@
-"""Sources for Apple's compilers: every variant that docs/models-table.md's architectures need, as the workflow lists them."""
+"""Sources for Apple's compilers: every variant that docs/models-table.md needs, as the workflow lists them."""
 
 from __future__ import annotations
 
