@@ -1,6 +1,6 @@
 """The real scheduler over simulated time: what its knobs do to latency and throughput.
 
-    python -m tools.benchmarks.simulate_scheduler                     # every table of docs/tuning.md
+    python -m tools.benchmarks.simulate_scheduler                     # the tables of docs/dev/benchmark-notes.md
     python -m tools.benchmarks.simulate_scheduler --plots docs/images # and its plots (needs matplotlib)
     python -m tools.benchmarks.simulate_scheduler --only mixed uniform --requests 300
 
