@@ -21,8 +21,8 @@ from tools.docs import benchmarks, mac
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Their flags are those of the tools that measure and check.
-OTHER_FLAGS = {"benchmarks-notes.md", "kernels.md", "kernel_bytes.md"}
-PAGES = [page for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))) if page.name not in OTHER_FLAGS]
+OTHER_FLAGS = {"benchmark-notes.md", "kernels.md", "kernel_bytes.md", "tools-and-tests.md"}
+PAGES = [page for page in (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))) if page.name not in OTHER_FLAGS]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -138,7 +138,7 @@ def test_memory_of_macs() -> None:
 
 def test_the_page_for_deciding() -> None:
     """Its figures are the notebook's, and its chart can be drawn from them."""
-    page, notes = text_of("benchmarks.md"), text_of("benchmarks-notes.md")
+    page, notes = text_of("benchmarks.md"), text_of("dev/benchmark-notes.md")
     assert benchmarks.with_table(page, notes) == page, "run `python -m tools.docs.benchmarks`"
     servers, figures = benchmarks.chosen(notes)
     assert servers[0] == "metal-engine" and len(servers) == 4
@@ -146,8 +146,20 @@ def test_the_page_for_deciding() -> None:
     assert figures[0][1].values[0] == "55.2" and figures[0][1].ratio == "1.36"
 
 
+def test_figures_of_the_readme() -> None:
+    """Every figure of its table beside other servers, and of the reasons above it, is in the notebook."""
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    notes = re.sub(r"\s+", " ", text_of("dev/benchmark-notes.md"))
+    table = readme[readme.index("## Beside other servers") :].partition("\n\nThe goal")[0]
+    reasons = readme[readme.index("## Why use it") : readme.index("**Wrong output")]
+    figures = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?= MiB| tokens/s|\*\*|[ .](?:\||\n))", table + reasons)
+    assert len(figures) > 24
+    known = set(re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?!\w)", notes))
+    assert set(figures) - known == set()
+
+
 def test_the_chart(tmp_path: Path) -> None:
-    benchmarks.draw(text_of("benchmarks-notes.md"), tmp_path / "chart.png")
+    benchmarks.draw(text_of("dev/benchmark-notes.md"), tmp_path / "chart.png")
     drawn = (tmp_path / "chart.png").read_bytes()
     assert drawn.startswith(b"\x89PNG") and len(drawn) > 20_000
     assert benchmarks.CHART.read_bytes().startswith(b"\x89PNG")
@@ -156,3 +168,8 @@ def test_the_chart(tmp_path: Path) -> None:
 def test_every_page_is_in_the_index() -> None:
     listed = re.findall(r"^- \[([\w.-]+\.md)\]\(\1\): ", text_of("README.md"), re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md") if page.name != "README.md")
+
+
+def test_every_page_for_developers_is_in_their_index() -> None:
+    listed = re.findall(r"^- \[([\w.-]+\.md)\]\(\1\): ", text_of("dev/README.md"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (DOCS / "dev").glob("*.md") if page.name != "README.md")

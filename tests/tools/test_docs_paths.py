@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("metal_engine", "kernels", "tools", "tests", "docs")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Their comments and docstrings hold commands and paths too.
 SOURCES = [ROOT / "Makefile", *sorted((ROOT / "kernels").glob("*.metal")), *sorted((ROOT / "tools").rglob("*.py"))]
 
@@ -18,7 +18,7 @@ SOURCES = [ROOT / "Makefile", *sorted((ROOT / "kernels").glob("*.metal")), *sort
 FILE = re.compile(r"(?<![\w*./~-])[\w-][\w/-]*\.(?:py|sh)\b")
 # Whatever is in one of our folders.
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/](?![\w*])")
-MODULE = re.compile(r"(?<![\w./])(?:tools|tests|metal_engine)(?:\.\w+)+")
+MODULE = re.compile(r"(?<![\w./-])(?:tools|tests|metal_engine)(?:\.\w+)+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 TARGET = re.compile(r"`make ([a-z-]+)")
 
@@ -63,7 +63,7 @@ def test_names_exist(page: Path) -> None:
     assert wrong_names(page.read_text()) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_links_and_targets_exist(page: Path) -> None:
     text = page.read_text()
     assert wrong_files(text) == []
