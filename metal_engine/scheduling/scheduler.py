@@ -2,7 +2,7 @@
 
 There are no separate prefill and decode phases. A step allots tokens until its budget is used up: first to requests
 with one token left to compute, then to running and waiting requests with more tokens. New prefills, continued chunks
-and decodes share every step. docs/scheduling.md explains the rules. ``limits.py`` limits a request's token allotment,
+and decodes share every step. docs/tuning.md explains the rules. ``limits.py`` limits a request's token allotment,
 and ``admission.py`` selects the next request to admit.
 """
 

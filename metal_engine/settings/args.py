@@ -120,7 +120,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     kv_cache_dtype: str = setting(
         "auto",
         "Type in which K and V are kept: auto (as the model computes them), int8 or int4 with a scale and a bias for "
-        "each 64 numbers: 1.9 and 3.6 times the tokens of 16 bits in the same memory (see docs/quantized-kv.md).",
+        "each 64 numbers: 1.9 and 3.6 times the tokens of 16 bits in the same memory (see docs/tuning.md).",
         group=MEMORY,
         choices=KV_CACHE_DTYPES,
     )
@@ -142,7 +142,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     kv_transfer_config: str | None = setting(
         None,
         "Where KV is loaded from and saved to, as JSON: kv_connector, kv_role, kv_connector_extra_config, "
-        "kv_load_failure_policy (see docs/kv-transfer.md).",
+        "kv_load_failure_policy (see docs/several-macs.md).",
         group=KV_TRANSFER,
     )
     lora_modules: tuple[str, ...] = LORA_MODULES
@@ -181,7 +181,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     speculative_config: str | None = setting(
         None,
         "How to propose tokens ahead of the model, as JSON: method (ngram or draft_model), num_speculative_tokens; "
-        "prompt_lookup_max, prompt_lookup_min; model, revision (see docs/speculation.md). Answers stay the same.",
+        "prompt_lookup_max, prompt_lookup_min; model, revision (see docs/tuning.md). Answers stay the same.",
         group=SCHEDULING,
         kind="json",
     )

@@ -141,7 +141,7 @@ _MAX_ROWS_WITH_DRAFTS = 64
 class SchedulerConfig:
     """Limits the scheduler holds. Tokens are counted per step, sequences at any one time.
 
-    docs/scheduling.md says what those after ``max_model_len`` do; by their defaults here they limit nothing.
+    docs/tuning.md says what those after ``max_model_len`` do; by their defaults here they limit nothing.
     """
 
     max_num_batched_tokens: int

@@ -16,7 +16,7 @@ TENSOR, PIPELINE = "--tensor-parallel-size", "--pipeline-parallel-size"
 TENSOR_PARALLEL_SIZE: Any = setting(
     1,
     "Ranks that share every layer of the model. Each is a process: on the machines of mlx.launch, or else started on "
-    "this machine (see docs/distributed.md).",
+    "this machine (see docs/several-macs.md).",
     group=RANKS,
     ge=1,
     le=256,

@@ -146,6 +146,18 @@ def test_the_page_for_deciding() -> None:
     assert figures[0][1].values[0] == "55.2" and figures[0][1].ratio == "1.36"
 
 
+def test_figures_of_the_readme() -> None:
+    """Every figure of its table beside other servers, and of the reasons above it, is in the notebook."""
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    notes = re.sub(r"\s+", " ", text_of("dev/benchmark-notes.md"))
+    table = readme[readme.index("## Beside other servers") :].partition("\n\nThe goal")[0]
+    reasons = readme[readme.index("## Why use it") : readme.index("**Wrong output")]
+    figures = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?= MiB| tokens/s|\*\*|[ .](?:\||\n))", table + reasons)
+    assert len(figures) > 24
+    known = set(re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?!\w)", notes))
+    assert set(figures) - known == set()
+
+
 def test_the_chart(tmp_path: Path) -> None:
     benchmarks.draw(text_of("dev/benchmark-notes.md"), tmp_path / "chart.png")
     drawn = (tmp_path / "chart.png").read_bytes()

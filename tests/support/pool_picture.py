@@ -22,7 +22,7 @@ def events_of(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @dataclass
 class PoolPicture:
-    """Applies events as docs/api.md says; knows nothing else."""
+    """Applies events as docs/dev/user-page-details.md describes them."""
 
     tables: dict[int, list[int]] = field(default_factory=dict)
     cached: set[int] = field(default_factory=set)

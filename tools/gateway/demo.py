@@ -124,7 +124,7 @@ The gateway is at {fleet.url}, for any OpenAI or Anthropic client. Try:
   kill -9 PID of a server: {pids}
     and ask again meanwhile: the other answers, and the first is started again
 
-Logs: {log}. docs/scaling.md has the commands for several Macs. Ctrl-C ends all of it.
+Logs: {log}. docs/several-macs.md has the commands for several Macs. Ctrl-C ends all of it.
 """
 
 

@@ -22,7 +22,7 @@ import httpx
 from tools.fixtures.ports import free_port
 from tools.fixtures.valkey_binary import valkey_binary
 
-# As docs/scaling.md and docs/launchd have them. The gateway's circuit breaker would leave a server that was killed
+# As docs/several-macs.md and docs/launchd have them. The gateway's circuit breaker would leave a server that was killed
 # under load out for 60 s, however well it is by then, unless the checks saw it dead: nobody would be there to take
 # over if another one is told to end meanwhile. Its overload protection would ask a dead server, again and again, as
 # long as the others have eight requests waiting. Requests that fail are asked of another server without the two.

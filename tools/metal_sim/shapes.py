@@ -1,4 +1,4 @@
-"""Shapes that the architectures of docs/models.md have in published checkpoints: what kernels are compiled for.
+"""Shapes that the architectures of docs/models-table.md have in published checkpoints: what kernels are compiled for.
 
 An attention layer's is a row of text, ``shapes | kinds``, several shapes in a row::
 

@@ -153,7 +153,7 @@ class _EngineReader:
         yield self._by_label("request_success", "Requests that ended, by reason.", "finished_reason", ended)
         transfer = metrics.kv_transfer
         for name, count in transfer.as_dict().items() if transfer is not None else ():
-            yield self._counter(f"kv_transfer_{name}", "KV transfer, see docs/kv-transfer.md.", count)
+            yield self._counter(f"kv_transfer_{name}", "KV transfer, see docs/several-macs.md.", count)
         layers, help_ = self._engine.config.attention_layers, "Layers by what computes their attention."
         family = GaugeMetricFamily(PREFIX + "attention_layers", help_, labels=["model_name", "kernel"])
         family.add_metric([self._model, "metal"], layers.metal)

@@ -255,7 +255,9 @@ def test_servers_come_and_go(checks: str) -> None:
         assert second.end() == 0
 
         _, last = end_of_a_cut_stream(url, [first])
-        assert "stream_error" in last[0] and last[1] == "data: [DONE]", "docs/scaling.md says how a cut stream ends"
+        assert "stream_error" in last[0] and last[1] == "data: [DONE]", (
+            "docs/several-macs.md says how a cut stream ends"
+        )
 
 
 # --- prefill and decode ---

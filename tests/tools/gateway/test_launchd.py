@@ -1,4 +1,4 @@
-"""What docs/scaling.md and docs/launchd/ say: launchd can read it, and the programs take the commands."""
+"""What docs/several-macs.md and docs/launchd/ say: launchd can read it, and the programs take the commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from metal_engine.settings.args import EngineArgs, ServerArgs
 from tools.gateway.processes import ROUTING_FLAGS
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-PAGE = (DOCS / "scaling.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "several-macs.md").read_text(encoding="utf-8")
 
 
 def load(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Sources for Apple's compilers: every variant that docs/models.md's architectures need, as the workflow lists them."""
+"""Sources for Apple's compilers: every variant that docs/models-table.md needs, as the workflow lists them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_layer_of_every_architecture_has_variants_or_a_reason(emitted) -> 
 def test_shapes_are_those_that_the_documentation_names() -> None:
     layers = layers_by_model()
     assert set(layers) == set(SUPPORTED)
-    page = (ROOT / "docs" / "models.md").read_text().split("## GGUF files")[0]
+    page = (ROOT / "docs" / "models-table.md").read_text().split("## GGUF files")[0]
     for model_type, found in layers.items():
         (row,) = re.findall(rf"^\| `{re.escape(model_type)}` \|(.*)$", page, re.M)
         attention = [layer for layer in found if isinstance(layer, Attention)]
