@@ -181,7 +181,7 @@ class StatePool:
     def states_done_marker(self) -> mx.array:
         """Return an array that is computed after the new recurrent states of the step built last.
 
-        Like :meth:`writes_done_marker`, but it does not hold arrays that steps write to, unless :attr:`has_moved_states`.
+        Unlike :meth:`writes_done_marker`, it holds no arrays that steps write to, unless :attr:`has_moved_states`.
         """
         return _after(array for state in self._recurrent for array in state.pending())
 

@@ -40,8 +40,8 @@ class StepSampling:
     The constructor updates the edits of each sampling request with its tokens, on the host only.
 
     Args:
-        allow_late_masks: True if a token may be recomputed because its grammar mask is late. Otherwise, the step waits for
-            the mask.
+        allow_late_masks: True if a token may be recomputed because its grammar mask is late. Otherwise, the step waits
+            for the mask.
         share: distributes rank 0's tokens to all ranks; None if there is one rank.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""``python -m tools.metal_sim report``: bytes that the attention kernel moves, beside the least it could move."""
+"""``python -m tools.metal_sim report``: compares the bytes that the attention kernel moves with the minimum."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ before / after.
 | the same, head_dim 256: two SIMD groups share a row | 64 / 128 | 512 / 512 | 42 / 43 | 173 / 222 MB | 1 / 4 |
 """
 BLOCK_SIZE = 16
-# What K and V are read from.
+# Buffers from which K and V are read.
 CACHES = ("k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases")
 
 
 @dataclass(frozen=True)
 class SimShape:
-    """A step: requests as (query_len, kv_len)."""
+    """Step with requests (query_len, kv_len)."""
 
     name: str
     segments: tuple[tuple[int, int], ...]
@@ -69,22 +69,22 @@ class SimShape:
     allowed: float
     num_kv_heads: int = 1
     head_dim: int = 64
-    v_head_dim: int | None = None  # None: as head_dim
+    v_head_dim: int | None = None  # default: head_dim
     is_latent: bool = False
     window: int | None = None
     quantized: tuple[int, int] | None = None  # bits and group size; None: float16
-    # Requests that are in the step as well: what they cost in a step of their own is taken off.
+    # Other requests in the step. Their cost in a separate step is subtracted.
     others: tuple[tuple[int, int], ...] = ()
 
     @property
     def bytes_of_a_key(self) -> int:
-        """Of K and V of all KV heads, in float16; of a latent once."""
+        """Bytes of a key and its value in all KV heads, in float16. A latent counts once."""
         v_head_dim = 0 if self.is_latent else self.v_head_dim or self.head_dim
         return (self.head_dim + v_head_dim) * self.num_kv_heads * 2
 
     @property
     def attention(self) -> AttentionShape:
-        """Its attention, in float16."""
+        """Attention of the shape, in float16."""
         v_head_dim, heads = self.v_head_dim or self.head_dim, self.num_kv_heads * self.group
         kept = self.quantized or (0, 0)
         return AttentionShape(
@@ -123,7 +123,7 @@ SHAPES = (
               v_head_dim=512, is_latent=True)
         for heads in (16, 20)
     ),
-    # Tiles of 24 rows, each of which reads the latent.
+    # Tiles of 24 rows. Each tile reads the latent.
     SimShape("decode at 4,096, latent of 512 + 64, 128 heads", ((1, 4096),), 128, 6.05, head_dim=576, v_head_dim=512,
           is_latent=True),
     SimShape("prefill 512 on 512, group 4, head_dim 256", ((512, 512),), 4, 0.55 * 64, head_dim=256),
@@ -147,7 +147,7 @@ SHAPES = (
 
 
 def run(shape: SimShape) -> list[LaunchCounts]:
-    """One layer of the shape, its others included, through the simulated backend, in float16."""
+    """Run one layer of the shape with its other requests in the simulated backend, in float16."""
     from metal_engine.attention.metal.backend import MetalBackend
     from metal_engine.kv_cache.rows import step_rows
     from tools.fixtures.packed_step import kv_state, latent_state, quantized_state
@@ -183,15 +183,15 @@ def _kv_read(launches: list[LaunchCounts]) -> int:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table."""
+    """Row of the table."""
 
     shape: SimShape
     launches: list[LaunchCounts]
-    of_others: list[LaunchCounts]  # the others in a step of their own; empty without others
+    of_others: list[LaunchCounts]  # the other requests in a separate step; empty if there are none
 
     @classmethod
     def of(cls, shape: SimShape) -> Line:
-        """Run the shape, and its others alone."""
+        """Run the shape, and its other requests alone."""
         alone = replace(shape, segments=shape.others, others=())
         return cls(shape, run(shape), run(alone) if shape.others else [])
 
@@ -221,7 +221,7 @@ class Line:
 
     @property
     def loads_in_flight(self) -> str:
-        """Of K, of a thread before it waits for one, by its request with the fewest rows."""
+        """Loads of K that a thread has in flight before it waits, for the request with the fewest rows."""
         shape, size = self.shape, 2
         latent = shape.v_head_dim if shape.is_latent and shape.v_head_dim else 0
         v = variant_of(shape.attention)
