@@ -117,8 +117,8 @@ def _unknown(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (_other_tokens, ConfigError, "whose vocabulary is not that of .*; 2 of them differ"),
-        (_recurrent, ConfigError, "recurrent states cannot go back past drafts"),
+        (_other_tokens, ConfigError, "whose vocabulary differs from that of .*. Differing tokens: 2"),
+        (_recurrent, ConfigError, "recurrent states cannot be reset after rejected drafts"),
         (_unknown, ModelLoadError, "the draft model .--speculative-config.: .*nothing_like_it"),
     ],
 )

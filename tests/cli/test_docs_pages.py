@@ -1,4 +1,4 @@
-"""What the pages for readers say is true: flags exist, files parse, tables are made from their sources."""
+"""Tests the pages for readers: flags exist, files parse, and tables match their sources."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def blocks(text: str, kind: str) -> list[str]:
 
 
 def known_flags() -> set[str]:
-    """Every option of every command, with its `--no-` form."""
+    """Return every option of every command, with its `--no-` form."""
 
     def of(command: click.Command) -> Iterator[str]:
         for parameter in command.params:
@@ -48,7 +48,7 @@ def known_flags() -> set[str]:
 
 
 def named_flags(text: str) -> set[str]:
-    """Flags of ours that a page names: in commands of ours, and in spans of code that begin with one.
+    """Return the flags of our commands that a page mentions: in commands, and in code spans that begin with a flag.
 
     In a table whose second column is headed `metal-engine`, the first column has other programs' flags.
     """
@@ -69,7 +69,7 @@ def named_flags(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_exist(page: Path) -> None:
-    # What differs from others is at the end of docs/api.md, with their flags.
+    # The section about differences at the end of docs/api.md has flags of other programs.
     flags = named_flags(page.read_text(encoding="utf-8").partition("\n## What differs")[0])
     assert flags - known_flags() == set()
 
@@ -84,7 +84,7 @@ def test_wrong_flags_are_noticed() -> None:
 
 
 def test_flags_that_are_the_same_exist() -> None:
-    """Where a row says `the same`, the other server's flags are ours."""
+    """In rows with `the same`, the other server's flags must exist here."""
     flags: set[str] = set()
     for line in text_of("coming-from.md").splitlines():
         cells = [cell.strip() for cell in line.split("|")]
@@ -118,7 +118,7 @@ def test_every_client_that_is_tried_is_on_the_page() -> None:
 
 
 def test_the_launch_agent() -> None:
-    """It is a property list whose flags are ours, and leaves a server the time that it takes to stop."""
+    """A property list with existing flags. It gives a server enough time to stop."""
     (block,) = blocks(text_of("mac.md"), "xml")
     agent = plistlib.loads(block.encode())
     assert agent["Label"] == "org.metal-engine.server" and f"{agent['Label']}.plist" in text_of("mac.md")

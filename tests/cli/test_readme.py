@@ -34,7 +34,7 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
                 continue
             terminal.run(command, expected)
             num_commands += 1
-            # Where the chat and the measurement find a server if nobody says another.
+            # The chat and the benchmark use this server by default.
             terminal.env["METAL_ENGINE_URL"] = terminal.env["METAL_ENGINE_BASE_URL"] = terminal.local(
                 "http://127.0.0.1:8000"
             )
@@ -63,7 +63,7 @@ def test_the_long_command_runs(demo_path: Path, tmp_path: Path) -> None:
 
 
 def test_a_python_without_the_engine_finds_the_one_that_has_it(tmp_path: Path) -> None:
-    """The tool turns to the checkout's .venv; where there is none, it says in one line what to do."""
+    """The tool uses the checkout's .venv. If there is none, it reports in one line how to make it."""
     tool = tmp_path / "tools" / "repro_block_exhaustion.py"
     tool.parent.mkdir()
     tool.write_text((ROOT / LONG).read_text())

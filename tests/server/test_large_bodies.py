@@ -377,7 +377,7 @@ def test_a_large_body_is_answered_like_a_small_one(served: Served, path: str) ->
     ("body", "message"),
     [
         (b'{"prompt": [' + b"1," * 40_000, "not valid JSON"),
-        (b'{"prompt": [' + b"1," * 40_000 + b"NaN]}", "NaN is no JSON number"),
+        (b'{"prompt": [' + b"1," * 40_000 + b"NaN]}", "NaN is not a JSON number"),
         (b'{"prompt": [' + b"1," * 40_000 + b"9" * 5_000 + b"]}", "too many digits"),
         (b'{"prompt": "\\ud800", "a": [' + b"1," * 40_000 + b"1]}", "not valid Unicode"),
         (b'{"prompt": ' + b"[" * 40_000 + b"1," * 40_000, "nested too deeply"),

@@ -280,7 +280,7 @@ def test_settings_that_cannot_work(tmp_path: Path, root: Path) -> None:
             create_app(plain, ["x"], ServerArgs(lora_dir=str(tmp_path)))
         with pytest.raises(ConfigError, match=r"--lora-dir .*is not a directory"):
             create_app(adapted, ["x"], ServerArgs(lora_dir=str(tmp_path / "nothing")))
-        with pytest.raises(ConfigError, match="--lora-modules has 'a', which is a name of the model itself"):
+        with pytest.raises(ConfigError, match="--lora-modules contains 'a', which is also a name of the model"):
             create_app(adapted, ["x", "a"])
     finally:
         plain.shutdown()

@@ -368,7 +368,7 @@ def test_lines_for_a_shell_have_names_as_texts(browser: Browser, tmp_path: Path)
     command = told("curl" + told_words + shown["curl"])
     assert json.loads(command[-1])["model"] == name and command[0] == f"{served.url}/v1/chat/completions"
     for kind in ("OpenAI", "Anthropic"):
-        lines = shown[f"Any tool that speaks {kind}'s API"]
+        lines = shown[f"Any tool with {kind}'s API"]
         assert told(f"{lines}\nprintf '%s\\0' \"${kind.upper()}_MODEL\"") == [name]
     (call,) = [
         node
