@@ -22,7 +22,7 @@ import httpx
 from tools.fixtures.ports import free_port
 from tools.fixtures.valkey_binary import valkey_binary
 
-# Flags as in docs/several-macs.md and docs/launchd/. Two features of the router are off, because both would keep requests
+# Flags as in docs/several-macs.md and docs/launchd/. Two features of the router are off: both would keep requests
 # from healthy servers. The circuit breaker excludes a server killed under load for 60 s, even after a restart, unless a
 # health check found it dead. A shutdown of the other server in that time would leave no server. Overload protection
 # sends requests to a dead server repeatedly while the others have eight waiting requests. With both turned off, failed
