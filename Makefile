@@ -41,11 +41,15 @@ test-full: .venv/.installed-full clang chromium  ## all tests and the long sweep
 mutants: .venv/.installed-dev clang  ## every mutant of the kernels; for whoever changes those, or their checks
 	$(PYTEST) -m mutants $(ARGS)
 
-lint: .venv/.installed-dev  ## ruff, mypy, import-linter, and whether constraints.txt says what is installed
+# The last commit shared with origin/main; HEAD if there is none.
+LINT_SINCE = $(shell git merge-base HEAD origin/main 2>/dev/null || echo HEAD)
+
+lint: .venv/.installed-dev  ## ruff, mypy, import-linter, wording of changed lines, and constraints.txt against .venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.docs.prose --changed-since $(LINT_SINCE) --max-per-1000 80
 	$(if $(CONSTRAINTS),$(BIN)/python -m tools.constraints --check)
 
 format: .venv/.installed-dev

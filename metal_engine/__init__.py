@@ -1,6 +1,6 @@
 """metal-engine: an LLM inference engine for Apple Silicon.
 
-Importing the package loads neither MLX nor a model; the names below load what they need when first used.
+Importing the package does not load MLX or a model. The first use of a name below imports its module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wires an engine: model, backend, runner, configuration. What the command line and :class:`LLM` share."""
+"""Builds an engine from model, backend, runner and configuration. Used by the command line and :class:`LLM`."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ T = TypeVar("T")
 
 
 def build_engine(args: EngineArgs, share: DeviceAccess = WHOLE_DEVICE) -> EngineCore:
-    """Load a model and make an engine for it, in the thread that will step it.
+    """Load a model and build its engine. Call it in the thread that will run the engine's steps.
 
     Args:
-        share: what it has of the device. Beside others, the size of the KV cache is to be given.
+        share: this model's share of the device. If other models share the device, the settings must give the size of
+            the KV cache.
 
     Raises:
         ModelLoadError: the model cannot be loaded or run.
         ConfigError: the settings cannot work.
-        SystemExit: this process is another rank than 0, and rank 0, whose steps it has run, has ended.
+        SystemExit: this process is not rank 0. It has run the steps of rank 0, which has ended.
     """
     chat_template = None if args.chat_template is None else read_chat_template(args.chat_template)
     transfer = kv_transfer_config(args)
@@ -62,7 +63,7 @@ def build_engine(args: EngineArgs, share: DeviceAccess = WHOLE_DEVICE) -> Engine
     speculative_config(args)
     limit_command_buffers([args])
     blas = load_optimized_blas()
-    # MLX is imported below this line only: the BLAS has no effect once it is loaded.
+    # Import MLX only below this line: the BLAS must be loaded before MLX.
     with keep_open_file_limit():
         import mlx_lm.utils  # noqa: F401
 
@@ -77,7 +78,7 @@ def build_engine(args: EngineArgs, share: DeviceAccess = WHOLE_DEVICE) -> Engine
     except BaseException:
         if share is WHOLE_DEVICE:
             end_streams_of_thread()
-        else:  # the thread goes on with another model
+        else:  # the thread continues with another model
             settle_streams()
         raise
 
@@ -113,7 +114,7 @@ def _build(
         if share is WHOLE_DEVICE:
             return
         _claim_for_loading(share, args, facts, before)
-        check_memory(facts, args, device_info(blas))  # now that others have given back what they had
+        check_memory(facts, args, device_info(blas))  # after other models have been unloaded
 
     divide = ranks.load_shard if args.num_ranks > 1 else None
     check_tokenizer = _check_chat_template if chat_template is None else lambda tokenizer: None
@@ -123,7 +124,7 @@ def _build(
     try:
         return _assemble(args, share, blas, choice, loaded, transfer, ranks)
     except BaseException:
-        if share is not WHOLE_DEVICE:  # the process goes on without this model
+        if share is not WHOLE_DEVICE:  # the process continues without this model
             release_weights(loaded.model)
         raise
 
@@ -137,7 +138,7 @@ def _assemble(
     transfer: KVTransferConfig | None,
     ranks: Ranks,
 ) -> EngineCore:
-    """An engine for a loaded model."""
+    """Build the engine of a loaded model."""
     from metal_engine.device.info import device_info
     from metal_engine.runner.dispatch import choose_dispatch
     from metal_engine.runner.model_runner import ModelRunner
@@ -156,7 +157,7 @@ def _assemble(
             replace(opened.info, adapter_bytes=0 if paged.adapters is None else paged.adapters.nbytes),
             share.unlimited(device),
             opened.attention.backend.name,
-            # They run one after the other.
+            # The models run in sequence, so the largest step counts.
             lambda num_tokens, num_seqs: ranks.largest(
                 "bytes of the largest step",
                 max(model.step_bytes(args.block_size, num_tokens, num_seqs, agree=ranks.largest) for model in models),
@@ -176,11 +177,11 @@ def _assemble(
         scheduler_side, runner_side, fingerprint = connect_kv(
             transfer, args.block_size, loaded.name, weights, loaded.config, specs, opened.attention.layers.tuned
         )
-        # Prefixes are hashed with the name under which they are stored, so that other processes find them.
+        # Prefix hashes use the fingerprint of the KV store, so that other processes find the prefixes.
         cache = replace(config.cache, model_fingerprint=fingerprint)
         config = replace(config, cache=cache, kv_role=transfer.kv_role)
     with share.turn():
-        outlives_model = share is not WHOLE_DEVICE  # which is for one model, and the process ends with it
+        outlives_model = share is not WHOLE_DEVICE  # a process with a single model ends with it
         draft_model = None if draft is None else _draft_model(draft, config)
         runner = ModelRunner(
             paged,
@@ -208,7 +209,7 @@ def _assemble(
 
 
 def _check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raises ModelLoadError for a tokenizer whose chat template cannot be used."""
+    """Raise ModelLoadError if the tokenizer's chat template cannot be used."""
     try:
         check_templates(templates_of(tokenizer))
     except ValueError as error:
@@ -216,7 +217,7 @@ def _check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str, int]) -> AdapterRegistry:
-    """Install what adapters need in a model, with memory for as many as there may be, and load ``--lora-modules``.
+    """Prepare a model for LoRA adapters, reserve memory for the maximum number, and load ``--lora-modules``.
 
     Raises:
         ConfigError: an adapter cannot be read, or does not fit the model.
@@ -226,7 +227,7 @@ def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[st
     targets = adapter_targets(paged, interleaved)
     try:
         files = [open_adapter(Path(module.path).expanduser(), targets) for module in args.adapters]
-        if not args.enable_lora:  # these are all that there will be
+        if not args.enable_lora:  # no other adapters can be loaded later
             used = {name for file in files for name in file.modules}
             targets = replace(targets, shapes={n: shape for n, shape in targets.shapes.items() if n in used})
         max_loras, max_rank = args.num_slots(), args.largest_rank([file.rank for file in files])
@@ -240,11 +241,11 @@ def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[st
 
 
 def _expected_bytes(args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo) -> tuple[int, int | None]:
-    """What a model takes beside its weights, before they are read.
+    """Estimate the memory that a model needs besides its weights, before the weights are read.
 
     Returns:
-        Bytes of the KV cache, as far as settings and configuration say it; of the largest step, estimated: None where
-        that cannot be told yet.
+        Bytes of the KV cache, as far as the settings and the configuration determine them. Estimated bytes of the
+        largest step, or None if it cannot be estimated yet.
     """
     from metal_engine.models.info import expected_model_info
     from metal_engine.runner.step_estimate import estimate_step_bytes
@@ -259,7 +260,7 @@ def _expected_bytes(args: EngineArgs, facts: CheckpointRequirements, device: Dev
 def _claim_for_loading(
     share: DeviceAccess, args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo
 ) -> None:
-    """Claim what a model takes while its weights are read and its step is measured; what it keeps is claimed then."""
+    """Reserve the memory for reading the weights and measuring a step. The final memory is reserved after that."""
     with share.turn():
         kv_bytes, step_bytes = _expected_bytes(args, facts, device)
     share.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
@@ -267,14 +268,14 @@ def _claim_for_loading(
 
 @dataclass(frozen=True)
 class _OpenedModel:
-    """A model that runs right over a paged KV cache, with what computes its attention."""
+    """Model that has been verified to work with a paged KV cache, with its attention backend."""
 
     paged: PagedModel
     info: ModelInfo
     attention: ChosenAttention
 
     def step_bytes(self, block_size: int, num_tokens: int, num_seqs: int, *, agree: Callable[[str, int], int]) -> int:
-        """What a step takes besides weights and KV cache; it is run."""
+        """Run a step and return its memory besides weights and KV cache, in bytes."""
         from metal_engine.runner.step_memory import measure_step_bytes
 
         longest = self.info.max_position_embeddings
@@ -286,7 +287,7 @@ class _OpenedModel:
 def _open(
     args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks, share: DeviceAccess
 ) -> _OpenedModel:
-    """Put a loaded model over a paged KV cache, and check that it runs right."""
+    """Convert a loaded model to a paged KV cache, and check that it computes correctly."""
     from metal_engine.attention.metal.variants import UnsupportedAttentionError
     from metal_engine.models.attention_kinds import attention_kinds
     from metal_engine.models.check import check_paged_model
@@ -294,7 +295,7 @@ def _open(
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.recurrence.metal import MetalRecurrence
 
-    logger.info("checking that %s runs right over a paged KV cache", loaded.name)
+    logger.info("checking that %s computes correctly with a paged KV cache", loaded.name)
     try:
         with share.turn():
             recurrence = MetalRecurrence() if choice.metal is not None else None
@@ -303,7 +304,7 @@ def _open(
             kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
             attention = choice.for_layers(kinds, args.block_size)
         attention = choice.tuned(attention, args.block_size, decide=ranks.decided, agree=ranks.largest, turn=share.turn)
-        # Blocks of another size ask for longer requests, and only matter where kernels are compiled for them.
+        # Other block sizes need longer test requests, and only matter if kernels are compiled for the block size.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
         with share.turn():
             _with_recurrence(
@@ -320,8 +321,8 @@ def _load_draft(
     """Load the draft model of ``--speculative-config``, if it names one.
 
     Raises:
-        ModelLoadError: it cannot be loaded or run.
-        ConfigError: it does not go with the model.
+        ModelLoadError: the draft model cannot be loaded or run.
+        ConfigError: the draft model does not fit the model.
     """
     from metal_engine.checkpoints import loader
     from metal_engine.distributed.ranks import Ranks
@@ -368,13 +369,15 @@ def _draft_model(opened: _OpenedModel, config: EngineConfig) -> DraftModel:
 
 
 def _with_recurrence(paged: PagedModel, ranks: Ranks, run: Callable[[], T]) -> T:
-    """Run something over a model; once more without the kernels for recurrent layers if it does not run with them."""
+    """Call ``run``. If the model does not run with the kernels for recurrent layers, drop them and call it again."""
     try:
         return run()
     except UnsupportedModelError as error:
         if not paged.has_recurrence_kernels:
             raise
-        logger.warning("without the kernels for recurrent layers, with which it does not run: %s", error)
+        logger.warning(
+            "not using the kernels for recurrent layers, because the model does not run with them: %s", error
+        )
         ranks.barrier("no kernels for recurrent layers")
         paged.drop_recurrence_kernels()
         return run()
@@ -383,17 +386,17 @@ def _with_recurrence(paged: PagedModel, ranks: Ranks, run: Callable[[], T]) -> T
 def check_before_loading(
     args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo, divide: Divide | None = None
 ) -> int | None:
-    """Refuses a model, or settings of its KV cache, for what its configuration and headers say. Loads MLX.
+    """Check a model and the settings of its KV cache by its configuration and file headers. Loads MLX.
 
     Args:
-        divide: leaves this rank's share in a model, where there are several.
+        divide: reduces a model to this rank's shard, if there are several ranks.
 
     Returns:
-        Tokens for which the KV cache will have room at most; None where that cannot be told yet.
+        Upper limit on the tokens that the KV cache can hold; None if it cannot be determined yet.
 
     Raises:
-        UnsupportedModelError: its architecture cannot run here.
-        ConfigError: the KV cache cannot be as the settings say.
+        UnsupportedModelError: the model's architecture is not supported.
+        ConfigError: the KV cache cannot have the requested settings.
     """
     from metal_engine.models.info import expected_model_info
 

@@ -1,4 +1,4 @@
-"""Work in a thread whose asker has left: long work looks now and then whether anybody still waits for it."""
+"""Cooperative cancellation of work in threads: long-running work checks periodically whether its client has left."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from contextvars import ContextVar
 
 
 class Cancelled(Exception):
-    """Nobody waits for the work any more."""
+    """The client of the work has disconnected."""
 
 
-# Set while work runs for somebody who may leave; ``asyncio.to_thread`` and ``Context.run`` hand it on to threads.
+# Set while work runs for a client that may disconnect. ``asyncio.to_thread`` and ``Context.run`` pass it to threads.
 caller_disconnected: ContextVar[threading.Event | None] = ContextVar("caller_disconnected", default=None)
 
 
 def is_cancelled() -> bool:
-    """Whether whoever asked for the work under way has left."""
+    """Return True if the client of the current work has disconnected."""
     left = caller_disconnected.get()
     return left is not None and left.is_set()
 
 
 def check_cancelled() -> None:
-    """Raise :class:`Cancelled` if whoever asked for the work under way has left."""
+    """Raise :class:`Cancelled` if the client of the current work has disconnected."""
     if is_cancelled():
         raise Cancelled

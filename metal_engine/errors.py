@@ -1,6 +1,6 @@
-"""What can go wrong with settings, models and requests, as types that carry fields.
+"""Errors of settings, models and requests, as types with fields.
 
-Messages are for the user: one line that says what to do. Code that needs to know what was at fault reads a field.
+A message is one line for the user, with instructions for a fix. Code reads the cause from a field.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ class ConfigError(ValueError):
     """Settings that cannot work.
 
     Args:
-        flag: the setting at fault as the user gave it: ``--port``, or a variable of the environment; None where no
-            single one is.
-        message: what is wrong with it and what to do; the flag is put before a message that does not name it.
+        flag: faulty setting as the user gave it: a flag such as ``--port``, or an environment variable. None if no
+            single setting is at fault.
+        message: description of the fault and its fix. If the message does not contain the flag, the flag is prepended.
 
     Attributes:
-        flag: as above.
+        flag: see above.
     """
 
     def __init__(self, flag: str | None, message: str) -> None:
@@ -31,14 +31,14 @@ class ModelLoadError(Exception):
 
 
 class UnsupportedModelError(ModelLoadError):
-    """The model's architecture cannot run here; the message says what about it."""
+    """The model's architecture is not supported. The message names the unsupported part."""
 
 
 class ModelTooLargeError(ModelLoadError):
-    """The model cannot be loaded beside or instead of others: the memory for all of them is less than it takes.
+    """The model cannot be loaded, even if other models are unloaded: the memory for all models is too small.
 
     Attributes:
-        missing_bytes: by how much.
+        missing_bytes: size of the missing memory in bytes.
     """
 
     def __init__(self, message: str, missing_bytes: int) -> None:
@@ -47,18 +47,18 @@ class ModelTooLargeError(ModelLoadError):
 
 
 class NoRoomError(ModelLoadError):
-    """The model does not fit beside those that are loaded, and none of them is to go."""
+    """The model does not fit beside the loaded models, and no loaded model may be unloaded."""
 
 
 class LoadCancelledError(ModelLoadError):
-    """The model was unloaded while it was being loaded. It may be asked for again."""
+    """The model was unloaded during its load. The request may be repeated."""
 
 
 class AdapterError(ValueError):
-    """An adapter cannot be read, does not fit the model, or there is no room for it; the message says what to do.
+    """An adapter cannot be read, does not fit the model, or lacks memory. The message describes the fix.
 
     Attributes:
-        param: what is at fault: ``lora_path`` or ``lora_name``.
+        param: parameter at fault: ``lora_path`` or ``lora_name``.
     """
 
     def __init__(self, message: str, param: str = "lora_path") -> None:
@@ -67,11 +67,11 @@ class AdapterError(ValueError):
 
 
 class ParameterError(ValueError):
-    """A request's parameter that cannot be served.
+    """A parameter of a request that cannot be served.
 
     Attributes:
-        name: the parameter, as in ``top_p`` or ``structured_outputs.regex``.
-        message: what is wrong with it, without the name.
+        name: name of the parameter, such as ``top_p`` or ``structured_outputs.regex``.
+        message: description of the fault, without the name.
     """
 
     def __init__(self, name: str, message: str) -> None:
@@ -81,18 +81,18 @@ class ParameterError(ValueError):
 
 
 class OverloadedError(RuntimeError):
-    """What the request needs is taken by others. It may come again."""
+    """Other requests occupy the resources that the request needs. The client may retry."""
 
 
 class PromptError(ValueError):
-    """A prompt that cannot be served as it is."""
+    """A prompt that cannot be served."""
 
 
 class ContextLengthError(PromptError):
-    """A prompt that does not fit into the model's context, alone or with its output.
+    """A prompt that exceeds the model's context length, alone or together with its output.
 
     Attributes:
-        name: what is too large: ``prompt``, or ``max_tokens`` where the prompt alone would fit.
+        name: parameter that is too large: ``prompt``, or ``max_tokens`` if the prompt alone would fit.
     """
 
     def __init__(self, name: str, message: str) -> None:
@@ -101,18 +101,18 @@ class ContextLengthError(PromptError):
 
 
 def is_rust_panic(error: BaseException) -> bool:
-    """True if an error is a panic of Rust code. Its type is not an Exception, and cannot be imported."""
+    """Return True if the error is a panic of Rust code, whose type is not an Exception and cannot be imported."""
     return not isinstance(error, Exception) and type(error).__name__ == "PanicException"
 
 
 def one_line(error: BaseException, limit: int = 200) -> str:
-    """An error's message as one line of bounded length; the name of its type if it has no message."""
+    """Return an error's message as one line of bounded length, or the name of its type if it has no message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def short(value: Any, limit: int = 60) -> str:
-    """A value as Python writes it, in ``limit`` characters at most; looks at no more of it than that takes."""
+    """Return the ``repr`` of a value, shortened to ``limit`` characters. Visits only the required part of the value."""
     text = repr(_beginning(value))
     return text if len(text) <= limit else text[: limit - 3] + "..."
 

@@ -41,7 +41,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
-    """A model, loaded, ready to generate for many prompts at once.
+    """Loaded model that generates for many prompts at once.
 
     Args:
         model: ``demo``, a ``.gguf`` file, a local model directory, or a Hugging Face repository.
@@ -60,12 +60,12 @@ class LLM:
         args = EngineArgs(model=model, **engine_args)
         self._tool_call_parser = tool_call_parser
         self._reasoning_parser = reasoning_parser
-        self._answer_formats: dict[str, AnswerFormat] = {}  # by the parser of tool calls
-        # One queue per call under way, under the ids of its requests: calls may come from several threads.
+        self._answer_formats: dict[str, AnswerFormat] = {}  # by tool call parser
+        # Request id -> queue of the call that waits for it: concurrent calls may come from several threads.
         self._queues: dict[str, queue.SimpleQueue[RequestOutput]] = {}
         self._thread = EngineThread(lambda: build_engine(args), self._dispatch)
         self._core = self._thread.start()
-        if args.num_ranks > 1:  # the other ranks are to be told when a program ends that does not close this
+        if args.num_ranks > 1:  # if the program ends without close(), notify the other ranks
             atexit.register(self._thread.shutdown)
         self._ids = itertools.count()
 
@@ -79,12 +79,12 @@ class LLM:
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """For prompts without any: the defaults, and what the checkpoint recommends (``generation_config``)."""
+        """Default parameters, combined with the checkpoint's recommendations (``generation_config``)."""
         return SamplingParams(**self.config.model.default_sampling)  # type: ignore[arg-type]
 
     @property
     def stats(self) -> SchedulerStats:
-        """Where the scheduler stands, for live views."""
+        """Current state of the scheduler, for live views."""
         return self._core.stats
 
     def generate(
@@ -95,16 +95,17 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[GenerationResult]:
-        """Generate for each prompt (text, or token ids); results come in the prompts' order.
+        """Generate for each prompt (text, or token ids). Results are in the order of the prompts.
 
         Args:
-            sampling_params: one for all, or one for each prompt.
-            use_tqdm: show a progress bar. (The name is vLLM's.)
-            lora_request: adapter for all, or one or None for each prompt; with ``enable_lora`` loaded if it is not yet.
+            sampling_params: parameters for all prompts, or one entry for each prompt.
+            use_tqdm: True to show a progress bar. The name is vLLM's.
+            lora_request: LoRA adapter for all prompts, or one entry or None for each prompt. With ``enable_lora``, an
+                adapter is loaded if necessary.
 
         Raises:
-            ValueError: a prompt can never be served, or has token ids that are none, or an adapter cannot be loaded;
-                nothing has been generated then.
+            ValueError: a prompt can never be served or has invalid token ids, or an adapter cannot be loaded. Raised
+                before any generation.
             RuntimeError: a step failed, or the engine has stopped.
         """
         each: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
@@ -120,16 +121,16 @@ class LLM:
         lora_request: LoRARequests = None,
         **template_kwargs: Any,
     ) -> list[GenerationResult]:
-        """Generate the assistant's answer to one conversation, or to each of several.
+        """Generate the assistant's answer to each conversation.
 
         Each answer is split into content, reasoning and tool calls. If the marks between these are special tokens,
         ``text`` has its special tokens.
 
         Args:
-            sampling_params: one for all, or one for each conversation.
-            tools: functions that the model may call, in OpenAI's form. If the chat template takes no tools, a system
+            sampling_params: parameters for all conversations, or one entry for each conversation.
+            tools: functions that the model may call, in OpenAI's format. If the chat template takes no tools, a system
                 message describes them. With the ``tool_call_parser`` ``none``, calls stay in the text.
-            use_tqdm: show a progress bar.
+            use_tqdm: True to show a progress bar.
             lora_request: as in :meth:`generate`.
             template_kwargs: variables of the chat template.
 
@@ -157,7 +158,7 @@ class LLM:
         ]
         if any(one.needs_special_tokens for one in answers):
             with_special = {id(one): one.changed(skip_special_tokens=False) for one in params}
-            params = [with_special[id(one)] for one in params]  # those that shared one still do
+            params = [with_special[id(one)] for one in params]  # parameters shared by several prompts remain shared
         results = self._run(prompts, params, use_tqdm, lora_request)
         return [read_answers(result, one) for result, one in zip(results, answers, strict=True)]
 
@@ -168,14 +169,16 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingResult]:
-        """A vector for each prompt (text, or token ids), pooled as the checkpoint says; in the prompts' order.
+        """Compute a vector for each prompt (text, or token ids), in the order of the prompts.
 
         Args:
-            pooling_params: one for all, or one for each prompt.
-            use_tqdm: show a progress bar.
+            pooling_params: parameters for all prompts, or one entry for each prompt. Default: the checkpoint's
+                settings.
+            use_tqdm: True to show a progress bar.
 
         Raises:
-            ValueError: a prompt can never be served, or the model gives no such vectors; nothing has run then.
+            ValueError: a prompt can never be served, or the model does not support these vectors. Raised before any
+                computation.
             RuntimeError: a step failed, or the engine has stopped.
         """
         given: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
@@ -200,7 +203,7 @@ class LLM:
         return plan_tools(tools, "auto", answer_format, template_takes_tools=takes_tools, auto_tool_choice=True)
 
     def _answer_format(self, tool_call_parser: str) -> AnswerFormat:
-        # Loads MLX, so not before the engine has put its BLAS in place.
+        # This import loads MLX, which must not happen before the engine has loaded its BLAS.
         from metal_engine.checkpoints.answer_formats import find_answer_format
 
         found = self._answer_formats.get(tool_call_parser)
@@ -212,7 +215,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
     ) -> Generator[RequestOutput]:
-        """Outputs of one prompt as they come. Leaving the iteration early aborts the request."""
+        """Yield outputs of one prompt as they arrive. Leaving the iteration early aborts the request."""
         params = sampling_params or self.default_sampling_params
         if params.n != 1:
             raise ValueError("n must be 1 to stream")
@@ -226,7 +229,7 @@ class LLM:
         show_progress: bool,
         lora_request: LoRARequests,
     ) -> list[GenerationResult]:
-        # Refuse before anything runs.
+        # Validate all requests before any request runs.
         each = zip(
             prompts, self._params_for(prompts, sampling_params), self._adapters_for(prompts, lora_request), strict=True
         )
@@ -246,10 +249,10 @@ class LLM:
     def _collect(
         self, sequences: list[tuple[PreparedRequest, int]], ids: list[str], show_progress: bool, title: str
     ) -> dict[str, list[RequestOutput]]:
-        """Run requests to their ends, with a progress bar of that title; all outputs of each, by id."""
+        """Run requests to completion with a progress bar titled ``title``. Return the outputs of each request by id."""
         outputs: dict[str, list[RequestOutput]] = {request_id: [] for request_id in ids}
         num_tokens = 0
-        # Closed at once if a step fails, so that the other requests do not go on unseen.
+        # The generator is closed at once if a step fails, so that the other requests are aborted.
         with _progress_bar(show_progress) as progress, closing(self._outputs_of(sequences, ids)) as stream:
             task = progress.add_task(title, total=len(sequences), rate="")
             for output in stream:
@@ -271,16 +274,16 @@ class LLM:
     def _prepared(
         self, prompts: list[list[int]], params: SamplingParams, adapter: Adapter | None = None
     ) -> list[PreparedRequest]:
-        """Prompts that share their parameters, ready to run. Raises ValueError if one can never be."""
+        """Prepare prompts that share their parameters. Raises ValueError if a prompt can never be served."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         return self._core.prepare_all(prompts, params, adapter=adapter)
 
     def _outputs_of(self, sequences: list[tuple[PreparedRequest, int]], ids: list[str]) -> Generator[RequestOutput]:
-        """Outputs of several requests as they come; aborts what is left if the iteration ends early.
+        """Yield outputs of several requests as they arrive. Aborts unfinished requests if the iteration ends early.
 
         Args:
-            sequences: each one's request, and which of its outputs it is.
+            sequences: pairs of a request and the index of its output.
         """
         outputs: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
         unfinished = dict.fromkeys(ids)
@@ -302,7 +305,7 @@ class LLM:
                 self._thread.abort(request_id)
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
-        """In the engine's thread: hand each output to the call it belongs to, if that still waits."""
+        """Pass each output to the call that waits for its request, if any. Runs in the engine thread."""
         for output in outputs:
             waiting = self._queues.get(output.request_id)
             if waiting is not None:
@@ -329,7 +332,7 @@ class LLM:
             return None
         adapters = self._core.adapters
         if adapters is None:
-            raise ValueError("lora_request needs an LLM made with enable_lora=True or lora_modules")
+            raise ValueError("lora_request requires an LLM created with enable_lora=True or lora_modules")
         found = adapters.find(request.lora_name)
         if found is not None and request.lora_path in ("", found.path):
             return found
@@ -338,7 +341,7 @@ class LLM:
         return adapters.load(request.lora_name, request.lora_path, self._thread.call, in_place=True)
 
     def unload_lora_adapter(self, lora_name: str) -> bool:
-        """Forget an adapter, so that another may take its place. Returns whether there was one of that name."""
+        """Unload an adapter, so that its slot becomes free. Return True if an adapter with this name was loaded."""
         return self._core.adapters is not None and self._core.adapters.unload(lora_name)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""LoRA adapters as requests know them: by a name, which stands for low-rank additions to a model's linear layers."""
+"""LoRA adapters for requests: low-rank additions to a model's linear layers, selected by name."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter whose weights an engine holds, in a slot that is its own for as long as anything refers to this.
+    """LoRA adapter whose weights the engine holds. Its slot stays reserved while there is a reference to this object.
 
     Attributes:
-        name: under which it is served.
-        path: of its files, as it was given.
-        slot: where its weights are; 1 or more.
-        rank: of its products.
-        fingerprint: of its name and its weights, in hex digits; what KV depends on besides the model.
-        base_model_name: what it is said to be an adapter of; None: of the model that is served.
+        name: name under which the adapter is served.
+        path: path of its files, as given by the user.
+        slot: slot that holds its weights; 1 or more.
+        rank: LoRA rank.
+        fingerprint: hash of its name and weights in hex digits, which is part of the block hashes of its requests.
+        base_model_name: declared base model of the adapter; None: the served model.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Adapter:
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter for prompts of :class:`metal_engine.LLM`, by its name. (Names and meanings are vLLM's.)
+    """LoRA adapter for prompts of :class:`metal_engine.LLM`, by name. The names and meanings of the fields are vLLM's.
 
     Attributes:
-        lora_name: of an adapter that is loaded, or that is to be loaded from ``lora_path``.
-        lora_int_id: what vLLM tells adapters apart by; without effect here.
+        lora_name: name of a loaded adapter, or name for the adapter to load from ``lora_path``.
+        lora_int_id: id of the adapter in vLLM; ignored here.
         lora_path: folder of its files.
     """
 
@@ -46,14 +46,14 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """The layers of a model that adapters may add to, by the names of its modules.
+    """Layers of a model that LoRA adapters can change, by module name.
 
     Attributes:
-        shapes: numbers of inputs and outputs.
-        refused: of other linear layers, why they may not be added to.
-        interleaved: of those whose outputs are in llama.cpp's order, their numbers of heads. Output 2i + j of a head is
-            what elsewhere is output j * n / 2 + i of its n.
-        largest: magnitude that a weight may have, of the type that the model computes in.
+        shapes: module name -> numbers of inputs and outputs.
+        refused: module name -> reason why adapters cannot change the layer, for other linear layers.
+        interleaved: module name -> number of heads, for layers whose outputs are in llama.cpp's order. Output 2i + j of
+            a head with n outputs is output j * n / 2 + i in the usual order.
+        largest: largest magnitude of a weight in the model's compute dtype.
     """
 
     shapes: Mapping[str, tuple[int, int]]

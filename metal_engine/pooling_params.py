@@ -1,4 +1,4 @@
-"""How to pool a prompt's hidden states into one vector: :class:`PoolingParams`. Names and meanings are vLLM's."""
+"""Parameters for pooling a prompt's hidden states into one vector. Names and meanings are vLLM's."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from dataclasses import dataclass
 from metal_engine.errors import ParameterError, short
 
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
-# What a vector is cut to; no model has hidden states as long.
+# Upper limit of `dimensions`; no model has hidden states of this size.
 MAX_DIMENSIONS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
-    """How to pool. ``None`` means what the checkpoint says.
+    """Pooling parameters. ``None`` means the checkpoint's setting.
 
-    The hidden states are the model's after its final norm.
+    The hidden states are the model's output after the final norm.
 
     Attributes:
-        pooling_type: ``LAST`` or ``CLS``, the hidden state of the last or the first token; ``MEAN``, the mean of all.
-        normalize: scale the vector to length 1.
-        dimensions: keep so many of the vector's first elements, before it is scaled.
-        truncate_prompt_tokens: keep so many of the prompt's last tokens; -1 keeps as many as fit.
-        token_ids: pool no hidden state: give the logits of these tokens after the last one.
+        pooling_type: ``LAST`` or ``CLS``: hidden state of the last or the first token. ``MEAN``: mean of all hidden
+            states.
+        normalize: True to scale the vector to length 1.
+        dimensions: number of leading elements of the vector to keep, before scaling.
+        truncate_prompt_tokens: number of last prompt tokens to keep; -1 keeps as many tokens as fit.
+        token_ids: tokens whose logits after the last token are returned instead of a pooled vector.
 
     Raises:
-        ParameterError: a value is of the wrong type or out of range.
+        ParameterError: a value has the wrong type or is out of range.
     """
 
     pooling_type: str | None = None
@@ -46,7 +47,7 @@ class PoolingParams:
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether tokens before the last one count, so that cached prefixes are of no use."""
+        """True if tokens before the last token count, so that cached prefixes cannot be used."""
         return self.pooling_type != "LAST" and not self.token_ids
 
 

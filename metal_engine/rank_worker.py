@@ -1,4 +1,4 @@
-"""Runs a rank that only computes: what another process, rank 0 of its group, plans and serves."""
+"""Runs a rank other than 0: it computes its shard of the steps that rank 0 of its group plans and serves."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from metal_engine.step import RunnerLostError
 
 
 def follow(args: EngineArgs) -> int:
-    """Compute until rank 0 ends; returns the status to end the process with.
+    """Compute until rank 0 ends. Return the exit status of the process.
 
     Raises:
-        ConfigError: the settings cannot work; ModelLoadError: the model cannot be loaded, here or by another rank.
+        ConfigError: the settings cannot work.
+        ModelLoadError: this rank or another rank cannot load the model.
     """
-    # A terminal sends it to all; rank 0 drains, and ends the others. Others are ignored once this rank has joined.
+    # A terminal sends SIGINT to all ranks. Rank 0 drains its requests and then ends the other ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         build_engine(args)
     except SystemExit as end:
         return int(end.code or 0)
-    except RunnerLostError:  # has been told
+    except RunnerLostError:  # already reported
         return 1
     raise AssertionError("rank 0 cannot follow")
 
 
 def main() -> None:
-    """A rank that another process has started on this machine.
+    """Run a rank that another process has started on this machine.
 
-    Standard input has its settings, a line of JSON, and ends when that process does.
+    Standard input contains the settings as a line of JSON, and is closed when that process ends.
     """
     told = json.loads(sys.stdin.readline())
     end_with(sys.stdin.fileno())
@@ -43,7 +44,7 @@ def main() -> None:
     try:
         sys.exit(follow(EngineArgs(**told["args"])))
     except (ConfigError, ModelLoadError) as error:
-        logging.getLogger(__name__).info("ends: %s", one_line(error))  # rank 0 says it, too
+        logging.getLogger(__name__).info("ends: %s", one_line(error))  # rank 0 reports the error, too
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""A request: how it is served, how far it is (:class:`Request`), what came out."""
+"""Requests: their options, their state in the scheduler (:class:`Request`), and their outputs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """How to serve a request, beside what to generate; nothing here changes its output.
+    """Options for serving a request. They do not change its output.
 
     Attributes:
-        priority: lower goes first under ``--scheduling-policy priority``; ignored otherwise.
-        cache_salt: requests share cached prefixes only with requests of the same salt.
-        do_remote_prefill: another engine is computing the prompt's KV: wait for it to arrive from the store.
-        do_remote_decode: another engine waits for the prompt's KV: save all of it, prefixes cached here included.
-        use_speculation: whether tokens of it may be proposed, where the engine speculates.
-        predicted_token_ids: a text that much of its output is expected to be; proposed where the engine speculates.
+        priority: lower numbers go first with ``--scheduling-policy priority``; ignored otherwise.
+        cache_salt: requests share cached prefixes only with requests that have the same salt.
+        do_remote_prefill: another engine computes the prompt's KV: wait until it arrives from the store.
+        do_remote_decode: another engine waits for the prompt's KV: save all of it, including cached prefixes.
+        use_speculation: False disables drafts for the request. No effect unless the engine speculates.
+        predicted_token_ids: expected text of a large part of the output, used for drafts if the engine speculates.
     """
 
     priority: int = 0
@@ -37,19 +37,19 @@ class RequestOptions:
 
 @dataclass(frozen=True, eq=False)
 class PreparedRequest:
-    """A prompt and its parameters, checked against the model: what the engine takes in. All its outputs share it.
+    """Prompt and parameters, validated for the model. All outputs of a request share it.
 
     Attributes:
-        prompt_token_ids: the prompt, truncated as ``params`` say.
-        params: how to generate.
-        max_tokens: tokens to generate at most.
-        rules: what ``params`` mean in the model's tokens.
-        cache_salt: requests share cached prefixes only with requests of the same salt.
-        block_hashes: of the prompt's full blocks, with this salt.
-        pooling_params: how to pool the prompt, with nothing left to the checkpoint; None to generate.
+        prompt_token_ids: prompt, truncated according to ``params``.
+        params: sampling parameters.
+        max_tokens: maximum number of tokens to generate.
+        rules: ``params`` resolved for the model's vocabulary.
+        cache_salt: requests share cached prefixes only with requests that have the same salt.
+        block_hashes: hashes of the prompt's full blocks, with this salt.
+        pooling_params: pooling parameters with the model's defaults filled in; None to generate.
         num_lasting_tokens: :attr:`Request.num_lasting_tokens`.
         num_instruction_tokens: :attr:`Request.num_instruction_tokens`.
-        adapter: what its rows go through besides the model; None: nothing.
+        adapter: LoRA adapter of the request; None: no adapter.
     """
 
     prompt_token_ids: list[int]
@@ -65,7 +65,7 @@ class PreparedRequest:
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. PREEMPTED waits like WAITING, ahead of it; WAITING_FOR_REMOTE_KVS cannot be admitted yet."""
+    """State of a request. PREEMPTED waits like WAITING, but earlier; WAITING_FOR_REMOTE_KVS cannot be admitted yet."""
 
     WAITING = enum.auto()
     WAITING_FOR_REMOTE_KVS = enum.auto()
@@ -78,7 +78,7 @@ class RequestStatus(enum.Enum):
 
     @property
     def finish_reason(self) -> str | None:
-        """OpenAI's ``finish_reason``, with ``abort`` and ``error`` beside it; None while unfinished."""
+        """OpenAI's ``finish_reason``, or ``abort`` or ``error``; None while the request is unfinished."""
         return _FINISH_REASONS.get(self)
 
 
@@ -90,52 +90,54 @@ _FINISH_REASONS = {
 }
 
 
-@lru_cache(maxsize=4)  # the outputs of a request share theirs; one has up to a MiB
+@lru_cache(maxsize=4)  # the outputs of a request share the set, which may take a MiB
 def _union(eos_token_ids: frozenset[int], stop_token_ids: tuple[int, ...]) -> frozenset[int]:
     return eos_token_ids | frozenset(stop_token_ids)
 
 
 def client_id(request_id: str) -> str:
-    """The id that a request was submitted under. Inside it is another, since clients may use theirs again at
-    once, while a step that computes the request they aborted is under way."""
+    """Return the id under which the client submitted a request.
+
+    The internal id differs: a client may reuse an id at once, while a step in flight computes the aborted request.
+    """
     return request_id.rpartition("#")[0]
 
 
 @dataclass(eq=False, repr=False, slots=True)
 class Request:
-    """One sequence under generation: the scheduler's view of it.
+    """State of one sequence in the scheduler.
 
-    There is no prefill phase and no decode phase: the scheduler hands out some of the difference between
+    There are no separate prefill and decode phases: the scheduler allots tokens from the difference between
     ``num_tokens + num_output_placeholders`` and ``num_computed_tokens``.
 
-    With ``pooling_params`` it ends with its prompt. Its result stands in for its first token, a placeholder until it
-    comes, so ``max_tokens`` is 1.
+    A request with ``pooling_params`` ends with its prompt. Its result takes the place of the first output token,
+    including the placeholder while it is computed. Its ``max_tokens`` is therefore 1.
 
     Attributes:
-        token_ids: prompt, then output, token ids.
-        num_computed_tokens: leading tokens whose KV is in the cache, or will be when the steps under way end.
-        num_output_placeholders: tokens that steps under way will sample and that are not in ``token_ids`` yet; of a
-            request to pool, its result.
+        token_ids: token ids of the prompt, followed by the output.
+        num_computed_tokens: number of leading tokens with KV in the cache after the steps in flight.
+        num_output_placeholders: number of tokens that steps in flight sample and that are not in ``token_ids`` yet. For
+            a pooling request, 1 while its result is computed.
         arrival: position in order of arrival; lower is earlier.
-        needs_prompt_rows: the prompt's log probabilities are asked for, so each of its tokens has logits.
-        num_lasting_tokens: prompt tokens that a later prompt of the conversation begins with, most likely: those
-            before the generation prompt. All of them if not given.
-        num_instruction_tokens: prompt tokens that other conversations begin with, most likely: those before the
-            content of the first user's message. 0 if not known.
-        pooling_params: how to pool the prompt, with nothing left to the checkpoint; None to generate.
-        adapter: what its rows go through besides the model; None: nothing.
-        rules: what ``sampling_params`` mean in the model's tokens.
-        seed: of this output's draws.
-        block_hashes: of the full blocks of ``token_ids``, as far as they have been computed.
-        num_cached_tokens: prompt tokens found in the prefix cache on the first admission; -1 before it.
-        num_external_tokens: of the cached tokens, those whose KV came from a store; on the first admission.
-        num_registered_blocks: leading blocks that the prefix cache knows by their hashes.
+        needs_prompt_rows: True if log probabilities of the prompt are requested, so that each of its tokens has logits.
+        num_lasting_tokens: number of prompt tokens that the next prompt of the conversation probably starts with: the
+            tokens before the generation prompt. Default: all tokens.
+        num_instruction_tokens: number of prompt tokens that other conversations probably start with: the tokens before
+            the content of the first user message. 0 if unknown.
+        pooling_params: pooling parameters with the model's defaults filled in; None to generate.
+        adapter: LoRA adapter of the request; None: no adapter.
+        rules: ``sampling_params`` resolved for the model's vocabulary.
+        seed: seed of this output's random draws.
+        block_hashes: hashes of the full blocks of ``token_ids``, as far as they have been computed.
+        num_cached_tokens: number of prompt tokens found in the prefix cache at the first admission; -1 before it.
+        num_external_tokens: number of these tokens whose KV came from a store.
+        num_registered_blocks: number of leading blocks that are registered in the prefix cache.
         sort_key: order of service; lower goes first.
-        last_step: id of the last step that computed some of it; -1 before the first.
-        num_preemptions: how often the request lost its blocks.
-        num_draft_tokens: how many tokens were proposed for it, and how many of those were accepted.
-        num_predicted_tokens: of the tokens that its client predicted, how many were proposed and accepted, and how many
-            proposed and rejected.
+        last_step: id of the last step that computed tokens of the request; -1 before the first.
+        num_preemptions: number of times that the request was preempted.
+        num_draft_tokens: number of proposed drafts, and number of accepted drafts.
+        num_predicted_tokens: number of drafts from the client's predicted text that were accepted, and number of such
+            drafts that were rejected.
     """
 
     request_id: str
@@ -185,7 +187,7 @@ class Request:
 
     @property
     def skip_reading_prefix_cache(self) -> bool:
-        """Whether every prompt token must be computed, so that cached prefixes are of no use."""
+        """True if every prompt token must be computed, so that cached prefixes cannot be used."""
         pooling = self.pooling_params
         return self.needs_prompt_rows or (pooling is not None and pooling.needs_every_token)
 
@@ -198,7 +200,7 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def status_after(self, token_id: int) -> RequestStatus | None:
-        """How ``token_id``, its last token, ends it; None if it goes on."""
+        """Return the final status if ``token_id``, the request's last token, ends it; None if it continues."""
         if token_id in self.stop_token_id_set:
             return RequestStatus.FINISHED_STOPPED
         return RequestStatus.FINISHED_LENGTH if self.num_output_tokens >= self.max_tokens else None
@@ -206,13 +208,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely a token was, and what else was likely there.
+    """Log probability of a token, and the most likely alternatives.
 
     Attributes:
         token_id: the token.
         logprob: natural logarithm of its probability.
-        rank: 1 for the most likely token; tokens as likely share a rank.
-        top: (token id, log probability) of the most likely tokens, as many as were asked for, in order.
+        rank: 1 for the most likely token. Equally likely tokens have the same rank.
+        top: (token id, log probability) of the requested number of most likely tokens, in order.
     """
 
     token_id: int
@@ -223,33 +225,35 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a request has produced since the last output of it.
+    """Results of a request since its previous output.
 
     Attributes:
-        request_id: as given on submission.
-        text: new text; never half a character, never part of a stop string.
+        request_id: id given at submission.
+        text: new text. Never ends within a character, and never contains a part of a stop string.
         token_ids: new token ids.
-        token_ends: where the text of each token ends, in characters from the beginning of the request's text. A token
-            comes once, in order, with the output that shows the end of its text. On the last output come those that
-            a stop string has cut off; they end where the text does. The token that stopped generation has no place
-            here if it is no part of the text.
+        token_ends: end of the text of each token, in characters from the start of the request's text. Tokens are listed
+            once, in order, when their text is complete. The last output also lists the tokens that a stop string has
+            cut off, with the end of the text. The token that stopped generation is listed only if its text is in the
+            output.
         num_prompt_tokens: length of the prompt in tokens.
-        num_output_tokens: tokens generated so far, the new ones included.
-        num_cached_tokens: prompt tokens whose KV was there: in the prefix cache, or in a store.
-        num_external_tokens: of those, the tokens whose KV came from a store.
-        num_predicted_tokens: :attr:`Request.num_predicted_tokens` so far, without those that a stop string has cut off.
-        finish_reason: ``stop``, ``length``, ``abort`` or ``error`` on the last output, else None.
-        stop_reason: the stop string or stop token id that ended generation, if one did.
-        error: message, when ``finish_reason`` is ``error``.
-        caused_by_request: whether the error comes of what the request itself asks for.
-        logprobs: of each of ``token_ids``; None unless asked for.
-        text_logprobs: of the tokens of ``token_ends``, except those whose whole text a stop string has cut off; None
-            unless asked for.
-        prompt_logprobs: on the first output, of each prompt token, None for the first of them; None unless asked for.
-        pooled: of a request to pool, whose only output this is: the vector, or the logits asked for, [D] float32.
+        num_output_tokens: number of tokens generated so far, including the new tokens.
+        num_cached_tokens: number of prompt tokens whose KV was in the prefix cache or in a store.
+        num_external_tokens: number of these tokens whose KV came from a store.
+        num_predicted_tokens: :attr:`Request.num_predicted_tokens` so far, without tokens that a stop string has cut
+            off.
+        finish_reason: ``stop``, ``length``, ``abort`` or ``error`` in the last output, otherwise None.
+        stop_reason: stop string or stop token id that ended generation; None without one.
+        error: error message if ``finish_reason`` is ``error``.
+        caused_by_request: True if the request's own parameters caused the error.
+        logprobs: log probabilities of ``token_ids``; None unless requested.
+        text_logprobs: log probabilities of the tokens in ``token_ends``, except tokens whose whole text a stop string
+            has cut off; None unless requested.
+        prompt_logprobs: log probabilities of each prompt token, in the first output only. The entry of the first prompt
+            token is None. The list is None unless requested.
+        pooled: result of a pooling request, in its only output: the vector or the requested logits, [D] float32.
     """
 
-    # First what the scheduler knows: it makes one of these for each token.
+    # First the fields that the scheduler fills in, because it creates one output for each token.
     request_id: str
     token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -274,7 +278,7 @@ class RequestOutput:
 
 
 def merge_outputs(outputs: list[RequestOutput]) -> RequestOutput:
-    """Returns consecutive outputs of one request, at least one, as one. An error's comes alone: it has no counts."""
+    """Merge consecutive outputs of one request, at least one. An error output is returned alone: it has no counts."""
     first, last = outputs[0], outputs[-1]
     if last is first or last.error is not None:
         return last

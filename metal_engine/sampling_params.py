@@ -1,4 +1,4 @@
-"""How to generate: :class:`SamplingParams`, checked where it is made. Names and meanings are vLLM's."""
+"""Sampling parameters, validated on construction: :class:`SamplingParams`. Names and meanings are vLLM's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 from metal_engine.errors import ParameterError, short
 from metal_engine.sizes import num_characters
 
-# Far beyond any use; what a request may cost in memory beside its tokens.
+# Limits on a request's memory besides its tokens. Practical requests stay far below them.
 MAX_STOP_CHARACTERS = 16_384
 MAX_STOP_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 1_024
@@ -25,53 +25,54 @@ MAX_LOGIT_BIASES = 16_384
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
 MAX_GRAMMAR_CHARACTERS = 131_072
 MAX_CHOICES = 1_024
-# As many alternatives as OpenAI gives, and as many choices.
+# The maximum numbers of alternatives and of choices are OpenAI's.
 MAX_LOGPROBS = 20
 MAX_N = 128
 
 
 class Matcher(Protocol):
-    """Where one output stands in its grammar. Belongs to one request; used by one thread at a time."""
+    """Position of one output in its grammar. Belongs to one request. Used by one thread at a time."""
 
     def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
-        """Go on past tokens that the output has been given, and begin to compute what may come next.
+        """Advance past tokens of the output, and start computing the next mask.
 
         Args:
-            drafts: tokens that may follow: what may come after each of them is wanted, too. The output does not go on
-                past them. There may be none where what was asked last has not been told yet.
+            drafts: tokens that may follow. The mask after each of them is computed, too, but the output does not
+                advance past them. Must be empty while an earlier mask has not been returned.
         """
 
     def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
-        """Write which tokens may come next: bit ``i % 32`` of word ``i // 32`` of ``mask``, [W] int32.
+        """Write the mask of the next token: bit ``i % 32`` of word ``i // 32`` of ``mask`` for token ``i``, [W] int32.
 
-        Returns False, without writing, if that is not known at ``deadline``, a time of ``time.monotonic``.
+        Returns False, without writing, if the mask is not ready at ``deadline``, a time of ``time.monotonic``.
 
         Args:
-            num_drafts: after so many of the drafts. What comes after a draft that is not allowed may be anything.
+            num_drafts: number of drafts before the token. The mask after a draft that is not allowed is arbitrary.
 
         Raises:
-            ValueError: the grammar forbids one of the output's tokens, or got too complex to go on.
+            ValueError: the grammar forbids one of the output's tokens, or has become too complex.
         """
 
 
 class Grammar(Protocol):
-    """A compiled grammar, shared by the requests that ask for it."""
+    """Compiled grammar, shared by the requests that use it."""
 
     def matcher(self) -> Matcher:
-        """One at the beginning of an output."""
+        """Return a matcher at the start of an output."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRules:
-    """What sampling parameters mean in the tokens of one model. Made once and shared by all outputs of a request.
+    """Sampling parameters resolved for a model's vocabulary. Created once and shared by all outputs of a request.
 
     Attributes:
-        stop_token_ids: tokens that end generation, so they may not come before ``min_tokens`` tokens; [S] int32.
-        bad_words: tokens that may not come, by the tokens right before them.
-        allowed: the only tokens that may come: bit ``i % 32`` of word ``i // 32``, [W] int32; None for all.
+        stop_token_ids: tokens that end generation, and that are excluded in the first ``min_tokens`` tokens; [S] int32.
+        bad_words: tokens before an excluded token -> excluded tokens.
+        allowed: mask of the only allowed tokens: bit ``i % 32`` of word ``i // 32`` for token ``i``, [W] int32; None
+            allows all tokens.
         bias_ids: tokens whose logits are biased, [A] int32.
-        biases: what is added to the logits of ``bias_ids``, [A] float32.
-        grammar: what the whole output must match.
+        biases: numbers added to the logits of ``bias_ids``, [A] float32.
+        grammar: grammar of the whole output; None without structured output.
     """
 
     stop_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -87,21 +88,22 @@ NO_RULES = TokenRules()
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the whole output must match: exactly one of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar``.
+    """Format of the whole output: exactly one of ``json``, ``json_object``, ``regex``, ``choice``, ``grammar``.
 
     Attributes:
-        json: a JSON schema, as an object or as text.
-        json_object: any JSON object.
-        regex: a regular expression, of Rust's ``regex`` syntax.
-        choice: one of these texts.
-        grammar: a context-free grammar, in Lark's or GBNF's syntax.
-        disable_any_whitespace: JSON without white space between its tokens.
-        whitespace_pattern: a regular expression for the white space between JSON's tokens.
-        strict: of a JSON schema: its objects have no other properties than those that they name, even where they name
-            none. Without it, that goes for objects with ``properties``. Either way, ``additionalProperties`` wins.
+        json: JSON schema, as an object or as text.
+        json_object: True for any JSON object.
+        regex: regular expression in the syntax of Rust's ``regex``.
+        choice: list of texts. The output must be one of these texts.
+        grammar: context-free grammar in Lark's or GBNF's syntax.
+        disable_any_whitespace: True for JSON without white space between its tokens.
+        whitespace_pattern: regular expression for the white space between JSON tokens.
+        strict: True to allow only the named properties in the objects of a JSON schema, even if an object names no
+            properties. If False, this applies only to objects with ``properties``. In both cases,
+            ``additionalProperties`` takes precedence.
 
     Raises:
-        ParameterError: none or several are given, or one is no grammar by its type or size.
+        ParameterError: no field or several fields are given, or a field has the wrong type or size.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -136,77 +138,77 @@ class StructuredOutputsParams:
 
     @property
     def schema_text(self) -> str | None:
-        """The JSON schema as JSON, if one is given."""
+        """JSON schema as JSON text, if one is given."""
         if self.json is None or isinstance(self.json, str):
             return self.json
         if num_characters(self.json, per_value=1, limit=MAX_GRAMMAR_CHARACTERS) > MAX_GRAMMAR_CHARACTERS:
-            raise ParameterError("structured_outputs", f"may have {MAX_GRAMMAR_CHARACTERS} characters")
+            raise ParameterError("structured_outputs", f"may have at most {MAX_GRAMMAR_CHARACTERS} characters")
         try:
             return json.dumps(self.json)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ParameterError("structured_outputs.json", f"is no JSON: {error}") from error
+            raise ParameterError("structured_outputs.json", f"is not JSON: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to generate. Names and meanings are vLLM's.
+    """Sampling parameters. Names and meanings are vLLM's.
 
     Logits are edited in this order: structured output and ``allowed_token_ids``, ``bad_words``, ``min_tokens``,
-    ``logit_bias``, penalties; then divided by the temperature; then cut by ``min_p``, ``top_k`` and ``top_p``.
+    ``logit_bias``, penalties. They are then divided by the temperature, and cut by ``min_p``, ``top_k`` and ``top_p``.
 
     Raises:
-        ParameterError: a value is of the wrong type or out of range.
+        ParameterError: a value has the wrong type or is out of range.
     """
 
     n: int = 1
-    """Outputs to generate for each prompt. With a seed, output ``i`` is generated with ``seed + i``."""
+    """Number of outputs to generate for each prompt. With a seed, output ``i`` uses ``seed + i``."""
     max_tokens: int | None = 16
-    """Tokens to generate at most; ``None`` means until ``max_model_len``."""
+    """Maximum number of tokens to generate; ``None`` means until ``max_model_len``."""
     min_tokens: int = 0
-    """Neither end of sequence, nor a stop token, nor a stop string ends generation before so many tokens."""
+    """Minimum number of tokens before an end-of-sequence token, a stop token or a stop string ends generation."""
     temperature: float = 1.0
-    """0 is greedy. Logits are divided by this after penalties and biases, and before anything is cut."""
+    """Divisor of the logits, applied after penalties and biases and before cuts; 0 means greedy sampling."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probability reaches this; 1 keeps all."""
+    """Keep the smallest set of most likely tokens whose total probability reaches this; 1 keeps all."""
     top_k: int = 0
     """Keep this many most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the most likely one; 0 keeps all."""
+    """Keep tokens whose probability is at least this fraction of the highest probability; 0 keeps all."""
     repetition_penalty: float = 1.0
     """Logits of tokens in the prompt or the output are divided by this if positive, else multiplied; 1 is off."""
     presence_penalty: float = 0.0
-    """Taken from the logits of tokens in the output; -2 to 2."""
+    """Subtracted from the logits of tokens in the output; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Taken from the logits of tokens in the output, once for each time they are there; -2 to 2."""
+    """Subtracted from the logits of tokens in the output, once for each occurrence; -2 to 2."""
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    """Token id -> what is added to its logit; -100 to 100."""
+    """Token id -> number added to its logit; -100 to 100."""
     allowed_token_ids: tuple[int, ...] | None = None
     """The only token ids that may be generated."""
     bad_words: tuple[str, ...] = ()
-    """Words that may not be generated: the last token of each is excluded where the others stand before it."""
+    """Words that may not be generated: the last token of a word is excluded after the other tokens of the word."""
     seed: int | None = None
-    """Same seed, same prompt, same parameters: same draws, whatever else runs in the batch."""
+    """The same seed, prompt and parameters give the same random draws in any batch."""
     stop: tuple[str, ...] = ()
-    """Strings that end generation; the text is cut before the first one found."""
+    """Strings that end generation. The text is cut before the first match."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end generation, besides the model's own end-of-sequence ids."""
     include_stop_str_in_output: bool = False
     """Cut the text after the stop string, or after the stop token's text, instead of before it."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence ids."""
+    """Continue past the model's end-of-sequence ids."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
     logprobs: int | None = None
-    """Give each output token's log probability, and those of this many most likely tokens (0 to 20).
+    """Number of most likely tokens (0 to 20) whose log probabilities are returned, besides each output token's own.
 
-    They are of the model's own distribution: before penalties, biases, masks and temperature.
+    Log probabilities refer to the model's own distribution, before penalties, biases, masks and temperature.
     """
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens. The prompt is then computed whole, without cached prefixes."""
+    """``logprobs`` for the prompt's tokens. The whole prompt is then computed, without cached prefixes."""
     truncate_prompt_tokens: int | None = None
-    """Keep so many of the prompt's last tokens; -1 keeps as many as fit beside ``max_tokens``."""
+    """Number of last prompt tokens to keep; -1 keeps as many as fit together with ``max_tokens``."""
     structured_outputs: StructuredOutputsParams | None = None
-    """What the output must match."""
+    """Format that the output must match."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -239,7 +241,7 @@ class SamplingParams:
     def _check_structured_outputs(self) -> None:
         for name in ("allowed_token_ids", "bad_words", "ignore_eos"):
             if self.structured_outputs is not None and getattr(self, name):
-                message = "and structured_outputs exclude each other: what is left may be nothing"
+                message = "and structured_outputs exclude each other: together they may allow no token"
                 raise ParameterError(name, message)
 
     def _check_sizes(self) -> None:
@@ -248,7 +250,7 @@ class SamplingParams:
         if not all(map(str.strip, self.bad_words)):
             raise ParameterError("bad_words", "cannot contain an empty string")
         if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
-            raise ParameterError("stop", f"strings may have {MAX_STOP_CHARACTERS} characters together")
+            raise ParameterError("stop", f"strings may have at most {MAX_STOP_CHARACTERS} characters together")
         _check_size("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, "entries")
         _check_size("bad_words", len(self.bad_words), MAX_BAD_WORDS, "entries")
         _check_size("bad_words", sum(map(len, self.bad_words)), MAX_BAD_WORD_CHARACTERS, "characters together")
@@ -266,20 +268,20 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether the request changes logits before the temperature. Requests that do not skip that code."""
+        """True if the request edits logits before the temperature. Other requests skip that code."""
         if self.allowed_token_ids is not None or self.min_tokens > 0:
             return True
         return bool(self.logit_bias) or self.needs_token_on_host
 
     @property
     def needs_token_on_host(self) -> bool:
-        """Whether a token can only be sampled once the one before it is known on the host."""
+        """True if sampling a token requires the previous token on the host."""
         return self.has_penalties or bool(self.bad_words) or self.structured_outputs is not None
 
     def changed(self, **values: Any) -> SamplingParams:
-        """A copy with other ``structured_outputs``, ``skip_special_tokens`` or ``stop_token_ids``.
+        """Return a copy with other ``structured_outputs``, ``skip_special_tokens`` or ``stop_token_ids``.
 
-        The rest, checked before, is shared.
+        The other values have been validated already, and are shared.
         """
         new = copy(self)
         new._set(**values)
@@ -287,7 +289,7 @@ class SamplingParams:
         return new
 
     def seed_of(self, index: int) -> int | None:
-        """The seed of output ``index`` of ``n``, within 64 bits; None without a seed."""
+        """Return the seed of output ``index`` of ``n``, within 64 bits; None without a seed."""
         if self.seed is None:
             return None
         return (self.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -297,7 +299,7 @@ PARAMETER_NAMES = tuple(f.name for f in fields(SamplingParams))
 
 
 def _integer(name: str, value: Any, part: str = "") -> int:
-    """An int, of anything that is one exactly (NumPy's are). ``part`` says which part of a parameter it is."""
+    """Return the value as an int if it is an exact integer (as NumPy's are). ``part`` names a part of the parameter."""
     if not isinstance(value, bool | np.bool_):
         try:
             return operator.index(value)
@@ -317,7 +319,7 @@ def _number(name: str, value: Any, part: str = "") -> float:
     raise ParameterError(name, f"{part}must be a number, got {short(value)}")
 
 
-# By parameter: what makes a number of what is given, which numbers it may be, and these in words. NaN is in no range.
+# Parameter -> function that converts the value, test of the range, and the range in words. NaN is out of every range.
 _NUMBERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any], bool], str]] = {
     "n": (_integer, lambda n: 1 <= n <= MAX_N, f"be in [1, {MAX_N}]"),
     "max_tokens": (_integer_or_none, lambda n: n >= 1, "be at least 1"),
@@ -343,7 +345,7 @@ def _check_type(name: str, value: Any, types: Any, kind: str) -> None:
 
 def _check_size(name: str, size: int, limit: int, unit: str) -> None:
     if size > limit:
-        raise ParameterError(name, f"may have {limit} {unit}")
+        raise ParameterError(name, f"may have at most {limit} {unit}")
 
 
 def _items(name: str, values: Any, kind: str) -> list[Any]:
@@ -368,12 +370,12 @@ def _token_id(name: str, value: Any, part: str) -> int:
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:
-    # One by one, here and in what follows: a single call over a large list would keep every other thread waiting.
+    # Item by item, also below: a single call over a large list would block all other threads.
     return tuple(_token_id(name, item, "entries ") for item in _items(name, values, "token ids"))
 
 
 def _biases(values: Any) -> Mapping[int, float] | None:
-    """Biases by token id; the ids may be strings, as JSON has no other keys."""
+    """Return the biases by token id. Ids may be strings, because JSON keys are strings."""
     if values is None:
         return None
     _check_type("logit_bias", values, Mapping, "an object of token ids and numbers")

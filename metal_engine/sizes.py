@@ -1,4 +1,4 @@
-"""Going through JSON values in Python: other threads go on meanwhile, and it ends where enough is known."""
+"""Traversal of JSON values in Python code: it does not block other threads, and can stop early."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 
 def num_characters(value: Any, *, per_value: int = 64, limit: float = math.inf) -> int:
-    """The characters of all texts in a JSON value; stops once there are more than ``limit``.
+    """Return the number of characters of all strings in a JSON value. Stops once the number exceeds ``limit``.
 
     Args:
-        per_value: what each value counts beside its characters: 64 is about what Python keeps of it, in bytes.
+        per_value: number to add for each value besides its characters. 64 is about the memory of a Python object in
+            bytes.
     """
     total = 0
     for one in parts(value):
@@ -22,7 +23,7 @@ def num_characters(value: Any, *, per_value: int = 64, limit: float = math.inf) 
 
 
 def parts(value: Any) -> Iterator[Any]:
-    """A JSON value and all values in it, names of members included; in no order."""
+    """Iterate over a JSON value and all values in it, including the names of members, in no particular order."""
     left = [value]
     while left:
         one = left.pop()

@@ -1,4 +1,4 @@
-"""What the scheduler, the runner and the engine say to each other about one step: plain data."""
+"""Data classes that the scheduler, runner and engine exchange for one step."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, TokenLogprobs
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 
-# A draft that the scheduler leaves to the runner's draft model.
+# Placeholder for a draft that the runner's draft model fills in.
 UNKNOWN_DRAFT = -1
-# Tokens of a request that are new to the draft model in each step that drafts: the last one, and the last draft where
-# all came.
+# Number of a request's tokens that are new to the draft model in each drafting step: the last token, and the last draft
+# if all drafts were accepted.
 NEW_TO_DRAFT_MODEL = 2
 
 
 @dataclass(slots=True)
 class NewRequestData:
-    """A request the runner has not seen, or has been told to drop since: everything about it.
+    """Complete data of a request that the runner does not hold: a new request, or a request that it has dropped.
 
     Attributes:
-        token_ids: all tokens known so far: the prompt, and outputs when it resumes after preemption.
-        block_ids: its whole block table.
-        rules: what ``sampling_params`` mean in the model's tokens.
-        seed: of its draws.
-        pooling_params: how to pool its prompt; None to generate.
-        state_slots: of the recurrent state that it goes on from (0: none), and of the one that it leaves.
-        adapter_slot: of the adapter that its rows go through; 0: none.
-        stop_token_ids: tokens that end it, after which nothing is to be drafted.
+        token_ids: all known tokens: the prompt, followed by the output if the request resumes after preemption.
+        block_ids: complete block table of the request.
+        rules: ``sampling_params`` resolved for the model's vocabulary.
+        seed: seed of the request's random draws.
+        pooling_params: pooling parameters; None to generate.
+        state_slots: slots of the initial recurrent state (0: zero state) and of the state that the first step writes.
+        adapter_slot: slot of the request's LoRA adapter; 0: no adapter.
+        stop_token_ids: tokens that end the request. No drafts follow them.
     """
 
     request_id: str
@@ -67,13 +67,13 @@ class NewRequestData:
 
 @dataclass(slots=True)
 class KVConnectorMetadata:
-    """Blocks, and recurrent states, that a step moves between the KV cache and a store.
+    """Blocks and recurrent states that a step moves between the KV cache and a store.
 
     Attributes:
-        loads: block id -> its contents, uint8 [bytes of a block]; they go in before anything is computed.
+        loads: block id -> contents, uint8 [bytes of a block], written before the forward.
         saves: (hash, block id) of blocks that are complete when the step has ended.
-        state_loads: slot -> the state that belongs there, uint8 [bytes of a state]; likewise.
-        state_saves: (hash of the prefix's last block, slot) of states that are there when the step has ended.
+        state_loads: slot -> recurrent state, uint8 [bytes of a state], written before the forward.
+        state_saves: (hash of the prefix's last block, slot) of states that are complete when the step has ended.
     """
 
     loads: dict[int, np.ndarray] = field(default_factory=dict)
@@ -84,27 +84,28 @@ class KVConnectorMetadata:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step's plan: who gets how many tokens.
+    """Plan of one step: how many tokens of each request to compute.
 
     Attributes:
-        step_id: counts steps from 0.
-        num_scheduled_tokens: request id -> query length, in packing order. A decode is a length of 1, and of 1 + k with
-            k drafts.
+        step_id: number of the step, from 0.
+        num_scheduled_tokens: request id -> query length, in packing order. The query length of a decode is 1, or 1 + k
+            with k drafts.
         new_requests: requests in this step that the runner does not hold.
-        new_block_ids: request id -> blocks appended to the table of a request the runner holds.
-        new_state_slots: request id -> slot in which a request that the runner holds leaves its recurrent states from
-            this step on; it still goes on from the one before.
-        sampled_req_ids: requests whose last known token is in this step, so that it samples their next one,
-            in packing order. An intermediate chunk is not among them, nor is a request to pool.
-        pooled_req_ids: requests to pool whose prompts this step completes, in packing order.
-        scheduled_spec_decode_tokens: request id -> its drafts: tokens that may follow its last known one, which is in
-            this step, and that are computed as if they did. It samples after the last known token and after each draft.
-            Those that are :data:`UNKNOWN_DRAFT`, all of a request then, the draft model is to say; it may say fewer.
-        draft_model_req_ids: requests of whose tokens in this step, which sample nothing or their first token, the draft
-            model is to have KV, too.
-        dropped_req_ids: requests the runner must forget before this step: finished, aborted or preempted. After a plan
-            that the runner refused, some may be requests that it has already forgotten.
-        kv_connector_metadata: blocks to load and save with this step; None without KV transfer.
+        new_block_ids: request id -> blocks appended to the block table, for requests that the runner holds.
+        new_state_slots: request id -> new slot for the recurrent state, for requests that the runner holds. The request
+            writes to this slot from this step on. The step still reads the initial state from the previous slot.
+        sampled_req_ids: requests that sample their next token, because their last known token is in this step; in
+            packing order. Excludes intermediate chunks and pooling requests.
+        pooled_req_ids: pooling requests whose prompts this step completes, in packing order.
+        scheduled_spec_decode_tokens: request id -> drafts, which are computed as if they followed the request's last
+            known token. That token is also in this step. The request samples after the last known token and after each
+            draft. If all drafts of a request are :data:`UNKNOWN_DRAFT`, the draft model fills them in, and may return
+            fewer drafts.
+        draft_model_req_ids: requests whose tokens in this step the draft model also computes, to have their KV. These
+            requests sample nothing, or their first token.
+        dropped_req_ids: requests that the runner must drop before this step: finished, aborted or preempted. If the
+            runner refused an earlier plan, it may have dropped some of them already.
+        kv_connector_metadata: blocks to load and save in this step; None without KV transfer.
     """
 
     step_id: int
@@ -121,14 +122,14 @@ class SchedulerOutput:
 
     @property
     def composition(self) -> str:
-        """What the step computes, in words."""
+        """Description of the step's contents for logs."""
         lengths = list(self.num_scheduled_tokens.values())
         decodes = sum(length == 1 for length in lengths)
         new = len(self.new_requests)
         return f"{sum(lengths)} tokens of {len(lengths)} requests ({decodes} of one token, {new} new)"
 
     def with_drafts(self, drafting: Drafting) -> SchedulerOutput:
-        """Returns the plan with a draft model's drafts in it; rows of drafts that there are not are left out."""
+        """Return the plan with the draft model's drafts filled in. Rows of missing drafts are removed."""
         if not drafting.token_ids:
             return self
         planned, drafts = self.scheduled_spec_decode_tokens, drafting.token_ids
@@ -140,7 +141,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class PromptLogprobs:
-    """Log probabilities of consecutive prompt tokens, the first of which has index ``start``."""
+    """Log probabilities of consecutive prompt tokens. The first token has index ``start`` in the prompt."""
 
     start: int
     tokens: list[TokenLogprobs]
@@ -148,16 +149,19 @@ class PromptLogprobs:
 
 @dataclass(slots=True)
 class Drafting:
-    """What a draft model did in a step.
+    """Result of the draft model in a step.
 
     Attributes:
-        token_ids: by request id, of those whose drafts were left to it: the drafts. There are fewer than planned where
-            it has no KV of all the request's tokens yet, where a draft would end the request, or where none would do.
-        num_computed_tokens: by request id, of those it was run for: from the first, tokens and drafts with KV of it.
-        seconds: that all of it took.
-        num_tokens: that it had not computed before, beside the drafts and those before them.
-        num_forwards: that computed drafts, one for each request.
-        forward_seconds: that those took.
+        token_ids: request id -> drafts, for the requests that need the draft model's drafts. There are fewer drafts
+            than planned if the draft model lacks KV of the request's tokens, or if a draft would end the request. The
+            list can be empty.
+        num_computed_tokens: request id -> number of leading tokens and drafts with KV of the draft model, for the
+            requests that it ran for.
+        seconds: total time of the draft model.
+        num_tokens: tokens the draft model computed to catch up, not counting the drafts and the tokens directly before
+            them.
+        num_forwards: number of forwards that computed drafts, one draft for each request.
+        forward_seconds: time of these forwards.
     """
 
     token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -173,13 +177,13 @@ DecodeOutcome = Literal["replayed", "traced", "untraced", "adapters", "large", "
 
 @dataclass(frozen=True, slots=True)
 class DecodeForward:
-    """How the forward of a step in which every row samples came about.
+    """Outcome of the forward of a step in which every row samples.
 
     Attributes:
-        outcome: ``replayed``, or ``traced`` and replayed for the first time; or why it was built: ``untraced`` (its
-            sizes are new or rare, or their trace raised), ``adapters`` (some of its requests have one), ``large`` (it
-            takes too much in one piece), ``refused``.
-        refusal: why no step is replayed; None where steps are.
+        outcome: ``replayed``, or ``traced`` and replayed for the first time. All other values are reasons for building
+            the forward: ``untraced`` (its sizes are new or rare, or their trace raised), ``adapters`` (some requests
+            have a LoRA adapter), ``large`` (its attention is too large for a trace), ``refused`` (replay is disabled).
+        refusal: reason why replay is disabled; None while it is enabled.
     """
 
     outcome: DecodeOutcome
@@ -188,22 +192,22 @@ class DecodeForward:
 
 @dataclass(slots=True)
 class ModelOutput:
-    """What a step computed.
+    """Results of a step.
 
     Attributes:
-        sampled_token_ids: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order: of a request with
-            drafts, the one after those that are accepted.
-        num_accepted_tokens: by request id, of those with drafts: how many of them, from the first, are what was sampled
-            in their places. The rows of the others are void, and so are the blocks that only they took.
-        drafting: what the draft model did; None if nothing was asked of it.
-        logprobs: by request id, of the tokens it is given, where asked for.
-        prompt_logprobs: by request id, of the prompt tokens in this step, where asked for.
-        errors: by request id, why what the request asks for must end it. Its sampled token is void.
-        late_req_ids: sampling requests whose grammar has not told yet what it allows. Their sampled tokens are void,
-            their drafts rejected, and the last tokens that they have computed are to be computed again.
-        num_unmasked_drafts: drafts that cannot be accepted, since what their grammar allows after them is not known.
-        pooled: by request id, what each of ``SchedulerOutput.pooled_req_ids`` comes to, [D] float32.
-        decode_forward: None where not every row samples, or no step is to be replayed.
+        sampled_token_ids: one token for each of ``SchedulerOutput.sampled_req_ids``, in that order. For a request with
+            drafts, it is the token after the accepted drafts.
+        num_accepted_tokens: request id -> number of leading drafts that equal the tokens sampled in their places, for
+            requests with drafts. The rows of the rejected drafts are void, and so are the blocks that only they occupy.
+        drafting: result of the draft model; None if the step did not need it.
+        logprobs: request id -> log probabilities of the request's new tokens, if requested.
+        prompt_logprobs: request id -> log probabilities of the prompt tokens in this step, if requested.
+        errors: request id -> reason why the request's own parameters end it. Its sampled token is void.
+        late_req_ids: sampling requests whose grammar masks were not ready in time. Their sampled tokens are void, their
+            drafts are rejected, and their last computed tokens must be recomputed.
+        num_unmasked_drafts: number of drafts that cannot be accepted, because the grammar mask after them is unknown.
+        pooled: request id -> vector or logits, [D] float32, for each of ``SchedulerOutput.pooled_req_ids``.
+        decode_forward: outcome of the forward; None if not every row samples, or if replay was not requested.
     """
 
     sampled_token_ids: list[int]
@@ -218,58 +222,57 @@ class ModelOutput:
     decode_forward: DecodeForward | None = None
 
     def drafts_of(self, plan: SchedulerOutput, request_id: str) -> list[int]:
-        """Returns the drafts that a request of ``plan`` had, whoever proposed them."""
+        """Return the drafts that a request of ``plan`` had, from the plan or from the draft model."""
         drafted = None if self.drafting is None else self.drafting.token_ids.get(request_id)
         return plan.scheduled_spec_decode_tokens[request_id] if drafted is None else drafted
 
 
 class KVCacheLostError(Exception):
-    """A step failed and took the KV cache with it: all KV computed so far must be computed again."""
+    """A step failed and the KV cache is lost: all KV must be recomputed."""
 
 
 class RunnerLostError(Exception):
-    """No step can run any more: another process that computes its share of every step has gone."""
+    """Another rank has ended, so further steps are impossible."""
 
 
 class StepHandle(Protocol):
-    """A step under way."""
+    """Step in flight."""
 
     def result(self) -> ModelOutput:
-        """Wait for the step to end; steps end in the order in which they were started.
+        """Wait for the step to end and return its results. Steps end in the order of their start.
 
-        Raises what the step raised; KVCacheLostError if no KV is left. Steps started after one that raised are
-        void: they are not run, their handles must not be asked, and what they planned must be computed again.
+        Raises the error of the step, or KVCacheLostError if no KV is left. Steps started after a failed step are void:
+        they do not run, their handles must not be used, and their tokens must be computed again.
         """
 
 
 class Runner(Protocol):
-    """What the engine needs of a model runner."""
+    """Interface of a model runner to the engine."""
 
     @property
     def replay_refusal(self) -> str | None:
-        """Why no decode step is replayed; None as far as is known, and where none is to be."""
+        """Short reason why replay of decode steps is disabled; None while it is enabled, or if it was not requested."""
 
     def execute(self, scheduler_output: SchedulerOutput) -> StepHandle:
-        """Start one forward pass and one sampling pass over the plan; must not wait for the device to compute them.
+        """Start one forward pass and one sampling pass for the plan, without waiting for the device.
 
-        A plan that asks the draft model for something waits for that, and for nothing else.
-
-        Where a request's last token is still being sampled by the step before, it is taken from there. A plan
-        that is refused (this raises) leaves the steps under way as they are.
+        If the plan needs the draft model, this method waits for the draft model only. If the previous step is still
+        sampling a request's last token, the token is taken from that step on the device. If this method raises, the
+        plan is refused, and the steps in flight are unchanged.
         """
 
     def dispatch_second_part(self) -> None:
-        """Give the device what it lacks of steps that it has begun; called before requests are taken in and each plan.
+        """Dispatch the remaining parts of started steps. Called before new requests are processed and before each plan.
 
-        Raises nothing: where it fails, the step's result raises that.
+        Never raises: an error is raised by the step's result.
         """
 
     def close(self) -> None:
-        """Let go of what belongs to the calling thread. This is the last call, in the thread that ran the steps."""
+        """Free the resources of the calling thread. This is the last call, in the thread that ran the steps."""
 
 
 class RankFailureSource(Protocol):
-    """The other processes that compute their shares of every step."""
+    """The other ranks, which compute their shards of every step."""
 
     def on_rank_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
-        """Have ``tell`` called, in another thread, when one of them has gone: a step may then hang for ever."""
+        """Set a callback for the loss of a rank, after which a step may hang. It is called in another thread."""

@@ -1,4 +1,4 @@
-"""Shared by all tests: the BLAS goes first, then the demo model's path, once a session."""
+"""Configuration of all tests: loads the BLAS first, then provides the demo model's path once per session."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hypothesis import settings
 from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.device.kernel_folder import use_private_kernel_folder
 
-# Test processes side by side share the cores: more BLAS threads than cores are slower than one.
+# Parallel test processes share the cores, and more BLAS threads than cores are slower than one thread.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // int(workers))))
 
 # Before any test module imports MLX.
 load_optimized_blas()
-# Processes that tests start use it, too, and need not compile anew where a test gives them an empty cache.
+# Child processes of tests use this folder too, so an empty cache in a test does not cause recompilation.
 if sys.platform == "linux":
     use_private_kernel_folder()
 
@@ -38,7 +38,7 @@ settings.load_profile("tests")
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """Commands that run within the tests' process set its logging up."""
+    """Restore logging after a test, because commands in the tests' process configure it."""
     root, ours = logging.getLogger(), logging.getLogger("metal_engine")
     before = root.level, ours.level, root.handlers[:]
     yield
@@ -49,7 +49,7 @@ def logging_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_path() -> Path:
-    """The demo model's GGUF file, fetched if it is not in the cache."""
+    """Return the path of the demo model's GGUF file. Downloads the file on a cache miss."""
     from metal_engine.checkpoints.demo import fetch_demo_model
 
     return fetch_demo_model()
@@ -57,14 +57,14 @@ def demo_path() -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Tests marked `own_process` run in one."""
+    """Run tests marked `own_process` in their own process."""
     if pyfuncitem.get_closest_marker("own_process") is None or "METAL_ENGINE_OWN_PROCESS" in os.environ:
         return None
     options = ["-x", "-p", "pytest_timeout", "-p", "no:cacheprovider", "--durations=0", "-m", ""]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, pyfuncitem.nodeid],
         cwd=pyfuncitem.config.rootpath,
-        # The plugins take longer to load than these tests to run.
+        # Loading plugins takes longer than these tests.
         env={**os.environ, "METAL_ENGINE_OWN_PROCESS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
@@ -73,7 +73,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-# The files that take longest, longest first: started last, one of them would be waited for at the end.
+# The slowest files, slowest first. Started last, a slow file would delay the end of the run.
 LONG_FILES = (
     "test_end_to_end.py",
     "engine/test_golden.py",
@@ -96,8 +96,7 @@ LONG_FILES = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `metal` run by themselves where there is Metal, and are not collected elsewhere. Long files go
-    first, the others keep their order."""
+    """Remove tests marked `metal` on machines without Metal. Sort slow files first and keep the order of others."""
     import mlx.core as mx
 
     if not mx.metal.is_available():

@@ -1,4 +1,4 @@
-"""--speculative-config with a draft model, from files: what is loaded, what is refused before weights are read."""
+"""--speculative-config with a draft model from files: loading, and errors raised before weights are read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def speculative(draft: Path | str, **more: Any) -> dict[str, Any]:
 
 
 def test_answers_are_those_without(target: Path, tmp_path: Path) -> None:
-    """One layer of its own size, and other widths: a draft model has KV of its own shape."""
+    """The draft model has one layer and other widths, so its KV has another shape."""
     draft = write_checkpoint(
         tmp_path / "small", config={"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
     )
@@ -51,7 +51,7 @@ def test_answers_are_those_without(target: Path, tmp_path: Path) -> None:
 
 
 def test_its_kv_is_kept_in_the_type_of_the_model_s(tmp_path: Path) -> None:
-    """Groups of 64 in the one, of 32 in the other. A model of the same weights is always right then."""
+    """The models have quantization groups of 64 and 32. A draft model with the target's weights is always right."""
     target = write_checkpoint(tmp_path / "large", config={"head_dim": 64})
     small = write_checkpoint(tmp_path / "small", config={"head_dim": 32, "num_hidden_layers": 1})
     answers = []
@@ -65,7 +65,8 @@ def test_its_kv_is_kept_in_the_type_of_the_model_s(tmp_path: Path) -> None:
         if config.draft is None:
             continue
         assert config.model.kv_dtype == config.draft.kv_dtype == "int8"
-        of_draft = {target: 2 * 2 * 2 * 72, small: 2 * 2 * 40}[draft]  # layers, K and V, heads; a scale and a bias
+        # layers, K and V, heads, head_dim with scale and bias
+        of_draft = {target: 2 * 2 * 2 * 72, small: 2 * 2 * 40}[draft]
         assert config.draft.kv_bytes_per_token == of_draft
         assert config.kv_bytes == config.cache.num_tokens * (2 * 2 * 2 * 72 + of_draft)
         assert config.num_tokens_unquantized is not None and config.num_tokens_unquantized < config.cache.num_tokens
@@ -76,11 +77,11 @@ def test_its_kv_is_kept_in_the_type_of_the_model_s(tmp_path: Path) -> None:
 def test_closing_frees_its_memory(target: Path) -> None:
     args = EngineArgs(model=str(target), speculative_config=json.dumps(speculative(target)), **SIZES)
     mx.synchronize()
-    gc.collect()  # what other tests left goes now, and not while it is measured
+    gc.collect()  # collects the garbage of other tests before measuring
     before = mx.get_active_memory()
     core = build_engine(args)
     pools = core.config.kv_bytes
-    # But for a small array of another test, which may go meanwhile.
+    # A small array of another test can be freed in the meantime.
     assert mx.get_active_memory() - before > 0.99 * (core.config.weight_bytes + pools)
     core.close()
     assert mx.get_active_memory() - before < core.config.weight_bytes + pools / 4
@@ -90,14 +91,14 @@ def test_closing_frees_its_memory(target: Path) -> None:
 
 @pytest.fixture
 def announced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The models whose weights are read."""
+    """Return the names of models whose weights are read."""
     names: list[str] = []
     monkeypatch.setattr(loader, "_announce", lambda found, facts: names.append(Path(found.name).name))
     return names
 
 
 def _other_tokens(folder: Path) -> None:
-    """The same size of vocabulary, and two tokens exchanged."""
+    """Exchange two tokens without changing the vocabulary size."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -116,8 +117,8 @@ def _unknown(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (_other_tokens, ConfigError, "whose vocabulary is not that of .*; 2 of them differ"),
-        (_recurrent, ConfigError, "recurrent states cannot go back past drafts"),
+        (_other_tokens, ConfigError, "whose vocabulary differs from that of .*. Differing tokens: 2"),
+        (_recurrent, ConfigError, "recurrent states cannot be reset after rejected drafts"),
         (_unknown, ModelLoadError, "the draft model .--speculative-config.: .*nothing_like_it"),
     ],
 )
@@ -134,7 +135,7 @@ def test_what_does_not_go_together_is_refused_before_its_weights_are_read(
 
 
 def test_heads_that_no_group_divides_are_refused(target: Path, tmp_path: Path, announced: list[str]) -> None:
-    """The target's can be quantized; the error says that the draft model's cannot."""
+    """The target model can be quantized. The error says that the draft model cannot."""
     large = write_checkpoint(tmp_path / "large", config={"head_dim": 64})
     draft = write_checkpoint(tmp_path / "small", config={"head_dim": 24})
     given = {"kv_cache_dtype": "int8", "speculative_config": json.dumps(speculative(draft))}

@@ -1,4 +1,4 @@
-"""The product as its users meet it: the command, the server on the demo model, the offline API, the tools."""
+"""End-to-end tests: the command, the server on the demo model, the offline API and the tools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tools.fixtures.ports import free_port
 ROOT = Path(__file__).resolve().parents[1]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-# An engine tries its largest step when it starts, and clears its KV cache: seconds for the default sizes on a CPU.
+# At start, an engine tries its largest step and clears its KV cache. The default sizes would take seconds on a CPU.
 SMALL = [
     *("--max-num-batched-tokens", "128", "--max-num-seqs", "32"),
     *("--max-model-len", "2048", "--num-gpu-blocks-override", "320"),
@@ -39,7 +39,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def process(demo_path: Path) -> Iterator[tuple[str, int]]:
-    """`metal-engine serve demo` on a free port: its URL and process id; ends on SIGINT with status 0."""
+    """Yield URL and process id of `metal-engine serve demo` on a free port. SIGINT must end it with status 0."""
     port = free_port()
     command = [sys.executable, "-m", "metal_engine", "serve", "demo", "--port", str(port), *SMALL]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -63,13 +63,13 @@ def process(demo_path: Path) -> Iterator[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def server(process: tuple[str, int]) -> str:
-    """The URL of that server."""
+    """Return the URL of the shared server."""
     return process[0]
 
 
 @pytest.fixture(scope="module")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For what does not depend on the model: it loads in no time."""
+    """Return a tiny checkpoint, which loads fast, for tests that do not depend on the model."""
     folder = write_checkpoint(tmp_path_factory.mktemp("tiny"))
     write_tokenizer(folder, chat_template=CHAT_TEMPLATE)
     return folder
@@ -83,7 +83,7 @@ def llm(demo_path: Path) -> Iterator[LLM]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
 def test_memory_of_large_bodies_is_returned(process: tuple[str, int]) -> None:
-    """Texts of 4 kB each, which the allocator takes from its arena, in bodies of 12 MB that are refused."""
+    """The bodies of 12 MB contain texts of 4 kB, which the allocator takes from its arena, and are refused."""
     url, pid = process
 
     def resident() -> int:
@@ -94,7 +94,7 @@ def test_memory_of_large_bodies_is_returned(process: tuple[str, int]) -> None:
     body = {"prompt": [f"{i:04}" * 1000 for i in range(3000)], "max_tokens": 1}
     refused = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
     assert refused.status_code == 400, refused.text
-    assert resident() > before + (48 << 20)  # kept, for now
+    assert resident() > before + (48 << 20)  # not returned at this point
     deadline = time.monotonic() + 120
     while resident() > before + (24 << 20):
         assert time.monotonic() < deadline, f"{(resident() - before) >> 20} MiB more than before"
@@ -143,7 +143,7 @@ def check_call(name: str, arguments: Any) -> None:
 
 
 def test_tools_that_must_be_called(server: str) -> None:
-    """The demo model knows nothing of tools: the grammar alone makes calls of what it writes."""
+    """The demo model was not trained on tools. The grammar alone turns its output into calls."""
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none")
     for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
         parameters: dict[str, Any] = {
@@ -203,7 +203,7 @@ def test_completion_with_seed_and_stop(server: str) -> None:
     assert complete(temperature=0, max_tokens=16, stop=["five"]) == greedy[: greedy.index("five")]
 
 
-# More than run at once, so that some leave while they wait.
+# More streams than the engine runs together, so that some clients leave the queue.
 @pytest.mark.parametrize("num_streams", [40, pytest.param(100, marks=pytest.mark.full)])
 def test_half_of_many_streams_disconnect(server: str, num_streams: int) -> None:
     """Afterwards all blocks are free and nothing runs."""
@@ -320,7 +320,7 @@ def test_repro_block_exhaustion(tiny_checkpoint: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "100.0%" in done.stdout
     assert re.search(r"^2 of 2: tight pool, \d+ blocks: \d+ s$", done.stdout, re.MULTILINE)
-    # A pool that holds everything proves nothing, and the tool says so.
+    # A pool with room for all requests proves nothing, and the tool reports that.
     ample = ["--model", str(tiny_checkpoint), "--num-prompts", "4", "--max-tokens", "2", "--pool-fraction", "5"]
     done = subprocess.run([*command, *ample], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1

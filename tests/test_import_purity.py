@@ -1,4 +1,4 @@
-"""The control plane never loads MLX: it must import, and be tested, where there is none."""
+"""The control plane never loads MLX, so it can be imported and tested without MLX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PURE = [
     "settings",
     "answers",
     "errors",
-    # These load it later, when a BLAS is in place.
+    # These modules import MLX later, after the BLAS is set up.
     "llm",
     "cli.main",
     "build",
@@ -37,7 +37,7 @@ def submodules(name: str) -> list[str]:
 @pytest.mark.parametrize("layer", PURE)
 def test_layer_loads_no_mlx(layer: str) -> None:
     modules = submodules(f"metal_engine.{layer}")
-    # Each alone would take minutes; one after another, the first to load MLX is named.
+    # Separate processes would take minutes. In one process, the first module that loads MLX is reported.
     code = (
         "import importlib, sys\n"
         f"for name in {modules!r}:\n"

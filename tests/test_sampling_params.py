@@ -1,4 +1,4 @@
-"""Sampling parameters are checked where they are made."""
+"""Sampling parameters are validated on construction."""
 
 from __future__ import annotations
 

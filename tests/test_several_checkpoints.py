@@ -1,4 +1,4 @@
-"""Several tiny checkpoints in one process: answers are each model's own, within the budget, and nothing is left."""
+"""Several tiny checkpoints in one process: right outputs for each model, memory within the budget, no leaks."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.tiny_models import tiny_model
 
 NAMES = ("a", "b", "c")
-# Ids of the checkpoints' tokenizer are those of bytes.
+# Token ids of the checkpoints' tokenizer are bytes.
 NUM_TOKENS = 6
-# Of what a model takes, that is nothing: arrays of a few numbers.
+# Bytes that are negligible next to a model: arrays of a few numbers.
 SMALL = 1024
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three checkpoints of one size and different weights."""
+    """Return a folder with three checkpoints of equal size and different weights."""
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(NAMES):
         write_seeded(folder / name, seed)
@@ -66,7 +66,7 @@ def write_seeded(folder: Path, seed: int, config: dict[str, Any] | None = None) 
 
 @pytest.fixture(scope="module")
 def own(folder: Path) -> dict[str, Any]:
-    """mlx-lm's models of the same checkpoints."""
+    """Return mlx-lm's models of the same checkpoints."""
     return {name: load_model(folder / name)[0] for name in NAMES}
 
 
@@ -81,7 +81,7 @@ def starts(folder: Path, num_blocks: int = 64) -> dict[str, ModelSource]:
 
 @pytest.fixture(scope="module")
 def num_bytes(folder: Path) -> int:
-    """What one of them takes."""
+    """Return the memory of one model in bytes."""
     return taken_by_one(starts(folder))
 
 
@@ -100,7 +100,7 @@ def taken_by_one(sources: dict[str, ModelSource]) -> int:
 
 @contextmanager
 def watched_memory(registry: ModelRegistry) -> Iterator[list[int]]:
-    """Looks at what MLX holds, again and again: what is above the beginning."""
+    """Sample MLX's active memory continuously. Yields the list of increases over the start."""
     gc.collect()
     before, ends, seen = mx.get_active_memory(), threading.Event(), [0]
 
@@ -134,14 +134,17 @@ async def ask(registry: ModelRegistry, name: str, prompt: list[int], request_id:
 
 
 def own_answer(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
-    """What mlx-lm's model prefers at each place of an answer: the answer, if it is the model's own."""
+    """Return the tokens that mlx-lm's model prefers at each position of ``answer``.
+
+    Equal if the model generated them.
+    """
     logits = model(mx.array([[*prompt, *answer[:-1]]]))[0, len(prompt) - 1 :]
     preferred: list[int] = mx.argmax(logits, axis=-1).tolist()
     return preferred
 
 
 def test_three_hundred_requests_with_room_for_two(folder: Path, own: dict[str, Any], num_bytes: int) -> None:
-    # In three waves: all at once are served by one load of each.
+    # In three waves, because one load of each model would serve all requests at once.
     prompts = [[7 + i % 200, 3 * i % 251, 60, i % 17] * (1 + i % 5) for i in range(300)]
     answers: list[list[int]] = []
 
@@ -171,7 +174,7 @@ def test_three_hundred_requests_with_room_for_two(folder: Path, own: dict[str, A
 
 
 def test_each_keeps_kv_in_a_type_of_its_own(tmp_path: Path) -> None:
-    """Side by side, and one whose heads no group divides is refused while the others serve."""
+    """Models run side by side. A model whose head size fits no quantization group is refused while others serve."""
     wide, narrow = (write_seeded(tmp_path / str(n), 5, {"head_dim": n}) for n in (64, 24))
     prompts = [[7 + i, 3 * i, 60, i] * (1 + i % 5) for i in range(12)]
     types = ("int8", "auto", "int4")
@@ -199,7 +202,7 @@ def test_each_keeps_kv_in_a_type_of_its_own(tmp_path: Path) -> None:
 
 
 def rounded(folder: Path, kv_cache_dtype: str) -> Callable[[mx.array], mx.array]:
-    """mlx-lm's model of a checkpoint, over K and V as they are kept."""
+    """Return mlx-lm's model of a checkpoint with K and V rounded as in the KV cache."""
     specs = [state.spec for state in PagedModel(load_model(folder)[0], kv_cache_dtype=kv_cache_dtype).pool.states]
     model = load_model(folder)[0]
     return lambda tokens: model(tokens, cache=own_caches(model, specs))
@@ -236,7 +239,7 @@ def test_one_that_is_too_large_is_refused_before_it_takes_anything(
 
 
 def test_what_is_missing_is_all_that_is_missing(folder: Path) -> None:
-    """With the KV cache, however its size is given, also where the weights alone do not fit."""
+    """The missing bytes include the KV cache for every way of giving its size, even if the weights alone do not fit."""
     facts = []
     loader.load(EngineArgs(model=str(folder / "a")), device_info(load_optimized_blas()), facts.append)
     block_bytes = 16 * 2 * 2 * 2 * 16 * 4  # tokens, K and V, layers, heads, numbers, bytes
@@ -281,7 +284,7 @@ def test_a_file_that_is_corrupt_leaves_the_others_serving(folder: Path, tmp_path
 
 
 def test_those_that_are_named_are_loaded_at_the_start(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # A KV cache beside which a step, which is never measured twice the same, is small.
+    # The KV cache is large, because measurements of a step vary and the step must be small in comparison.
     sources = starts(folder, num_blocks=4096)
     num_bytes = taken_by_one(sources)
 
@@ -291,12 +294,11 @@ def test_those_that_are_named_are_loaded_at_the_start(folder: Path, caplog: pyte
     with serve_models(sources, int(2.5 * num_bytes), prepare=prepare, threads=engine_threads()) as served:
         assert served.states() == {"a": "loaded", "b": "loaded", "c": "unloaded"}
         assert complete(served, "c") == 200
-    (told,) = (record.getMessage() for record in caplog.records if "is loaded when" in record.getMessage())
+    (told,) = (record.getMessage() for record in caplog.records if "is loaded on its first" in record.getMessage())
     found = re.fullmatch(
-        r"c takes up to (\S+ \w+) during loading \(an estimate, since its largest step is not measured yet\), and "
-        r"(\S+ \w+) are available while the loaded models stay in memory: (\S+ \w+) are missing; "
-        r"it is loaded when a request asks for it; to "
-        r"have it loaded at the start, raise --models-memory or lower --num-gpu-blocks-override",
+        r"c takes up to (\S+ \w+) while it is loaded \(what its largest step takes is an estimate\), and (\S+ \w+) are "
+        r"free beside the models that are loaded: (\S+ \w+) are missing; it is loaded on its first request; to "
+        r"load it at the start, raise --models-memory or lower --num-gpu-blocks-override",
         told,
     )
     assert found, told
@@ -316,7 +318,7 @@ def test_those_that_are_named_are_loaded_at_the_start(folder: Path, caplog: pyte
 
 
 def resources() -> tuple[int, int, int]:
-    """Bytes that MLX holds, threads of the operating system's beside the registry's own few, open files."""
+    """Return bytes allocated by MLX, threads of the process except the registry's own, and open files."""
     gc.collect()
     own_few = sum(one.name.startswith("models") for one in threading.enumerate())
     tasks = Path("/proc/self/task")
@@ -326,7 +328,7 @@ def resources() -> tuple[int, int, int]:
 
 @pytest.mark.parametrize("num_loads", [6, pytest.param(50, marks=pytest.mark.full)])
 def test_loads_and_unloads_leave_nothing_behind(folder: Path, num_loads: int) -> None:
-    """Memory is given back at once: the garbage collector need not have run."""
+    """Memory is freed immediately, without the garbage collector."""
 
     async def main() -> None:
         registry = ModelRegistry(1 << 30, threads=engine_threads())
@@ -337,7 +339,7 @@ def test_loads_and_unloads_leave_nothing_behind(folder: Path, num_loads: int) ->
         held = mx.get_active_memory()
         before = (0, 0, 0)
         for i in range(num_loads + 2):
-            if i == 2:  # what is made once is made
+            if i == 2:  # objects that are created once exist now
                 before = resources()
             assert await ask(registry, entries[i % 2].name, [1, 2, 3], str(i))
             await registry.unload(entries[i % 2])
@@ -356,7 +358,7 @@ def test_loads_and_unloads_leave_nothing_behind(folder: Path, num_loads: int) ->
 def test_loads_that_fail_or_are_given_up_leave_nothing_behind(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever the client leaves: before the files are read, while they are, and while the model is tried."""
+    """The client leaves before the files are read, while they are read, or while the model is tried."""
     monkeypatch.setattr(registry_module, "RETRY_SECONDS", 0.0)
     (tmp_path / "c").mkdir()
     for file in (folder / "c").iterdir():
@@ -369,7 +371,7 @@ def test_loads_that_fail_or_are_given_up_leave_nothing_behind(
         first = await ask(registry, "a", [1, 2, 3], "first")
         before = (0, 0, 0)
         for i in range(14):
-            if i == 2:  # what is made once is made
+            if i == 2:  # objects that are created once exist now
                 before = resources()
             with pytest.raises(ModelLoadError):
                 await registry.load(corrupt)
@@ -390,7 +392,7 @@ def test_loads_that_fail_or_are_given_up_leave_nothing_behind(
 
 @pytest.mark.full
 def test_memory_of_the_process_does_not_grow(folder: Path) -> None:
-    """Of 50 loads after the first 20: less than 61 KiB each. A thread of MLX's that stays takes three times as much."""
+    """After 20 loads, 50 more take less than 61 KiB each. A leaked MLX thread would take three times as much."""
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -436,7 +438,7 @@ def test_models_in_a_folder(folder: Path, tmp_path: Path) -> None:
 def test_what_a_load_takes_is_claimed_before(
     stored: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While weights are read, and while the step is measured; when nothing is known of the model, and when it is."""
+    """Checked while weights are read and while the step is measured, for an unknown and for a known model."""
     checkpoint_files.write_checkpoint(tmp_path, **stored)
     args = EngineArgs(model=str(tmp_path), num_gpu_blocks_override=64, max_num_seqs=64, max_num_batched_tokens=64)
     registry = ModelRegistry(1 << 30, threads=engine_threads())
@@ -463,7 +465,7 @@ def test_what_a_load_takes_is_claimed_before(
         asyncio.run(registry.unload(entry))
     assert [name for name, *_ in seen] == ["load", "measure_step_bytes"] * 2
     for name, held, claimed in seen:
-        # What threads of other tests held, and let go of meanwhile, is in it: well below a layer's weights.
+        # This includes memory that threads of other tests freed in the meantime, well below the size of a layer.
         assert 0 < held <= 1.01 * claimed + SMALL, (name, held, claimed)
     first_claim, total = seen[0][2], entry.known_bytes
     assert first_claim <= 2 * total, "and no more than it may come to"

@@ -1,12 +1,13 @@
-"""The exact versions that the tests ran on, as constraints.txt: written from what is installed, and checked against it.
+"""Writes constraints.txt, the exact versions that the tests ran on, from the installed packages, and checks the file.
 
     .venv/bin/python -m tools.constraints            # after `make test` has passed: write the file
-    .venv/bin/python -m tools.constraints --check    # does it say what is installed?
+    .venv/bin/python -m tools.constraints --check    # compare the file with the installed packages
 
-`make` installs with the file, so that everybody's tests run on the same versions; `make CONSTRAINTS= test` takes the
-newest that pyproject.toml allows. It lists what the project and its extras need, directly or not, on this platform.
-What only another one needs is listed where somebody names its one version (as mlx does for mlx-metal), and is otherwise
-left to the installer; so is what the extras of OPTIONAL need where they are not installed.
+`make` installs with the file, so that all tests run on the same versions. `make CONSTRAINTS= test` takes the newest
+versions that pyproject.toml allows. The file lists all direct and indirect dependencies of the project and its extras
+on this platform. A dependency of another platform is listed only if a package requires one exact version of it, as mlx
+does for mlx-metal. The installer chooses the versions of all others, and of the extras of OPTIONAL if these extras are
+not installed.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "constraints.txt"
 EXTRAS = ("dev", "full", "gateway", "plots", "valkey")
-# Installed by `make test-full` alone.
+# Installed only by `make test-full`.
 OPTIONAL = ("full",)
 HERE = dict(default_environment())
-# Where it runs beside the platform that the file is made on.
+# The other supported platform: the file is made on Linux.
 ELSEWHERE = {"sys_platform": "darwin", "platform_system": "Darwin", "platform_machine": "arm64"}
 _PIN = re.compile(r"^([a-z0-9-]+)==(\S+)$", re.MULTILINE)
 
 
 def project_requirements(extras: tuple[str, ...] = EXTRAS) -> list[Requirement]:
-    """What pyproject.toml asks for, with some extras."""
+    """Return the requirements in pyproject.toml with some extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
     return [Requirement(line) for requirements in lists for line in requirements]
 
 
 def needed(requirements: list[Requirement]) -> tuple[dict[str, str], list[str]]:
-    """What some requirements lead to, through the metadata of what is installed.
+    """Resolve requirements through the metadata of the installed packages.
 
     Returns:
-        The version of each distribution by its normalized name, and the names of those that are missing here.
+        Version of each distribution by its normalized name, and names of distributions that are not installed.
     """
     versions: dict[str, str] = {}
     missing: list[str] = []
@@ -75,7 +76,7 @@ def needed(requirements: list[Requirement]) -> tuple[dict[str, str], list[str]]:
 
 @cache
 def _installed(name: str) -> tuple[str, list[Requirement]] | None:
-    """A distribution's version and requirements, those of its extras included; None if it is not there."""
+    """Return the version and all requirements of a distribution, including extras; None if it is missing."""
     try:
         distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
@@ -88,14 +89,14 @@ def _applies(requirement: Requirement, extra: str, changes: dict[str, str]) -> b
 
 
 def _only_version(requirement: Requirement) -> str | None:
-    """The version of `name==version`; None where there is a choice."""
+    """Return the version of `name==version`; None if several versions are allowed."""
     specifiers = list(requirement.specifier)
     exact = len(specifiers) == 1 and specifiers[0].operator == "==" and "*" not in specifiers[0].version
     return specifiers[0].version if exact else None
 
 
 def constraints(versions: dict[str, str]) -> str:
-    """The text of the file."""
+    """Return the contents of the file."""
     return _head() + "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
 
 
@@ -106,9 +107,9 @@ def _head() -> str:
 
 
 def disagreements(text: str) -> Iterator[str]:
-    """Says in a line each how a file of constraints differs from what is needed and installed.
+    """Yield one line for each difference between a file of constraints and the required and installed packages.
 
-    On another platform than the file was made on, other distributions may be needed; only versions are compared.
+    On a platform that differs from the platform in the file, only versions are compared, because dependencies differ.
     """
     listed = dict(_PIN.findall(text))
     versions, _ = needed(project_requirements())
@@ -123,14 +124,14 @@ def disagreements(text: str) -> Iterator[str]:
     for name in sorted(listed.keys() - versions.keys()):
         if (
             made_here and _installed(name) is not None
-        ):  # others are of another platform, or of an extra that is not installed
+        ):  # other entries belong to another platform, or to an extra that is not installed
             yield f"{name} is listed and not needed"
 
 
 def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="say how the file differs; status 1 if it does")
+    parser.add_argument("--check", action="store_true", help="print how the file differs; status 1 if it does")
     if parser.parse_args().check:
         found = list(disagreements(FILE.read_text(encoding="utf-8")))
         print("\n".join([f"{FILE.name}: {line}" for line in found]) or f"{FILE.name} says what is installed")

@@ -1,9 +1,9 @@
-"""Runs pip install and says in one line how far it is: what `make` calls.
+"""Runs pip install and shows its progress in one line. Used by `make`.
 
 python tools/install.py -c constraints.txt -e .
 
-Takes pip's arguments. On a terminal the line is rewritten; elsewhere, as in CI, nothing is printed. What pip said is
-printed if it fails. The exit status is pip's.
+Takes pip's arguments. On a terminal, the line is overwritten. Elsewhere, as in CI, nothing is printed. If pip fails,
+its output is printed. The exit status is pip's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Iterable
 
 
 class Progress:
-    """Says what pip is doing, from the lines that it prints."""
+    """Derives pip's current action from its output."""
 
     def __init__(self) -> None:
         self._num_found = 0
         self._doing = "looking for packages"
 
     def after(self, line: str) -> str:
-        """What to show after one more line of pip's."""
+        """Return the text to show after another line of pip's output."""
         if match := re.match(r"Collecting ([\w.-]+)", line):
             self._num_found += 1
             self._doing = f"looking for {match[1]}"
@@ -44,7 +44,7 @@ def _packages(count: int) -> str:
 
 
 def show(lines: Iterable[str]) -> list[str]:
-    """Rewrites one line of the terminal for each of pip's; returns what pip said."""
+    """Overwrite one line of the terminal for each line of pip's output. Return the output."""
     progress, said = Progress(), []
     start = time.monotonic()
     for line in lines:

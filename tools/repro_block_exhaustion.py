@@ -3,14 +3,15 @@
     python tools/repro_block_exhaustion.py             # less than a minute on two CPU cores
     python tools/repro_block_exhaustion.py --num-prompts 160 --max-tokens 48 --max-num-seqs 64
 
-The prompts run with ample blocks first, then in a pool that is too small: ``--pool-fraction`` of the blocks that all
-requests running at once would need in the end. Every pair of outputs is compared: the same tokens, or, at the first
-difference, two tokens whose logits are closer than rounding can tell apart (tools/compare/equal_outputs.py).
+The prompts run first with ample blocks, then in a pool that is too small: ``--pool-fraction`` of the blocks that the
+running requests together need at their end. Every pair of outputs is compared. Two outputs are equal if they have the
+same tokens, or if the logits of the first differing tokens are closer than rounding can distinguish
+(tools/compare/equal_outputs.py).
 
 Exit status: 0 if preemption happened, the pool was full, and all outputs are equal; 1 otherwise.
 """
 
-# ruff: noqa: E402  (what is imported further down may be there in another Python only)
+# ruff: noqa: E402  (the imports below may exist only in the project's own Python)
 from __future__ import annotations
 
 import argparse
@@ -27,10 +28,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if importlib.util.find_spec("mlx") is None:
-    # This Python lacks what the engine needs; the one that `make` has made has it.
+    # This Python lacks the engine's packages. Use the environment that `make` has made.
     own_python = ROOT / ".venv" / "bin" / "python"
     if not own_python.is_file() or Path(sys.prefix) == ROOT / ".venv":
-        sys.exit(f"{sys.executable} lacks what metal-engine needs: run `make serve` once, then this again")
+        sys.exit(f"{sys.executable} lacks metal-engine's packages: run `make serve` once, then run this tool again")
     os.execv(own_python, [str(own_python), *sys.argv])
 
 from rich.console import Console, Group
@@ -66,7 +67,7 @@ CODE = """def {name}_{i}(items):
 
 
 def make_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
-    """``count`` prompts of the four kinds in turn, some ten to some hundred tokens long, as token ids."""
+    """Return ``count`` prompts as token ids. Four kinds alternate, with lengths of some ten to some hundred tokens."""
     rng = random.Random(seed)
 
     def chat(text: str) -> list[int]:
@@ -88,18 +89,20 @@ def make_prompts(llm: LLM, count: int, seed: int) -> list[list[int]]:
 
 
 def pool_size(prompts: Sequence[list[int]], max_tokens: int, max_num_seqs: int, fraction: float) -> int:
-    """``fraction`` of the blocks that the ``max_num_seqs`` largest requests take at their end; at least the
-    largest one's own, without which it could not be served at all."""
+    """Return ``fraction`` of the blocks that the ``max_num_seqs`` largest requests need at their end.
+
+    Returns at least the blocks of the largest request, which could not run otherwise.
+    """
     final = sorted((-(-(len(p) + max_tokens - 1) // BLOCK_SIZE) for p in prompts), reverse=True)
     return max(final[0], int(fraction * sum(final[:max_num_seqs])))
 
 
 @contextmanager
 def live_view(llm: LLM, title: str, console: Console, guess: float = 0.0) -> Iterator[None]:
-    """Block usage, request counts and the time left, redrawn while the body runs; one line where it is no terminal.
+    """Show block usage, request counts and the time left while the body runs. Prints only one line without a terminal.
 
     Args:
-        guess: seconds that it may take, until enough requests have ended to tell.
+        guess: expected seconds, used until enough requests have ended for an estimate.
     """
     stop = threading.Event()
     start = time.monotonic()
@@ -144,7 +147,7 @@ def live_view(llm: LLM, title: str, console: Console, guess: float = 0.0) -> Ite
 
 
 def compare_all(model_name: str, prompts: Any, ample: Any, tight: Any) -> list[Comparison]:
-    """Compare pairs of outputs, with a copy of the model of our own for those that differ."""
+    """Compare pairs of outputs. Pairs that differ are checked with a separate copy of the model."""
     reference: list[Any] = []
 
     def model() -> Any:
@@ -170,7 +173,12 @@ def main() -> int:
     parser.add_argument("--num-prompts", type=int, default=20)
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens each request generates")
     parser.add_argument("--max-num-seqs", type=int, default=16, help="requests running at once")
-    parser.add_argument("--pool-fraction", type=float, default=0.35, help="of the blocks the workload wants")
+    parser.add_argument(
+        "--pool-fraction",
+        type=float,
+        default=0.35,
+        help="size of the tight pool, relative to the running requests' blocks",
+    )
     parser.add_argument("--max-num-batched-tokens", type=int, default=None, help="tokens a step")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -189,7 +197,7 @@ def main() -> int:
             max_num_batched_tokens=args.max_num_batched_tokens,
         )
 
-    # First ample blocks, as many as there is memory for: what each output should be.
+    # First ample blocks, up to the available memory, for the reference outputs.
     console.print(f"Loading {args.model}: twice, some seconds each")
     start = time.monotonic()
     with engine(None) as llm:
@@ -198,7 +206,7 @@ def main() -> int:
             results = [llm.generate(prompts, params, use_tqdm=False)]
         stats = [llm.stats]
     tight_blocks = pool_size(prompts, args.max_tokens, args.max_num_seqs, args.pool_fraction)
-    # What is preempted is computed again, and fewer requests share a step.
+    # The tight run recomputes preempted requests and runs fewer requests per step.
     guess = 1.5 * (time.monotonic() - start)
     with engine(tight_blocks) as llm:
         with live_view(llm, f"2 of 2: tight pool, {tight_blocks} blocks", console, guess):

@@ -1,4 +1,4 @@
-"""What an attention backend is: it turns a step's rows into that step's attention, which every layer then uses."""
+"""Interface of an attention backend: it plans a step's attention from its rows, and every layer uses the plan."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from metal_engine.kv_cache.state import KVState
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """What sets a layer's attention apart from other layers': as far as kernels are compiled for it.
+    """Properties of a layer's attention for which kernels are compiled separately.
 
     Attributes:
-        spec: what the layer keeps of a token.
-        num_heads: query heads.
-        dtype: of the queries.
-        has_window: whether it has a sliding window, of whatever size; ``has_softcap`` likewise.
-        sinks: dtype of its sinks; None where it has none.
+        spec: spec of the layer's state.
+        num_heads: number of query heads.
+        dtype: type of the queries.
+        has_window: True if the layer has a sliding window, of any size.
+        has_softcap: True if the layer has a softcap.
+        sinks: type of the attention sinks; None if the layer has no sinks.
     """
 
     spec: AttentionSpec
@@ -36,13 +37,13 @@ class AttentionKind:
     def of(
         cls, q: mx.array, state: KVState, window: int | None, softcap: float | None, sinks: mx.array | None
     ) -> AttentionKind:
-        """The kind of a call of :meth:`StepAttention.attend`."""
+        """Return the kind of a call of :meth:`StepAttention.attend`."""
         sinks_dtype = None if sinks is None else sinks.dtype
         return cls(state.spec, q.shape[1], q.dtype, window is not None, bool(softcap), sinks_dtype)
 
     @property
     def head_dims(self) -> str:
-        """Its head dimensions, and how they are kept, for people to read."""
+        """Head dimensions and storage format, for messages."""
         return str(self.spec)
 
     def __str__(self) -> str:
@@ -58,10 +59,10 @@ class AttentionKind:
 
 
 class StepAttention(Protocol):
-    """The attention of one step: planned once, used by every layer.
+    """Attention of one step: planned once, used by every layer.
 
-    Row r of a request, counted within its segment, sees key j if j <= context_len + r, and, with a window w, if
-    j > context_len + r - w.
+    Row r of a request, counted within its segment, attends to key j if j <= context_len + r. With a window w, it also
+    requires j > context_len + r - w.
     """
 
     def attend(
@@ -74,22 +75,23 @@ class StepAttention(Protocol):
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [num_heads]
     ) -> mx.array:  # [N, num_heads, v_head_dim], dtype of q
-        """Attention of every packed row over its request's K and V, this step's included (written already).
+        """Compute attention of every packed row over its request's K and V, including those written in this step.
 
         ``window`` w: the query at position p sees keys p - w + 1 ... p. ``softcap`` c: scores become
         c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value. Over
-        latents the output begins with their latent_dim columns; a backend may compute more, which nobody reads.
+        latents, the first latent_dim columns are the output. A backend may return more columns, which are ignored.
         """
         ...
 
 
 @dataclass(frozen=True)
 class StepTables:
-    """What the attention of a step follows from, as arrays: steps with the same key differ in nothing else.
+    """Arrays that determine the attention of a step. Steps with the same key differ only in these arrays.
 
     Attributes:
-        key: sizes, of arrays and of launches.
-        attention: the attention over such arrays, of this or any other step with the key.
+        key: sizes of arrays and launches.
+        arrays: the arrays of this step.
+        attention: creates the attention from the arrays of any step with the same key.
     """
 
     key: Hashable
@@ -98,28 +100,28 @@ class StepTables:
 
 
 def size_class(n: int) -> int:
-    """The next of 1, 1.25, 1.5 and 1.75 times a power of two: few sizes, and at most a quarter too large."""
+    """Round up to 1, 1.25, 1.5 or 1.75 times a power of two: few sizes, at most a quarter too large."""
     step = 1 << max(0, n.bit_length() - 3)
     return -(-n // step) * step
 
 
 class AttentionBackend(Protocol):
-    """Makes each step's attention."""
+    """Creates each step's attention."""
 
     name: str
 
     def for_step(self, rows: StepRows) -> StepAttention:
-        """Plan a step's attention, on the host."""
+        """Plan a step's attention on the host."""
         ...
 
 
 @runtime_checkable
 class ReplayableAttention(StepAttention, Protocol):
-    """Attention of a step after which others can be replayed."""
+    """Attention of a step that allows later steps to be replayed."""
 
     @property
     def asked(self) -> Hashable:
-        """What a model's layers have asked for; the same in each of its steps."""
+        """Kinds of work that the model's layers request. All steps of a model have the same kinds."""
         ...
 
 
@@ -130,12 +132,13 @@ class ReplayableBackend(Protocol):
     def for_step(self, rows: StepRows) -> ReplayableAttention: ...
 
     def tables(self, rows: StepRows, asked: Hashable) -> StepTables | None:
-        """Plan a step's attention as arrays, of sizes that other steps share.
+        """Plan a step's attention as arrays of sizes that other steps share.
 
         Args:
-            asked: what the layers ask for, as an earlier step has told.
+            rows: rows of the step.
+            asked: kinds of work that the layers request, from :attr:`ReplayableAttention.asked` of an earlier step.
 
         Returns:
-            None where the step takes too much.
+            The arrays; None if the step needs too much memory.
         """
         ...

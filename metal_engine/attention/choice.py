@@ -1,4 +1,4 @@
-"""Which attention backend a setting means on this machine, and which one serves a model's layers."""
+"""Selects the attention backend for a setting on this machine, and the backend of each of a model's layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # Returns the decision of rank 0. The name identifies the exchange between ranks.
 Decide = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
-# Returns the largest of all ranks' numbers, told under a name.
+# Returns the maximum of a number over all ranks. The string names the number.
 Agree = Callable[[str, int], int]
 
 
@@ -39,9 +39,11 @@ class ChosenAttention:
     """The attention backend of a model, and the number of layers on each path.
 
     Attributes:
+        backend: backend that computes all layers.
+        layers: numbers of layers on each path, for reports.
         metal: backend of the Metal kernel, or None if no layer uses the kernel.
         kinds: kinds of the model's layers, in order.
-        not_covered: kinds of layers that MLX's operations compute, each with the reason.
+        not_covered: kinds of layers that MLX's operations compute -> reason.
     """
 
     backend: AttentionBackend
@@ -70,11 +72,11 @@ class ChosenAttention:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """What a setting means on this machine; a model's layers decide the rest.
+    """Meaning of the backend setting on this machine. :meth:`for_layers` applies it to a model's layers.
 
     Attributes:
-        metal: the kernel; None where it is not to be used.
-        is_strict: a layer that the kernel does not do is an error.
+        metal: backend of the Metal kernel; None if the kernel is not used.
+        is_strict: True if a layer that the kernel does not support is an error.
         tuner: source of cuts for each kind of layer, or None for the default cut.
     """
 
@@ -83,17 +85,18 @@ class BackendChoice:
     tuner: Tuner | None = None
 
     def for_layers(self, kinds: Sequence[AttentionKind], block_size: int) -> ChosenAttention:
-        """What computes each layer of a model, fixed from here on. Tries the kernel for each kind of layer.
+        """Select what computes each layer of a model. Tries the kernel for each kind of layer.
 
         Args:
-            kinds: of the model's layers, in order.
+            kinds: kinds of the model's layers, in order.
+            block_size: tokens of a block.
 
         Raises:
-            UnsupportedAttentionError: the kernel is wanted by name and does not do, or does not build for, some layer.
+            UnsupportedAttentionError: the setting is ``metal``, and the kernel does not support, or fails for, a layer.
         """
         if self.metal is None:
             return ChosenAttention(PortableBackend(), AttentionLayers(portable=len(kinds)))
-        not_covered: dict[AttentionKind, str] = {}  # and why
+        not_covered: dict[AttentionKind, str] = {}  # kind -> reason
         unsupported: dict[AttentionKind, str] = {}
         for kind in dict.fromkeys(kinds):
             try:
@@ -110,8 +113,8 @@ class BackendChoice:
                 not_covered[kind] = f"{kind.head_dims}, for which the kernel {error}"
         if unsupported:
             logger.warning(
-                "MLX's operations compute attention of %d of %d layers, which is slower: the metal kernel does not do "
-                "block size %d with %s",
+                "MLX's operations compute attention of %d of %d layers, which is slower: the metal kernel does not "
+                "support block size %d with %s",
                 sum(kind in unsupported for kind in kinds),
                 len(kinds),
                 block_size,
@@ -131,10 +134,11 @@ class BackendChoice:
         """Return the attention backend with the fastest cut for each kind of layer.
 
         Args:
-            chosen: what :meth:`for_layers` returned.
+            chosen: result of :meth:`for_layers`.
+            block_size: tokens of a block.
             decide: returns the decision of rank 0, so that all ranks have the same choices.
-            agree: returns the largest of all ranks' numbers.
-            turn: within it, no other model uses the device.
+            agree: returns the maximum of a number over all ranks.
+            turn: returns a context manager for exclusive use of the device.
         """
         tuner, metal = self.tuner, chosen.metal
         if tuner is None or metal is None:
@@ -167,7 +171,7 @@ class BackendChoice:
         )
 
     def _without_tensor_ops(self, kind: AttentionKind, error: KernelFailedError) -> BackendChoice:
-        """The kernel as other GPUs have it, and a word about why."""
+        """Return this choice without tensor operations, and log why."""
         assert self.metal is not None
         logger.warning(
             "the metal attention kernel %s, for layers with %s; trying without Metal's tensor operations, with which "
@@ -179,7 +183,7 @@ class BackendChoice:
         return replace(self, metal=self.metal.without_tensor_ops())
 
     def _report(self, kind: AttentionKind, block_size: int, error: KernelFailedError) -> None:
-        """Log all of an error, once; raise it where nothing else may compute the layer."""
+        """Log an error with all details. If no other backend may compute the layer, raise it."""
         logger.error(
             "the metal attention kernel %s, for layers with %s, block size %d; %s. Please report this with the output "
             "of `metal-engine doctor MODEL`:\n%s",
@@ -197,7 +201,7 @@ class BackendChoice:
 
 
 def _what(kind: AttentionKind, block_size: int) -> str:
-    """What the kernel does not do, in a few words."""
+    """Return a short description of the unsupported property."""
     if block_size not in BLOCK_SIZES:
         return f"block size {block_size}"
     if kind.dtype != kind.spec.dtype:
@@ -206,7 +210,7 @@ def _what(kind: AttentionKind, block_size: int) -> str:
 
 
 def _all_work(metal: MetalBackend, kinds: Iterable[AttentionKind], block_size: int) -> bool:
-    """Return whether the kernel works for kinds of layers as it cuts their work."""
+    """Return True if the kernel works for all kinds of layers with their cuts."""
     for kind in kinds:
         try:
             try_kernel(metal, kind, block_size)
@@ -221,10 +225,14 @@ def _all_work(metal: MetalBackend, kinds: Iterable[AttentionKind], block_size: i
 
 
 def choose_backend(setting: str, block_size: int, tuning: str = "never") -> BackendChoice:
-    """``auto`` is the kernel where there is Metal, for the layers that it does, and MLX's operations for all others.
-    ``metal`` is the kernel and nothing else.
+    """Return the choice for a setting.
+
+    ``auto`` uses the kernel for the layers that it supports if Metal is available, and MLX's operations for all other
+    layers. ``metal`` uses only the kernel.
 
     Args:
+        setting: value of --attention-backend.
+        block_size: tokens of a block.
         tuning: value of --attention-tuning.
 
     Raises:
@@ -235,11 +243,11 @@ def choose_backend(setting: str, block_size: int, tuning: str = "never") -> Back
         return BackendChoice(None)
     is_strict = setting == "metal"
     if not has_metal:
-        raise ConfigError("--attention-backend", "metal needs Apple's Metal, and there is none here; use mlx")
+        raise ConfigError("--attention-backend", "metal requires Apple Metal, which this machine lacks; use mlx")
     if is_strict and block_size not in BLOCK_SIZES:
         raise ConfigError(
             "--block-size",
-            f"{block_size} does not go with the metal attention backend: choose one of "
+            f"{block_size} is not supported by the metal attention backend: choose one of "
             f"{', '.join(map(str, BLOCK_SIZES))}, or --attention-backend mlx",
         )
     num_cores = gpu_core_count()
@@ -252,6 +260,6 @@ def _make_tuner(num_cores: int | None) -> Tuner:
     try:
         folder = cache_dir() / "attention"
     except FileNotFoundError as error:
-        problem = f"auto keeps its choices in the cache directory: {error}. Set METAL_ENGINE_CACHE, or choose never"
+        problem = f"auto stores its choices in the cache directory: {error}. Set METAL_ENGINE_CACHE, or choose never"
         raise ConfigError("--attention-tuning", problem) from error
     return Tuner(TunedChoiceFile(folder, describe_machine(num_cores)))

@@ -1,4 +1,4 @@
-"""Choices that measuring has made for kinds of layers, and the file in the cache directory that keeps them.
+"""Measured choices for kinds of layers, and the file in the cache directory that stores them.
 
 A file belongs to one GPU, macOS, MLX and version of the kernels. The file name is a hash of these facts, and the file
 contains the facts. A damaged file is ignored as a whole: the choices are measured again.
@@ -37,8 +37,9 @@ class TunedChoice:
     """A way to compute the attention of one kind of layer.
 
     Attributes:
-        cut: how the kernel cuts its work; None: MLX's operations compute the layers.
-        speedup: the default's time divided by the choice's.
+    Attributes:
+        cut: the kernel's division of its work; None if MLX's operations compute the layers.
+        speedup: time of the default divided by time of the choice.
     """
 
     cut: Cut | None = DEFAULT_CUT
@@ -54,7 +55,7 @@ class TunedChoice:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The choice in JSON's terms."""
+        """The choice as JSON values."""
         return {"cut": None if self.cut is None else asdict(self.cut), "speedup": self.speedup}
 
     @classmethod
@@ -64,12 +65,12 @@ class TunedChoice:
             raise ValueError(f"a choice has a cut and a speedup, not {facts!r}")
         cut, speedup = facts["cut"], facts["speedup"]
         if not isinstance(speedup, float) or not (cut is None or isinstance(cut, dict)):
-            raise ValueError(f"there is no choice {facts!r}")
+            raise ValueError(f"{facts!r} is not a choice")
         return cls(None if cut is None else Cut.of(cut), speedup)
 
 
 def name_of(kind: AttentionKind, block_size: int) -> str:
-    """Return the name of a kind of layer, which all ranks and starts give to the same kind."""
+    """Return a name for a kind of layer that is the same on all ranks and at every start."""
     return f"{kind!r}, blocks of {block_size}"
 
 
@@ -85,7 +86,7 @@ def describe_machine(num_cores: int | None) -> dict[str, str]:
 
 
 def _kernels_version() -> str:
-    """Return a hash of the kernels' text, and of the code that cuts work for them."""
+    """Return a hash of the kernels' text and of the code that divides their work."""
     digest = sha256()
     for name in _KERNELS:
         digest.update(kernel_text(f"{name}.metal").encode())
@@ -95,11 +96,11 @@ def _kernels_version() -> str:
 
 
 class TunedChoiceFile:
-    """The file that keeps choices for one machine.
+    """File with the choices for one machine.
 
     Args:
-        folder: the folder of such files; made if need be.
-        machine: facts about the machine that the choices were measured on.
+        folder: folder of such files, which is created if it does not exist.
+        machine: facts about the machine on which the choices were measured.
     """
 
     def __init__(self, folder: Path, machine: Mapping[str, str]) -> None:
@@ -108,7 +109,7 @@ class TunedChoiceFile:
         self.path = folder / f"{digest[:16]}.json"
 
     def read(self) -> dict[str, TunedChoice]:
-        """Return the choices by name of the kind of layer; none if there is no file for this machine."""
+        """Return the choices by name of the kind of layer; empty if there is no file for this machine."""
         try:
             return self._load()
         except _UNUSABLE as error:
@@ -118,7 +119,8 @@ class TunedChoiceFile:
     def add(self, choices: Mapping[str, TunedChoice]) -> dict[str, TunedChoice]:
         """Add choices to the file. Return the file's choices for the same kinds of layers.
 
-        A choice of another process takes precedence. The file is replaced atomically. An error of writing is logged.
+        If another process has stored a choice, that choice is returned. The file is replaced atomically. Write errors
+        are logged.
         """
         kept: dict[str, TunedChoice] = {}
         with suppress(*_UNUSABLE):
@@ -148,7 +150,7 @@ class TunedChoiceFile:
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
         except OSError as error:
-            logger.warning("choices of attention are not kept, and will be measured at each start: %s", error)
+            logger.warning("choices of attention are not stored, and will be measured at each start: %s", error)
             if temporary is not None:
                 with suppress(OSError):
                     os.unlink(temporary)

@@ -1,13 +1,13 @@
-"""Tries the kernel on this device, at load, for each kind of layer that a model has.
+"""Tries the kernel on this device at load, for each kind of layer that a model has.
 
-A Mac compiles a kernel at the first use. That may fail: an error of the compiler, a pipeline with too few threads,
-too much threadgroup memory. All variants that serving uses run here on random numbers:
+A Mac compiles a kernel at its first use. That may fail with an error of the compiler, a pipeline with too few threads,
+or too much threadgroup memory. Therefore all variants that serving uses run here on random numbers:
 
 - a decode of one row alone
-- a step with a decode whose context is split and merged, a chunk, and another decode
+- a step with a chunk and two decodes: the context of one decode is split and merged
 - with tensor operations or a measured cut: a longer chunk
 
-The portable backend has the right answers.
+The results are compared with the portable backend's.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.spec import QuantizedKVSpec
 from metal_engine.kv_cache.state import KVState, StateSnapshot
 
-# (tokens, tokens before them) of each request: long enough to be split, and the window, too.
+# (tokens, context tokens) of each request. The long context is split even with the window.
 _ALONE = [(1, 20)]
 _IN_COMPANY = [(1, 1087), (11, 9), (1, 29)]
-_CHUNK = [(70, 130)]  # more than a tile of rows, over several stages of keys
-# Of a row of one head, relative to its length. One key of the longest context more or less makes 3e-2.
+_CHUNK = [(70, 130)]  # more than one tile of rows, and several stages of keys
+# Tolerance for a row of one head, relative to its length. One missing key in the longest context causes 3e-2.
 _TOLERANCE = {mx.float32: 5e-3, mx.float16: 5e-3, mx.bfloat16: 2e-2}
 
 
@@ -37,7 +37,7 @@ class KernelFailedError(Exception):
     """The kernel does not work for a kind of layer on this device.
 
     Attributes:
-        report: all that is known, Metal's own text included; may have many lines.
+        report: full description with Metal's own text; may have many lines.
     """
 
     def __init__(self, summary: str, report: str) -> None:
@@ -46,14 +46,16 @@ class KernelFailedError(Exception):
 
 
 def try_kernel(metal: MetalBackend, kind: AttentionKind, block_size: int) -> None:
-    """Compute small steps of a kind of layer, and compare.
+    """Compute small steps of a kind of layer, and compare them with the portable backend.
 
     Args:
-        block_size: the server's.
+        metal: backend of the kernel.
+        kind: kind of layer.
+        block_size: block size of the server.
 
     Raises:
-        UnsupportedAttentionError: the kernel does not do the shape.
-        KernelFailedError: it does not build or run here, or its results are wrong.
+        UnsupportedAttentionError: the kernel does not support the shape.
+        KernelFailedError: the kernel does not build or run here, or its results are wrong.
     """
     if kind.dtype != kind.spec.dtype:
         raise UnsupportedAttentionError(
@@ -82,7 +84,7 @@ def try_kernel(metal: MetalBackend, kind: AttentionKind, block_size: int) -> Non
 
 
 def _rows(segments: list[tuple[int, int]], block_size: int) -> StepRows:
-    """Requests whose blocks are shuffled."""
+    """Return rows of requests whose blocks are shuffled."""
     query_lens, context_lens = np.array(segments, np.int32).T
     num_blocks = -(-(query_lens + context_lens) // block_size)
     block_table = np.zeros((len(segments), num_blocks.max()), np.int32)
@@ -106,9 +108,9 @@ def _random_state(kind: AttentionKind, rows: StepRows) -> KVState:
 
 
 def _attend(backend: AttentionBackend, kind: AttentionKind, rows: StepRows, state: KVState) -> np.ndarray:
-    """[N, Hq, Dv] float32; of latents what their reader takes."""
+    """Compute attention, [N, Hq, Dv] float32. For latents, only the columns of the value are returned."""
     out = attend_kind(backend.for_step(rows), kind, random_queries(kind, rows.num_tokens), state, random_sinks(kind))
     if kind.spec.latent_dim is not None:
         out = out[..., : kind.spec.latent_dim]
-    mx.eval(out)  # which raises what an operation raised, as the conversion would not
+    mx.eval(out)  # raises errors of operations; the conversion to NumPy would not
     return np.array(out.astype(mx.float32))

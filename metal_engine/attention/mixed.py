@@ -1,4 +1,4 @@
-"""The kernel for most layers of a model, and MLX's operations for those that it does not do."""
+"""Combines the kernel for most layers of a model with MLX's operations for the layers that it does not support."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metal_engine.kv_cache.state import KVState
 
 @dataclass(frozen=True)
 class MixedStep:
-    """A step's attention by both backends; each plans its own when the first layer asks it."""
+    """A step's attention by both backends. Each backend plans its work when its first layer calls it."""
 
     metal: StepAttention
     portable: StepAttention
@@ -37,10 +37,12 @@ class MixedStep:
 
 @dataclass
 class MixedBackend:
-    """Which layers go which way does not change: what fails in a step is a step that failed.
+    """Backend that divides layers between two backends. The division is fixed: an error in a step fails that step.
 
     Attributes:
-        on_portable: the kinds of layers that the portable backend computes.
+        metal: backend of the Metal kernel.
+        portable: backend with MLX's operations.
+        on_portable: kinds of layers that the portable backend computes.
     """
 
     metal: AttentionBackend

@@ -1,4 +1,4 @@
-"""Calls of attention as a kind of layer makes them, on random numbers: to try kernels and to time them."""
+"""Calls of attention on random numbers, in the form of a kind of layer: for trying and timing kernels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def attend_kind(
 
 
 def forget_errors() -> None:
-    """Wait for the streams and drop the errors that they keep."""
+    """Wait for the streams and discard their stored errors."""
     try:
         synchronize()
     except (RuntimeError, ValueError):

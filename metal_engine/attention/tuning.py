@@ -1,11 +1,11 @@
 """Finds the fastest cut of the kernel's work for each kind of layer, at the first start on a GPU.
 
-A kind of layer has one choice for all steps, because a choice changes rounding: splits begin elsewhere, or sums have
-another order. With a choice for each step, an answer would depend on the other requests.
+A kind of layer has one choice for all steps, because a choice changes rounding: splits begin at other keys, or sums
+have another order. With a choice per step, outputs would depend on other requests in the batch.
 
-Fields of a cut are decided in the order of ``TRIED``, each with the best values of earlier fields. Runs of a candidate
-and of the best cut alternate: the GPU's clock rate rises during the measurement. A candidate must first give the
-answers of MLX's operations.
+The fields of a cut are decided in the order of ``TRIED``, each with the best values of earlier fields. Runs of a
+candidate and of the best cut alternate, because the GPU's clock rate rises during the measurement. A candidate must
+first produce the same results as MLX's operations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from metal_engine.kv_cache.state import KVState
 logger = logging.getLogger(__name__)
 
 TUNING_SECONDS = 10.0
-# Steps as (tokens, tokens before them) of each request: decodes, alone and together, and prompts.
+# Steps as (tokens, context tokens) of each request: decodes, alone and together, and prompts.
 STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((1, 1023),),
     ((1, 16_383),),
@@ -50,10 +50,10 @@ _KV_BYTES = 128 << 20
 # Target duration of a run, which repeats a layer. A single layer is too short to measure.
 _RUN_SECONDS, _MOST_LAYERS = 0.01, 16
 _NUM_RUNS = 3
-_LEAST_SECONDS = 1e-9  # a clock may not have moved
-# Largest ratio of a candidate's time to the best time at which the candidate wins. Smaller gains may be noise.
+_LEAST_SECONDS = 1e-9  # used if the clock has not advanced
+# Largest ratio of a candidate's time to the best time for which the candidate wins. Smaller gains may be noise.
 WORTH_CHANGING = 0.97
-# The same for MLX's operations, which exclude replay of decode steps and round by batch.
+# Largest such ratio for MLX's operations. They exclude replay of decode steps, and their rounding depends on the batch.
 WORTH_LEAVING_KERNEL = 0.5
 
 Turn = Callable[[], AbstractContextManager[None]]
@@ -61,7 +61,7 @@ Turn = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class _Step:
-    """A step to time. ``num_layers``: layers of a run."""
+    """A step to time. ``num_layers`` is the number of layers in a run."""
 
     rows: StepRows
     q: mx.array
@@ -69,12 +69,12 @@ class _Step:
 
 
 class Tuner:
-    """Chooses for kinds of layers, by measuring or as an earlier start has chosen.
+    """Chooses the attention of kinds of layers, by measuring or from the choices of an earlier start.
 
     Args:
         file: file of choices.
         clock: function that returns seconds.
-        seconds: limit of time for all models of this start.
+        seconds: time limit for all models of this start.
     """
 
     def __init__(
@@ -96,9 +96,11 @@ class Tuner:
         """Return the choice for each kind of layer, by name. Add measured choices to the file.
 
         Args:
+            metal: backend of the kernel.
             kinds: kinds of layers that the kernel computes, the most important first.
-            may_use_mlx: whether MLX's operations may be chosen.
-            turn: within it, no other model uses the device. Each candidate has its own.
+            block_size: tokens of a block.
+            may_use_mlx: True if MLX's operations may be chosen.
+            turn: returns a context manager for exclusive use of the device. Each candidate uses its own.
         """
         kept = self.file.read()
         choices = {name: kept[name] for kind in kinds if (name := name_of(kind, block_size)) in kept}
@@ -118,17 +120,17 @@ class Tuner:
 
 
 class _OutOfTimeError(RuntimeError):
-    """The limit of time is reached."""
+    """The time limit is reached."""
 
 
 class _OfKind:
-    """Measures for one kind of layer.
+    """Measurements for one kind of layer.
 
     Args:
-        seconds: most time to spend.
+        seconds: time limit.
 
     Attributes:
-        spent: seconds that the measuring took.
+        spent: seconds that the measurements have taken.
     """
 
     def __init__(
@@ -152,18 +154,18 @@ class _OfKind:
         self._with_cut = cache(lambda cut: metal.with_cuts({kind: cut}))
         self._best = DEFAULT_CUT
         self.spent = 0.0
-        self._began = 0.0  # the candidate's time on the clock
-        self._longest = 0.0  # seconds of the longest candidate
+        self._began = 0.0  # start time of the current candidate
+        self._longest = 0.0  # seconds of the slowest candidate
 
     def choose(self, *, may_use_mlx: bool) -> TunedChoice:
-        """Return the best choice that can be found in time."""
+        """Return the best choice found within the time limit."""
         speedup = 1.0
         if self._timed("the default", self._prepare) is None:
             return TunedChoice()
         mlx = self._timed("MLX's operations", self._compare, PortableBackend(), 1.0) if may_use_mlx else None
         for cut in self._candidates():
             if self.spent + self._longest > self._most_seconds:
-                logger.info("tuning reached its limit of time for layers with %s", self._kind)
+                logger.info("tuning reached its time limit for layers with %s", self._kind)
                 break
             ratio = self._timed(str(cut), self._try, cut)
             if ratio is not None and ratio < WORTH_CHANGING:
@@ -173,7 +175,7 @@ class _OfKind:
         return TunedChoice(self._best, speedup)
 
     def _candidates(self) -> Iterator[Cut]:
-        """Yield cuts that differ from the best cut in one field. Skip cuts whose work has been measured."""
+        """Yield cuts that differ from the best cut in one field, without cuts whose work has been measured."""
         seen = {self._metal.work_of(self._kind, self._block_size, DEFAULT_CUT)}
         for name, values in TRIED.items():
             for value in values[1:]:
@@ -192,7 +194,7 @@ class _OfKind:
                 logger.debug("%s takes %.2f of the time, for layers with %s", what, ratio, self._kind)
                 return ratio
             except _OutOfTimeError:
-                logger.info("tuning reached its limit of time with %s for layers with %s", what, self._kind)
+                logger.info("tuning reached its time limit with %s for layers with %s", what, self._kind)
                 return None
             except (KernelFailedError, UnsupportedAttentionError, RuntimeError, ValueError, MemoryError) as error:
                 forget_errors()
@@ -205,7 +207,7 @@ class _OfKind:
                 self._longest = max(self._longest, seconds)
 
     def _prepare(self) -> float:
-        """Make the steps, with K and V, and find out how long they take by default."""
+        """Create the steps, with K and V, and measure their default times."""
         assert isinstance(self._state, KVState)
         bytes_per_block = self._state.spec.bytes_per_token * self._block_size
         most_blocks = max(1, _KV_BYTES // bytes_per_block)
@@ -216,7 +218,7 @@ class _OfKind:
         self._state.allocate(num_blocks, self._block_size)
         default = self._with_cut(DEFAULT_CUT)
         for step in steps:
-            self._seconds(default, step)  # what is compiled once is compiled
+            self._seconds(default, step)  # a first run compiles what is needed
             seconds = max(self._seconds(default, step), _LEAST_SECONDS)
             num_layers = max(1, min(_MOST_LAYERS, int(_RUN_SECONDS / seconds)))
             self._steps.append(replace(step, num_layers=num_layers))

@@ -1,4 +1,4 @@
-"""A streaming client that notes when each part of an answer came, and checks that it got what it asked for."""
+"""Streaming client that records the arrival time of each part of a response, and checks the response."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ import aiohttp
 from metal_engine.bench.args import BenchServeArgs
 from metal_engine.bench.datasets import BenchRequest
 
-# Bytes of one line of a stream; a longer one is an error.
+# Maximum size of one line of a stream in bytes. Longer lines are errors.
 _LONGEST_LINE = 16 << 20
-_NO_USAGE = "no usage, so nothing to count tokens by"
+_NO_USAGE = "no usage, so tokens cannot be counted"
 
 
 @dataclass
 class RequestRecord:
-    """What became of a request. Times are seconds of ``time.perf_counter``.
+    """Result of a request. Times are seconds of ``time.perf_counter``.
 
     Attributes:
-        started: when it was sent.
-        token_times: when each event with text came; a server may put several tokens into one event. Of an embedding,
-            when its vector came.
-        prompt_len, output_len: as the server's ``usage`` counts them.
-        asked_len: tokens asked for.
-        error: why it failed; empty if it is what was asked for.
+        started: time when the request was sent.
+        token_times: arrival times of events with text, which may have several tokens each. For an embedding, the
+            arrival time of the vector.
+        prompt_len: number of prompt tokens in the server's ``usage``.
+        output_len: number of output tokens in the server's ``usage``.
+        asked_len: requested number of output tokens.
+        error: reason of a failure; empty for a response as requested.
     """
 
     started: float = 0.0
@@ -46,27 +47,27 @@ class RequestRecord:
 
     @property
     def ttft(self) -> float:
-        """Seconds from sending to the first text."""
+        """Seconds from sending the request to its first text."""
         return self.token_times[0] - self.started
 
     @property
     def latency(self) -> float:
-        """Seconds from sending to the last text, or to the vector."""
+        """Seconds from sending the request to its last text, or to the vector."""
         return self.token_times[-1] - self.started
 
     @property
     def tpot(self) -> float:
-        """Seconds per token after the first; 0 where there is no second."""
+        """Seconds per token after the first; 0 if there is only one token."""
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between one event with text and the next."""
+        """Seconds between consecutive events with text."""
         return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
 class Rejected(Exception):
-    """The server's answer is not what was asked for. The message says how."""
+    """Raised if a response is not as requested. The message has the reason."""
 
 
 class BenchClient:
@@ -85,7 +86,7 @@ class BenchClient:
         await self._session.close()
 
     async def send(self, request: BenchRequest) -> RequestRecord:
-        """Send one request and wait for its end. A failure is noted in the record, never raised."""
+        """Send one request and wait for its end. Failures are recorded, not raised."""
         record = RequestRecord(asked_len=request.output_len)
         record.started = time.perf_counter()
         try:
@@ -163,7 +164,7 @@ class BenchClient:
         for choice in event.get("choices") or []:
             delta = choice.get("delta") or {}
             text = choice.get("text") or delta.get("content") or ""
-            # Reasoning has a field of its own, under either name.
+            # Reasoning has its own field, with one of two names.
             text = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
             if text:
                 record.token_times.append(now)
@@ -182,7 +183,7 @@ class BenchClient:
             raise Rejected("no finish_reason")
         wrong = record.output_len != request.output_len if self._args.ignore_eos else False
         if wrong or record.output_len > request.output_len:
-            raise Rejected(f"{record.output_len} tokens, but {request.output_len} were asked for")
+            raise Rejected(f"{record.output_len} tokens, but {request.output_len} were requested")
 
     def _check_prompt(self, request: BenchRequest, record: RequestRecord) -> None:
         if not record.prompt_len:

@@ -1,4 +1,4 @@
-"""What `bench` asks servers for, and when: prompts of exact lengths, drawn from a seed, or read from a file."""
+"""Requests of the benchmarks and their arrival times: prompts of exact lengths drawn from a seed, or from a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request. ``prompt_len`` is None where no tokenizer has counted."""
+    """One request. ``prompt_len`` is None if the prompt's tokens were not counted."""
 
     prompt: str
     output_len: int
@@ -34,10 +34,10 @@ class BenchRequest:
 
 
 def make_requests(args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], PromptTokenizer]) -> list[BenchRequest]:
-    """The requests that ``args`` describe; the same ones for the same seed.
+    """Return the requests that ``args`` describe. The same seed gives the same requests.
 
     Args:
-        load_tokenizer: called where lengths have to be counted.
+        load_tokenizer: function that loads the tokenizer. Called if lengths have to be counted.
 
     Raises:
         ConfigError: the file cannot be used, or an instruction is longer than a prompt.
@@ -64,27 +64,28 @@ def _vary(rng: np.random.Generator, length: int, ratio: float) -> int:
 
 
 def arrival_times(num_requests: int, rate: float, burstiness: float, seed: int) -> np.ndarray:
-    """Seconds after the start at which each request is due, [num_requests] float64, the first at 0.
+    """Return the time at which each request is sent, in seconds after the start, [num_requests] float64.
 
-    Times between requests follow a gamma distribution of shape ``burstiness`` whose mean is ``1 / rate``: with shape
-    1 a Poisson process; its coefficient of variation is ``burstiness ** -0.5``.
+    The first request is sent at 0. Times between requests follow a gamma distribution with shape ``burstiness`` and
+    mean ``1 / rate``. Its coefficient of variation is ``burstiness ** -0.5``. Shape 1 is a Poisson process.
 
     Args:
-        rate: requests a second; infinity for all at once.
+        rate: requests per second; infinity for all at once.
     """
     if math.isinf(rate):
         return np.zeros(num_requests)
-    # Not the generator that draws prompts: these stay the same when the rate changes.
+    # A separate generator, so that prompts do not change with the rate.
     rng = np.random.default_rng([seed, 1])
     gaps = rng.gamma(burstiness, 1 / (rate * burstiness), num_requests - 1)
     return np.concatenate([[0.0], np.cumsum(gaps)])
 
 
 def random_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int, prefix: str = "") -> str:
-    """A text that begins with ``prefix`` and has exactly ``length`` tokens, if the vocabulary allows it.
+    """Return a text that begins with ``prefix`` and has exactly ``length`` tokens, if the vocabulary allows it.
 
-    Random tokens do not in general survive decoding and encoding, so words are drawn: tokens that are a space and
-    letters. Their text splits into the same tokens, up to merges across words, which cutting and filling mends.
+    Random tokens often change when they are decoded and encoded. Therefore, words are drawn: tokens that consist of a
+    space and letters. Their text usually splits into the same tokens. Merges across words are corrected by removing
+    letters or adding words.
     """
     words = _words(tokenizer)
     text = prefix
@@ -95,7 +96,7 @@ def random_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: in
         if missing > 0:
             text += "".join(words[i] for i in rng.integers(len(words), size=missing))
         else:
-            # A letter at a time, until it fits.
+            # Remove one letter at a time until the text fits.
             while len(tokenizer.encode(text)) > length:
                 text = text[:-1]
     return text
@@ -103,7 +104,7 @@ def random_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: in
 
 def _words(tokenizer: PromptTokenizer) -> list[str]:
     letters = [" " + letter for letter in "abcdefghijklmnopqrstuvwxyz"]
-    # A vocabulary with hardly any words, as tests have.
+    # The vocabularies of tests have hardly any words.
     return tokenizer.words if len(tokenizer.words) > len(letters) else letters
 
 
@@ -111,10 +112,10 @@ _INSTRUCTION = "Pick as many lines as you can from these verses, and go on in th
 
 
 def verse_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int, prefix: str = "") -> str:
-    """An instruction and as many lines, drawn at random, as fit into ``length`` tokens.
+    """Return an instruction and as many random lines as fit into ``length`` tokens.
 
     Raises:
-        ConfigError: the instruction alone does not.
+        ConfigError: the instruction alone does not fit.
     """
     lengths = [len(tokenizer.encode(line + "\n")) for line in LINES]
     text = prefix + _INSTRUCTION
@@ -128,7 +129,7 @@ def verse_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int
             break
         lines.append(LINES[i] + "\n")
         left -= lengths[i]
-    # Lines may take a token more together than apart.
+    # Together, lines may take more tokens than separately.
     while lines and len(tokenizer.encode(text + "".join(lines))) > length:
         lines.pop()
     return text + "".join(lines)
@@ -145,7 +146,7 @@ def _from_file(args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], Promp
     except OSError as error:
         raise ConfigError("--dataset-path", f"cannot read --dataset-path {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError("--dataset-path", f"{path} is no {args.dataset_name} file: {error!r}") from error
+        raise ConfigError("--dataset-path", f"{path} is not a valid {args.dataset_name} file: {error!r}") from error
     if len(requests) < args.num_prompts:
         raise ConfigError(
             "--num-prompts", f"{path} has {len(requests)} usable prompts, fewer than --num-prompts {args.num_prompts}"
@@ -155,7 +156,7 @@ def _from_file(args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], Promp
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:
-    """A JSON list, or one JSON object a line."""
+    """Read a JSON list, or one JSON object per line."""
     text = path.read_text(encoding="utf-8")
     if text.lstrip().startswith("["):
         return list(json.loads(text))
@@ -175,7 +176,9 @@ def _custom(path: Path, args: WorkloadArgs, load_tokenizer: Callable[[], PromptT
 
 
 def _sharegpt(path: Path, args: WorkloadArgs, load_tokenizer: Callable[[], PromptTokenizer]) -> Iterator[BenchRequest]:
-    """First turns: the human's text is the prompt, and as many tokens are asked for as the answer had."""
+    """Yield the first turn of each conversation: the human's text as the prompt, and the answer's length as output
+    length.
+    """
     tokenizer = load_tokenizer()
     for one in _objects(path):
         turns = one["conversations"]
@@ -183,6 +186,6 @@ def _sharegpt(path: Path, args: WorkloadArgs, load_tokenizer: Callable[[], Promp
             continue
         prompt, answer = turns[0]["value"], turns[1]["value"]
         prompt_len, output_len = len(tokenizer.encode(prompt)), len(tokenizer.encode(answer))
-        # Too short to say anything, or longer than a small model's context: as other benchmarks choose.
+        # The same limits as in other benchmarks: neither too short, nor too long for a small model's context.
         if min(prompt_len, output_len) >= 4 and prompt_len <= 1024 and prompt_len + output_len <= 2048:
             yield BenchRequest(prompt, output_len, prompt_len)

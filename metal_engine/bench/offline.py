@@ -1,4 +1,4 @@
-"""``metal-engine bench throughput`` and ``latency``: the engine alone, without a server."""
+"""``metal-engine bench throughput`` and ``latency``: benchmarks of the engine alone, without a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from metal_engine.settings.args import EngineArgs
 
 
 def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict[str, Any]:
-    """Run all requests at once, until the last is done."""
+    """Run all requests concurrently and report the throughput."""
     check_output(args.save_result, "--save-result")
     name = engine_args.tokenizer or engine_args.model
     requests = make_requests(args, engine_args.seed, lambda: load_prompt_tokenizer(name))
@@ -48,7 +48,10 @@ def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict
 
 
 def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, Any]:
-    """Time the same requests from the start to the last token, again and again, with nothing cached in between."""
+    """Time repeated runs of the same batch, from the start to the last token.
+
+    The prefix cache is cleared between runs.
+    """
     check_output(args.save_result, "--save-result")
     tokenizer = load_prompt_tokenizer(engine_args.tokenizer or engine_args.model)
     rng = np.random.default_rng(engine_args.seed)
@@ -78,7 +81,7 @@ def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, 
 
 
 def _run(core: EngineCore, requests: Sequence[BenchRequest], *, show: bool) -> tuple[float, int, int]:
-    """Run requests to their ends; returns the seconds that took, tokens of prompts and tokens generated.
+    """Run requests to their ends. Return the duration in seconds, and the numbers of prompt and output tokens.
 
     Raises:
         RuntimeError: a step failed.
@@ -100,12 +103,12 @@ def _run(core: EngineCore, requests: Sequence[BenchRequest], *, show: bool) -> t
         seconds = time.perf_counter() - start
     asked = sum(request.output_len for request in requests)
     if output_tokens != asked:
-        raise RuntimeError(f"{output_tokens} tokens were generated, but {asked} asked for")
+        raise RuntimeError(f"{output_tokens} tokens were generated, but {asked} were requested")
     return seconds, sum(map(len, prompts)), output_tokens
 
 
 def peak_memory_bytes() -> int:
-    """The most that MLX has held at one time, weights and KV cache included."""
+    """Return MLX's peak memory in bytes, including weights and KV cache."""
     import mlx.core as mx
 
     return int(mx.get_peak_memory())

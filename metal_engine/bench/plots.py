@@ -1,4 +1,4 @@
-"""A run as a picture: latencies, and what was under way when."""
+"""Plots a run: latencies, requests over time, and the rate of events."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from metal_engine.errors import ConfigError
 
 
 def check_plots(path: str) -> None:
-    """Raises ConfigError where matplotlib is not installed, or makes no such file."""
+    """Raise ConfigError if matplotlib is not installed, or does not support the file type."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ModuleNotFoundError as error:
         raise ConfigError("--plot", "needs matplotlib: pip install 'metal-engine[plots]'") from error
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if Path(path).suffix[1:].lower() not in kinds:
-        raise ConfigError("--plot", f"must name a file of a kind that can be drawn, such as run.png, got {path!r}")
+        raise ConfigError("--plot", f"must be a file of a supported type, such as run.png, got {path!r}")
 
 
 def plot_run(records: Sequence[RequestRecord], path: Path) -> None:
-    """Draw three panels: distributions of TTFT and ITL, each request as a line, events with text a second over time."""
+    """Draw three panels: distributions of TTFT and ITL, a timeline of requests, and events with text per second."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A run's figures as text and as files.
+"""Writes the summary of a run as text and to files.
 
 Files are tried before a benchmark runs, so that no long run is lost for a wrong name.
 """
@@ -17,7 +17,7 @@ WIDTH = 58
 
 
 def table(summary: Summary) -> str:
-    """Lays figures out as vLLM's benchmark does; those of generated tokens only where there are any."""
+    """Format a summary like vLLM's benchmark. Figures about generated tokens are left out if there are no tokens."""
     embeds = bool(summary.num_ok) and not summary.output_tokens
     figures: list[tuple[str, float | str | None]] = [
         ("Successful requests:", summary.num_ok),
@@ -64,7 +64,7 @@ def _line(label: str, value: float | str) -> str:
 
 
 def check_output(path: str | None, flag: str) -> None:
-    """Check that a file can be written, and make its folder. None stands for no file.
+    """Check that a file can be written, and make its folder. Does nothing for None.
 
     Args:
         flag: names the file, for the message.

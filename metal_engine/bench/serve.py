@@ -1,4 +1,6 @@
-"""``metal-engine bench serve``: load a server as its users would, and measure what they would see."""
+"""``metal-engine bench serve``: sends requests to a server and measures latencies and throughput as clients see
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,15 @@ from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.errors import ConfigError
 
 _READY_POLL_SECONDS = 0.5
-# Of each request, as they are, in the file of a result.
+# Fields of each request that are copied to the result file.
 _RESULT_FIELDS = ("prompt_len", "cached_len", "output_len", "asked_len", "finish_reason", "error")
 
 
 def bench_serve(args: BenchServeArgs) -> Summary:
-    """Run the benchmark, print its table, and write what was asked for.
+    """Run the benchmark, print its table, and write the requested files.
 
     Raises:
-        ConfigError: the server cannot be reached, the settings cannot work, or a file could not be written.
+        ConfigError: the server cannot be reached, settings are invalid, or a file cannot be written.
     """
     check_extra_body(args)
     check_output(args.save_result, "--save-result")
@@ -58,7 +60,7 @@ def bench_serve(args: BenchServeArgs) -> Summary:
 
 
 def check_extra_body(args: BenchServeArgs) -> None:
-    """Raises ConfigError if ``--extra-body`` is no JSON object."""
+    """Raise ConfigError if ``--extra-body`` is not a JSON object."""
     try:
         if args.extra_body is not None and not isinstance(json.loads(args.extra_body), dict):
             raise ValueError("not an object")
@@ -67,10 +69,10 @@ def check_extra_body(args: BenchServeArgs) -> None:
 
 
 async def find_model(args: BenchServeArgs) -> str:
-    """The model to ask for, once the server answers.
+    """Return the model to request, once the server responds.
 
     Raises:
-        ConfigError: it does not, within ``--ready-timeout``; or it lists no model.
+        ConfigError: the server does not respond within ``--ready-timeout``, or it lists no model.
     """
     url = f"{args.base_url.rstrip('/')}/v1/models"
     deadline = time.monotonic() + args.ready_timeout
@@ -92,13 +94,13 @@ async def find_model(args: BenchServeArgs) -> str:
     try:
         return str(json.loads(body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ConfigError("--model", f"{url} lists no model: name one with --model") from error
+        raise ConfigError("--model", f"{url} lists no model: set one with --model") from error
 
 
 async def measure(
     args: BenchServeArgs, model: str, requests: Sequence[BenchRequest]
 ) -> tuple[Summary, list[RequestRecord]]:
-    """Send all requests when they are due; returns their figures, and their records in order of the requests."""
+    """Send all requests at their arrival times. Return the summary, and the records in the order of the requests."""
     due = arrival_times(len(requests), args.request_rate, args.burstiness, args.seed)
     slots = asyncio.Semaphore(args.max_concurrency or len(requests))
     async with BenchClient(args, model) as client, open_session(args) as session:
@@ -137,7 +139,7 @@ async def measure(
 
 
 async def _warm_up(args: BenchServeArgs, client: BenchClient, requests: Sequence[BenchRequest]) -> None:
-    # Other text than any measured prompt begins with, or a prefix cache would have it already.
+    # The texts differ from the start of all measured prompts, so that these are not in the prefix cache.
     warmups = [
         BenchRequest(f"Warm-up {i}: " + requests[i % len(requests)].prompt[-400:], min(8, requests[0].output_len))
         for i in range(args.num_warmups)
@@ -148,7 +150,7 @@ async def _warm_up(args: BenchServeArgs, client: BenchClient, requests: Sequence
 
 
 def _progress(wanted: bool) -> Progress:
-    """Progress on a terminal's standard error: requests done, under way, tokens a second."""
+    """Return a progress display on standard error: finished requests, running requests, and tokens per second."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -161,7 +163,7 @@ def _progress(wanted: bool) -> Progress:
 
 
 def run_json(args: BenchServeArgs, model: str, summary: Summary, records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Everything about the run: settings, figures, each request."""
+    """Return all data of the run: settings, summary, and every request."""
     settings = {k: v for k, v in asdict(args).items() if k != "api_key"}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -173,7 +175,7 @@ def run_json(args: BenchServeArgs, model: str, summary: Summary, records: Sequen
 
 
 def request_json(record: RequestRecord) -> dict[str, Any]:
-    """One request, times relative to its start."""
+    """Return one request, with times relative to its start."""
     return {
         "started": record.started,
         "ttft": record.ttft if record.token_times else None,

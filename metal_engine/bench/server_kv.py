@@ -1,4 +1,4 @@
-"""In what a server keeps keys and values, from its ``/metrics``."""
+"""Reads the type of a server's KV cache from its ``/metrics``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 async def server_kv_cache_dtype(session: aiohttp.ClientSession, base_url: str, model: str) -> str | None:
-    """Returns it as ``int8`` or ``bfloat16``; None if the server does not say: it is another one, or has no metrics.
+    """Return the type of the KV cache, such as ``int8`` or ``bfloat16``; None if the server does not report it.
 
     Args:
-        model: the one that is asked for, of a server of several.
+        model: name of the requested model, for a server with several models.
     """
     try:
         async with session.get(f"{base_url.rstrip('/')}/metrics") as response:
@@ -25,7 +25,7 @@ async def server_kv_cache_dtype(session: aiohttp.ClientSession, base_url: str, m
 
 
 def parse_kv_cache_dtype(text: str, model: str) -> str | None:
-    """Reads it from metrics in Prometheus's format: of the model of that name, or of the only one there is."""
+    """Parse the type from metrics in Prometheus format, for the named model or the only one."""
     found = [dict(_LABEL.findall(labels)) for labels in _INFO.findall(text)]
     named = [labels for labels in found if labels.get("model_name") == model]
     ours = named or (found if len(found) == 1 else [])

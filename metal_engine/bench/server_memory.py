@@ -1,4 +1,4 @@
-"""The peak memory of a server on this machine, where the system tells it (Linux)."""
+"""Measures the peak memory of a server on this machine (Linux)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _LOCAL = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 
 
 def server_peak_bytes(base_url: str) -> int | None:
-    """Largest resident size so far of the process that listens at ``base_url``, with its children, in bytes.
+    """Return the peak resident size of the process that listens at ``base_url``, with its children, in bytes.
 
-    None where the server is on another machine, or the system does not tell.
+    None if the server is on another machine, or the system does not report it.
 
-    Peaks of several processes are added up, so their sum may be more than was ever used at one time.
+    The peaks of several processes are added, so the sum may exceed the peak of their total.
     """
     url = urlsplit(base_url)
     if url.hostname not in _LOCAL or not Path("/proc/net/tcp").exists():
@@ -34,7 +34,7 @@ def _listening_inodes(port: int) -> set[str]:
         path = Path(table)
         for line in path.read_text().splitlines()[1:] if path.exists() else ():
             columns = line.split()
-            # Local address, state 0A (listening), inode of the socket.
+            # Columns: local address, state (0A is listening), inode of the socket.
             if columns[3] == "0A" and int(columns[1].rpartition(":")[2], 16) == port:
                 inodes.add(columns[9])
     return inodes
@@ -49,13 +49,13 @@ class _Process:
 
 
 def _process(folder: Path, sockets: set[str]) -> _Process | None:
-    """A process by its folder in /proc, and whether it has one of these sockets; None if it has ended."""
+    """Read a process from its folder in /proc. None if the process has ended."""
     try:
         status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     except OSError:
         return None
     listens = False
-    with contextlib.suppress(OSError):  # another user's, or one that has closed a file meanwhile
+    with contextlib.suppress(OSError):  # a process of another user, or a file closed in the meantime
         listens = any(str(fd.readlink()) in sockets for fd in (folder / "fd").iterdir())
     peak = int(status.get("VmHWM", "0 kB").split()[0]) * 1024
     return _Process(int(folder.name), int(status["PPid"]), peak, listens)

@@ -1,4 +1,4 @@
-"""How much of what a server proposes it accepts, from its ``/metrics``: vLLM's names, whoever's server it is."""
+"""Reads counts of speculation from a server's ``/metrics``. The names are vLLM's, and the server can be any."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-# A metric of any server, as in `vllm:spec_decode_num_drafts_total{model_name="..."} 12.0`.
+# Matches a metric of any server, such as `vllm:spec_decode_num_drafts_total{model_name="..."} 12.0`.
 _SAMPLE = re.compile(
     r"^\w+:spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total(?:\{.*\})? (\S+)$", re.MULTILINE
 )
@@ -15,12 +15,12 @@ _SAMPLE = re.compile(
 
 @dataclass(frozen=True)
 class SpecDecodeCounts:
-    """What a server has counted so far, or in some time.
+    """Counts of speculation on a server, in total or in a period.
 
     Attributes:
-        num_drafts: proposals, each of one request in one step.
-        num_draft_tokens: tokens proposed.
-        num_accepted_tokens: of those, the ones accepted.
+        num_drafts: number of proposals, each for one request in one step.
+        num_draft_tokens: number of proposed tokens.
+        num_accepted_tokens: number of accepted tokens among the proposed ones.
     """
 
     num_drafts: int = 0
@@ -29,16 +29,16 @@ class SpecDecodeCounts:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the proposed tokens that were accepted, in percent."""
+        """Percentage of the proposed tokens that were accepted."""
         return 100 * self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens that a request with drafts got in a step, on average."""
+        """Average number of tokens that a request with drafts got in a step."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     def since(self, before: SpecDecodeCounts | None) -> SpecDecodeCounts:
-        """Returns what came to these counts after ``before``; None stands for nothing counted."""
+        """Return the difference to earlier counts. None stands for zero counts."""
         before = before or SpecDecodeCounts()
         return SpecDecodeCounts(
             self.num_drafts - before.num_drafts,
@@ -48,7 +48,7 @@ class SpecDecodeCounts:
 
 
 async def spec_decode_counts(session: aiohttp.ClientSession, base_url: str) -> SpecDecodeCounts | None:
-    """Returns a server's counts; None if it has none, because it does not speculate or has no such metrics."""
+    """Return a server's counts; None if the server does not speculate or has no such metrics."""
     try:
         async with session.get(f"{base_url.rstrip('/')}/metrics") as response:
             text = await response.text() if response.status == 200 else ""
@@ -58,7 +58,7 @@ async def spec_decode_counts(session: aiohttp.ClientSession, base_url: str) -> S
 
 
 def parse_counts(text: str) -> SpecDecodeCounts | None:
-    """Reads counts in Prometheus's format; those of several models are added up. None if there are none."""
+    """Parse counts in Prometheus format, summed over all models. None if there are none."""
     sums: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
         sums[name] = sums.get(name, 0.0) + float(value)

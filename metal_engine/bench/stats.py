@@ -1,4 +1,4 @@
-"""Makes the figures that people compare out of the records of a run."""
+"""Computes the summary of a run from the records of its requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MILLISECONDS = 1e3
 
 @dataclass(frozen=True)
 class Distribution:
-    """How some times are distributed, in milliseconds. ``percentiles`` is keyed by the percentile: 99.0 -> P99."""
+    """Distribution of times in milliseconds. The keys of ``percentiles`` are percentiles: 99.0 -> P99."""
 
     mean: float
     median: float
@@ -26,7 +26,7 @@ class Distribution:
 
     @staticmethod
     def of(seconds: Iterable[float], percentiles: Sequence[float]) -> Distribution:
-        """Describes times given in seconds; NaN throughout where there are none."""
+        """Describe times given in seconds. All values are NaN if there are no times."""
         values = np.array([*seconds] or [nan]) * MILLISECONDS
         return Distribution(
             mean=float(values.mean()),
@@ -38,7 +38,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a run. Throughputs are per second of ``duration``, which ends with the last text of any request."""
+    """Summary of a run. Throughputs are per second of ``duration``, which ends with the last text of any request."""
 
     num_ok: int
     num_failed: int
@@ -53,11 +53,11 @@ class Summary:
     tpot: Distribution
     itl: Distribution
     e2el: Distribution
-    goodput: float | None = None  # requests a second that keep to every limit
+    goodput: float | None = None  # requests per second that keep all limits
     peak_concurrency: int = 0
     server_peak_bytes: int | None = None
     speculation: SpecDecodeCounts | None = None
-    kv_cache_dtype: str | None = None  # of the server, if it says
+    kv_cache_dtype: str | None = None  # type of the server's KV cache, if known
 
     def to_json(self) -> dict[str, Any]:
         result = asdict(self)
@@ -79,13 +79,13 @@ def summarize(
     speculation: SpecDecodeCounts | None = None,
     kv_cache_dtype: str | None = None,
 ) -> Summary:
-    """Returns figures of the requests that succeeded, and how many failed.
+    """Return the summary of the requests that succeeded, and the number of failed requests.
 
     Args:
-        goodput: largest good value in milliseconds of ``ttft``, ``tpot`` or ``e2el``.
-        server_peak_bytes: the server's largest size; None if it is not known.
-        speculation: what the server has counted meanwhile; None if it does not speculate.
-        kv_cache_dtype: in what the server keeps keys and values; None if it does not say.
+        goodput: maximum of ``ttft``, ``tpot`` or ``e2el`` for a good request, in milliseconds.
+        server_peak_bytes: peak memory of the server in bytes; None if unknown.
+        speculation: the server's counts of speculation during the run; None without speculation.
+        kv_cache_dtype: type in which the server stores keys and values; None if unknown.
     """
     ok = [record for record in records if record.ok]
     duration = max(r.token_times[-1] for r in ok) - min(r.started for r in records) if ok else 0.0
@@ -122,6 +122,9 @@ def _is_good(record: RequestRecord, limits: Mapping[str, float]) -> bool:
 
 
 def peak_concurrency(records: Sequence[RequestRecord]) -> int:
-    """Most requests under way at one time. One that ends as another starts does not count with it."""
+    """Return the maximum number of requests in flight.
+
+    The end of a request counts before the simultaneous start of another.
+    """
     changes = sorted([(r.started, 1) for r in records] + [(r.ended, -1) for r in records])
     return int(np.cumsum([change for _, change in changes]).max()) if changes else 0

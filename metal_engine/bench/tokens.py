@@ -1,4 +1,4 @@
-"""The client's tokenizer: counts prompt tokens, and makes prompts of an exact length. Loads no MLX."""
+"""Tokenizer of the client: counts prompt tokens, and makes prompts of an exact length. Does not load MLX."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from metal_engine.errors import ConfigError
 
 
 class PromptTokenizer:
-    """Turns text into token ids, without the tokens that a server puts around a prompt.
+    """Converts text to token ids, without the special tokens that a server adds to a prompt.
 
     Attributes:
-        words: texts of tokens that are a space and then only ASCII letters.
+        words: texts of tokens that consist of a space and ASCII letters.
     """
 
     def __init__(self, backend: BackendTokenizer) -> None:
         self._backend = backend
-        # Byte-level vocabularies and sentencepiece's spell a space in these ways.
+        # Spellings of a space in byte-level vocabularies and in those of sentencepiece.
         self.words = sorted(
             " " + token[1:]
             for token in backend.get_vocab(with_added_tokens=False)
@@ -31,10 +31,10 @@ class PromptTokenizer:
 
 
 def load_prompt_tokenizer(name: str) -> PromptTokenizer:
-    """The tokenizer of a directory, a ``.gguf`` file, ``demo``, or a repository on the hub.
+    """Load the tokenizer of a directory, a ``.gguf`` file, ``demo``, or a repository on the hub.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no tokenizer.
     """
     path = Path(name).expanduser()
     if name == "demo" or path.suffix == ".gguf":
@@ -52,4 +52,4 @@ def load_prompt_tokenizer(name: str) -> PromptTokenizer:
         return PromptTokenizer(BackendTokenizer.from_pretrained(name))
     except Exception as error:  # tokenizers raises nothing more specific
         reason = " ".join(str(error).split())
-        raise ConfigError("--tokenizer", f"no tokenizer for {name!r}; name one with --tokenizer: {reason}") from error
+        raise ConfigError("--tokenizer", f"no tokenizer for {name!r}; set one with --tokenizer: {reason}") from error

@@ -1,4 +1,4 @@
-"""Verse for the `sonnet` dataset: lines of ordinary English, so that prompts read like text."""
+"""Verses for the `sonnet` dataset: lines of ordinary English, so that prompts resemble text."""
 
 _TEXT = """
 The morning lays its silver on the bay,

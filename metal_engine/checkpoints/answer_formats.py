@@ -1,6 +1,6 @@
-"""Finds the format of a model's answers: its tokenizer tells, or the settings name it.
+"""Selects the output format of a model, from its tokenizer or from the settings.
 
-mlx-lm has most of the parsers; what they would lose, the engine's own parsers and checks keep.
+mlx-lm provides most of the parsers. The engine's own parsers and checks preserve text that mlx-lm's would lose.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from metal_engine.settings.format_names import (
     TOOL_PARSER_CHOICES,
 )
 
-# Parsers in the place of mlx-lm's, by mlx-lm's names.
+# mlx-lm's name of a parser -> parser that replaces it.
 _OWN_PARSERS: dict[str, ToolParser] = {
     "json_tools": JSON_CALLS,
     "mistral": MistralCalls(),
     "pythonic": PythonicCalls(),
     "qwen3_coder": Qwen3CoderCalls(),
 }
-# Starts of calls, up to the arguments, for formats that have the arguments as one JSON object.
+# Patterns for the start of a call up to its arguments, for formats whose arguments are one JSON object.
 _CALL_HEADS = {"json_tools": JSON_CALL_HEAD, "mistral": MISTRAL_CALL_HEAD}
-# Starts of calls whose opening mark models leave out.
+# Starts of calls for models that sometimes omit the opening mark.
 _BARE_OPENINGS = {"pythonic": BareOpening("[", "(", only_first=True), "qwen3_coder": BareOpening("<function=", ">")}
 
 
 def find_answer_format(
     tokenizer: PreTrainedTokenizerFast, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> AnswerFormat:
-    """The format of a model's answers.
+    """Return the output format of a model.
 
     Args:
-        tool_call_parser: the name of a format of tool calls; ``auto`` for what the tokenizer says; ``none`` to leave
+        tokenizer: tokenizer of the model.
+        tool_call_parser: name of a format of tool calls; ``auto`` to use the tokenizer's information; ``none`` to leave
             tool calls in the text.
-        reasoning_parser: the same for reasoning.
+        reasoning_parser: name of a format of reasoning, ``auto`` or ``none``.
 
     Raises:
-        ConfigError: there is no format of that name; or the tokenizer asks for a tool parser that mlx-lm lacks.
+        ConfigError: there is no format with that name, or mlx-lm lacks the tool parser that the tokenizer names.
     """
     if tool_call_parser not in TOOL_PARSER_CHOICES:
         raise ConfigError("--tool-call-parser", f"{tool_call_parser}: there is no such format")
@@ -89,24 +90,24 @@ def _tool_parser(name: str) -> ToolParser:
 
 
 def _no_parser(name: Any) -> ConfigError:
-    asked_for = f"the tokenizer asks for the tool parser {short(name)}"
+    asked_for = f"the tokenizer names the tool parser {short(name)}"
     return ConfigError("--tool-call-parser", f"{asked_for}, which mlx-lm does not have: choose a --tool-call-parser")
 
 
 def _tool_parser_name(tokenizer: PreTrainedTokenizerFast, wanted: str) -> str | None:
-    """mlx-lm's name for a format; of the one that the tokenizer asks for, if any, where ``auto`` is wanted."""
+    """Return mlx-lm's name of a tool parser, or None. For ``auto``, use the parser that the tokenizer names, if any."""
     if wanted == "none":
         return None
     if wanted != "auto":
         return TOOL_PARSER_ALIASES.get(wanted, wanted)
     asked_for = tokenizer.init_kwargs.get("tool_parser_type")
-    if asked_for and not (isinstance(asked_for, str) and asked_for.isidentifier()):  # it becomes a module's name
+    if asked_for and not (isinstance(asked_for, str) and asked_for.isidentifier()):  # used as the name of a module
         raise _no_parser(asked_for)
     return asked_for or tokenizer_utils._infer_tool_parser(tokenizer)
 
 
 def _reasoning_marks(tokenizer: PreTrainedTokenizerFast, wanted: str) -> tuple[str, str] | None:
-    """What reasoning is written between; None if the model does not reason, or ``none`` is wanted."""
+    """Return the marks around reasoning; None if the model does not reason, or for ``none``."""
     if wanted == "none":
         return None
     if wanted != "auto":
@@ -120,6 +121,6 @@ def _reasoning_marks(tokenizer: PreTrainedTokenizerFast, wanted: str) -> tuple[s
 
 
 def _any_special(tokenizer: PreTrainedTokenizerFast, marks: Iterable[str]) -> bool:
-    """Whether some of the marks would be missing from text without special tokens."""
+    """Return True if text without special tokens would lose one of the marks."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return any(text in mark for mark in marks for text in special)

@@ -1,4 +1,4 @@
-"""The models on this machine: what the hub's cache has, and the demo model; listed and removed."""
+"""Lists and removes the models on this machine: those in the hub's cache, and the demo model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class CachedModel:
     """A model on this machine.
 
     Attributes:
-        name: as `serve` takes it.
-        path: its directory or GGUF file.
-        commit: of the repository; None for the demo model.
-        size: bytes on disk.
-        last_used: seconds since the epoch when a file of it was read last, as far as the file system notes that.
-        is_complete: whether all of it has been downloaded.
+        name: name for the `serve` command.
+        path: directory or GGUF file of the model.
+        commit: commit of the repository; None for the demo model.
+        size: size on disk in bytes.
+        last_used: time of the last read of one of its files, in seconds since the epoch, if the file system records it.
+        is_complete: True if all files have been downloaded.
     """
 
     name: str
@@ -37,10 +37,10 @@ class CachedModel:
 
 
 def cached_models(download_dir: str | None) -> list[CachedModel]:
-    """The models on this machine, by name.
+    """Return the models on this machine, sorted by name.
 
     Args:
-        download_dir: the cache's folder, if not the hub's own.
+        download_dir: folder of the cache; None for the hub's default.
     """
     cache = _scan(download_dir)
     repos = [] if cache is None else [repo for repo in cache.repos if repo.repo_type == "model"]
@@ -63,7 +63,7 @@ def _scan(download_dir: str | None) -> HFCacheInfo | None:
 
 
 def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedModel]:
-    """What a revision has: a model of safetensors, or one for each GGUF file."""
+    """Return the models in a revision: one model of safetensors, or one for each GGUF file."""
     refs = sorted(revision.refs, key=lambda ref: (ref != "main", ref))
     name = (
         repo.repo_id
@@ -86,7 +86,7 @@ def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedMo
         ]
     has_weights = any(file.endswith(".safetensors") for file in files)
     if not has_weights and not partial:
-        return []  # a tokenizer, or another library's file
+        return []  # only a tokenizer, or files of another library
     size = revision.size_on_disk + sum(part.stat().st_size for part in (repo.repo_path / "blobs").glob("*.incomplete"))
     complete = has_weights and not partial
     last_used = max((file.blob_last_accessed for file in revision.files), default=repo.last_accessed)
@@ -94,7 +94,7 @@ def _models(repo: CachedRepoInfo, revision: CachedRevisionInfo) -> list[CachedMo
 
 
 def find_cached(name: str, download_dir: str | None) -> CachedModel | None:
-    """The model of a name on this machine, if there is one; a lone GGUF file is found without its quantization."""
+    """Return the model with a name, or None. A name without a quantization finds a repository's only GGUF file."""
     models = cached_models(download_dir)
     exact = [model for model in models if model.name.lower() == name.lower()]
     ggufs = [model for model in models if model.name.lower().startswith(f"{name.lower()}:")]
@@ -106,17 +106,17 @@ def find_cached(name: str, download_dir: str | None) -> CachedModel | None:
 
 @dataclass(frozen=True)
 class Removal:
-    """What is to be removed: ``what`` it is, how many bytes that frees, and how."""
+    """Planned removal of cached files: a description (``what``), the number of bytes freed, and the operation."""
 
     what: str
     size: int
-    strategy: Any  # of `huggingface_hub`; None for the demo model
+    strategy: Any  # removal strategy of `huggingface_hub`; None for the demo model
 
     def execute(self) -> None:
-        """Removes it.
+        """Remove the files.
 
         Raises:
-            ModelLoadError: the file system does not let it.
+            ModelLoadError: the file system refuses the removal.
         """
         try:
             if self.strategy is None:
@@ -128,12 +128,12 @@ class Removal:
 
 
 def plan_removal(name: str, download_dir: str | None) -> Removal:
-    """What ``rm`` of a name removes: a repository, a revision of it, or one GGUF file.
+    """Plan the removal of a repository, one of its revisions, or one GGUF file.
 
-    Links are removed, never what they point to beyond the cache: that is how ``huggingface_hub`` does it.
+    Links are removed, but not their targets outside the cache, as in ``huggingface_hub``.
 
     Raises:
-        ModelLoadError: there is no such model in the cache.
+        ModelLoadError: the model is not in the cache.
     """
     if name == DEMO_MODEL:
         if not demo_path().is_file():

@@ -1,7 +1,7 @@
-"""Checks a checkpoint directory before it is loaded: is it complete, is it whole, how much memory will it take.
+"""Checks a checkpoint directory before it is loaded: its completeness, its validity and its memory requirement.
 
-Loading reads gigabytes and fails late, with messages about tensors. These checks read the small JSON files and
-the headers of the weight files.
+Loading reads gigabytes and fails late, with messages about tensors. These checks read only the small JSON files and the
+headers of the weight files.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ INDEX = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
 _ELEMENT_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16}
 _ELEMENT_BITS |= {"I16": 16, "U16": 16, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-# Tensors of all files together. The largest published models have 210,000. Matching the names of tensors with a model
-# takes 2 KB of memory and 20 us for each tensor.
+# Limit of the tensors of all files together. The largest published models have 210,000. Matching the names of tensors
+# with a model takes 2 KB of memory and 20 us per tensor.
 _MAX_TENSORS = 1 << 18
-# No model has as many dimensions; MLX's sizes are int32.
+# No model has this many dimensions. MLX's sizes are int32.
 _MAX_DIMS = 16
 _MAX_SIZE = (1 << 31) - 1
 _INTEGERS = ("I64", "U64", "I32", "U32", "I16", "U16", "I8", "U8", "BOOL")
 
 
-# Parts of config.json that are objects, where they are there.
+# Sections of config.json that must be objects, if present.
 _SECTIONS = ("text_config", "quantization", "quantization_config")
-# What architectures make one module each for.
+# Settings that determine how many layer modules an architecture creates.
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-# What this engine calculates with; the rest of config.json is mlx-lm's.
+# Settings that this engine uses. mlx-lm checks the rest of config.json.
 _SIZES = ("hidden_size", "num_attention_heads", "head_dim", "vocab_size", "sliding_window")
-# Where configurations state the longest sequence.
+# Settings with the length of the longest sequence.
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length")
 _MAYBE_LISTS = ("num_attention_heads",)
 _FILE_NAME = re.compile(r"[^/\\\0]{1,255}")
@@ -66,10 +66,10 @@ class StoredTensor:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a checkpoint.
+    """Read and check the ``config.json`` of a checkpoint.
 
     Raises:
-        ModelLoadError: the folder is no checkpoint, or the file is broken.
+        ModelLoadError: the folder is not a checkpoint, or the file is invalid.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -81,15 +81,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{path} names no model_type: not the configuration of a model")
     for name in _SECTIONS:
         if not isinstance(config.get(name) or {}, dict):
-            raise ModelLoadError(f"{path}: {name} is no JSON object but {short(config[name])}")
+            raise ModelLoadError(f"{path}: {name} must be a JSON object, not {short(config[name])}")
     for name, value in _sizes(config):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_SIZE:
-            raise ModelLoadError(f"{path}: {name} is {short(value)}, which is no size")
+            raise ModelLoadError(f"{path}: {name} is {short(value)}, which is not a size")
     return config
 
 
 def _sizes(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a configuration says of sizes that are one number each; some models list one for each layer."""
+    """Yield the sizes in a configuration that are single numbers. Some models have one size per layer instead."""
     for section in (config, config.get("text_config") or {}):
         for name in (*_LAYER_COUNTS, *_SIZES, *_CONTEXT):
             value = section.get(name)
@@ -98,29 +98,29 @@ def _sizes(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence that a configuration, or a part of it, states, in tokens; None if it states none."""
+    """Return the context length in a configuration or one of its sections, in tokens; None if it has no such entry."""
     return next((int(config[key]) for key in _CONTEXT if config.get(key)), None)
 
 
 def check_num_layers(config: dict[str, Any], num_tensors: int) -> None:
-    """Refuses a configuration with more layers than the weights have tensors, before anyone makes so many.
+    """Refuse a configuration with more layers than the weights have tensors, before the layers are created.
 
     Raises:
-        ModelLoadError: as above.
+        ModelLoadError: there are more layers than tensors.
     """
     for name, value in _sizes(config):
         if name in _LAYER_COUNTS and value > num_tensors:
             raise ModelLoadError(
-                f"config.json says that {name} is {value}, and the weights have only {num_tensors} tensors: "
+                f"config.json says that {name} is {value}, but the weights have only {num_tensors} tensors: "
                 "they do not belong together"
             )
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the files with the weights, after checking that none is missing.
+    """Return the files with the weights, after checking that no file is missing.
 
     Raises:
-        ModelLoadError: there are none, or some that the index lists are missing.
+        ModelLoadError: there are no weight files, or files that the index lists are missing.
     """
     files = sorted(folder.glob("model*.safetensors"))
     index = folder / INDEX
@@ -140,25 +140,25 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def listed_files(index: Path) -> list[str]:
-    """The files that an index lists, sorted.
+    """Return the files that an index lists, sorted.
 
     Raises:
-        ModelLoadError: it lists none, or something that is no file of its folder.
+        ModelLoadError: the index lists no files, or an entry is not the name of a file in its folder.
     """
     weight_map = read_json(index, MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict):
-        raise ModelLoadError(f"{index} has no weight_map: fetch it anew")
+        raise ModelLoadError(f"{index} has no weight_map: download it again")
     for name in weight_map.values():
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-            raise ModelLoadError(f"{index} lists {short(name)}, which is no name of a file beside it")
+            raise ModelLoadError(f"{index} lists {short(name)}, which is not the name of a file beside it")
     return sorted(set(weight_map.values()))
 
 
 def stored_tensors(files: list[Path]) -> Iterator[StoredTensor]:
-    """Lists every tensor in some safetensors files, from their headers.
+    """Yield every tensor in some safetensors files, from their headers.
 
     Raises:
-        ModelLoadError: a file is cut short or is something else.
+        ModelLoadError: a file is truncated or is not a safetensors file.
     """
     num_tensors = 0
     for path in files:
@@ -171,13 +171,13 @@ def stored_tensors(files: list[Path]) -> Iterator[StoredTensor]:
                 names = file.keys()
                 num_tensors += len(names)
                 if num_tensors > _MAX_TENSORS:
-                    raise ModelLoadError(f"the files up to {path} have {num_tensors} tensors: no model has as many")
+                    raise ModelLoadError(f"the files up to {path} have {num_tensors} tensors: more than {_MAX_TENSORS}")
                 slices = {name: file.get_slice(name) for name in names}
                 tensors = [StoredTensor(n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()]
         except SafetensorError as error:
             raise ModelLoadError(
-                f"{path} is cut short or no safetensors file ({one_line(error)}): if it was only half-downloaded, "
-                "fetch it anew"
+                f"{path} is truncated or is not a safetensors file ({one_line(error)}): if it is half-downloaded, "
+                "download it again"
             ) from error
         for tensor in tensors:
             _check_shape(tensor, path)
@@ -190,37 +190,37 @@ def _check_shape(tensor: StoredTensor, path: Path | str) -> None:
 
 
 def parse_safetensors_header(header: bytes, path: str) -> list[StoredTensor]:
-    """The tensors that the header of a safetensors file lists, where there is no more of the file.
+    """Return the tensors in the header of a safetensors file, if the rest of the file is not available.
 
     Args:
-        header: the JSON text that follows the file's first 8 bytes.
-        path: what messages call the file.
+        header: JSON text after the file's first 8 bytes.
+        path: name of the file in error messages.
 
     Raises:
-        ModelLoadError: it is no such header.
+        ModelLoadError: the text is not a safetensors header.
     """
     try:
         entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         tensors = [StoredTensor(n, str(e["dtype"]), tuple(map(int, e["shape"]))) for n, e in entries.items()]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ModelLoadError(f"{path} is no safetensors file ({one_line(error)})") from error
+        raise ModelLoadError(f"{path} is not a safetensors file ({one_line(error)})") from error
     if len(tensors) > _MAX_TENSORS:
-        raise ModelLoadError(f"{path} has {len(tensors)} tensors: no model has as many")
+        raise ModelLoadError(f"{path} has {len(tensors)} tensors: more than {_MAX_TENSORS}")
     for tensor in tensors:
         _check_shape(tensor, path)
     return tensors
 
 
 def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_bytes: int | None) -> int:
-    """Returns how many bytes of memory a checkpoint's weights will take.
+    """Return the size of a checkpoint's weights in memory, in bytes.
 
     Args:
-        tensors: as stored.
-        config: the checkpoint's configuration, for the bits of quantized weights.
-        float_bytes: bytes of an element after everything is dequantized and converted; None if nothing is.
+        tensors: tensors as stored.
+        config: configuration of the checkpoint, with the bits of quantized weights.
+        float_bytes: bytes per element if all weights are dequantized and converted; None if weights stay as stored.
 
     Raises:
-        ModelLoadError: the configuration says something impossible of the bits.
+        ModelLoadError: the configuration has an impossible number of bits.
     """
     stored = {tensor.name: tensor for tensor in tensors}
     if float_bytes is None:
@@ -234,10 +234,10 @@ def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_
             own = quantization.get(module)
             bits = own.get("bits", 4) if isinstance(own, dict) else default_bits
             if bits not in range(1, 33):
-                raise ModelLoadError(f"config.json: quantized weights have {short(bits)} bits, which cannot be")
+                raise ModelLoadError(f"config.json: quantized weights have {short(bits)} bits, which is impossible")
             total += tensor.size * 32 // bits * float_bytes
         elif kind in ("scales", "biases") and f"{module}.scales" in stored:
-            continue  # gone once dequantized
+            continue  # removed by dequantization
         else:
             total += tensor.nbytes if tensor.dtype in _INTEGERS else tensor.size * float_bytes
     return total
@@ -245,12 +245,12 @@ def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_
 
 # --- generation_config.json ---
 
-# Sampling parameters that a checkpoint may recommend, for requests that give none; the same as in vLLM.
+# Sampling parameters that a checkpoint may recommend as defaults for requests. vLLM has the same list.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def eos_token_ids(*configs: dict[str, Any]) -> frozenset[int]:
-    """Returns all token ids that end generation, from all places where a checkpoint may list them."""
+    """Return all token ids that end generation, from all places in which a checkpoint may list them."""
     found: set[int] = set()
     for config in configs:
         for place in (config, config.get("text_config")):
@@ -264,17 +264,17 @@ def _is_token_id(value: Any) -> TypeGuard[int]:
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """``generation_config.json`` of a folder; empty if there is none.
+    """Read ``generation_config.json`` in a folder. Returns an empty dictionary if there is no such file.
 
     Raises:
-        ModelLoadError: it is broken.
+        ModelLoadError: the file is invalid.
     """
     path = folder / "generation_config.json"
     return read_json(path) if path.is_file() else {}
 
 
 def default_sampling(generation_config: dict[str, Any]) -> dict[str, float]:
-    """The sampling parameters that a checkpoint recommends, under the names of a request."""
+    """Return the sampling parameters that a checkpoint recommends, under their names in a request."""
     found: dict[str, float] = {}
     for name in _SAMPLING:
         value = generation_config.get(name)

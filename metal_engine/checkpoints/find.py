@@ -1,6 +1,6 @@
-"""Finds the files of a model that a name stands for: here, in the hub's cache, or on the hub.
+"""Finds the files of a model by its name: on this machine, in the hub's cache, or on the hub.
 
-What is on the hub is looked at before it is downloaded: what could not be served is refused then.
+A repository on the hub is inspected before the download, and refused if it could not be served.
 """
 
 from __future__ import annotations
@@ -44,21 +44,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A model's files on this machine: a directory, or a GGUF file. ``name`` is what to call the model."""
+    """A model's files on this machine: a directory, or a GGUF file. ``name`` is the model's display name."""
 
     path: Path
     name: str
 
 
 def find_model(args: EngineArgs, device: DeviceInfo, check: Check) -> FoundModel:
-    """The files that ``args.model`` names, downloaded if they are on the hub and not in its cache.
+    """Return the files that ``args.model`` names. Download them if they are on the hub and not in its cache.
 
     Args:
-        check: refuses a checkpoint for what its configuration and headers say; called before a download.
+        args: settings of the engine.
+        device: device on which the model will run.
+        check: raises an error for a checkpoint that its configuration and headers exclude. Called before a download.
 
     Raises:
-        ModelLoadError: there are none, or they cannot be served; the message says why.
-        ConfigError: a setting does not fit them.
+        ModelLoadError: the files do not exist or cannot be served. The message gives the reason.
+        ConfigError: a setting does not suit the model.
     """
     if args.model == DEMO_MODEL:
         return FoundModel(fetch_demo_model(), DEMO_MODEL)
@@ -77,26 +79,27 @@ def find_model(args: EngineArgs, device: DeviceInfo, check: Check) -> FoundModel
 
 
 def hub_name(args: EngineArgs) -> HubName:
-    """The repository, revision and quantization that the settings name.
+    """Return the repository, revision and quantization in the settings.
 
     Raises:
-        ConfigError: the name and ``--revision`` say different revisions.
+        ConfigError: the name and ``--revision`` give different revisions.
     """
     name = parse_hub_name(args.model)
     if args.revision is not None and name.revision not in (None, args.revision):
-        raise ConfigError("--revision", f"is {args.revision}, and {args.model} says {name.revision}: leave out one")
+        raise ConfigError("--revision", f"is {args.revision}, but {args.model} names {name.revision}: omit one of them")
     return HubName(name.repo, name.revision or args.revision, name.quantization)
 
 
 def fetch_model(name: HubName, download_dir: str | None, look: Callable[[HubRepo], None]) -> Path:
-    """The folder, or the GGUF file, of a model on the hub; fetched unless the cache has it.
+    """Return the folder or the GGUF file of a model on the hub. Download it if the cache lacks it.
 
     Args:
-        download_dir: the cache's folder, if not the hub's own.
-        look: refuses a repository of safetensors before it is downloaded.
+        name: repository, revision and quantization.
+        download_dir: folder of the cache; None for the hub's default.
+        look: raises an error for an unsuitable repository of safetensors. Called before the download.
 
     Raises:
-        ModelLoadError: it cannot be had; the message says why and what to do.
+        ModelLoadError: the model is not available. The message gives the reason and a remedy.
     """
     try:
         if is_offline():
@@ -104,12 +107,12 @@ def fetch_model(name: HubName, download_dir: str | None, look: Callable[[HubRepo
         logger.info("looking for %s on the hub", name.repo)
         try:
             repo = find_repo(name.repo, name.revision)
-        except Exception as error:  # noqa: BLE001  (it is told if the cache has nothing)
+        except Exception as error:  # noqa: BLE001  (reported if the cache has nothing)
             return _from_cache(name, download_dir, error)
         return _from_hub(repo, name, download_dir, look)
     except (ModelLoadError, ConfigError):
         raise
-    except Exception as error:  # of the file system or the network, too: the hub's client passes many through
+    except Exception as error:  # includes errors of the file system or the network from the hub's client
         raise ModelLoadError(hub_problem(error, None, name.repo, name.revision, download_dir)) from error
 
 
@@ -125,15 +128,15 @@ def _from_hub(repo: HubRepo, name: HubName, download_dir: str | None, look: Call
     representative = gguf.name if gguf else "config.json"
     path = cached_path(repo, representative, download_dir)
     if path is None:
-        raise ModelLoadError(f"{repo.name} has changed on the hub during its download: start again")
+        raise ModelLoadError(f"{repo.name} has changed on the hub during the download: start again")
     return path if gguf else path.parent
 
 
 def _from_cache(name: HubName, download_dir: str | None, trouble: Exception | None) -> Path:
-    """What the cache has, where the hub must not be asked or did not answer because of ``trouble``."""
+    """Return the cached files of a model, if the hub is offline or failed with the error ``trouble``."""
     from huggingface_hub.errors import RevisionNotFoundError
 
-    if isinstance(trouble, RevisionNotFoundError):  # the hub has answered
+    if isinstance(trouble, RevisionNotFoundError):  # a definite response of the hub
         raise ModelLoadError(hub_problem(trouble, None, name.repo, name.revision, download_dir)) from trouble
     try:
         folder = cached_folder(name.repo, name.revision, download_dir, [])
@@ -150,11 +153,11 @@ def _from_cache(name: HubName, download_dir: str | None, trouble: Exception | No
 
 
 def refuse_what_cannot_run(repo: HubRepo, args: EngineArgs, device: DeviceInfo, check: Check) -> None:
-    """Refuses a repository of safetensors that could not be served; what costs least to know is looked at first.
+    """Refuse a repository of safetensors that could not be served. The cheapest checks come first.
 
     Raises:
-        ModelLoadError: as above.
-        ConfigError: a setting does not fit it.
+        ModelLoadError: the model could not be served.
+        ConfigError: a setting does not suit the model.
     """
     config = read_remote_config(repo)
     check_causal(config, args.model)
@@ -168,22 +171,22 @@ def refuse_what_cannot_run(repo: HubRepo, args: EngineArgs, device: DeviceInfo, 
 
 
 def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:
-    """Refuses a model that mlx-lm has no code for.
+    """Refuse a model whose architecture mlx-lm does not have.
 
     Raises:
-        UnsupportedModelError: mlx-lm lacks it, or a package that it needs is missing.
-        ModelLoadError: it brings code of its own that may not run.
+        UnsupportedModelError: mlx-lm lacks the architecture, or a package that it needs is missing.
+        ModelLoadError: the checkpoint has its own code, which may not run.
     """
     model_file = config.get("model_file")
     if model_file is not None:
         if not args.trust_remote_code:
             raise ModelLoadError(
-                f"{args.model} brings code of its own ({model_file}): --trust-remote-code runs it, if you trust it"
+                f"{args.model} has its own code ({model_file}): --trust-remote-code runs it, if you trust it"
             )
         return
     try:
         _get_classes(config)
-    except (ValueError, SystemExit) as error:  # mlx-lm's olmo ends the process where its package is missing
+    except (ValueError, SystemExit) as error:  # mlx-lm's olmo exits the process if its package is missing
         raise UnsupportedModelError(
             f"{args.model}: mlx-lm has no architecture {config['model_type']!r}, or a package that it needs is missing"
         ) from error

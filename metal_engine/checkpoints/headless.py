@@ -1,7 +1,7 @@
-"""Weights of embedding models, which are often those of a model without its LM head, under shorter names.
+"""Weights of embedding models, which often lack the LM head and have shorter names.
 
-Qwen3-Embedding's are: ``layers.0...`` where mlx-lm has ``model.layers.0...``; its 8B has an LM head of its own by its
-configuration, and none in its files.
+Qwen3-Embedding, for example, has ``layers.0...`` instead of mlx-lm's ``model.layers.0...``. The
+configuration of the 8B model declares an LM head that its files lack.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _EMBEDDING = "embed_tokens."
 
 @dataclass(frozen=True)
 class EmbeddingWeights:
-    """How the weights of an embedding model differ from those of the model it was made of.
+    """Differences between the weights of an embedding model and those of its base model.
 
     Attributes:
-        lacks_trunk_name: their names lack the trunk's.
-        lacks_head: there is no LM head, and the configuration says that the embedding is none.
+        lacks_trunk_name: True if the names lack the prefix of the trunk.
+        lacks_head: True if the configuration declares a separate LM head that the files lack.
     """
 
     lacks_trunk_name: bool = False
@@ -42,11 +42,11 @@ class EmbeddingWeights:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """What the configuration must say for mlx-lm to load them: a head that is the embedding is not looked for."""
+        """Changes of the configuration with which mlx-lm loads the weights: it does not expect a tied head."""
         return {"tie_word_embeddings": True} if self.lacks_head else None
 
     def model_classes(self, config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-        """mlx-lm's classes for the model; its weights are given their names when they are loaded."""
+        """Return mlx-lm's classes for the model. The model class renames the weights when they are loaded."""
         model_class, args_class = _get_classes(config)
         return (_with_trunk_name(model_class) if self.lacks_trunk_name else model_class), args_class
 

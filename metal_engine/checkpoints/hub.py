@@ -1,7 +1,7 @@
-"""The Hugging Face hub: whether it can be reached, what a repository has, and what the local cache has of it.
+"""The Hugging Face hub: whether it is reachable, which files a repository has, and which files the cache has.
 
-Every question is asked with a limit of time. ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` mean
-what they mean to ``huggingface_hub``.
+Every request has a time limit. ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT`` and ``HF_HUB_OFFLINE`` have the same meaning
+as in ``huggingface_hub``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 from metal_engine.checkpoints.names import did_you_mean
 from metal_engine.errors import ModelLoadError, one_line
 
-# What a checkpoint's weights and tokenizer are made of; the rest of a repository is not fetched.
+# Files of a checkpoint's tokenizer and weights. Other files of a repository are not downloaded.
 TOKENIZER_PATTERNS = ["*.json", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
 MODEL_PATTERNS = [*TOKENIZER_PATTERNS, "model*.safetensors"]
 
-# For the name of the hub to be found and one of its addresses to connect, all together; and then for a first answer.
+# Time limit for resolving the hub's name and connecting to one of its addresses, and then for a first response.
 CONNECT_SECONDS = 3.0
-# To connect, for an answer to go on, to send, and to wait for a connection: as httpx takes them.
+# httpx's time limits: connect, read, write, and wait for a connection of the pool.
 _TIMEOUT: Any = (CONNECT_SECONDS, 10.0, 10.0, 10.0)
 _CHUNK_BYTES = 1 << 16
 
-# They become names of files here.
+# The hub's strings must match these patterns, because they become file names here.
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# What the HTTP client adds to an error.
+# Start of the text that the HTTP client appends to an error.
 _MORE = "For more information check:"
 
 _HUB = "the Hugging Face hub"
@@ -39,12 +39,12 @@ _LOCAL = "give a local directory or a .gguf file instead, or `demo` for the demo
 
 
 class HubUnreachableError(Exception):
-    """Nobody answers where the hub should be; the message says more, if more is known."""
+    """The hub cannot be reached. The message gives the cause, if known."""
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository: its bytes, and their SHA-256 where the hub says it (of large files)."""
+    """A file of a repository: its size in bytes, and its SHA-256 if the hub provides it (for large files)."""
 
     size: int
     sha256: str | None
@@ -55,10 +55,10 @@ class HubRepo:
     """A repository at one commit.
 
     Attributes:
-        name: as in ``Qwen/Qwen3-0.6B``.
-        revision: branch, tag or commit that was asked for; None for the default branch.
-        commit: what that is now.
-        files: by name.
+        name: name such as ``Qwen/Qwen3-0.6B``.
+        revision: requested branch, tag or commit; None for the default branch.
+        commit: commit hash of the revision.
+        files: files by name.
     """
 
     name: str
@@ -67,27 +67,27 @@ class HubRepo:
     files: dict[str, HubFile]
 
     def matching(self, patterns: list[str]) -> list[str]:
-        """Names of the files that match one of the patterns."""
+        """Return the names of the files that match one of the patterns."""
         from huggingface_hub.utils import filter_repo_objects
 
         return list(filter_repo_objects(self.files, allow_patterns=patterns))
 
 
 def is_offline() -> bool:
-    """Whether ``HF_HUB_OFFLINE`` forbids to ask the hub."""
+    """Return True if ``HF_HUB_OFFLINE`` forbids requests to the hub."""
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
 def check_reachable() -> None:
-    """Connects to the hub, or to the proxy on the way there, and hangs up; then asks it for something small.
+    """Check that the hub, or the proxy on the way to it, accepts connections, and that the hub responds.
 
-    ``huggingface_hub`` would wait for a resolver that is silent, for each address in turn, and 3 s for a list of
-    agents before it asks for what is wanted.
+    ``huggingface_hub`` would wait for an unresponsive resolver once per address, and 3 s for a list of agents before
+    its first request.
 
     Raises:
-        HubUnreachableError: either takes more than ``CONNECT_SECONDS``, or fails.
+        HubUnreachableError: the connection or the response takes more than ``CONNECT_SECONDS``, or fails.
     """
     from huggingface_hub import constants
 
@@ -104,7 +104,7 @@ def check_reachable() -> None:
         except OSError as error:
             troubles.append(one_line(error))
 
-    # A resolver cannot be told to hurry. The thread ends when it gives up, or with the process.
+    # A name lookup has no time limit. Its thread ends when the lookup fails, or with the process.
     attempt = threading.Thread(target=connect, name="hub-connect", daemon=True)
     attempt.start()
     attempt.join(CONNECT_SECONDS)
@@ -114,22 +114,22 @@ def check_reachable() -> None:
 
 
 def _check_answers() -> None:
-    """Any answer will do, whatever its status. Raises as :func:`check_reachable`."""
+    """Accept any response, regardless of its status. Raises as :func:`check_reachable`."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     timeout: Any = (CONNECT_SECONDS,) * 4
     try:
         get_session().head(f"{constants.ENDPOINT}/robots.txt", timeout=timeout, follow_redirects=False)
-    except Exception as error:  # the HTTP client's, which are of no common type
+    except Exception as error:  # errors of the HTTP client, which have no common base class
         raise HubUnreachableError(f"the hub does not answer: {one_line(error)}") from error
 
 
 def find_repo(repo: str, revision: str | None) -> HubRepo:
-    """What a repository has now: one small answer of the hub.
+    """Return the current files of a repository, with one small request.
 
     Raises:
-        Exception: what the hub's client raises, or HubUnreachableError; :func:`hub_problem` says what it means.
+        Exception: HubUnreachableError, or any error of the hub's client. :func:`hub_problem` describes it.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id
@@ -142,15 +142,15 @@ def find_repo(repo: str, revision: str | None) -> HubRepo:
         sha256 = sibling.lfs.sha256 if sibling.lfs else ""
         files[sibling.rfilename] = HubFile(sibling.size or 0, sha256 if _SHA256.fullmatch(sha256) else None)
     if not _COMMIT.fullmatch(info.sha or ""):
-        raise HubUnreachableError("what answers there is no hub")
+        raise HubUnreachableError("the server there is not a hub")
     return HubRepo(repo, revision, str(info.sha), files)
 
 
 def read_range(repo: HubRepo, name: str, first: int, end: int) -> bytes:
-    """Bytes ``first`` to ``end`` (exclusive) of a file, or fewer if it is shorter; no more of it is sent.
+    """Return bytes ``first`` to ``end`` (exclusive) of a file, or fewer at its end. Only these bytes are transferred.
 
     Raises:
-        Exception: as :func:`find_repo`.
+        Exception: see :func:`find_repo`.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
@@ -160,7 +160,7 @@ def read_range(repo: HubRepo, name: str, first: int, end: int) -> bytes:
     headers = {**build_hf_headers(), **wanted}
     with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT) as response:
         hf_raise_for_status(response)
-        skipped = first if response.status_code == 200 else 0  # a server without ranges sends it from the beginning
+        skipped = first if response.status_code == 200 else 0  # without support for ranges, the whole file is sent
         data = bytearray()
         for chunk in response.iter_bytes(_CHUNK_BYTES):
             data += chunk
@@ -173,7 +173,7 @@ def read_range(repo: HubRepo, name: str, first: int, end: int) -> bytes:
 
 
 def cached_folder(repo: str, revision: str | None, download_dir: str | None, patterns: list[str]) -> Path:
-    """The folder of a repository's files in the cache; all that match the patterns are there, as far as it can tell.
+    """Return the folder of a repository in the cache, if all files that match the patterns seem to be there.
 
     Raises:
         Exception: LocalEntryNotFoundError or IncompleteSnapshotError of ``huggingface_hub``.
@@ -188,7 +188,7 @@ def cached_folder(repo: str, revision: str | None, download_dir: str | None, pat
 
 
 def cached_path(repo: HubRepo, name: str, download_dir: str | None) -> Path | None:
-    """Where the cache has a file of this commit; None if it has not."""
+    """Return the path of a file of this commit in the cache; None if the cache lacks it."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(repo.name, name, cache_dir=download_dir, revision=repo.commit)
@@ -196,26 +196,27 @@ def cached_path(repo: HubRepo, name: str, download_dir: str | None) -> Path | No
 
 
 def cache_folder(download_dir: str | None) -> Path:
-    """The folder of the cache itself, which may not exist yet."""
+    """Return the folder of the cache, which may not exist yet."""
     from huggingface_hub import constants
 
     return Path(download_dir or constants.HF_HUB_CACHE).expanduser()
 
 
 def cached_repos(download_dir: str | None) -> list[str]:
-    """The names of the repositories in the cache, from the names of their folders."""
+    """Return the names of the repositories in the cache, from the names of their folders."""
     folders = cache_folder(download_dir).glob("models--*")
     return sorted(folder.name.removeprefix("models--").replace("--", "/") for folder in folders)
 
 
 def fetch_tokenizer(repo: str, download_dir: str | None) -> Path:
-    """The local folder of a repository's tokenizer, fetched unless it is in the cache already.
+    """Return the local folder of a repository's tokenizer. Download it if the cache lacks it.
 
     Args:
-        download_dir: the cache's folder, if not the hub's own.
+        repo: name of the repository.
+        download_dir: folder of the cache; None for the hub's default.
 
     Raises:
-        ModelLoadError: it cannot be had; the message says why and what to do.
+        ModelLoadError: the tokenizer is not available. The message gives the reason and a remedy.
     """
     from huggingface_hub import snapshot_download
 
@@ -225,7 +226,7 @@ def fetch_tokenizer(repo: str, download_dir: str | None) -> Path:
             check_reachable()
             folder = snapshot_download(repo, cache_dir=download_dir, allow_patterns=TOKENIZER_PATTERNS)
             return Path(folder)
-    except Exception as error:  # noqa: BLE001  (it is told if the cache has nothing)
+    except Exception as error:  # noqa: BLE001  (reported if the cache has nothing)
         trouble = error
     try:
         return cached_folder(repo, None, download_dir, TOKENIZER_PATTERNS)
@@ -233,23 +234,27 @@ def fetch_tokenizer(repo: str, download_dir: str | None) -> Path:
         raise ModelLoadError(hub_problem(trouble or error, error, repo, None, download_dir)) from error
 
 
-# --- what errors mean ---
+# --- error messages ---
 
 
 def hub_problem(
     error: Exception, cache_error: Exception | None, repo: str, revision: str | None, download_dir: str | None
 ) -> str:
-    """Says what an error of the hub's client means, and what to do about it.
+    """Describe an error of the hub's client, with a remedy.
 
     Args:
-        cache_error: why the cache could not help; None if it was not asked.
+        error: the error.
+        cache_error: error of the cache lookup; None if there was no lookup.
+        repo: name of the repository.
+        revision: requested revision.
+        download_dir: folder of the cache.
     """
     from huggingface_hub import errors
 
     hint = did_you_mean(repo, cached_repos(download_dir)) or f"; {_LOCAL}"
     match error:
         case errors.HFValidationError():
-            return f"{repo!r} names no model: not a path, and no repository id{hint}"
+            return f"{repo!r} names no model: it is neither a path nor a repository id{hint}"
         case errors.GatedRepoError():
             advice = "accept its terms on its page on the hub, and set HF_TOKEN to a token of that account"
             return f"{repo} is gated: {advice}"
@@ -262,7 +267,7 @@ def hub_problem(
     if isinstance(cache_error, errors.IncompleteSnapshotError):
         return f"{repo} is only half-downloaded, and {_HUB} cannot be reached to get the rest; {_LOCAL}"
     if is_offline():
-        return f"{repo} is not in the local cache, and HF_HUB_OFFLINE forbids to fetch it{hint}"
+        return f"{repo} is not in the local cache, and HF_HUB_OFFLINE forbids downloads{hint}"
     not_cached = "" if cache_error is None else ", and it is not in the local cache"
     match error:
         case errors.HfHubHTTPError(response=response):

@@ -1,7 +1,7 @@
-"""Downloads files of a repository into the hub's cache. What was interrupted goes on where it ended.
+"""Downloads files of a repository into the hub's cache. Interrupted downloads resume.
 
-``huggingface_hub`` begins a file anew each time. Large files are therefore fetched here, into the place where its cache
-keeps a file's content under the file's SHA-256; it finds them there and does the rest.
+``huggingface_hub`` restarts an interrupted file from the beginning. Large files are therefore downloaded here, to the
+place where the cache stores contents by their SHA-256. ``huggingface_hub`` finds them there and adds the rest.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 18
 _NUM_CONNECTIONS = 8
-_MAX_ATTEMPTS = 5  # without a byte between them
-# The hub sends no larger ones over plain HTTP; `huggingface_hub` has another way for them.
+_MAX_ATTEMPTS = 5  # consecutive attempts that receive no byte
+# The hub does not send larger files over plain HTTP. `huggingface_hub` has another protocol for them.
 _MAX_BYTES = 50_000_000_000
 
-_SMALL_BYTES = 50_000_000  # so little needs no progress bar
+_SMALL_BYTES = 50_000_000  # downloads below this size have no progress bar
 
 Report = Callable[[int], None]
 
 
 def download(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
-    """Fetches those of some files that the cache lacks, and shows how far it is.
+    """Download the files that the cache lacks, with a progress bar.
 
     Raises:
-        ModelLoadError: there is no space for them.
-        Exception: what the hub's client, the network or the file system raise.
+        ModelLoadError: the disk does not have enough space.
+        Exception: any error of the hub's client, the network or the file system.
     """
     blobs = cache_folder(download_dir) / f"models--{repo.name.replace('/', '--')}" / "blobs"
     large = {}
     for name in names:
         sha256 = repo.files[name].sha256
         if sha256 and repo.files[name].size <= _MAX_BYTES and cached_path(repo, name, download_dir) is None:
-            large[sha256] = name  # once, if two names have the same content
+            large[sha256] = name  # one entry even if two names have the same content
     large = {sha256: name for sha256, name in large.items() if not (blobs / sha256).exists()}
     partial = {sha256: _size_of(blobs / f"{sha256}.incomplete") for sha256 in large}
     missing = sum(repo.files[name].size for name in large.values()) - sum(partial.values())
     _check_space(repo, missing, cache_folder(download_dir))
-    # Before the weights, so that the cache knows the repository whatever happens then.
+    # Created before the weights, so that the cache knows the repository even if the download fails.
     (blobs.parent / "snapshots" / repo.commit).mkdir(parents=True, exist_ok=True)
     if small := [name for name in names if name not in large.values()]:
         _snapshot(repo, small, download_dir, quiet=sum(repo.files[name].size for name in small) < _SMALL_BYTES)
     if large:
-        resumed = f", {format_size(sum(partial.values()))} of it are there" if any(partial.values()) else ""
+        resumed = f", {format_size(sum(partial.values()))} of it already present" if any(partial.values()) else ""
         size = sum(repo.files[name].size for name in large.values())
         logger.info("downloading %s: %s in %d files%s", repo.name, format_size(size), len(large), resumed)
         began = time.monotonic()
@@ -75,8 +75,7 @@ def download(repo: HubRepo, names: list[str], download_dir: str | None) -> None:
 
 
 def _snapshot(repo: HubRepo, names: list[str], download_dir: str | None, *, quiet: bool) -> None:
-    """Has ``huggingface_hub`` put files into its cache and fetch what is not there, ``quiet`` or with its own
-    progress bars."""
+    """Let ``huggingface_hub`` add files to its cache and download missing ones, with progress bars unless ``quiet``."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -95,13 +94,13 @@ def _check_space(repo: HubRepo, missing: int, folder: Path) -> None:
     if missing > free:
         raise ModelLoadError(
             f"no space for {repo.name}: it needs {format_size(missing)} more, and {existing} has {format_size(free)} "
-            "free; `metal-engine list` says what may go, --download-dir takes another disk"
+            "free; `metal-engine list` shows models to remove, --download-dir selects another disk"
         )
 
 
 @contextlib.contextmanager
 def _progress(name: str, total: int, done: int) -> Iterator[Report]:
-    """A bar with speed and remaining time on a terminal, nothing elsewhere; what is reported are bytes."""
+    """Show a progress bar on a terminal, and nothing elsewhere. Yield the function that reports downloaded bytes."""
     from huggingface_hub.utils import are_progress_bars_disabled
 
     console = Console(stderr=True)
@@ -113,7 +112,7 @@ def _progress(name: str, total: int, done: int) -> Iterator[Report]:
 
 
 def _fetch_all(repo: HubRepo, large: dict[str, str], blobs: Path, report: Report) -> None:
-    """Fetches files, by their SHA-256, some at a time; the first error, or an interrupt, ends all."""
+    """Download several files at a time, given by their SHA-256. The first error, or an interrupt, stops all."""
     stop = threading.Event()
     with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="download") as pool:
         try:
@@ -125,10 +124,10 @@ def _fetch_all(repo: HubRepo, large: dict[str, str], blobs: Path, report: Report
 
 
 def _fetch(repo: HubRepo, name: str, sha256: str, blobs: Path, report: Report, stop: threading.Event) -> None:
-    """Fetches a file to where the cache keeps its content, beginning with the bytes that are there already."""
+    """Download a file to the place where the cache stores its content, after the bytes that already exist."""
     from huggingface_hub.utils import WeakFileLock
 
-    lock = blobs.parent.parent / ".locks" / blobs.parent.name / f"{sha256}.lock"  # the cache's own lock of this file
+    lock = blobs.parent.parent / ".locks" / blobs.parent.name / f"{sha256}.lock"  # the cache's lock for this file
     lock.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
         if (blobs / sha256).exists():  # another process was faster
@@ -141,12 +140,12 @@ def _fetch(repo: HubRepo, name: str, sha256: str, blobs: Path, report: Report, s
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != sha256:
             part.unlink()
-            raise ModelLoadError(f"{repo.name}: {name} arrived damaged (its SHA-256 is {found}): fetch it anew")
+            raise ModelLoadError(f"{repo.name}: {name} arrived damaged (its SHA-256 is {found}): download it again")
         os.replace(part, blobs / sha256)
 
 
 def _fetch_rest(repo: HubRepo, name: str, part: Path, report: Report, stop: threading.Event) -> None:
-    """Appends to ``part`` what it lacks; tries again where the connection breaks, as long as bytes come."""
+    """Append the missing bytes to ``part``. Reconnects after a broken connection as long as bytes arrive."""
     from huggingface_hub.errors import HfHubHTTPError
 
     size, attempts = repo.files[name].size, 0
@@ -159,11 +158,11 @@ def _fetch_rest(repo: HubRepo, name: str, part: Path, report: Report, stop: thre
                 _append(repo, name, out, report, stop)
             except (OSError, HfHubHTTPError):
                 raise
-            except Exception as error:  # the HTTP client's, which are of no common type
+            except Exception as error:  # errors of the HTTP client, which have no common base class
                 attempts = 1 if out.tell() > before else attempts + 1
                 if attempts > _MAX_ATTEMPTS:
                     raise
-                logger.info("the download of %s broke off (%s); it goes on", name, error)
+                logger.info("the download of %s was interrupted (%s) and resumes", name, error)
                 stop.wait(attempts)
 
 
@@ -175,12 +174,12 @@ def _append(repo: HubRepo, name: str, out: Any, report: Report, stop: threading.
     headers = {**build_hf_headers(), "Range": f"bytes={first}-", "Accept-Encoding": "identity"}
     url = hf_hub_url(repo.name, name, revision=repo.commit)
     timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
-    statuses = (408, 429)  # these say when to come back
+    statuses = (408, 429)  # responses that tell the client to retry later
     with http_stream_backoff(
         "GET", url, headers=headers, timeout=timeout, retry_on_exceptions=(), retry_on_status_codes=statuses
     ) as response:
         hf_raise_for_status(response)
-        if first and response.status_code == 200:  # a server without ranges
+        if first and response.status_code == 200:  # the server does not support ranges
             report(-first)
             out.truncate(0)
         for chunk in response.iter_bytes(_CHUNK_BYTES):

@@ -1,6 +1,6 @@
-"""Looks at a repository on the hub before it is downloaded: its files, its configuration, the headers of its weights.
+"""Inspects a repository on the hub before a download: its files, its configuration, and the headers of its weights.
 
-That takes some hundred kilobytes, however large the weights are.
+This transfers some hundred kilobytes, regardless of the size of the weights.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from metal_engine.settings.fields import format_size
 
 _WEIGHTS = "model*.safetensors"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".onnx", ".h5", ".msgpack", ".ckpt", ".safetensors", ".npz")
-# A header of usual size comes with the first request.
+# Size of the first request. It includes a header of usual size.
 _FIRST_BYTES = 1 << 14
 _NUM_CONNECTIONS = 8
 _MAX_LISTED = 12
 
 
 def choose_gguf(name: HubName, files: list[str], sizes: Callable[[str], int]) -> GgufFile | None:
-    """The GGUF file that a name on the hub means; None where it means safetensors.
+    """Return the GGUF file that a name on the hub selects; None if the name selects safetensors.
 
     Args:
+        name: repository, revision and quantization.
         files: names of the repository's files.
-        sizes: bytes of one of them.
+        sizes: returns the size of a file in bytes.
 
     Raises:
-        ModelLoadError: there is none of that quantization, or several, or it is in parts.
+        ModelLoadError: no file or several files have the quantization, or the file is split into parts.
     """
     models = gguf_models(files)
     has_safetensors = any(Path(file).match(_WEIGHTS) and "/" not in file for file in files)
@@ -48,9 +49,9 @@ def choose_gguf(name: HubName, files: list[str], sizes: Callable[[str], int]) ->
     wanted = name.quantization or DEFAULT_QUANTIZATION
     there = _listed([f"{model.quantization or model.name} ({format_size(sizes(model.name))})" for model in models])
     if not models:
-        raise ModelLoadError(f"{name.repo} has no GGUF files, so no {wanted}: leave out :{wanted}")
+        raise ModelLoadError(f"{name.repo} has no GGUF files, and so no {wanted}: omit :{wanted}")
     if not found:
-        default = "" if name.quantization else ", which is taken where the name says none"
+        default = "" if name.quantization else ", the default for a name without a quantization"
         raise ModelLoadError(f"{name.repo} has no {wanted} GGUF file{default}; there are {there}")
     if len(found) > 1:
         several = _listed([model.name for model in found])
@@ -59,8 +60,8 @@ def choose_gguf(name: HubName, files: list[str], sizes: Callable[[str], int]) ->
         )
     if found[0].num_parts > 1:
         raise ModelLoadError(
-            f"{found[0].name} of {name.repo} is one of {found[0].num_parts} parts, and a split GGUF is not read here: "
-            f"take another; there are {there}"
+            f"{found[0].name} of {name.repo} is one of {found[0].num_parts} parts, and split GGUF files are not "
+            f"supported: choose another; there are {there}"
         )
     return found[0]
 
@@ -71,10 +72,10 @@ def _listed(items: list[str]) -> str:
 
 
 def check_has_model(repo: HubRepo) -> None:
-    """Refuses a repository that has no weights of a kind that can be read, by the names of its files.
+    """Refuse a repository without weights of a supported kind, judging by the names of its files.
 
     Raises:
-        ModelLoadError: as above.
+        ModelLoadError: the repository has no supported weights or no config.json.
     """
     if not _weight_names(repo):
         others = sorted(name for name in repo.files if name.endswith(_OTHER_WEIGHTS))
@@ -85,11 +86,11 @@ def check_has_model(repo: HubRepo) -> None:
 
 
 def read_remote_config(repo: HubRepo) -> dict[str, Any]:
-    """``config.json`` of a repository, checked as that of a folder; where there is an index, its files are looked for.
+    """Read and check the ``config.json`` of a repository. If there is an index, check that its files exist.
 
     Raises:
-        ModelLoadError: one is broken, or files that the index lists are missing.
-        Exception: what the hub's client raises.
+        ModelLoadError: a file is invalid, or files that the index lists are missing.
+        Exception: any error of the hub's client.
     """
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -113,17 +114,17 @@ def read_remote_config(repo: HubRepo) -> dict[str, Any]:
 def estimated_facts(
     repo: HubRepo, config: dict[str, Any], args: EngineArgs, device: DeviceInfo
 ) -> CheckpointRequirements:
-    """What the sizes of the weight files say: nothing is sent for it."""
+    """Estimate the facts of a checkpoint from the sizes of its weight files, without a request."""
     stored = sum(repo.files[name].size for name in _weight_names(repo))
     return facts_by_size(config, stored, args, device)
 
 
 def remote_facts(repo: HubRepo, config: dict[str, Any], args: EngineArgs, device: DeviceInfo) -> CheckpointRequirements:
-    """What the headers of the weight files say, of which nothing but those headers is sent.
+    """Read the facts of a checkpoint from the headers of its weight files. Only the headers are transferred.
 
     Raises:
-        ModelLoadError: one is broken.
-        Exception: what the hub's client raises.
+        ModelLoadError: a header is invalid.
+        Exception: any error of the hub's client.
     """
     names = _weight_names(repo)
     with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
@@ -140,7 +141,7 @@ def _remote_tensors(repo: HubRepo, name: str) -> list[StoredTensor]:
     beginning = read_range(repo, name, 0, _FIRST_BYTES)
     length = int.from_bytes(beginning[:8], "little")
     if length > MAX_HEADER_BYTES or (repo.files[name].size and length > repo.files[name].size):
-        raise ModelLoadError(f"{path} is no safetensors file: its header would have {length} bytes")
+        raise ModelLoadError(f"{path} is not a safetensors file: its header would have {length} bytes")
     header = beginning[8 : 8 + length]
     if len(header) < length:
         header += read_range(repo, name, 8 + len(header), 8 + length)

@@ -1,6 +1,6 @@
-"""Configurations of models that are on this machine, and what has to be set for them before MLX is loaded.
+"""Reads configurations of models on this machine, and applies settings that MLX needs before it is loaded.
 
-Loads no MLX. A model that has to be fetched first is not known here.
+Does not import MLX. Models that must be downloaded first are not considered.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def limit_command_buffers(models: Iterable[EngineArgs]) -> None:
-    """On a Mac, set what goes into a command buffer, as it suits all models that a process is known to serve.
+    """On a Mac, set limits of Metal's command buffers that suit all models which the process will serve.
 
-    It is of no effect where it has been set, by the user or for other models, or where MLX is loaded. Draft models do
-    not count: their steps are waited for one by one.
+    Has no effect if the limits have been set already, by the user or for other models, or if MLX is loaded. Draft
+    models do not count, because the host waits for each of their steps.
     """
     if sys.platform != "darwin":
         return
@@ -48,22 +48,22 @@ def limit_command_buffers(models: Iterable[EngineArgs]) -> None:
 
 
 def known_config(args: EngineArgs) -> dict[str, Any] | None:
-    """``config.json`` of a model, or what a GGUF file says in its place; None where it is not on this machine.
+    """Return the ``config.json`` of a local model, or its equivalent for a GGUF file; None for other models.
 
-    What is wrong with its files is for whoever loads them to say.
+    Errors in the files are not reported here: loading the model reports them.
     """
     try:
         path = _path(args)
         if path.suffix == ".gguf":
             return gguf_config(read_gguf_header(path))
         return read_config(path)
-    except Exception as error:  # noqa: BLE001  (files may be anything, and the hub's client raises what it likes)
-        logger.debug("the configuration of %s is not known: %s", args.model, one_line(error))
+    except Exception as error:  # noqa: BLE001  (files may have any content, and the hub's client raises any type)
+        logger.debug("the configuration of %s is not available: %s", args.model, one_line(error))
         return None
 
 
 def _path(args: EngineArgs) -> Path:
-    """The model's folder, or its GGUF file; it may not be there."""
+    """Return the model's folder or GGUF file, which may not exist."""
     if args.model == DEMO_MODEL:
         return demo_path()
     path = Path(args.model).expanduser()
@@ -71,5 +71,5 @@ def _path(args: EngineArgs) -> Path:
         return path
     name = parse_hub_name(args.model)
     folder = cached_folder(name.repo, name.revision or args.revision, args.download_dir, [])
-    # All files of a model's quantizations have the same layers.
+    # The GGUF files of a repository differ only in quantization, so any of them has the right layers.
     return folder if (folder / "config.json").is_file() else next(folder.rglob("*.gguf"))

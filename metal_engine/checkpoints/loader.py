@@ -1,7 +1,7 @@
-"""Loads what a name stands for: an mlx-lm model, its tokenizer and the facts about both.
+"""Loads a model by its name: an mlx-lm model, its tokenizer and the facts about both.
 
-A model is named by ``demo``, a ``.gguf`` file, a local directory (MLX or Hugging Face safetensors), or a
-repository on the Hugging Face hub.
+A name is ``demo``, a ``.gguf`` file, a local directory (with MLX or Hugging Face safetensors), or a repository on the
+Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from metal_engine.settings.fields import format_size
 
 logger = logging.getLogger(__name__)
 
-# Some tokenizers are made without complaint and panic when they are used.
+# Sample text for a first use of the tokenizer: some tokenizers load without an error and panic when they are used.
 _TRIED_TEXT = "A text, 2 lines:\né"
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -57,17 +57,17 @@ class LoadedModel:
     """A model in memory, with its tokenizer.
 
     Attributes:
-        model: an mlx-lm model; not yet wrapped for paging.
-        config: the checkpoint's configuration, as mlx-lm reads it.
+        model: an mlx-lm model, not yet wrapped for paging.
+        config: configuration of the checkpoint, in mlx-lm's form.
         tokenizer: a fast ``transformers`` tokenizer.
-        eos_token_ids: all ids that end generation.
-        name: what to call it.
-        default_sampling: parameters for requests that give none, by name.
-        pooler: how its hidden states are pooled.
-        reranker: how it scores documents; None if it is no reranker.
-        can_generate: whether the checkpoint has an LM head.
-        interleaved: names, within their blocks, of the modules whose outputs are in llama.cpp's order, and how many
-            heads they have (:func:`gguf_config`).
+        eos_token_ids: all token ids that end generation.
+        name: name of the model.
+        default_sampling: default sampling parameters by name, for requests without them.
+        pooler: pooling of the hidden states.
+        reranker: template and tokens for scoring documents; None if the model is not a reranker.
+        can_generate: True if the checkpoint has an LM head.
+        interleaved: name of a module within its block -> number of heads, for modules whose outputs are in llama.cpp's
+            order (:func:`gguf_config`).
     """
 
     model: nn.Module
@@ -82,7 +82,7 @@ class LoadedModel:
     interleaved: dict[str, int] = field(default_factory=dict)
 
 
-# Leaves a rank's share in a model whose weights have not been read, where several processes share it.
+# Reduces a model, whose weights have not been read yet, to one rank's shard.
 Divide = Callable[[nn.Module], None]
 CheckTokenizer = Callable[[PreTrainedTokenizerFast], None]
 
@@ -98,23 +98,24 @@ def load(
 ) -> LoadedModel:
     """Load the model that ``args.model`` names.
 
-    Whatever the libraries that read its files raise becomes one line: anyone may have written the files.
+    Files may come from an untrusted source, so any exception of the libraries that read them becomes a one-line error.
 
-    On a CPU everything becomes float32 and quantized weights are dequantized: half precision and quantized
-    products run there at a fraction of the speed. On Metal weights stay as they are unless ``--dtype`` says
-    otherwise.
+    On a CPU, all weights are converted to float32 and dequantized: half precision and quantized products run there at a
+    fraction of the speed. On Metal, weights keep their type unless ``--dtype`` is given.
 
     Args:
-        check: refuses a checkpoint for what its configuration and headers say; called before its weights are read,
-            and before they are downloaded.
-        claim: called between that and reading the weights, for whoever has to make room for them.
-        check_tokenizer: refuses one for its tokenizer; called before its weights are read.
-        divide: called with the model before its weights are computed, which it does.
-        look: called with the model's directory or GGUF file before anything of it is loaded.
+        args: settings of the engine.
+        device: device on which the model will run.
+        check: raises an error for a checkpoint that its configuration and headers exclude. Called before the weights
+            are downloaded and before they are read.
+        claim: reserves memory for the model. Called after ``check``, before the weights are read.
+        check_tokenizer: raises an error for an unsuitable tokenizer. Called before the weights are read.
+        divide: reduces the model to one rank's shard and computes its weights. Called before weights are computed.
+        look: called with the model's directory or GGUF file before any part of it is loaded.
 
     Raises:
-        ModelLoadError: it cannot be found, read or run; the message says why.
-        ConfigError: a setting does not fit it.
+        ModelLoadError: the model cannot be found, read or run. The message gives the reason.
+        ConfigError: a setting does not suit the model.
     """
     try:
         loaded = _load(args, device, check, claim, check_tokenizer, divide, look)
@@ -127,14 +128,14 @@ def load(
             raise
         logger.debug("loading %s", args.model, exc_info=True)
         problem = f"{type(error).__name__}: {one_line(error)}"
-        raise ModelLoadError(f"cannot load {args.model}: its files are not as those of a model ({problem})") from error
+        raise ModelLoadError(f"cannot load {args.model}: its files are not a valid model ({problem})") from error
 
 
 def _try_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Uses a tokenizer once: one that panics then is refused now."""
+    """Use a tokenizer once, so that a tokenizer that panics is refused at load."""
     try:
         tokenizer.encode(_TRIED_TEXT)
-    except Exception as error:  # noqa: BLE001  (not every vocabulary has all of this text, and that is no panic)
+    except Exception as error:  # noqa: BLE001  (a vocabulary without tokens for this text is not a panic)
         logger.info("the tokenizer has no tokens for some of %r: %s", _TRIED_TEXT, one_line(error))
 
 
@@ -213,7 +214,7 @@ def _load_directory(
     check(facts)
     own_generation_config = checkpoint.read_generation_config(path)
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
-    # Before the weights: the tokenizer loads in a moment, and it may be what is wrong.
+    # The tokenizer loads much faster than the weights, so its errors are reported first.
     tokenizer = (
         _other_tokenizer(args) if args.tokenizer else load_tokenizer(path, trust_remote_code=args.trust_remote_code)
     )
@@ -236,10 +237,10 @@ def _load_directory(
 
 
 def _read(model: nn.Module) -> None:
-    """Have the weights of a model read.
+    """Read the weights of a model.
 
-    Matrices of experts come first, one after the other: each may be stacked from many, which are beside it until then.
-    Evaluated together, those of several layers would be.
+    Stacked matrices of experts are evaluated first, one by one. A matrix may be stacked from many stored tensors, which
+    stay in memory until it is complete. Evaluating everything together would keep the tensors of several layers.
     """
     arrays = [array for _, array in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))]
     for array in arrays:
@@ -255,7 +256,7 @@ def _announce(found: FoundModel, facts: CheckpointRequirements) -> None:
 def _load_mlx_lm_model(
     path: Path, config: dict[str, Any], args: EngineArgs, weights: EmbeddingWeights
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Makes mlx-lm's model and configuration, with its errors explained. Weights are not in memory yet."""
+    """Create mlx-lm's model and configuration, with explained errors. Weights are not in memory yet."""
     model_type = config["model_type"]
     try:
         trust = args.trust_remote_code
@@ -270,19 +271,19 @@ def _load_mlx_lm_model(
         raise ModelLoadError(f"{args.model}: {model_type} needs {error}, which config.json lacks") from error
     except Exception as error:
         raise ModelLoadError(
-            f"{args.model}: its files do not fit {model_type} as mlx-lm has it{_quantization(config)}: "
+            f"{args.model}: its files do not fit {model_type} as mlx-lm implements it{_quantization(config)}: "
             f"{one_line(error)}"
         ) from error
 
 
 def _quantization(config: dict[str, Any]) -> str:
-    """Says how a checkpoint is quantized, where mlx-lm may not know how."""
+    """Describe the quantization of a checkpoint that mlx-lm may not support, for an error message; else ""."""
     method = (config.get("quantization_config") or {}).get("quant_method")
     return "" if method is None else f" (it is quantized with {method}: choose one for MLX, or plain weights)"
 
 
 def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns what ``--generation-config`` names: the checkpoint's own, nothing, or another folder's."""
+    """Return the config that ``--generation-config`` selects: the checkpoint's, an empty one, or another folder's."""
     folder = generation_config_folder(args.generation_config)
     if folder is not None:
         return checkpoint.read_generation_config(folder)
@@ -290,7 +291,7 @@ def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str
 
 
 def _other_tokenizer(args: EngineArgs) -> PreTrainedTokenizerFast:
-    """The tokenizer that ``--tokenizer`` names: a directory, or a repository on the hub."""
+    """Load the tokenizer that ``--tokenizer`` names: a directory, or a repository on the hub."""
     assert args.tokenizer is not None
     folder = local_tokenizer(args.tokenizer) or fetch_tokenizer(args.tokenizer, args.download_dir)
     check_small_files(folder)

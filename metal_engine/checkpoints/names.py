@@ -1,4 +1,4 @@
-"""Reads the names that users give to models, and finds the known one that a misspelt name may have meant."""
+"""Parses the names that users give to models, and suggests known names for misspelt ones."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 DEMO_MODEL = "demo"
 
 _HUB_NAME = re.compile(r"(?P<repo>[^@:]+)(?:@(?P<revision>[^@:]+))?(?::(?P<quantization>[\w.-]+))?")
-# What llama.cpp calls its quantizations, in the name of a file: Q4_K_M, IQ2_XXS, BF16, UD-Q4_K_XL.
+# llama.cpp's names of quantizations in file names: Q4_K_M, IQ2_XXS, BF16, UD-Q4_K_XL.
 _QUANTIZATION = re.compile(
     r"(?<![a-z0-9])(?:UD-)?(?:I?Q[1-8]_[a-z0-9_]+|TQ[12]_0|MXFP4(?:_MOE)?|BF16|F16|F32)(?![a-z0-9_])", re.IGNORECASE
 )
 _SPLIT_PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)", re.IGNORECASE)
-# Of a repository that has GGUF files only and a name that asks for none of them.
+# Default for a name without a quantization, if the repository has only GGUF files.
 DEFAULT_QUANTIZATION = "Q4_K_M"
 
 
 @dataclass(frozen=True)
 class HubName:
-    """``repo[@revision][:quantization]``, taken apart; None for what the name does not say."""
+    """The parts of ``repo[@revision][:quantization]``; None for a missing part."""
 
     repo: str
     revision: str | None = None
@@ -29,13 +29,13 @@ class HubName:
 
 
 def parse_hub_name(name: str) -> HubName:
-    """Takes a name apart; a text of another form is a repository's name as it is, for the hub to refuse."""
+    """Parse a name. A text of another form is returned as the repository's name, and the hub will refuse it."""
     match = _HUB_NAME.fullmatch(name)
     return HubName(name) if match is None else HubName(match["repo"], match["revision"], match["quantization"])
 
 
 def is_local(name: str) -> bool:
-    """Whether a name is a path, of something that exists or not, and no name on the hub."""
+    """Return True if a name is a path, existing or not, and not a name on the hub."""
     return name.startswith((".", "/", "~")) or name.endswith(".gguf") or Path(name).expanduser().exists()
 
 
@@ -47,7 +47,10 @@ def is_ollama_name(name: str) -> bool:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """``; did you mean X?`` for the known name that is most like ``name``, or is it without the owner; else nothing."""
+    """Return ``; did you mean X?`` for the known name most similar to ``name``, or "" if none is similar.
+
+    The name may lack the owner of the repository.
+    """
     repo = parse_hub_name(name).repo.lower()
     by_lower = {other.lower(): other for other in reversed([DEMO_MODEL, *known])}
     by_lower |= {lower.rpartition("/")[2]: other for lower, other in by_lower.items() if "/" not in repo}
@@ -56,10 +59,13 @@ def did_you_mean(name: str, known: list[str]) -> str:
 
 
 def missing_here(name: str, cached: list[str]) -> str:
-    """``X is not on this machine`` for a model that is neither here nor in the cache, and which was meant; else "".
+    """Return ``X is not on this machine`` if a model is neither a local file nor in the cache, else "".
+
+    The text includes a suggestion for a misspelt name.
 
     Args:
-        cached: the names of the repositories in the hub's cache.
+        name: name of the model.
+        cached: names of the repositories in the hub's cache.
     """
     if name == DEMO_MODEL or Path(name).expanduser().exists() or parse_hub_name(name).repo in cached:
         return ""
@@ -71,11 +77,11 @@ def missing_here(name: str, cached: list[str]) -> str:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A model among the files of a repository.
+    """A GGUF model among the files of a repository.
 
     Attributes:
-        name: of the file in the repository; of the first one if the model is split.
-        quantization: as in the file's name, in capitals; "" if it names none.
+        name: name of the file in the repository, or of the first file if the model is split.
+        quantization: quantization in the file's name, in upper case; "" if the name has none.
         num_parts: number of files.
     """
 
@@ -85,7 +91,7 @@ class GgufFile:
 
 
 def gguf_models(names: list[str]) -> list[GgufFile]:
-    """The models among the files of a repository, sorted by name; what belongs to images (``mmproj``) is left out."""
+    """Return the GGUF models among the files of a repository, sorted by name, without image encoders (``mmproj``)."""
     found = []
     for name in sorted(names):
         base = name.rpartition("/")[2]
@@ -99,10 +105,11 @@ def gguf_models(names: list[str]) -> list[GgufFile]:
 
 
 def matching_ggufs(models: list[GgufFile], quantization: str | None) -> list[GgufFile]:
-    """Those of the models that a quantization names, in whatever case.
+    """Return the models with a quantization. Upper and lower case are equal.
 
     Args:
-        quantization: None for the only model there is, or else those of ``DEFAULT_QUANTIZATION``.
+        models: models of a repository.
+        quantization: None selects the only model, or else the models with ``DEFAULT_QUANTIZATION``.
     """
     if quantization is None and len(models) == 1:
         return models

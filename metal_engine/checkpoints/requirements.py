@@ -1,4 +1,4 @@
-"""What is known of a checkpoint before its weights are read, and whether they fit into memory."""
+"""Facts about a checkpoint before its weights are read, and a check that the weights fit into memory."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from metal_engine.settings.fields import format_size
 
 _FLOAT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# Bits of a weight in mlx-lm's quantizations; a scale and a bias of 16 bits for each 64 weights add half a bit.
+# Bits per weight in mlx-lm's quantizations. A 16-bit scale and bias per 64 weights add half a bit.
 _QUANTIZED_BITS = (8, 6, 5, 4, 3)
 _SCALE_BITS = 0.5
-# In "model.layers.3.mlp.experts.7.up_proj.weight", 7.
+# Matches the 7 in "model.layers.3.mlp.experts.7.up_proj.weight".
 _LAST_OF_SEVERAL_NUMBERS = re.compile(r"\.\d+\.(?:.*\.)?(\d+)\.")
-# Of the memory for a model: what its weights may take if something is to be left for the KV cache and a step.
+# Largest fraction of the model's memory for weights that leaves enough for the KV cache and a step.
 _SHARE_OF_WEIGHTS = 0.85
 
 
 @dataclass(frozen=True)
 class CheckpointRequirements:
-    """What configuration and headers say.
+    """Facts from the configuration and the headers.
 
     Attributes:
-        config: as of ``config.json``, also for a GGUF file.
-        weight_bytes: memory that the weights will take.
-        num_params: weights, however they are stored.
-        dtype: the type in which the model will compute: float32, float16 or bfloat16.
-        reading_bytes: memory that reading them takes beside them at most, where they are not kept as they are stored.
+        config: content of ``config.json``, or its equivalent for a GGUF file.
+        weight_bytes: size of the weights in memory, in bytes.
+        num_params: number of parameters, regardless of how they are stored.
+        dtype: type in which the model will compute: float32, float16 or bfloat16.
+        reading_bytes: additional memory needed while the weights are read, in bytes, if they are converted.
     """
 
     config: dict[str, Any]
@@ -48,17 +48,17 @@ class CheckpointRequirements:
     reading_bytes: int = 0
 
 
-# Refuses a checkpoint for what is known of it.
+# Raises an error for a checkpoint that cannot be served, judging by its facts.
 Check = Callable[[CheckpointRequirements], None]
 
 
 def safetensors_facts(
     config: dict[str, Any], tensors: Sequence[StoredTensor], args: EngineArgs, device: DeviceInfo
 ) -> CheckpointRequirements:
-    """The facts of a checkpoint in safetensors files.
+    """Return the facts about a checkpoint in safetensors files.
 
     Raises:
-        ModelLoadError: the configuration and the tensors do not belong together.
+        ModelLoadError: the configuration and the tensors do not match.
     """
     check_num_layers(config, len(tensors))
     stored = Counter(_FLOAT_TYPES[tensor.dtype] for tensor in tensors if tensor.dtype in _FLOAT_TYPES)
@@ -70,10 +70,12 @@ def safetensors_facts(
 
 
 def _reading_bytes(tensors: Sequence[StoredTensor], num_bytes: int) -> int:
-    """All that is stored is there until all is converted; what was quantized, for a while twice.
+    """Return the additional memory for reading the weights, in bytes.
 
-    What is kept as it is stored takes nothing beside, but for experts that are stored one by one: those of a layer's
-    matrix are there until they are stacked, which is done with one matrix after the other.
+    All stored tensors stay in memory until every tensor is converted. Dequantized tensors briefly exist in both forms.
+
+    Weights that keep their stored form need no additional memory, except experts that are stored separately: the
+    experts of one matrix stay in memory until they are stacked. Matrices are stacked one by one.
     """
     stored = sum(tensor.nbytes for tensor in tensors)
     if stored == num_bytes:
@@ -83,7 +85,7 @@ def _reading_bytes(tensors: Sequence[StoredTensor], num_bytes: int) -> int:
 
 
 def _largest_stack_bytes(tensors: Sequence[StoredTensor]) -> int:
-    """Bytes of the most tensors whose names differ in the last of several numbers alone, as experts' of a layer do."""
+    """Return the size of the largest group of tensors whose names differ only in the last number, such as experts."""
     stacks: Counter[tuple[str, str]] = Counter()
     for tensor in tensors:
         if number := _LAST_OF_SEVERAL_NUMBERS.search(tensor.name):
@@ -92,9 +94,9 @@ def _largest_stack_bytes(tensors: Sequence[StoredTensor]) -> int:
 
 
 def facts_by_size(config: dict[str, Any], stored: int, args: EngineArgs, device: DeviceInfo) -> CheckpointRequirements:
-    """The facts of a checkpoint of so many bytes, as far as its configuration says how they are stored.
+    """Estimate the facts about a checkpoint from its size in bytes and the storage type in its configuration.
 
-    It is no more than an estimate; only where ``weight_bytes`` is far more than there is does it say something.
+    This is only a rough estimate. Use it to refuse a model only if ``weight_bytes`` far exceeds the memory.
     """
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     bits = quantization.get("bits")
@@ -110,12 +112,12 @@ def facts_by_size(config: dict[str, Any], stored: int, args: EngineArgs, device:
 def gguf_facts(
     header: GgufHeader, config: dict[str, Any], args: EngineArgs, device: DeviceInfo
 ) -> CheckpointRequirements:
-    """The facts of a GGUF file: on a CPU all of it is dequantized, elsewhere what MLX has no kernels for."""
+    """Return the facts about a GGUF file. A CPU dequantizes all of it, a GPU the types without MLX kernels."""
     dtype = _dtype(args, device, default_dtype(header))
     dequantize = device.kind == "cpu"
     sizes = [loaded_bytes(tensor, _DTYPE_BYTES[dtype], dequantize) for tensor in header.tensors.values()]
     num_params = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
-    # One tensor after the other is converted: there are two of the largest at most.
+    # Tensors are converted one by one, so at most two copies of the largest one exist.
     return CheckpointRequirements(config, sum(sizes), num_params, dtype, 2 * max(sizes, default=0))
 
 
@@ -126,15 +128,15 @@ def _dtype(args: EngineArgs, device: DeviceInfo, stored: str) -> str:
 
 
 def memory_for_model(args: EngineArgs, device: DeviceInfo) -> int:
-    """Bytes that a model may take, weights and all."""
+    """Return the memory that a model may take, weights included, in bytes."""
     return int(device.memory_bytes * (1.0 if device.kind == "cpu" else args.gpu_memory_utilization))
 
 
 def check_memory(facts: CheckpointRequirements, args: EngineArgs, device: DeviceInfo) -> None:
-    """Refuses weights that cannot fit, before they are fetched or loaded.
+    """Refuse weights that cannot fit, before they are downloaded or loaded.
 
     Raises:
-        ModelLoadError: the weights alone take more than the process may use; the message says what would fit.
+        ModelLoadError: the weights alone exceed the available memory. The message suggests a size that fits.
     """
     available = memory_for_model(args, device)
     if facts.weight_bytes // args.num_ranks <= available:
@@ -142,13 +144,13 @@ def check_memory(facts: CheckpointRequirements, args: EngineArgs, device: Device
     if args.num_ranks > 1:
         raise ModelLoadError(
             f"not enough memory for {args.model}: its weights take {format_size(facts.weight_bytes)}, and each of "
-            f"{args.num_ranks} ranks has {format_size(available)} for its share; take more machines, or a smaller model"
+            f"{args.num_ranks} ranks has {format_size(available)} for its shard; use more machines or a smaller model"
         )
     if device.kind == "cpu":
         has = f"{format_size(device.memory_bytes)} free"
         advice = (
             f"about {_count(available * _SHARE_OF_WEIGHTS / _DTYPE_BYTES[facts.dtype])} parameters would fit "
-            f"({facts.dtype} on a CPU): take a smaller model"
+            f"({facts.dtype} on a CPU): use a smaller model"
         )
         if facts.dtype == "float32":
             advice += ", or --dtype bfloat16 for half the size (slow on a CPU; not for models with experts)"
@@ -162,13 +164,13 @@ def check_memory(facts: CheckpointRequirements, args: EngineArgs, device: Device
 
 
 def _smaller_version(facts: CheckpointRequirements, available: int) -> str:
-    """Names the quantization with the most bits that fits with some room for a KV cache."""
+    """Describe the quantization with the most bits that fits and leaves memory for a KV cache."""
     for bits in _QUANTIZED_BITS:
         size = int(facts.num_params * (bits + _SCALE_BITS) / 8)
         if size < facts.weight_bytes and size <= available * _SHARE_OF_WEIGHTS:
             return f"a {bits}-bit version of about {format_size(size)} would fit"
     fits = available * _SHARE_OF_WEIGHTS * 8 / (4 + _SCALE_BITS)
-    return f"no quantized version of it would fit: take a model of at most {_count(fits)} parameters in 4 bits"
+    return f"no quantized version of it would fit: use a model with at most {_count(fits)} parameters in 4 bits"
 
 
 def _count(number: float) -> str:

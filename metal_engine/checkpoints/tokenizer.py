@@ -1,4 +1,4 @@
-"""Loads a tokenizer from a checkpoint directory, and mends what published ones get wrong."""
+"""Loads a tokenizer from a checkpoint directory, and corrects frequent errors of published tokenizers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerFast:
-    """Returns the fast tokenizer of a checkpoint directory, with its chat template if it has one.
+    """Return the fast tokenizer of a checkpoint directory, with its chat template if there is one.
 
-    Where ``transformers`` does not know the tokenizer's class, or only with code from the checkpoint, it is made from
-    ``tokenizer.json`` if there is one, which describes all that it does.
+    If ``transformers`` does not know the tokenizer's class, or would need code from the checkpoint, the tokenizer is
+    created from ``tokenizer.json``, which describes it completely.
 
     Raises:
-        ModelLoadError: there is none, or it cannot be read or used.
+        ModelLoadError: there is no tokenizer, or it cannot be read or used.
     """
     if not any((folder / name).is_file() for name in _FILES) and not list(folder.glob("*.tiktoken")):
         raise ModelLoadError(f"{folder} has no tokenizer (no tokenizer.json): name another with --tokenizer")
@@ -40,7 +40,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
         if tokenizer is None:
             hint = ""
             if "auto_map" in config and not trust_remote_code:
-                hint = "; it brings code of its own: --trust-remote-code runs it, if you trust it"
+                hint = "; it has its own code: --trust-remote-code runs it, if you trust it"
             raise ModelLoadError(f"cannot load the tokenizer of {folder}: {one_line(error)}{hint}") from error
     if not tokenizer.is_fast:
         raise ModelLoadError(f"the tokenizer of {folder} has no fast version: name another with --tokenizer")
@@ -71,10 +71,10 @@ def _content(token: Any) -> Any:
 
 
 def _settle_chat_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Leaves one template: of several named ones the default or else the first, or the one in a file of its own."""
+    """Set a single chat template: the default of several named templates, else the first, or the one in a file."""
     template = tokenizer.chat_template
     own = folder / "chat_template.json"
-    if not template and own.is_file():  # where processors of multimodal models keep it
+    if not template and own.is_file():  # processors of multimodal models store the template here
         template = read_json(own).get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}

@@ -1,4 +1,4 @@
-"""Checks ``tokenizer.json`` before a library reads it: a few bytes of it can ask for any amount of memory.
+"""Checks ``tokenizer.json`` before a library reads it: a few bytes in it can demand any amount of memory.
 
 The library allocates tables up to the largest id, and applies the file's normalization rules to each text in sequence.
 """
@@ -15,15 +15,15 @@ from typing import Any
 from metal_engine.checkpoints.files import MAX_HEADER_BYTES, check_readable
 from metal_engine.errors import ModelLoadError
 
-# Ids of tokens are below this, and a text is padded to no more tokens. Published vocabularies have 262,144 tokens.
+# Limit of token ids, and of the length to which a text is padded. Published vocabularies have 262,144 tokens.
 _MAX_ID = 1 << 22
-# Entries of lists and objects. Published files have 1.5 million.
+# Limit of entries in lists and objects. Published files have 1.5 million.
 _MAX_ENTRIES = 1 << 23
-# Most characters that rules may turn one character into, by replacing and prepending. Published files reach 2.
+# Limit of characters that rules may produce from one character, by replacing and prepending. Published files reach 2.
 _MAX_GROWTH = 16
-# Bytes that Unicode's own normalization makes of a character at most (U+FDFA). Published tables have no more.
+# Most bytes that Unicode's own normalization produces from one character (U+FDFA). Published tables have no more.
 _UNICODE_BYTES = 33
-# Sections of rules that are applied to a text, or to an answer.
+# Sections with rules that are applied to a text, or to an output.
 _RULES = ("normalizer", "decoder")
 
 
@@ -76,14 +76,14 @@ def _padded_length(padding: dict[str, Any]) -> int:
 
 
 def _growth(rule: dict[str, Any]) -> float:
-    """Return an estimate of the most characters that a rule turns one character into, from the rule's parameters."""
+    """Estimate the largest number of characters that a rule produces from one character, from its parameters."""
     match rule.get("type"):
         case "Sequence":
             inner = rule.get("normalizers") or rule.get("decoders") or ()
             return math.prod(map(_growth, inner))
         case "Replace":
             pattern = rule["pattern"].get("String")
-            # An expression may match between any two characters.
+            # A regular expression may match between any two characters.
             return 1 + len(rule["content"]) if not pattern else max(1, len(rule["content"]) / len(pattern))
         case "Prepend":
             return 1 + len(rule["prepend"])

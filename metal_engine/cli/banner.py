@@ -1,4 +1,4 @@
-"""The block that a server prints when it is ready: what runs, on what, with how much memory, and where."""
+"""Block of facts that a server prints when it is ready: model, device, memory and address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metal_engine.text.default_sampling import default_sampling_text
 
 
 def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dict[str, str]:
-    """Returns what to show, by label."""
+    """Return the facts to show, by label."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
     named = ", ".join(names)
     states = f", recurrent states {format_size(config.state_bytes)}" if config.state_bytes else ""
@@ -69,26 +69,26 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     if not config.state_bytes:
         del facts["states"]
     if not config.kv_bytes:
-        facts["KV cache"] = "none: its layers keep states only"
+        facts["KV cache"] = "none: its layers have recurrent states only"
     return facts
 
 
 def registry_facts(registry: ModelRegistry, url: str) -> dict[str, str]:
-    """Returns what to show of several models, by label."""
+    """Return the facts about several models, by label."""
     loaded = [_loaded(one, one.running) for one in registry.entries if one.running is not None]
     others = [one.name for one in registry.entries if one.running is None]
     facts = {
         "loaded": ", ".join(loaded) or "none yet",
         "on demand": ", ".join(others),
         "memory": f"{format_size(registry.memory_bytes)} for all models",
-        "keep alive": f"{registry.keep_alive:g} s" if registry.keep_alive else "until others need the memory",
+        "keep alive": f"{registry.keep_alive:g} s" if registry.keep_alive else "until another model needs the memory",
         "URL": url,
     }
     return {label: value for label, value in facts.items() if value}
 
 
 def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
-    """Print a panel on a terminal, elsewhere one plain line for each fact."""
+    """Print a panel on a terminal, or one plain line for each fact elsewhere."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         for label, value in facts.items():
@@ -102,7 +102,7 @@ def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
 
 
 def _loaded(entry: ModelEntry, running: LoadedEngine) -> str:
-    """A loaded model: its name, what it takes, in what it keeps keys and values."""
+    """Describe a loaded model: its name, memory, type of keys and values, and sampling."""
     model = running.engine.config.model
     kv = f", KV cache in {model.kv_dtype}" if model.kv_bytes_per_token else ""
     sampling = f", {default_sampling_text(model.default_sampling)}" if model.can_generate else ""
@@ -118,7 +118,7 @@ def _sampling(model: ModelInfo) -> str:
 
 
 def _ranks(ranks: tuple[RankInfo, ...]) -> str:
-    """Says where ranks are, and what each has; the other facts are of the rank that has most."""
+    """Describe the ranks. All other facts are maxima over the ranks."""
     each = [
         f"{i} on {one.host}: {one.num_layers} layers, weights {format_size(one.weight_bytes)} "
         f"(at most {format_size(one.peak_bytes)} to read them)"
@@ -128,10 +128,10 @@ def _ranks(ranks: tuple[RankInfo, ...]) -> str:
 
 
 def _source(speculative: SpeculativeConfig, draft: ModelInfo | None) -> str:
-    """Says where drafts come from."""
+    """Describe the source of drafts."""
     if draft is None:
         lengths = f"{speculative.prompt_lookup_min} to {speculative.prompt_lookup_max}"
-        return f"after {lengths} tokens that were there before"
+        return f"after {lengths} tokens that occurred before"
     return (
         f"of {draft.name} ({_count(draft.num_params)} parameters, {draft.dtype}; "
         f"{format_size(draft.weight_bytes)} of the weights)"

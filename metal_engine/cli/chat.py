@@ -1,4 +1,4 @@
-"""The conversation of ``metal-engine chat``."""
+"""Conversation of ``metal-engine chat``."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from metal_engine.settings.fields import flag
 _OWNER = "metal-engine"
 # Styles of notes on a terminal.
 _DIM, _BOLD = "2", "1"
-# What a chat samples with where neither the user nor the checkpoint says anything.
+# Sampling defaults if neither the user nor the checkpoint sets any.
 _SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
 _HELP = """\
-/clear         forget the conversation (/reset does, too)
+/clear         delete the conversation (also /reset)
 /system TEXT   set the system prompt; without TEXT, show it
 /save FILE     write the conversation to FILE: JSON if its name ends with .json, else Markdown
-/exit          leave, as Ctrl-D and Ctrl-C at an empty prompt do
-Enter sends; Alt-Enter, or Enter after a backslash, begins a new line. Ctrl-C ends the answer under way.
+/exit          end the chat (also Ctrl-D, or Ctrl-C at an empty prompt)
+Enter sends; Alt-Enter, or Enter after a backslash, starts a new line. Ctrl-C stops the current answer.
 A message that begins with a slash needs a space before it."""
 
 
 def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
-    """Talk until the user leaves. Returns whether every message was answered.
+    """Chat until the user ends it. Return True if every message was answered.
 
     Raises:
-        ConfigError: there is nobody to talk to, or the settings cannot work.
+        ConfigError: there is no server and no model, or settings are invalid.
         ModelLoadError: the model cannot be loaded.
     """
     found = _find_server(chat_args, args)
     if isinstance(found, RemoteModel):
-        _note(f"Talking to {found.name}; the server's own settings hold.")
+        _note(f"Talking to {found.name}; the server's own settings apply.")
         return _talk(found, chat_args)
     from metal_engine.cli.early_checks import check_engine_args
     from metal_engine.sampling_params import SamplingParams
@@ -110,16 +110,16 @@ def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RemoteModel | str:
             raise ConfigError(None, f"{NO_MODEL}; {error} (--port or --url names another server)") from error
         return f"No running server is used: {error}."
     if has_settings:
-        _note("Settings of the engine have no effect on a server that runs already.")
+        _note("Settings of the engine have no effect on a running server.")
     return RemoteModel(url, {"model": card["id"], **_given_sampling(chat_args)}, key)
 
 
 def _usable_card(cards: list[dict[str, Any]], url: str, model: str, *, is_any_server: bool) -> dict[str, Any]:
-    """Return the entry of ``/v1/models`` to talk to. Raise ServerError if this server cannot be used.
+    """Return the entry of ``/v1/models`` to use. Raise ServerError if this server cannot be used.
 
     Args:
         model: the user's MODEL; empty for any.
-        is_any_server: whether the server may be another program than ours.
+        is_any_server: True if the server may be another program than metal-engine.
     """
     if not is_any_server and all(card.get("owned_by") != _OWNER for card in cards):
         raise ServerError(f"{url} is not a metal-engine server")
@@ -136,15 +136,15 @@ def _given_sampling(chat_args: ChatArgs) -> dict[str, Any]:
 
 
 def _note(text: str, style: str = _DIM) -> None:
-    """Tell the user something that is no part of an answer."""
-    # A server's words may hold a terminal's control characters.
+    """Show the user a text that is not part of an answer."""
+    # A server's text may contain control characters for terminals.
     text = "".join(char if char.isprintable() or char == "\n" else "\N{REPLACEMENT CHARACTER}" for char in text)
     is_styled = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     print(f"\x1b[{style}m{text}\x1b[22m" if is_styled else text, file=sys.stderr, flush=True)
 
 
 def _announce(text: str) -> None:
-    """Tell the user what costs memory or time, in bold type."""
+    """Show the user, in bold, a text about something that takes memory or time."""
     _note(text, _BOLD)
 
 
@@ -152,10 +152,10 @@ def _announce(text: str) -> None:
 
 
 class ChatHistory:
-    """Messages from the user and answers to them, and the commands that change it.
+    """Messages from the user with their answers, and the commands that change the conversation.
 
     Args:
-        system: the system prompt, if there is one.
+        system: system prompt, if any.
     """
 
     def __init__(self, answerer: ChatBackend, source: Input, view: AnswerView, system: str | None = None) -> None:
@@ -174,7 +174,7 @@ class ChatHistory:
         }
 
     def run(self) -> bool:
-        """Read and answer until the user leaves. Returns whether every message was answered."""
+        """Read and answer messages until the user ends the chat. Return True if every message was answered."""
         all_answered = True
         while (text := self._source.read()) is not None:
             command = _COMMAND.fullmatch(text.rstrip())
@@ -186,16 +186,16 @@ class ChatHistory:
             elif command[1] in self._commands:
                 self._commands[command[1]](command[2] or "")
             else:
-                _note(f"There is no command /{command[1]}; /help lists them. A space before it makes it a message.")
+                _note(f"There is no command /{command[1]}; /help lists them. Put a space before a message.")
         return all_answered
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far, the system prompt first."""
+        """Conversation so far, beginning with the system prompt."""
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._messages
 
     def _ask(self, text: str) -> bool:
-        """Returns False if there was no answer, or only the beginning of one."""
+        """Answer a message. Return False if the answer is missing or incomplete."""
         self._messages.append({"role": "user", "content": text})
         answer = ""
         speed = _Speed()
@@ -207,7 +207,7 @@ class ChatHistory:
                     self._view.add(piece.text, is_reasoning=piece.is_reasoning)
                     answer += "" if piece.is_reasoning else piece.text
         except KeyboardInterrupt:
-            pass  # ends this answer, not the conversation
+            pass  # ends this answer, but not the conversation
         except AnswerError as error:
             problem = str(error)
         self._view.finish()
@@ -223,7 +223,7 @@ class ChatHistory:
 
     def _clear(self, _: str) -> None:
         self._messages.clear()
-        _note("The conversation begins anew.")
+        _note("A new conversation begins.")
 
     def _set_system(self, text: str) -> None:
         if text:
@@ -243,7 +243,7 @@ class ChatHistory:
             with path.open("w" if path in self._saved else "x", encoding="utf-8") as file:
                 file.write(text)
         except FileExistsError:
-            _note(f"{path} is there already: choose another name.")
+            _note(f"{path} exists already: choose another name.")
         except (OSError, RuntimeError, ValueError) as error:
             _note(f"Cannot write {path}: {error}")
         else:
@@ -255,7 +255,7 @@ class ChatHistory:
 
 
 class _Speed:
-    """How fast an answer comes: how long the first tokens took, and how many a second came after them."""
+    """Speed of an answer: time to the first tokens, and tokens per second afterwards."""
 
     def __init__(self) -> None:
         self._start = self._last_time = time.monotonic()
@@ -263,19 +263,19 @@ class _Speed:
         self._num_tokens = 0
 
     def count(self, num_tokens: int) -> None:
-        """Takes the number of tokens so far."""
+        """Record the number of tokens so far."""
         if num_tokens > self._num_tokens:
             self._num_tokens, self._last_time = num_tokens, time.monotonic()
             self._first = self._first or (num_tokens, self._last_time)
 
     def summary(self) -> str:
-        """One line; empty for an answer of which no token came."""
+        """Return a summary in one line; empty for an answer without tokens."""
         if self._first is None:
             return ""
         (num_first, first_time), num_tokens = self._first, self._num_tokens
         if num_tokens > num_first:
             rate = (num_tokens - num_first) / max(self._last_time - first_time, 1e-6)
-        else:  # all came at once
+        else:  # all tokens arrived at once
             rate = num_tokens / max(first_time - self._start, 1e-6)
         tokens = "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
         return f"[{tokens}, the first after {first_time - self._start:.2f} s, {rate:.1f} tokens/s]"

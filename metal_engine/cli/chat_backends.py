@@ -1,4 +1,4 @@
-"""Who answers in ``metal-engine chat``: a server that is running, or a model loaded into this process."""
+"""Sources of answers for ``metal-engine chat``: a running server, or a model loaded into this process."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]
 
-# Seconds: a server on this machine answers at once, or is none.
+# Seconds. A server on this machine responds at once.
 _CONNECT_TIMEOUT = 2.0
-# A list of models, or an error, is far smaller.
+# Maximum size of a list of models or an error. They are much smaller.
 _MAX_BODY = 1 << 20
-# Characters of a server's message that a user is shown.
+# Maximum number of characters of a server's message to show.
 _MAX_MESSAGE = 500
-# One event of a stream: the text of one step.
+# Maximum size of one stream event, which has the text of one step.
 _MAX_LINE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More of an answer. ``num_tokens`` counts the answer's tokens so far, as far as they are known."""
+    """Next part of an answer. ``num_tokens`` is the number of the answer's tokens so far, if known."""
 
     text: str
     num_tokens: int
@@ -42,32 +42,32 @@ class Piece:
 
 
 class AnswerError(Exception):
-    """There is no answer, or it ended early; the message is one line for the user."""
+    """Raised if there is no answer, or it ended early. The message is one line for the user."""
 
 
 class ServerError(Exception):
-    """A failed request to a server, or a server without the model; the message has the reason."""
+    """Raised for a failed request to a server, or a server without the model. The message has the reason."""
 
 
 class ChatBackend(Protocol):
-    """Answers conversations. ``name`` says to the user who it is."""
+    """Interface to a source of answers. ``name`` is its description for the user."""
 
     name: str
 
     def answer(self, messages: list[Message]) -> Generator[Piece]:
-        """The answer to a conversation as it comes. Leaving the iteration early ends it.
+        """Yield the answer to a conversation as it arrives. Closing the generator aborts the answer.
 
         Raises:
-            AnswerError: there is none.
+            AnswerError: there is no answer, or it ended early.
         """
         ...
 
 
 class LocalModel:
-    """A model in this process."""
+    """Source of answers from a model in this process."""
 
     def __init__(self, llm: LLM, params: SamplingParams) -> None:
-        # Loads MLX, so not before the engine has put its BLAS in place.
+        # This import loads MLX, which must not happen before the engine has set up its BLAS.
         from metal_engine.checkpoints.answer_formats import find_answer_format
 
         self.name = f"{llm.config.model.name}, loaded into this process"
@@ -88,17 +88,17 @@ class LocalModel:
                     for delta in reader.add(output.text, (), output.finish_reason):
                         if isinstance(delta, TextDelta):
                             yield Piece(delta.text, output.num_output_tokens, delta.kind == "reasoning")
-                    yield Piece("", output.num_output_tokens)  # its tokens may have shown nothing yet
+                    yield Piece("", output.num_output_tokens)  # count tokens that have no visible text yet
         except (ValueError, RuntimeError) as error:
             raise AnswerError(one_line(error)) from error
 
 
 class RemoteModel:
-    """A server that speaks OpenAI's API, ours or another.
+    """Source of answers from a server with OpenAI's API, which may be another program.
 
     Args:
-        url: as in ``http://127.0.0.1:8000``; a ``/v1`` at its end may be there or not.
-        body: fields of every request beside its messages: the model, and sampling parameters that were given.
+        url: URL such as ``http://127.0.0.1:8000``, with or without ``/v1`` at its end.
+        body: fields of every request besides its messages: the model, and given sampling parameters.
     """
 
     def __init__(self, url: str, body: Mapping[str, Any], api_key: str | None = None) -> None:
@@ -117,28 +117,28 @@ class RemoteModel:
                     raise AnswerError(_problem(response))
                 yield from _pieces(_events(response))
         except (OSError, http.client.HTTPException) as error:
-            raise AnswerError(f"{self._url} does not answer: {one_line(error)}") from error
+            raise AnswerError(f"{self._url} does not respond: {one_line(error)}") from error
 
 
 def served_models(url: str, api_key: str | None = None) -> list[dict[str, Any]]:
     """Return a server's entries of ``/v1/models``, each with an ``id``, in the server's order.
 
     Raises:
-        ServerError: it cannot be reached, or does not speak OpenAI's API.
+        ServerError: the server cannot be reached, or does not implement OpenAI's API.
     """
     try:
         connection, response = _request(url, api_key, "GET", "/models", timeout=_CONNECT_TIMEOUT)
         with closing(connection), closing(response):
             if response.status in (401, 403):
-                raise ServerError(f"{url} refuses: {_problem(response)}")
+                raise ServerError(f"{url} rejects the request: {_problem(response)}")
             cards = json.loads(response.read(_MAX_BODY))["data"]
             return [{**card, "id": str(card["id"])} for card in cards]
     except ConnectionRefusedError as error:
-        raise ServerError(f"no server answers at {url}") from error
+        raise ServerError(f"no server responds at {url}") from error
     except (OSError, http.client.HTTPException) as error:
-        raise ServerError(f"{url} does not answer: {one_line(error)}") from error
+        raise ServerError(f"{url} does not respond: {one_line(error)}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ServerError(f"{url} does not speak OpenAI's API: its /v1/models is no list of models") from error
+        raise ServerError(f"{url} does not speak OpenAI's API: its /v1/models is not a list of models") from error
 
 
 def _request(
@@ -153,7 +153,7 @@ def _request(
         connection.connect()
         assert connection.sock is not None
         connection.sock.settimeout(timeout)
-        # A stream's events are small, and each is to be seen when it comes.
+        # Events of a stream are small and must arrive at once.
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         base = parts.path.rstrip("/").removesuffix("/v1")
         connection.request(method, f"{base}/v1{path}", body and body.encode(), headers)
@@ -169,7 +169,7 @@ def _connection(parts: SplitResult) -> http.client.HTTPConnection:
 
 
 def _problem(response: http.client.HTTPResponse) -> str:
-    """What a server says of a request that it refuses."""
+    """Return a server's error message about a rejected request."""
     text = response.read(_MAX_BODY).decode(errors="replace")
     try:
         return _one_line(json.loads(text)["error"]["message"])
@@ -183,7 +183,10 @@ def _one_line(message: object) -> str:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The events of a stream, up to its end. Raises AnswerError where it ends with an error, or too early."""
+    """Yield the events of a stream up to its end.
+
+    Raises AnswerError if the stream ends with an error, or too early.
+    """
     while line := response.readline(_MAX_LINE):
         name, _, data = line.decode(errors="replace").partition(":")
         if name != "data":
@@ -193,9 +196,9 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         try:
             event = json.loads(data)
         except ValueError as error:
-            raise AnswerError("the server sent an event that is no JSON") from error
+            raise AnswerError("the server sent an event that is not JSON") from error
         if not isinstance(event, dict):
-            raise AnswerError("the server sent an event that is no JSON object")
+            raise AnswerError("the server sent an event that is not a JSON object")
         if event.get("error"):
             problem = event["error"]
             raise AnswerError(_one_line(problem.get("message") if isinstance(problem, dict) else problem))

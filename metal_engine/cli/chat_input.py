@@ -1,4 +1,4 @@
-"""Where a chat's messages come from: a terminal with line editing and a history, or a pipe."""
+"""Sources of a chat's messages: a terminal with line editing and a history, or a pipe."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
-# Longer messages are not kept: the history is read whole when a chat begins.
+# Maximum length of a message in the history, because a chat reads the complete history at its start.
 _MAX_KEPT = 10_000
 
 
 class Input(Protocol):
     def read(self) -> str | None:
-        """The user's next message, of one line or several; None when there are no more."""
+        """Return the user's next message, of one or several lines; None at the end of the input."""
         ...
 
 
 class PipeInput:
-    """Messages from a pipe or a file, one a line; a backslash at the end of a line joins the next one to it."""
+    """Messages from a pipe or a file, one per line. A backslash at the end of a line joins it with the next line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -40,11 +40,10 @@ class PipeInput:
 class TerminalInput:
     """Messages from a terminal.
 
-    Enter sends; Alt-Enter, or Enter after a backslash, begins a new line, and what is pasted may have several. Ctrl-C
-    empties the line; on an empty one it leaves, as Ctrl-D does.
+    Enter sends the message. Alt-Enter, or Enter after a backslash, starts a new line. Pasted text may have several
+    lines. Ctrl-C clears the input. On an empty line it ends the chat, as Ctrl-D does.
 
-    Raises:
-        OSError: never; where the history cannot be kept, it holds for this chat only, and a note says so.
+    If the history cannot be stored in a file, a note reports that, and the history exists for this chat only.
     """
 
     def __init__(self, history_file: Path) -> None:
@@ -67,14 +66,14 @@ class TerminalInput:
 
 
 def open_input(history_file: Path) -> Input:
-    """The input that fits: a terminal's if a user sits at both ends, else a pipe's."""
+    """Return the input for a terminal if stdin and stdout are terminals, else the input for a pipe."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         return TerminalInput(history_file)
     return PipeInput(open(sys.stdin.fileno(), encoding="utf-8", errors="replace", closefd=False))
 
 
 def history_path() -> Path:
-    """Where the history is kept: ``metal-engine/chat_history`` below ``XDG_STATE_HOME``, or ``~/.local/state``."""
+    """Return the path of the history: ``metal-engine/chat_history`` below ``XDG_STATE_HOME``, or ``~/.local/state``."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(os.path.expanduser(base)) / "metal-engine" / "chat_history"
 
@@ -91,11 +90,11 @@ def _history(path: Path) -> History:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            os.fchmod(descriptor, 0o600)  # what was typed is nobody else's business
+            os.fchmod(descriptor, 0o600)  # the history is private
         finally:
             os.close(descriptor)
     except OSError as error:
-        print(f"The history is not kept: {error}", file=sys.stderr)
+        print(f"The history is not saved: {error}", file=sys.stderr)
         return InMemoryHistory()
     return BoundedHistory(str(path))
 

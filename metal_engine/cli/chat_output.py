@@ -1,4 +1,4 @@
-"""Shows answers while they come: on a terminal words stay whole at its edge."""
+"""Shows answers while they arrive, with word wrapping on a terminal."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from rich.cells import cell_len
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[22m"
 _TAB = 8
-# Width of a line on a terminal of unknown size, in columns.
+# Number of columns for a terminal of unknown size.
 _WIDTH = 80
 
 
 class WordWrapper:
-    """Writes text that comes in pieces, and begins a new line before a word that would not fit.
+    """Writes text that arrives in pieces, and starts a new line before a word that would not fit.
 
-    A word is held back until it ends. Where characters are two cells wide (Chinese, say), each is a word, for there are
-    no spaces between them. A word longer than a line is broken at the edge.
+    Incomplete words are held back. Characters that are two cells wide, such as Chinese, count as words,
+    because there are no spaces between them. A word longer than a line is broken at the edge.
 
     Args:
-        write: takes what is to be shown.
-        width: the width of a line, in cells, asked for each word: windows change their size.
+        write: function that shows a text.
+        width: function that returns the width of a line in cells. Called for each word, because windows change their
+            size.
     """
 
     def __init__(self, write: Callable[[str], object], width: Callable[[], int]) -> None:
@@ -33,7 +34,7 @@ class WordWrapper:
         self._word = ""
 
     def add(self, text: str) -> None:
-        """Takes more text, cut anywhere."""
+        """Add text, which may end at any character."""
         for char in text:
             if char == "\n":
                 self._end_word()
@@ -51,7 +52,7 @@ class WordWrapper:
                     self._end_word()
 
     def finish(self) -> None:
-        """Shows what was held back, and ends the line if there is anything on it."""
+        """Show the text that was held back, and end the line if it is not empty."""
         self._end_word()
         if self._column:
             self._new_line()
@@ -63,7 +64,8 @@ class WordWrapper:
         if self._column and self._column + len(self._spaces) + size > self._width():
             self._new_line()
         else:
-            spaces = self._spaces[: max(0, self._width() - size)]  # less at a line's beginning, where it is too much
+            # fewer at the start of a line if the word is too long for all of them
+            spaces = self._spaces[: max(0, self._width() - size)]
             self._write(spaces)
             self._column += len(spaces)
         self._write(self._word)
@@ -76,14 +78,14 @@ class WordWrapper:
 
 
 def _shown(char: str) -> str:
-    """A character without any power over the terminal: models may write its control sequences."""
+    """Replace a control character, because models may output control sequences for terminals."""
     return char if char.isprintable() or char in "\u200b\u200c\u200d" else "\N{REPLACEMENT CHARACTER}"
 
 
 class AnswerView:
-    """Shows one answer after the other on a stream.
+    """Shows a sequence of answers on a stream.
 
-    A terminal shows reasoning too, dimmed; a pipe gets the answers alone, as they are.
+    A terminal also shows reasoning, dimmed. A pipe gets only the answers, unchanged.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -95,7 +97,7 @@ class AnswerView:
         self._last = "\n"
 
     def add(self, text: str, *, is_reasoning: bool = False) -> None:
-        """Shows more of an answer."""
+        """Show the next part of an answer."""
         if self._is_terminal:
             self._set_dim(is_reasoning)
             self._wrapper.add(text)
@@ -105,7 +107,7 @@ class AnswerView:
         self._out.flush()
 
     def finish(self) -> None:
-        """Ends the answer's last line."""
+        """End the answer's last line."""
         if self._is_terminal:
             self._set_dim(False)
             self._wrapper.finish()
@@ -118,7 +120,7 @@ class AnswerView:
         if is_dim == self._is_dim:
             return
         self._is_dim = is_dim
-        self._wrapper.finish()  # reasoning and answer have lines of their own
+        self._wrapper.finish()  # reasoning and answer start on separate lines
         if self._has_styles:
             self._out.write(_DIM if is_dim else _PLAIN)
 

@@ -1,4 +1,4 @@
-"""Checks of settings before MLX and transformers are imported, which takes seconds: errors come at once."""
+"""Checks of settings before MLX and transformers are imported, which takes seconds, so that errors appear at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_engine_args(args: EngineArgs) -> None:
     """Check the engine settings that can be checked without loading the model.
 
     Raises:
-        ConfigError: a setting cannot work.
+        ConfigError: a setting is invalid or conflicts with another one.
         ModelLoadError: the model, the tokenizer or the generation config does not exist.
     """
     _check_paths(args)
@@ -37,7 +37,7 @@ def check_engine_args(args: EngineArgs) -> None:
 
 
 def check_lora_dir(args: EngineArgs, server_args: ServerArgs) -> None:
-    """Check ``--lora-dir``. Raises ConfigError if it cannot work with the other settings."""
+    """Check ``--lora-dir``. Raises ConfigError if it is invalid or conflicts with other settings."""
     if server_args.lora_dir is None:
         return
     args.refuse_with_ranks("--lora-dir", server_args.lora_dir)

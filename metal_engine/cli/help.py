@@ -1,4 +1,4 @@
-"""Print ``--help`` of all commands. Each group of options has a box.
+"""``--help`` of all commands: one box for each group of options. Long options have a line of their own.
 
 If a command has many options, ``--help`` omits some of them, and ``--help-all`` prints all.
 """
@@ -18,9 +18,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from metal_engine.cli.list_flags import with_flags_repeated
 
-# Lines longer than this are hard to read, however wide the terminal is.
+# Maximum width of lines. Longer lines are hard to read, even on a wider terminal.
 _MAX_WIDTH = 110
-# Where the descriptions begin. What is longer stands on a line above its description.
+# Column of the descriptions. A longer option is on the line above its description.
 _COLUMN = 34
 _OTHERS = "Options"
 # Key in a context's `meta` that is set while --help-all prints.
@@ -28,8 +28,10 @@ _SHOWS_ALL = "metal_engine.help_all"
 
 
 class _Boxes:
-    """What shows options below the headings that they name (``rich_help_panel``). Typer's own help prints their types
-    (``<bool>``), too."""
+    """Mixin that shows options in boxes with their headings (``rich_help_panel``).
+
+    Typer's own help also prints types, such as ``<bool>``.
+    """
 
     help: str | None
     # Names of options that --help does not list.
@@ -38,7 +40,7 @@ class _Boxes:
     get_params: Any
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help, as wide as the terminal is, and no wider than is readable."""
+        """Print the help with the width of the terminal, up to a maximum."""
         console = Console(highlight=False)
         width = min(console.width, _MAX_WIDTH)
         usage = " ".join(self.collect_usage_pieces(ctx))
@@ -50,7 +52,7 @@ class _Boxes:
             console.print(Panel(body, title=heading, title_align="left", border_style="dim", width=width))
 
     def _groups(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
-        """(names and value, description) of the options below each heading, in order of declaration."""
+        """Return (names and value, description) of the options below each heading, in order of declaration."""
         groups: dict[str, list[tuple[str, str]]] = {}
         omitted = () if ctx.meta.get(_SHOWS_ALL) else self.only_in_help_all
         for one in self.get_params(ctx):
@@ -68,7 +70,7 @@ class _Boxes:
 
 
 class GroupedHelp(_Boxes, TyperCommand):
-    """A command with such a help. A flag that may be repeated takes several values, too."""
+    """Command with this help. A flag that can be repeated also takes several values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options: list[Any] = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
@@ -96,7 +98,7 @@ def print_help_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 class CommandsHelp(_Boxes, TyperGroup):
-    """A command of commands with such a help, which lists them."""
+    """Group of commands with this help, which lists the commands."""
 
     def _groups(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -105,7 +107,7 @@ class CommandsHelp(_Boxes, TyperGroup):
 
 
 def _entry(names: str, help: str, width: int) -> Text:
-    """An option and its description, which begins at a fixed column."""
+    """Format an option and its description, which begins at a fixed column."""
     indent = " " * _COLUMN
     filled = textwrap.fill(help, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     rest = filled[len(names) :] if len(names) < _COLUMN - 1 else f"\n{filled}"

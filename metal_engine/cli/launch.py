@@ -1,4 +1,4 @@
-"""The ``launch`` command: coding tools pointed at a server that runs."""
+"""The ``launch`` command: starts coding tools with a running server as their provider."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from metal_engine.errors import ConfigError, short
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.model_names import problem_of_name
 
-# Clients refuse to start without a key.
+# Key for a server without keys, because clients refuse to start without one.
 PLACEHOLDER_KEY = "metal-engine"
 _SECONDS = 5
 _MAX_ANSWER = 1 << 20
@@ -31,21 +31,25 @@ def launch(
     tool: Annotated[str, typer.Argument(help=f"{', '.join(TOOLS)}.", metavar="TOOL", show_default=False)],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="Run the tool with these, as in `-- -p hello`.", metavar="[-- ARGS]", show_default=False),
+        typer.Argument(
+            help="Arguments of the tool, as in `-- -p hello`. With arguments, the tool is run.",
+            metavar="[-- ARGS]",
+            show_default=False,
+        ),
     ] = None,
     host: Host = ServerArgs.host,
     port: Port = ServerArgs.port,
     url: Url = None,
     api_key: ApiKey = None,
-    exec_: Annotated[bool, typer.Option("--exec", help="Run the tool, instead of printing its environment.")] = False,
+    exec_: Annotated[bool, typer.Option("--exec", help="Run the tool instead of printing its environment.")] = False,
 ) -> None:
-    """Point a coding tool at a server that runs: print its environment, or run it.
+    """Point a coding tool at a running server: print its environment, or run the tool.
 
     `eval "$(metal-engine launch claude)"` sets the variables in this shell.
     """
     with one_line_errors():
         if tool not in TOOLS:
-            raise ConfigError(None, f"there is no tool {short(tool)}: choose {', '.join(TOOLS)}")
+            raise ConfigError(None, f"unknown tool {short(tool)}: choose one of {', '.join(TOOLS)}")
         wanted = TOOLS[tool]
         start = "metal-engine serve demo" + (f" --port {port}" if port != ServerArgs.port and url is None else "")
         server = find_server(base_url(host, port, url), first_key(api_key), start)
@@ -70,7 +74,7 @@ def launch(
 
 
 def shell_lines(tool: Tool, server: RunningServer) -> list[str]:
-    """What a shell reads to use a tool with a server: variables, and an alias where it needs arguments."""
+    """Return shell commands that configure a tool: its variables, and an alias if it needs arguments."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in tool.environment(server).items()]
     arguments = tool.arguments(server)
     if arguments:
@@ -79,38 +83,38 @@ def shell_lines(tool: Tool, server: RunningServer) -> list[str]:
 
 
 def find_server(url: str, api_key: str, start: str) -> RunningServer:
-    """Ask a server for its model.
+    """Return the address, key and model of a running server.
 
     Args:
-        start: the command that starts one, for the message where none answers.
+        start: command that starts a server, for the error message.
 
     Raises:
-        ConfigError: none answers, it wants another key, or it is no server of this kind.
+        ConfigError: no server responds, it requires another key, or it is not a metal-engine server.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = get_json(f"{url}/v1/models", headers)
     except urllib.error.HTTPError as error:
         if error.code == 401:
-            raise ConfigError("--api-key", f"is not what the server at {url} wants") from error
-        raise ConfigError("--url", f"{url} answers {error.code}: is it a metal-engine server?") from error
+            raise ConfigError("--api-key", f"is not a key of the server at {url}") from error
+        raise ConfigError("--url", f"{url} responds with status {error.code}: is it a metal-engine server?") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
         if isinstance(error, OSError):
-            message = f"no server answers at {url}: start one with `{start}`, or another model"
+            message = f"no server responds at {url}: start one with `{start}`, or another model"
             raise ConfigError(None, message) from error
-        raise ConfigError("--url", f"{url} does not answer as a metal-engine server does") from error
+        raise ConfigError("--url", f"{url} does not respond like a metal-engine server") from error
     try:
         card = find_card(answer["data"], "") or {}
         server = RunningServer(url, api_key or PLACEHOLDER_KEY, str(card["id"]), int(card["max_model_len"]))
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError("--url", f"{url} does not answer as a metal-engine server does") from error
+        raise ConfigError("--url", f"{url} does not respond like a metal-engine server") from error
     if problem := problem_of_name(server.model):
-        raise ConfigError("--url", f"{url} has a model whose name {problem}")
+        raise ConfigError("--url", f"{url} has a model with an invalid name: {problem}")
     return server
 
 
 def get_json(url: str, headers: dict[str, str]) -> Any:
-    """The JSON at a URL. Asks no proxy: the server is near. Raises what ``urllib`` and ``json`` raise."""
+    """Return the JSON at a URL. Ignores proxies, because the server is nearby. Raises as ``urllib`` and ``json``."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, headers=headers), timeout=_SECONDS) as response:
         return json.loads(response.read(_MAX_ANSWER))

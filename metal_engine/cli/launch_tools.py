@@ -1,4 +1,4 @@
-"""What coding tools have to be told to use this server: variables of their environment, and arguments."""
+"""Environment variables and arguments that make coding tools use this server."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# What tools may ask an answer to have at most, as their own defaults are.
+# Maximum output length that tools request, the same as their own defaults.
 _MAX_OUTPUT_TOKENS = 32_000
 _PROVIDER = "metal-engine"
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that answers.
+    """A server that responds.
 
     Attributes:
-        url: without ``/v1``.
-        api_key: what clients send; any text for a server without keys.
-        model: the name that its answers carry.
-        max_model_len: tokens of a request, prompt and output.
+        url: URL without ``/v1``.
+        api_key: key that clients send. Any text for a server without keys.
+        model: name of the model in responses.
+        max_model_len: maximum number of tokens in a request, prompt and output.
     """
 
     url: str
@@ -29,7 +29,7 @@ class RunningServer:
 
     @property
     def max_output_tokens(self) -> int:
-        """What to leave an answer: the prompt, which grows, gets the rest."""
+        """Maximum number of output tokens. The remaining context is for the prompt, which grows."""
         return min(self.max_model_len // 4, _MAX_OUTPUT_TOKENS)
 
 
@@ -38,11 +38,11 @@ class Tool:
     """A coding tool.
 
     Attributes:
-        program: what it is started with.
-        install: how it is installed: a command.
-        environment: its variables, for a server.
-        arguments: what its command line begins with, for a server.
-        prompt_tokens: about what its first prompt takes; 0 for little.
+        program: name of its executable.
+        install: command that installs the tool.
+        environment: function that returns its environment variables for a server.
+        arguments: function that returns the first arguments of its command line for a server.
+        prompt_tokens: approximate length of its first prompt in tokens; 0 if it is short.
     """
 
     program: str
@@ -58,17 +58,17 @@ def _claude(server: RunningServer) -> dict[str, str]:
         "ANTHROPIC_DEFAULT_OPUS_MODEL",
         "ANTHROPIC_DEFAULT_SONNET_MODEL",
         "ANTHROPIC_DEFAULT_HAIKU_MODEL",
-        "ANTHROPIC_SMALL_FAST_MODEL",  # what older versions call the last one
+        "ANTHROPIC_SMALL_FAST_MODEL",  # name of the previous variable in older versions
         "CLAUDE_CODE_SUBAGENT_MODEL",
     )
     return {
         "ANTHROPIC_BASE_URL": server.url,
         "ANTHROPIC_AUTH_TOKEN": server.api_key,
-        "ANTHROPIC_API_KEY": "",  # the user's own is not for this server
+        "ANTHROPIC_API_KEY": "",  # the user's own key is not for this server
         **dict.fromkeys(models, server.model),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.max_output_tokens),
         "CLAUDE_CODE_AUTO_COMPACT_WINDOW": str(server.max_model_len),
-        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # the billing line, which the server would drop
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # disables the billing line, which the server would remove
     }
 
 
@@ -77,8 +77,10 @@ def _codex_key(server: RunningServer) -> dict[str, str]:
 
 
 def _codex(server: RunningServer) -> list[str]:
-    """Settings as its file has them, for this run alone. Left out is what OpenAI's own service does, and agents below
-    agents, whose tools make the prompt a third longer."""
+    """Return settings of its configuration file for this run only.
+
+    They disable features that need OpenAI's own service, and nested agents, whose tools make the prompt a third longer.
+    """
     provider = f"model_providers.{_PROVIDER}"
     texts = {
         "model": server.model,
@@ -89,7 +91,7 @@ def _codex(server: RunningServer) -> list[str]:
         f"{provider}.wire_api": "responses",
         "web_search": "disabled",
     }
-    # A TOML text is written as JSON's, but it has no pairs of escaped surrogates.
+    # TOML strings have the format of JSON strings, but without escaped surrogate pairs.
     values = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
     values["model_context_window"] = str(server.max_model_len)
     values |= {f"features.{name}": "false" for name in ("apps", "image_generation", "multi_agent", "plugins")}
@@ -114,7 +116,7 @@ def _aider(server: RunningServer) -> dict[str, str]:
         "OPENAI_API_BASE": f"{server.url}/v1",
         "OPENAI_API_KEY": server.api_key,
         "AIDER_MODEL": f"openai/{server.model}",
-        "AIDER_SHOW_MODEL_WARNINGS": "false",  # it asks about models that it does not know
+        "AIDER_SHOW_MODEL_WARNINGS": "false",  # otherwise it asks about unknown models
     }
 
 

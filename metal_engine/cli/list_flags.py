@@ -1,4 +1,4 @@
-"""Several values after one flag, as vLLM's command has them: ``--served-model-name a b``."""
+"""Support for several values after one flag, as in vLLM's command: ``--served-model-name a b``."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Collection, Iterable
 def with_flags_repeated(
     given: Iterable[str], lists: Collection[str], switches: Collection[str], num_arguments: int
 ) -> list[str]:
-    """A command line with a flag before each of its values.
+    """Return a command line with the flag repeated before each of its values.
 
-    Only where it cannot be meant otherwise: behind the command's own arguments. Whatever else stands there stays, for
-    the parser to refuse.
+    Applies only where the meaning is unambiguous: after the command's own arguments. Other words stay unchanged, and
+    the parser rejects them.
 
     Args:
-        given: what follows the command's name.
+        given: words after the command's name.
         lists: flags that may be repeated.
         switches: flags without a value.
-        num_arguments: how many words the command takes that belong to no flag.
+        num_arguments: number of the command's positional arguments.
     """
     result: list[str] = []
     words = iter(given)

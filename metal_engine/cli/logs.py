@@ -1,4 +1,4 @@
-"""How the commands log."""
+"""Sets up the logging of all commands."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.logging import RichHandler
 
 
 def set_up_logging(level: str, style: str = "text") -> None:
-    """Log this package's messages from ``level`` on to standard error, and others' warnings.
+    """Log this package's messages from ``level`` upward, and other packages' warnings, to standard error.
 
     Args:
-        level: as in ``--log-level``.
-        style: ``json`` for one object a line; ``text`` is coloured on a terminal.
+        level: minimum severity, as in ``--log-level``.
+        style: ``json`` for one object per line. ``text`` is coloured on a terminal.
     """
     handler: logging.Handler = logging.StreamHandler()
     if style == "json":

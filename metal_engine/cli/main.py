@@ -1,4 +1,4 @@
-"""The ``metal-engine`` command: the only place that wires server, engine and MLX together."""
+"""The ``metal-engine`` command: combines server, engine and MLX."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(
     cls=CommandsHelp,
-    help="Measure: a server as its users see it, or the engine alone.",
+    help="Run benchmarks of a server over HTTP, or of the engine alone.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -45,7 +45,7 @@ app.add_typer(bench, name="bench")
 def serve(args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs, models: tuple[str, ...]) -> None:
     """Serve a model, or several, over an OpenAI-compatible API."""
     set_up_logging(server_args.log_level, server_args.log_format)
-    keep_freed_memory()  # before anything that starts a thread is imported
+    keep_freed_memory()  # before imports that start threads
     if len(models) > 1 or registry_args.is_wanted:
         status = _serve_several(models, args, server_args, registry_args)
     elif models and is_follower(args):
@@ -81,7 +81,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
     names = server_args.served_model_name or (args.model,)
     if not server_args.served_model_name and (problem := problem_of_name(args.model)):
         raise ConfigError("MODEL", f"{problem} with --served-model-name")
-    # Errors about settings, paths and the port come before the imports below, which take seconds.
+    # Errors about settings, paths and the port appear before the imports below, which take seconds.
     with _naming_the_model(args), listen(server_args) as listener:
         check_engine_args(args)
 
@@ -93,7 +93,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
         engine = AsyncEngine(lambda: build_engine(args))
         with quit_on_signals():
             engine.start()
-            # Loads MLX, so not before the engine has put its BLAS in place.
+            # This import loads MLX, which must not happen before the engine has set up its BLAS.
             from metal_engine.checkpoints.answer_formats import find_answer_format
 
             answer_format = find_answer_format(
@@ -111,7 +111,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
 
 @contextmanager
 def _naming_the_model(args: EngineArgs) -> Iterator[None]:
-    """Says with what is wrong about a port that the model will not be found either, if it is not on this machine."""
+    """Within this context, an error about the port also reports a model that is not on this machine."""
     try:
         yield
     except ConfigError as error:
@@ -126,7 +126,7 @@ def _naming_the_model(args: EngineArgs) -> Iterator[None]:
 
 @command(app, {"Chat": ChatArgs, "Engine": EngineArgs}, default_model="")
 def _chat(chat_args: ChatArgs, args: EngineArgs) -> None:
-    """Talk to a model in the terminal, by the server that runs already, if one does, else loaded here. /help helps."""
+    """Chat with a model in the terminal, on a running server or else in this process. /help lists commands."""
     set_up_logging(chat_args.log_level)
     from metal_engine.cli.chat import chat
 
@@ -136,7 +136,10 @@ def _chat(chat_args: ChatArgs, args: EngineArgs) -> None:
 
 @command(bench, {"Benchmark": BenchServeArgs}, takes_model=False)
 def _serve(args: BenchServeArgs) -> None:
-    """Load a server that speaks OpenAI's API, and print what its users would see. Status 1 if a request failed."""
+    """Benchmark a server with OpenAI's API: throughput and latencies as clients see them.
+
+    Status 1 if a request failed.
+    """
     set_up_logging("warning")
     from metal_engine.bench.serve import bench_serve
 
@@ -146,7 +149,7 @@ def _serve(args: BenchServeArgs) -> None:
 
 @command(bench, {"Benchmark": BenchThroughputArgs, "Engine": EngineArgs})
 def _throughput(args: BenchThroughputArgs, engine_args: EngineArgs) -> None:
-    """Tokens a second of the engine alone, all requests at once."""
+    """Benchmark the throughput of the engine alone, in tokens per second, with all requests at once."""
     set_up_logging("warning")
     from metal_engine.cli.early_checks import check_engine_args
 
@@ -158,7 +161,7 @@ def _throughput(args: BenchThroughputArgs, engine_args: EngineArgs) -> None:
 
 @command(bench, {"Benchmark": BenchLatencyArgs, "Engine": EngineArgs})
 def _latency(args: BenchLatencyArgs, engine_args: EngineArgs) -> None:
-    """How long the engine alone takes for some requests at once."""
+    """Benchmark the latency of the engine alone for a batch of requests."""
     set_up_logging("warning")
     from metal_engine.cli.early_checks import check_engine_args
 
@@ -173,9 +176,11 @@ model_commands.add_commands(app)
 
 @app.command(cls=GroupedHelp)
 def doctor(
-    model: Annotated[str | None, typer.Argument(help=f"Try this one too: {MODEL_HELP}", show_default=False)] = None,
+    model: Annotated[
+        str | None, typer.Argument(help=f"Model to test as well: {MODEL_HELP}", show_default=False)
+    ] = None,
 ) -> None:
-    """Report versions, device and memory, and whether a model runs; for bug reports. Status 1 if something is wrong."""
+    """Report versions, device and memory, and test a model, for bug reports. Status 1 if a check fails."""
     set_up_logging("warning")
     from metal_engine.doctor.examine import examine
 

@@ -1,4 +1,4 @@
-"""The commands about models on this machine: ``pull``, ``list``, ``show`` and ``rm``."""
+"""Commands about models on this machine: ``pull``, ``list``, ``show`` and ``rm``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DownloadDir = Annotated[
     typer.Option(
         envvar="METAL_ENGINE_DOWNLOAD_DIR",
         metavar="DIR",
-        help="Where repositories are kept. Default: the hub's cache.",
+        help="Folder for downloaded repositories. Default: the hub's cache.",
         show_default=False,
     ),
 ]
@@ -42,7 +42,7 @@ _JSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True)
 class _Row:
-    """A model as ``--json`` prints it; sizes in bytes, lengths in tokens."""
+    """A model as ``--json`` prints it. Sizes are in bytes, lengths in tokens."""
 
     name: str
     path: str | None
@@ -56,7 +56,7 @@ class _Row:
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Registers the commands."""
+    """Register the commands."""
     commands: dict[str, Callable[..., None]] = {"pull": _pull, "list": _list, "show": _show, "rm": _rm}
     for name, command in commands.items():
         app.command(name, cls=GroupedHelp)(command)
@@ -65,9 +65,9 @@ def add_commands(app: typer.Typer) -> None:
 def _pull(
     model: _Name,
     download_dir: _DownloadDir = None,
-    force: Annotated[bool, typer.Option("--force", help="Download also what would not run here.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Download the model even if it cannot run here.")] = False,
 ) -> None:
-    """Download a model, so that `serve` finds it. What was interrupted goes on where it ended."""
+    """Download a model for `serve`. An interrupted download is resumed."""
     set_up_logging("info")
     with one_line_errors():
         from metal_engine.checkpoints.named_paths import check_model_name
@@ -110,11 +110,11 @@ def _list(download_dir: _DownloadDir = None, as_json: _JSON = False) -> None:
         heads = ("NAME", "SIZE", "ARCHITECTURE", "CONTEXT", "QUANTIZATION", "RUNS HERE", "LAST USED")
         print_columns([heads, *(_cells(row) for row in rows)])
         if not any(row.name == "demo" for row in rows):
-            print("\n`metal-engine pull demo` gets a small model to try (93 MB).")
+            print("\n`metal-engine pull demo` downloads a small model to try (93 MB).")
 
 
 def _show(model: _Name, download_dir: _DownloadDir = None, as_json: _JSON = False) -> None:
-    """Show a model's details, and how many tokens its KV cache would hold here; of one on the hub, too."""
+    """Show a model's details, also of a model on the hub, and how many tokens its KV cache would hold here."""
     set_up_logging("error")
     with one_line_errors():
         device = _device()
@@ -151,14 +151,14 @@ def _rm(
         removal = plan_removal(model, download_dir)
         if not yes:
             if not sys.stdin.isatty():
-                raise ConfigError("--yes", "is needed where nobody can be asked")
+                raise ConfigError("--yes", "is required if standard input is not a terminal")
             typer.confirm(f"Remove {removal.what} ({format_size(removal.size)})?", abort=True)
         removal.execute()
         print(f"removed {removal.what}: {format_size(removal.size)}")
 
 
 def _device() -> DeviceInfo:
-    """The device, with the BLAS in place before MLX is loaded."""
+    """Return the device. Sets up the BLAS before MLX is loaded."""
     from metal_engine.device.blas.load import load_optimized_blas
     from metal_engine.device.info import device_info
 
@@ -180,7 +180,7 @@ def _row(details: CheckpointDetails, last_used: float | None) -> _Row:
 
 
 def _engine_facts(details: CheckpointDetails, args: EngineArgs, device: DeviceInfo) -> dict[str, Any]:
-    """What the engine would make of a model: parameters, memory, and tokens of KV that fit."""
+    """Return the engine's facts about a model: parameters, memory, and capacity of the KV cache in tokens."""
     from metal_engine.models.info import expected_model_info
     from metal_engine.settings.resolve import check_kv_cache
 
@@ -205,7 +205,7 @@ def _engine_facts(details: CheckpointDetails, args: EngineArgs, device: DeviceIn
 
 
 def _labelled(facts: dict[str, Any]) -> dict[str, str]:
-    """The lines of ``show``; what is not known has none."""
+    """Return the lines of ``show``. Unknown facts are left out."""
     shown = {
         "name": facts["name"],
         "path": facts["path"] or "on the hub; `metal-engine pull` downloads it",
@@ -234,7 +234,7 @@ def _cells(row: _Row) -> tuple[str, ...]:
 
 
 def _brief(problem: str) -> str:
-    """The beginning of a problem, up to what to do about it."""
+    """Shorten the description of a problem: without its solution, and to at most 60 characters."""
     brief = problem.partition(";")[0].partition(": ")
     text = brief[2] if brief[2] and brief[0].startswith("not enough memory") else problem.partition(";")[0]
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,4 @@
-"""The models that ``serve`` finds in a folder, and checks of the settings for several models."""
+"""Finds models in a folder for ``serve``, and checks the settings for several models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def find_several(
     """Check the settings for several models before MLX is imported. Return the models of ``--models-dir`` by name.
 
     Raises:
-        ConfigError: settings that cannot work.
+        ConfigError: settings are invalid or conflict.
         ModelLoadError: a named model, the tokenizer or the generation config does not exist.
     """
     if server_args.served_model_name:
@@ -29,13 +29,13 @@ def find_several(
     if server_args.lora_dir is not None:
         raise ConfigError("--lora-dir", "is for one model that stays loaded, not for models loaded on demand")
     if len(set(models)) < len(models):
-        raise ConfigError(None, "a MODEL is named twice")
+        raise ConfigError(None, "a MODEL is given twice")
     for name in models:
         check_name("MODEL", name)
     refuse_for_one_model(args)
     found = {} if registry_args.models_dir is None else models_in(Path(registry_args.models_dir))
     if not (models or found):
-        raise ConfigError("--models-dir", f"{registry_args.models_dir} has no model, and no MODEL is named")
+        raise ConfigError("--models-dir", f"{registry_args.models_dir} contains no model, and no MODEL is given")
     for model in models or ("",):
         check_engine_args(replace(args, model=model))
     return found

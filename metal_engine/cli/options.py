@@ -1,4 +1,4 @@
-"""Typer commands whose options are made from dataclasses of settings."""
+"""Typer commands whose options are generated from dataclasses of settings."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from metal_engine.settings.fields import Listing, Setting, flag, make_args, sett
 from metal_engine.settings.sources import CONSTANTS, read_settings
 
 MODEL_HELP = "`demo`, a Hugging Face repository, a local model directory, or a .gguf file."
-NO_MODEL = "name a MODEL: `demo`, a repository, a directory, or a .gguf file"
+NO_MODEL = "give a MODEL: `demo`, a repository, a directory, or a .gguf file"
 _MODEL = Setting("model", "str", help=MODEL_HELP)
 _MODELS = Setting("model", "list", help=MODEL_HELP)
 _CONFIG_HELP = (
-    "YAML file of settings: the flags' names without --, and settings that have no flag (docs/cli.md). The environment "
-    "and the command line override it."
+    "YAML file of settings: names of flags without --, and settings that have no flag (docs/cli.md). The environment "
+    "and the command line take precedence over it."
 )
 
-# Settings of all commands: one config file or one environment may serve several.
+# Settings of all commands, because several commands may share a config file or an environment.
 _known: list[Setting] = []
 
 Command = Callable[..., None]
@@ -42,15 +42,15 @@ def command(
     default_model: str | None = None,
     several: bool = False,
 ) -> Callable[[Command], Command]:
-    """Register a function as a command: it is called with one dataclass for each group, in their order.
+    """Register a function as a command. It is called with one dataclass for each group, in their order.
 
     Args:
-        groups: heading in ``--help`` -> dataclass whose settings are the options below it, but for those that name
-            a heading of their own.
-        takes_model: whether the command needs a model to load, as its argument or from a file or the environment.
-        default_model: what the model is if none is given; with None it must be given.
-        several: whether there may be several models, or none; the function gets all of them as one more argument, and
-            in its settings the first, or an empty text.
+        groups: map from a heading in ``--help`` to a dataclass of settings. Settings with their own heading are shown
+            below that heading.
+        takes_model: True if the command has a model, as an argument or from a file or the environment.
+        default_model: default value of the model; None if it is required.
+        several: True for any number of models. The function gets all of them as an additional argument. Its settings
+            contain the first one, or an empty string.
     """
     options = settings_of(*groups.values())
     settings = [*([_MODELS if several else _MODEL] if takes_model else []), *options]
@@ -83,7 +83,7 @@ def command(
         for heading, cls in groups.items():
             parameters += [_option(one, heading) for one in settings_of(cls)]
         parameters += [_removed_option(name) for name in CONSTANTS]
-        # Typer reads these in place of a written-out parameter list.
+        # Typer reads the parameters from these attributes.
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__doc__ = function.__doc__
@@ -116,7 +116,7 @@ def _removed_option(name: str) -> inspect.Parameter:
 
 
 def _option(one: Setting, heading: str) -> inspect.Parameter:
-    # Values stay text here: one parser reads them, whichever place they come from.
+    # Values stay strings here, so that the same parser reads values from all sources.
     kind: Any = {"bool": bool, "list": list[str]}.get(one.kind, str)
     names = (f"{one.flag}/--no-{one.flag[2:]}",) if one.kind == "bool" else (one.flag,)
     info = typer.Option(
@@ -131,13 +131,13 @@ def _option(one: Setting, heading: str) -> inspect.Parameter:
 
 
 def help_text(one: Setting) -> str:
-    """A setting's help with its default, where the text does not explain that itself."""
+    """Return a setting's help text, with its default unless the text already explains it."""
     shown = _shown(one)
     return f"{one.help} Default: {shown}." if shown else one.help
 
 
 def _shown(one: Setting) -> str:
-    """The default as a user would write it; empty if there is none, or the help text explains it."""
+    """Format the default as a user would write it. Empty if there is none, or the help text explains it."""
     if one.default is None:
         return ""
     match one.kind:
@@ -160,16 +160,16 @@ def _size(num_bytes: int) -> str:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Ends the command with one line, not a traceback, for errors that the user can mend."""
+    """Within this context, an error that the user can fix ends the command with one line instead of a traceback."""
     try:
         yield
     except (ConfigError, ModelLoadError) as error:
-        # What a model's files call their tensors may hold a terminal's control characters.
+        # Names of tensors in a model's files may contain control characters for terminals.
         line = " ".join(str(error).split())
         message = escape("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line))
         Console(stderr=True).print(f"[bold red]error:[/] {message}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
-        # Not through the interpreter's own end: the engine's thread may be within MLX.
+        # Not a regular exit, because the engine's thread may be inside MLX.
         sys.stderr.flush()
         os._exit(130)

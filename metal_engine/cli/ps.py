@@ -1,4 +1,4 @@
-"""The ``ps`` command: the models of a server that runs."""
+"""The ``ps`` command: lists the models of a running server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ps(
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the models of a server that runs: which are loaded, what they take, how many requests use them."""
+    """List the models of a running server, with their state, memory and number of requests."""
     with one_line_errors():
         rows = running_models(base_url(host, port, url), first_key(api_key))
         if as_json:
@@ -36,10 +36,10 @@ def ps(
 
 
 def running_models(url: str, api_key: str) -> list[dict[str, Any]]:
-    """What a server says of its models: name, state, memory_bytes, max_model_len, requests, idle_seconds, error.
+    """Return a server's models: name, state, memory_bytes, max_model_len, requests, idle_seconds, error.
 
     Raises:
-        ConfigError: none answers there, it wants another key, or it is no server of this kind.
+        ConfigError: no server responds, it requires another key, or it is not a metal-engine server.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
@@ -48,16 +48,16 @@ def running_models(url: str, api_key: str) -> list[dict[str, Any]]:
         return [_row(card, health) for card in cards]
     except urllib.error.HTTPError as error:
         if error.code == 401:
-            raise ConfigError("--api-key", f"is not what the server at {url} wants") from error
-        raise ConfigError("--url", f"{url} answers {error.code}: is it a metal-engine server?") from error
+            raise ConfigError("--api-key", f"is not a key of the server at {url}") from error
+        raise ConfigError("--url", f"{url} responds with status {error.code}: is it a metal-engine server?") from error
     except OSError as error:
-        raise ConfigError(None, f"no server answers at {url}") from error
+        raise ConfigError(None, f"no server responds at {url}") from error
     except (http.client.HTTPException, KeyError, TypeError, ValueError) as error:
-        raise ConfigError("--url", f"{url} does not answer as a metal-engine server does") from error
+        raise ConfigError("--url", f"{url} does not respond like a metal-engine server") from error
 
 
 def _row(card: dict[str, Any], health: dict[str, Any]) -> dict[str, Any]:
-    """A server's only model is loaded, and its requests are those of the server."""
+    """Return the fields of a model. The only model of a server is loaded, and has all requests of the server."""
     return {
         "name": card["id"],
         "state": card.get("state", "loaded"),

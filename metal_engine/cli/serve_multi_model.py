@@ -1,4 +1,4 @@
-"""``serve`` with several models: a registry that loads them when they are needed."""
+"""``serve`` with several models: a registry that loads models on demand."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def serve_several(
     registry_args: RegistryArgs,
     listener: Listener,
 ) -> int:
-    """Serve models until a signal. Returns the status to end the process with.
+    """Serve models until a signal arrives. Return the exit status for the process.
 
     Args:
         found: models of ``--models-dir`` by name, from :func:`find_several`, which has checked the settings.
 
     Raises:
-        ConfigError: settings that cannot work.
-        ModelLoadError: one that is named cannot be loaded.
+        ConfigError: settings are invalid or conflict.
+        ModelLoadError: a named model cannot be loaded.
     """
     from metal_engine.checkpoints.known_config import limit_command_buffers
     from metal_engine.cli.banner import print_banner, registry_facts
@@ -73,7 +73,7 @@ def serve_several(
 
 
 def preload_heavy_modules() -> None:
-    """Import what loading a model needs, once and for all: imports hold up everybody who is served meanwhile."""
+    """Import the modules that loading needs in advance, because imports would delay other requests."""
     from metal_engine.device.descriptors import keep_open_file_limit
 
     with keep_open_file_limit():
@@ -86,10 +86,10 @@ def preload_heavy_modules() -> None:
 
 
 def engine_threads() -> EngineThreads:
-    """Threads for engines that compute with MLX."""
+    """Return the threads for engines that compute with MLX."""
 
     def end_streams() -> None:
-        # Loads MLX, so not before the first engine has put its BLAS in place.
+        # This import loads MLX, which must not happen before the first engine has set up its BLAS.
         from metal_engine.device.streams import end_streams_of_thread
 
         end_streams_of_thread()
@@ -98,12 +98,12 @@ def engine_threads() -> EngineThreads:
 
 
 def source_of(args: EngineArgs, server_args: ServerArgs) -> ModelSource:
-    """What loads a model with these settings, and tells whether its files have changed."""
+    """Return a source that loads a model with these settings, and detects changes of its files."""
     return ModelSource(_starter(args, server_args), lambda: files_signature(Path(args.model)))
 
 
 def files_signature(path: Path) -> object:
-    """Differs when files of a model have changed; always the same for one that is no file or folder here."""
+    """Return a value that changes if files of a model change. Constant if the path does not exist."""
     path = path.expanduser()
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -121,7 +121,7 @@ def _starter(args: EngineArgs, server_args: ServerArgs) -> Start:
         engine = AsyncEngine(lambda: build_engine(args, share), turns, threads)
         engine.start()
         try:
-            # Loads MLX, so not before the engine has put its BLAS in place.
+            # This import loads MLX, which must not happen before the engine has set up its BLAS.
             from metal_engine.checkpoints.answer_formats import find_answer_format
 
             format_ = find_answer_format(
@@ -136,10 +136,10 @@ def _starter(args: EngineArgs, server_args: ServerArgs) -> Start:
 
 
 async def load_named(registry: ModelRegistry, names: tuple[str, ...], kv_flag: str = "--kv-cache-memory-bytes") -> None:
-    """Load those of some models that fit beside each other. Raises ModelLoadError for one that cannot be loaded.
+    """Load the named models that fit into the memory together. Raises ModelLoadError if one cannot be loaded.
 
     Args:
-        kv_flag: sets how large their KV caches are; for what the log says of those that do not fit.
+        kv_flag: flag that sets the size of the KV caches, for the log message about models that do not fit.
     """
     for name in names:
         entry = registry.find(name)
@@ -147,6 +147,6 @@ async def load_named(registry: ModelRegistry, names: tuple[str, ...], kv_flag: s
         try:
             await registry.load(entry, may_evict=False)
         except NoRoomError as error:
-            change = f"to have it loaded at the start, raise --models-memory or lower {kv_flag}"
-            logger.warning("%s; it is loaded when a request asks for it; %s", error, change)
+            change = f"to load it at the start, raise --models-memory or lower {kv_flag}"
+            logger.warning("%s; it is loaded on its first request; %s", error, change)
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The running server that `chat`, `ps` and `launch` talk to: its address, key and model, read in one way."""
+"""Address, key and model of the running server to which `chat`, `ps` and `launch` connect."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def base_url(host: str, port: int, url: str | None) -> str:
 
 
 def first_key(api_key: str | None) -> str:
-    """Return the key to send: the variable that `serve` reads may hold several, separated by commas."""
+    """Return the key to send. The variable may contain several keys for `serve`, separated by commas: use the first."""
     return (api_key or "").split(",")[0].strip()
 
 
 def find_card(cards: Sequence[dict[str, Any]], model: str) -> dict[str, Any] | None:
-    """Return the entry of ``/v1/models`` to talk to, or None if the server does not serve the model.
+    """Return the entry of ``/v1/models`` to use, or None if the server does not serve the model.
 
     Args:
-        model: a name in the API, or what the server has loaded under another name; empty for any model. Loaded models
-            come first then.
+        model: name of a model in the API, or the path or repository of a loaded model. Empty for any model: a loaded
+            model if there is one.
     """
     if model:
         named = [card for card in cards if card["id"] == model]
-        # A LoRA adapter's card has its own path as its root, and a parent.
+        # Excludes LoRA adapters: the root of their entries is their own path, and they have a parent.
         loaded_as = [card for card in cards if card.get("root") == model and card.get("parent") is None]
         return next(iter(named or loaded_as), None)
     return next((card for card in cards if card.get("max_model_len") is not None), next(iter(cards), None))

@@ -1,4 +1,4 @@
-"""Settings of glibc's allocator for a server: which freed memory it keeps, and when it returns that to the system."""
+"""Settings of glibc's allocator for a server: which freed memory it keeps, and when it returns memory to the system."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ VARIABLES = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOL
 _SETTINGS = {
     # One arena for all threads: malloc_trim returns free memory at the end of the main arena only.
     "M_ARENA_MAX": (-8, 1),
-    # Map each larger block on its own. 32 MiB is the most that glibc accepts.
+    # Map each larger block separately. 32 MiB is the maximum that glibc accepts.
     "M_MMAP_THRESHOLD": (-3, 32 << 20),
-    # Keep up to this much at the arena's end: it is more than a step of the demo model frees.
+    # Keep up to this much free memory at the arena's end. A step of the demo model frees less.
     "M_TRIM_THRESHOLD": (-1, 256 << 20),
 }
 
@@ -24,10 +24,10 @@ def _has_own_settings() -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep the memory that a step frees, so that the next step need not fault it in again.
+    """Make glibc keep the memory that a step frees, so that the next step does not have to fault it in again.
 
-    Call it before the process starts threads. Pair it with :func:`give_back_freed_memory`. Settings in the environment
-    take precedence. Does nothing with other allocators.
+    Call it before the process starts threads, and call :func:`give_back_freed_memory` from time to time. Settings in
+    the environment take precedence. Does nothing with other allocators.
     """
     if _has_own_settings():
         return

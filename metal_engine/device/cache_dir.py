@@ -1,4 +1,4 @@
-"""Where downloads and other files that can be made again are kept."""
+"""Folder for downloads and other files that can be recreated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Returns ``METAL_ENGINE_CACHE``, else ``metal-engine`` below the user's cache directory; does not make it.
+    """Return ``METAL_ENGINE_CACHE``, or else ``metal-engine`` below the user's cache directory. Does not create it.
 
     Raises:
         FileNotFoundError: neither variable is set and the user has no home directory.

@@ -1,13 +1,14 @@
-"""How much MLX puts into one of Metal's command buffers: a limit of operations, and one of memory, of the process.
+"""Limits of the size of Metal's command buffers in MLX: a number of operations and an amount of memory, per process.
 
 MLX commits a command buffer when it has more than ``MLX_MAX_OPS_PER_BUFFER`` kernels, or when its arrays have more than
-``MLX_MAX_MB_PER_BUFFER`` * 2**20 elements. By default both are 40 or 50. An array counts whole, the KV cache's too, of
-which a kernel reads a few rows: with a large cache each layer becomes several command buffers. And MLX lets its caller
-go on only while at most 10 of them are unfinished. So the first limit is to leave a step with a number that fits that
-rule, and the second must not be met.
+``MLX_MAX_MB_PER_BUFFER`` * 2**20 elements. Both are 40 or 50 by default. An array counts completely, even the KV cache,
+of which a kernel reads only a few rows. With a large cache, each layer therefore becomes several command buffers. MLX
+also blocks its caller while more than 10 command buffers are unfinished. Therefore, the first limit must give a step a
+suitable number of command buffers, and the second limit must never be reached.
 
-A layer's array of KV can be written in place while the step before still runs if that has let go of it, which it has
-when the command buffer that reads it is done. As at most 10 are unfinished, a step needs more than those.
+A layer's KV array can be written in place while the previous step still runs, if that step has released the array. A
+step releases it when the command buffer that reads it completes. Since at most 10 command buffers are unfinished, a
+step needs more than 10.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from metal_engine.settings.config import CommandBufferLimits
 MAX_OPS = "MLX_MAX_OPS_PER_BUFFER"
 MAX_MB = "MLX_MAX_MB_PER_BUFFER"
 
-# Command buffers of a step of one token a request. From 14 on, nothing of the cache is copied; each costs host time.
+# Number of command buffers in a step with one token per request. At least 14 avoid copies of the cache. Each takes
+# host time.
 BUFFERS_PER_STEP = 16
-# Kernels of a layer, at least, in most of the architectures that run here; tests count them.
+# Minimum number of kernels of a layer, in most of the supported architectures. Tests count them.
 _KERNELS_PER_LAYER = 16
 _KERNELS_PER_LAYER_OF_EXPERTS = 28
-# MLX's own limit of operations is 40 on some Macs and 50 on others; at most, that is.
+# MLX's own limit of operations: 40 on some Macs, 50 on others. This is the higher one.
 _MOST_OWN_OPS = 50
 _LEAST_OPS = 4
 _LEAST_MB = 50
@@ -36,7 +38,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 def kernels_of_step(config: Mapping[str, Any]) -> int | None:
-    """About how many kernels a step launches, from a model's ``config.json``; None where that does not say."""
+    """Return the approximate number of kernels in a step, from a model's ``config.json``; None if unknown."""
     text = config.get("text_config")
     inner: Mapping[str, Any] = text if isinstance(text, Mapping) else {}
     if _num_layers(inner) is None:
@@ -55,26 +57,28 @@ def _num_layers(config: Mapping[str, Any]) -> int | None:
 def command_buffer_limits(
     configs: Iterable[Mapping[str, Any]], memory_bytes: int, *, allows_queued_dispatch: bool
 ) -> CommandBufferLimits:
-    """The limits for a process that serves models with these ``config.json``: of several, what the smallest needs.
+    """Return the limits for a process that serves models with these ``config.json``, for the smallest model's needs.
 
-    MLX's own limit of operations stays where no model is known. Where no step can go behind another, few command
-    buffers do no harm: it stays there, too, unless the models' is higher.
+    MLX's own limit of operations remains if no model is known. If steps are never dispatched while another one runs,
+    few command buffers do no harm: MLX's own limit then
+    remains unless the models' limit is higher.
 
     Args:
-        memory_bytes: of the machine. Whatever the cache takes of it, a command buffer has about a step's share.
-        allows_queued_dispatch: whether steps may be dispatched behind others.
+        memory_bytes: memory of the machine in bytes. The KV cache may take any part of it: a command buffer covers
+            about its fraction of a step.
+        allows_queued_dispatch: True if a step may be dispatched while another one runs.
     """
     known = [kernels for config in configs if (kernels := kernels_of_step(config)) is not None]
-    # One more than the limit goes into a command buffer.
+    # A command buffer gets one operation more than the limit.
     max_ops = max(min(known) // BUFFERS_PER_STEP - 1, _LEAST_OPS) if known else None
     if max_ops is not None and not allows_queued_dispatch and max_ops <= _MOST_OWN_OPS:
         max_ops = None
-    elements = memory_bytes // 2  # all of it, in half precision
+    elements = memory_bytes // 2  # all memory, in half precision
     return CommandBufferLimits(max_ops, max(2 * elements // BUFFERS_PER_STEP >> 20, _LEAST_MB))
 
 
 def set_command_buffer_limits(limits: CommandBufferLimits) -> None:
-    """Set what the user has not, before MLX is loaded, which reads it once; nothing where it has been."""
+    """Set the limits that the user has not set. Does nothing after MLX was loaded, which reads them only once."""
     if "mlx.core" in sys.modules:
         return
     for name, limit in ((MAX_OPS, limits.max_ops), (MAX_MB, limits.max_mb)):
@@ -83,7 +87,7 @@ def set_command_buffer_limits(limits: CommandBufferLimits) -> None:
 
 
 def limits_in_force() -> CommandBufferLimits | None:
-    """What the environment says; None where it says nothing, and of a limit where it does not say that in numbers."""
+    """Return the limits in the environment; None without any. A limit that is missing or not a number is None."""
     given = [os.environ.get(name, "") for name in (MAX_OPS, MAX_MB)]
     limits = [int(text) if text.isdecimal() else None for text in given]
     return None if limits == [None, None] else CommandBufferLimits(*limits)

@@ -1,4 +1,4 @@
-"""Functions of a few operations, compiled by MLX into one loop for each combination of shapes in use."""
+"""Functions of a few operations, which MLX compiles into one loop for each combination of shapes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledByShape:
-    """``function`` of arrays, compiled for each combination of shapes it is called with, and each stream.
+    """A ``function`` of arrays that is compiled separately for each stream and each combination of shapes.
 
-    ``mx.compile`` by itself keeps all it has ever seen and looks for one by going through them, and the shapes of a
-    step change with every token. Here each combination has a compilation of its own, and the least recently used
-    one is dropped. Tracing takes about 0.3 ms; the machine code is the same for all shapes.
+    ``mx.compile`` itself keeps all compilations and searches them linearly, while the shapes of a step change with
+    every token. Here, each combination has its own compilation, and the least recently used one is dropped. Tracing
+    takes about 0.3 ms. The machine code is the same for all shapes.
 
     Args:
-        function: takes and returns arrays; it is to depend on nothing else.
-        max_shapes: compilations kept, in each thread (MLX keeps them by thread, too).
+        function: takes and returns arrays. The result must depend only on them.
+        max_shapes: maximum number of compilations in each thread (MLX also keeps them per thread).
     """
 
     def __init__(self, function: Callable[..., mx.array], max_shapes: int = 128) -> None:
@@ -34,16 +34,16 @@ class CompiledByShape:
 
     def __call__(self, *arrays: mx.array) -> mx.array:
         _warn_without_compiler()
-        # Its operations stay on the stream that they were traced on.
+        # A compilation always uses the stream of its tracing.
         stream = str(mx.default_stream(mx.default_device()))
         return self._of_thread.compiled(stream, *[array.shape for array in arrays])(*arrays)
 
 
 class _Compilations(threading.local):
-    """Made anew in each thread that uses it: ``compiled`` of a stream and shapes gives the function for them."""
+    """Compilations of one thread. ``compiled`` returns the function for a stream and shapes."""
 
     def __init__(self, function: Callable[..., mx.array], max_shapes: int) -> None:
-        # A function object of its own for each: MLX tells compilations apart by it.
+        # Each compilation has its own function object, by which MLX distinguishes compilations.
         self.compiled = functools.lru_cache(max_shapes)(lambda *_: mx.compile(lambda *a: function(*a)))
 
 
@@ -51,16 +51,16 @@ class _Compilations(threading.local):
 def _warn_without_compiler() -> None:
     if sys.platform == "linux" and shutil.which("g++") is None:
         logger.warning(
-            "there is no g++, with which MLX compiles elementwise operations: they take two to three times as long"
+            "g++ is not installed, so MLX cannot compile elementwise operations: they take two to three times as long"
         )
 
 
 @functools.cache
 def keep_kernels_private() -> None:
-    """See to it that MLX loads no machine code that another user could have written. Call it before anything computes.
+    """Prevent MLX from loading machine code that another user could have written. Call it before anything computes.
 
-    On Linux MLX's kernels for the CPU get a folder of this user's own; where there is none, MLX compiles nothing any
-    more, in this whole process, and a warning says so. Elsewhere nothing changes.
+    On Linux, MLX's kernels for the CPU get a private folder. Without such a folder, MLX's compiler is disabled in this
+    process, with a warning. Other systems are not changed.
     """
     if sys.platform != "linux":
         return
@@ -69,7 +69,7 @@ def keep_kernels_private() -> None:
     except NotPrivateError as error:
         mx.disable_compile()
         logger.warning(
-            "MLX compiles no elementwise operations, and they take two to three times as long: there is no folder "
-            "that other users cannot write to for its machine code: %s",
+            "MLX's compiler is disabled, which makes elementwise operations two to three times slower. Its output "
+            "requires a folder to which no other user can write: %s",
             error,
         )

@@ -1,4 +1,4 @@
-"""How many files and connections the process may have open at once."""
+"""Limit of the process's open files and connections."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import contextmanager, suppress
 
 
 def open_file_limit(wanted: int) -> int:
-    """Raise the soft limit of open descriptors to ``wanted``, or as far as the hard limit lets it; returns what holds.
+    """Raise the soft limit of open descriptors to ``wanted``, or to the hard limit if that is lower.
 
-    A limit that is higher already stays.
+    Return the resulting limit. A higher soft limit is not changed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if not _below(soft, wanted):
         return wanted if soft == resource.RLIM_INFINITY else soft
     raised = hard if _below(hard, wanted) else wanted
-    with suppress(ValueError, OSError):  # macOS has a limit of its own below the hard one
+    with suppress(ValueError, OSError):  # macOS has another limit below the hard limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
@@ -27,7 +27,10 @@ def _below(limit: int, wanted: int) -> bool:
 
 @contextmanager
 def keep_open_file_limit() -> Iterator[None]:
-    """Within it, no limit of the process changes: mlx-lm, when imported, lowers that of open files for good."""
+    """Within this context, limits of the process cannot change.
+
+    Importing mlx-lm would lower the limit of open files.
+    """
     setrlimit = resource.setrlimit
     resource.setrlimit = lambda *_: None
     try:

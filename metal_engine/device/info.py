@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def device_info(blas: BlasInfo | None = None) -> DeviceInfo:
-    """Describe MLX's default device. ``blas`` is what ``load_optimized_blas`` returned.
+    """Describe MLX's default device. ``blas`` is the result of ``load_optimized_blas``.
 
-    This imports MLX, so ``load_optimized_blas`` must have been called before.
+    Imports MLX, so ``load_optimized_blas`` must have been called before.
     """
     import mlx.core as mx
 
@@ -41,14 +41,17 @@ def device_info(blas: BlasInfo | None = None) -> DeviceInfo:
 
 
 def computes_on_cpu() -> bool:
-    """Whether MLX's default device is a CPU. Imports MLX."""
+    """Return True if MLX's default device is a CPU. Imports MLX."""
     import mlx.core as mx
 
     return mx.default_device().type == mx.DeviceType.cpu
 
 
 def gpu_core_count() -> int | None:
-    """Counts the cores of a Mac's GPU, which MLX does not tell; None, and a warning, if macOS does not either."""
+    """Return the number of cores of a Mac's GPU, which MLX does not report.
+
+    If the number is unknown, log a warning and return None.
+    """
     command = ["system_profiler", "-json", "SPDisplaysDataType"]
     try:
         answer = subprocess.run(command, capture_output=True, check=True, timeout=20).stdout
@@ -59,10 +62,10 @@ def gpu_core_count() -> int | None:
 
 
 def has_tensor_ops() -> bool:
-    """Whether the GPU has matrix units that Metal's tensor operations use, and the macOS has these; no if in doubt.
+    """Return True if the GPU and macOS support Metal's tensor operations on matrix units, False in doubt.
 
-    MLX asks the same before it takes such kernels of its own: M5 or later, which is generation 17 (18 of the smallest
-    kind, "p"), and macOS 26.2. Imports MLX.
+    The condition is the one for MLX's own kernels of this kind: an M5 or later and macOS 26.2. An M5 is GPU generation
+    17, or 18 for the smallest variant, "p". Imports MLX.
     """
     import mlx.core as mx
 

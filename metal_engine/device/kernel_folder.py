@@ -1,11 +1,12 @@
-"""Where MLX keeps the machine code that it compiles for the CPU on Linux: in a folder of this user's own.
+"""Private folder for the machine code that MLX compiles for the CPU on Linux.
 
-Whenever MLX needs a kernel, it loads ``<temporary folder>/mlx/<version>/cpu/lib<kernel>.so``, whoever put it there, and
-compiles it only if there is none. The temporary folder is C++'s: what the first of TMPDIR, TMP, TEMP and TEMPDIR names
-that is set, looked up each time, or else /tmp. Nothing but C++ programs heeds TEMPDIR (neither Python, nor compilers,
-nor mktemp), so that is the variable to set. Where the user has set one of them, it stays, and MLX's folder in there is
-made private instead. If what is called ``mlx`` in there has other things in it, it is not touched: then that variable
-names a private folder below the user's from now on.
+MLX loads a kernel from ``<temporary folder>/mlx/<version>/cpu/lib<kernel>.so``, whoever wrote that file. It compiles
+the kernel only if the file does not exist. The temporary folder is that of C++: the value of the first variable that is
+set among TMPDIR, TMP, TEMP and TEMPDIR, or else /tmp. MLX reads the variables each time.
+
+TEMPDIR affects only C++ programs, but not Python, compilers or mktemp, so this module sets TEMPDIR. If the user has
+set one of the variables, its value stays, and MLX's folder below it is made private instead. If ``mlx`` in that folder
+contains other files, it is not changed: then the variable is set to a private folder below the user's folder.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ logger = logging.getLogger(__name__)
 
 _OURS = "TEMPDIR"
 _VARIABLES = ("TMPDIR", "TMP", "TEMP", _OURS)
-# MLX writes paths between double quotes into a shell's command.
+# MLX writes paths between double quotes into a shell command.
 _NOT_QUOTED = frozenset('"$`\\\n')
 _MIN_FREE_BYTES = 16 << 20
-# What MLX writes below its folder: <version>/cpu/lib<kernel>.so, and beside it the <kernel>.cpp that it was made of.
+# Files that MLX writes below its folder: <version>/cpu/lib<kernel>.so, and its source <kernel>.cpp in the same folder.
 _VERSION = re.compile(r"\d[\w.+-]*", re.ASCII)
 _LIBRARY = re.compile(r"lib\w+\.so", re.ASCII)
 _SOURCE = re.compile(r"\w+\.cpp", re.ASCII)
-# A library that is cut short and older than this belongs to nobody that still writes it.
+# A truncated library older than this is not being written by another process any more.
 _WRITING_SECONDS = 60.0
 
 
 @functools.cache
 def use_private_kernel_folder() -> Path:
-    """Make MLX keep its kernels where no other user can put any, and return that folder.
+    """Make MLX store its kernels where no other user can write, and return that folder.
 
-    The first call decides for the process. It is in time before MLX first compiles; kernels that the user's program
-    had MLX compile before are loaded already, and stay.
+    The first call decides for the process. Call it before MLX compiles the first kernel. Kernels that the program has
+    compiled before are loaded already, and stay in use.
 
     Raises:
-        NotPrivateError: there is no such folder; the message says why, and what to do.
+        NotPrivateError: there is no such folder. The message has the reason and the solution.
     """
     given = next((name for name in _VARIABLES if os.environ.get(name) is not None), None)
     if given is not None:
         return _in_users_folder(given, Path(os.environ[given]))
     problems: list[OSError] = []
-    # Machines with other code may share the cache. The other folder is this machine's, and may be tidied away.
+    # Other machines with different code may share the cache. The second folder is local, and may be cleaned up.
     for place in (lambda: cache_dir() / "kernels" / _kind_of_machine(), _in_temporary_folder):
         try:
             folder = _fit_for_code(private_folder(place()))
@@ -72,32 +73,35 @@ def use_private_kernel_folder() -> Path:
 def _in_users_folder(variable: str, folder: Path) -> Path:
     try:
         if not os.environ[variable] or not folder.is_dir():
-            raise NotPrivateError(f"{str(folder)!r} is no folder")
+            raise NotPrivateError(f"{str(folder)!r} is not a folder")
         other = _other_thing(folder / "mlx")
         if other is None:
             return _fit_for_code(private_folder(folder / "mlx"))
         own = _fit_for_code(private_folder(folder / _name_of_ours()))
     except OSError as error:
         raise NotPrivateError(f"{error} ({variable} names another folder)") from error
-    logger.warning("MLX's compiled kernels go to %s, which %s names from now on: %s is not MLX's", own, variable, other)
-    tempfile.gettempdir()  # found out once: temporary files of this process stay where they are
+    logger.warning("MLX's compiled kernels go to %s, to which %s is now set: %s is not MLX's", own, variable, other)
+    tempfile.gettempdir()  # caches the current folder for this process's other temporary files
     os.environ[variable] = str(own)
     return own / "mlx"
 
 
 def _other_thing(folder: Path) -> Path | None:
-    """Something in a folder of this user's that MLX has not written there; None if there is none, or no such folder."""
+    """Find something in a folder of this user that MLX has not written.
+
+    None if nothing is found, or the folder is missing.
+    """
     try:
         status = os.lstat(folder)
     except FileNotFoundError:
         return None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        return None  # which is refused anyway
+        return None  # rejected elsewhere
     return next((path for path, status in _contents(folder) if not _is_of_mlx(path.relative_to(folder), status)), None)
 
 
 def _is_of_mlx(path: Path, status: os.stat_result) -> bool:
-    """Whether something has the form of what MLX writes, by its path within MLX's folder."""
+    """Return True if a path within MLX's folder has the form of files that MLX writes."""
     version, *rest = path.parts
     if not _VERSION.fullmatch(version) or rest[:1] not in ([], ["cpu"]) or len(rest) > 2:
         return False
@@ -120,11 +124,11 @@ def _name_of_ours() -> str:
 
 
 def _fit_for_code(folder: Path) -> Path:
-    """The folder, if MLX can write libraries in it and load them, and those that are there are ours.
+    """Return the folder, if MLX can write and load libraries in it, and the existing ones belong to this user.
 
     Raises:
-        NotPrivateError: others may have written some of them.
-        OSError: MLX cannot work with it.
+        NotPrivateError: other users may have written some of the libraries.
+        OSError: MLX cannot use the folder.
     """
     if _NOT_QUOTED & set(str(folder)):
         raise OSError(f"{folder} has characters in its name that MLX does not pass on to the compiler")
@@ -144,7 +148,7 @@ def _fit_for_code(folder: Path) -> Path:
 
 
 def _contents(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """All that is in a folder and the ones below it, but for what others remove meanwhile."""
+    """Yield everything in a folder and below it. Skips files that other processes remove meanwhile."""
     with os.scandir(folder) as entries:
         for entry in entries:
             try:
@@ -157,17 +161,17 @@ def _contents(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _is_library(path: Path, status: os.stat_result) -> bool:
-    """Whether MLX has compiled it, by its path, which is absolute."""
+    """Return True if an absolute path has the form of a library that MLX has compiled."""
     if len(path.parts) < 5 or path.parts[-4] != "mlx" or not _LIBRARY.fullmatch(path.name):
         return False
     return _is_of_mlx(Path(*path.parts[-3:]), status)
 
 
 def _remove_if_cut_short(path: Path, size: int) -> None:
-    """Remove a library whose compiler was killed while it wrote: MLX would fail to load it for ever."""
+    """Remove a library whose compiler was killed while writing. MLX would always fail to load it."""
     with path.open("rb") as file:
         header = file.read(64)
-    # The table of sections is what compilers write last: e_shoff, e_shentsize and e_shnum of a 64-bit ELF header.
+    # Compilers write the section table last. Its place is in e_shoff, e_shentsize and e_shnum of a 64-bit ELF header.
     end = int.from_bytes(header[40:48], "little")
     end += int.from_bytes(header[58:60], "little") * int.from_bytes(header[60:62], "little")
     if len(header) < 64 or not header.startswith(b"\x7fELF") or end > size:
@@ -175,9 +179,9 @@ def _remove_if_cut_short(path: Path, size: int) -> None:
 
 
 def _keep(folder: Path) -> None:
-    """Keep tidying of temporary folders from it while this process lives: it passes over folders that are locked."""
+    """Protect the folder from the cleanup of temporary folders while this process lives: it skips locked folders."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:  # a network's file system, which is nobody's to tidy
+    except OSError:  # a network file system, which has no such cleanup
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and how much a GPU keeps for it."""
+"""Memory that this process may still take, and limits of the memory that MLX keeps."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 
 from metal_engine.settings.config import MARGIN_BYTES, EngineConfig
 
-# Limit, usage, and the statistic of file pages that the kernel takes back when memory runs short.
+# Files with the limit, the usage, and the size of file pages that the kernel reclaims if memory is short.
 _CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 _CGROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
-# Bytes of freed buffers that MLX keeps on a CPU: MLX's own default, and the need of the demo model's prefill of 512
-# tokens. glibc keeps larger buffers (allocator.py).
+# Minimum and maximum size of freed buffers that MLX keeps on a CPU, in bytes: MLX's own default, and the need of the
+# demo model's prefill of 512 tokens. glibc keeps larger buffers (allocator.py).
 _CPU_CACHE_BYTES = 32 << 20, 64 << 20
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes of RAM available: what the machine has left, or the container if that is less.
+    """Return the available RAM in bytes: of the machine, or of the container if it has less.
 
-    Systems without ``/proc`` (macOS) do not say what is left in this way; there it is all the RAM.
+    Systems without ``/proc`` (macOS) do not report it. There, the result is the total RAM.
 
     Args:
-        root: where ``proc`` and ``sys`` are; tests bring their own.
+        root: folder with ``proc`` and ``sys``. Tests pass their own.
     """
     meminfo = root / "proc/meminfo"
     text = meminfo.read_text() if meminfo.exists() else ""
@@ -34,7 +34,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _cgroup_headrooms(root: Path) -> Iterator[int]:
-    """For each control group this process is in, up to the root: what its limit leaves."""
+    """Yield the available memory within the limit of each control group of this process, up to the root."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except FileNotFoundError:
@@ -49,8 +49,8 @@ def _cgroup_headrooms(root: Path) -> Iterator[int]:
         else:
             continue
         folder = mount / group.lstrip("/")
-        # A container may see its own group as the mount's root while /proc has its path outside: what does
-        # not exist is passed over on the way up.
+        # A container may see its own group as the mount's root, while its path in /proc is outside. Folders that do not
+        # exist are skipped on the way up.
         for level in (folder, *folder.parents):
             if level.is_relative_to(mount):
                 yield from _headroom(level, *names)
@@ -69,17 +69,17 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: 
 
 
 def limit_device_memory(config: EngineConfig, peak_bytes: int, step_bytes: int) -> None:
-    """Limit the freed buffers that MLX keeps, and with ``--wire-memory`` on Metal the memory that MLX wires.
+    """Limit the freed buffers that MLX keeps. On Metal, with ``--wire-memory``, also limit the memory that MLX wires.
 
     MLX keeps as many freed buffers as a step can use again, and wires the memory of all engines. Both limits apply to
     the process.
 
     Args:
-        config: of the engine that has been made last.
-        peak_bytes: what all engines of the process hold at most.
-        step_bytes: what the largest step of any takes.
+        config: configuration of the latest engine.
+        peak_bytes: maximum memory of all engines of the process, in bytes.
+        step_bytes: memory of the largest step of any engine, in bytes.
     """
-    import mlx.core as mx  # too early at the top: the BLAS is loaded first
+    import mlx.core as mx  # not at the top, because the BLAS must be loaded before MLX
 
     if config.device.kind != "metal":
         least, most = _CPU_CACHE_BYTES

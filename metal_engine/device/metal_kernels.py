@@ -1,4 +1,4 @@
-"""What our Metal kernels have in common: where their source lies, and what MLX makes of their inputs."""
+"""Common parts of our Metal kernels: loading their source, and properties of their inputs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 import mlx.core as mx
 
-# Of what kernels read and write.
+# Types of arrays that kernels read and write.
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-# MLX puts inputs with fewer elements into constant memory, and compiles another variant of the kernel for them when it
-# first meets one: in the middle of serving. So the tables of small steps are padded to this.
+# MLX puts inputs with fewer elements into constant memory, and compiles another variant of the kernel for them at first
+# use, which would be while serving. Therefore, the tables of small steps are padded to this size.
 DEVICE_ELEMENTS = 8
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.M)
 
 
 def kernel_text(name: str) -> str:
-    """Source of a kernel: inside the installed package, else beside it in a checkout.
+    """Return the source of a kernel, from the installed package or from the folder beside it in a checkout.
 
-    A line ``#include "name"`` stands for another file's text: MLX compiles one text, without a folder.
+    A line ``#include "name"`` is replaced by that file's text, because MLX compiles a single text without a folder.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):

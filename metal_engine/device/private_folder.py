@@ -1,6 +1,6 @@
-"""Folders that nobody but this process's user can write to: code that is loaded from one is our own.
+"""Folders to which only this process's user can write, so that code loaded from them is trusted.
 
-What another user could have put, or can still exchange, is refused. Root and the user are trusted, nobody else.
+Anything that another user could have written, or can still replace, is rejected. Only root and this user are trusted.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 
 
 class NotPrivateError(OSError):
-    """Others can write to a folder or file, or it is theirs. The message names it."""
+    """Raised if another user owns, or can write to, a folder or file. The message contains its path."""
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder with mode 0700, or check that an existing one is ours alone and give it that mode.
+    """Create a folder with mode 0700, or check that an existing one belongs to this user alone and set that mode.
 
     Returns:
-        its path, absolute, without links.
+        The absolute path of the folder, without links.
 
     Raises:
-        NotPrivateError: others can write to it, it is another user's or a link; or others can exchange it, or a folder
-            above it.
-        OSError: it cannot be made.
+        NotPrivateError: the folder belongs to another user or is a link, or other users can write to it, or replace it
+            or a folder above it.
+        OSError: the folder cannot be created.
     """
     path = Path(os.path.abspath(path))
     for folder in (*reversed(path.parents), path):
@@ -34,22 +34,22 @@ def private_folder(path: Path) -> Path:
             try:
                 os.mkdir(folder, 0o700)
             except FileExistsError:
-                continue  # another process was faster
+                continue  # another process has created it
     parent = path.parent.resolve(strict=True)
     for folder in (parent, *parent.parents):
         _check_trusted(folder)
     path = parent / path.name
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode):
-        raise NotPrivateError(f"{path} is no folder")
+        raise NotPrivateError(f"{path} is not a folder")
     check_ours(path, status)
     if status.st_mode & 0o077:
-        path.chmod(0o700)  # nobody else can exchange it for a link
+        path.chmod(0o700)  # prevents other users from replacing its content by links
     return path
 
 
 def check_ours(path: Path | str, status: os.stat_result) -> None:
-    """Check that a file or folder is this user's and nobody else may write to it. Raises NotPrivateError."""
+    """Check that a file or folder belongs to this user and no other user may write to it. Raises NotPrivateError."""
     if status.st_uid != os.geteuid():
         raise NotPrivateError(f"{path} belongs to another user (uid {status.st_uid})")
     if _is_open(status):
@@ -58,9 +58,10 @@ def check_ours(path: Path | str, status: os.stat_result) -> None:
 
 
 def _check_trusted(folder: Path) -> None:
-    """Check that nobody else can exchange what is in a folder above ours. Raises NotPrivateError."""
+    """Check that no other user can replace the content of a folder above ours. Raises NotPrivateError."""
     status = os.stat(folder)
-    # Where users are mapped (in a container), root's files may have another owner, as the root folder then does.
+    # With user namespaces, as in containers, root's files may have another owner. The root folder then has the same
+    # owner.
     if status.st_uid not in (0, os.geteuid(), os.stat("/").st_uid):
         raise NotPrivateError(f"{folder} belongs to another user (uid {status.st_uid})")
     if _is_open(status) and not status.st_mode & stat.S_ISVTX:
@@ -68,7 +69,10 @@ def _check_trusted(folder: Path) -> None:
 
 
 def _is_open(status: os.stat_result) -> bool:
-    """Whether other users may write. A user's own group, as many systems make one for each user, has no others."""
+    """Return True if other users may write.
+
+    A group that contains only this user, as on many systems, does not count.
+    """
     if status.st_mode & stat.S_IWOTH:
         return True
     return bool(status.st_mode & stat.S_IWGRP) and not _is_own_group(status.st_gid, os.geteuid())

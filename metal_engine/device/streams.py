@@ -1,4 +1,4 @@
-"""MLX's streams belong to the thread that made them, and must not outlive it."""
+"""MLX streams of a thread, which creates them and must close them before it ends."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _of_thread = threading.local()
 
 
 def second_stream() -> mx.Stream:
-    """Returns the CPU stream that a thread has beside its default one; the first call makes it."""
+    """Return the thread's second CPU stream. The first call creates it."""
     if not hasattr(_of_thread, "second"):
         _of_thread.second = mx.new_stream(mx.cpu)
     return _of_thread.second
 
 
 def synchronize() -> None:
-    """Wait until the thread's streams have done all their work and let go of what they read.
+    """Wait until the thread's streams have completed all work and released their inputs.
 
-    A stream keeps an error that it met until somebody waits for the stream; this raises it.
+    Raises the error of a stream, which the stream keeps until the next synchronization.
     """
     try:
         mx.synchronize()
@@ -32,22 +32,22 @@ def synchronize() -> None:
 
 
 def settle_streams() -> None:
-    """Wait until the thread's streams have done all their work, and drop the errors that they met.
+    """Wait until the thread's streams have completed all work, and discard their errors.
 
-    For a thread that goes on with something else, where these must not come up.
+    Call it in a thread whose later work must not raise these errors.
     """
     for stream in (mx.default_stream(mx.default_device()), vars(_of_thread).get("second")):
         if stream is not None:
             try:
                 mx.synchronize(stream)
-            except Exception as error:  # noqa: BLE001  (its cause has been told)
-                logger.debug("a stream has met an error: %s", error)
+            except Exception as error:  # noqa: BLE001 (already reported)
+                logger.debug("a stream had an error: %s", error)
 
 
 def end_streams_of_thread() -> None:
     """Close the streams of the calling thread, which is about to end.
 
-    Streams left open sometimes abort the process when it exits. The main thread keeps its own: it lives on and may
+    Streams that stay open sometimes abort the process at its exit. The main thread keeps its streams, because it may
     compute again.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -1,6 +1,6 @@
-"""``metal-engine doctor``: what is installed, what computes, and whether a model runs; fit for a bug report.
+"""``metal-engine doctor``: reports versions and devices and tests models, for bug reports.
 
-Nothing here uses the network. A check that raises makes a finding; the others still run.
+Does not use the network. A check that raises is reported as a finding, and the other checks still run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKAGES = (
     "mlx", "mlx-lm", "transformers", "tokenizers", "huggingface-hub", "gguf", "numpy", "fastapi",
     "uvicorn", "pydantic", "openai",
 )  # fmt: skip
-# Not needed to serve.
+# Packages that serving does not need.
 OPTIONAL = frozenset({"openai"})
 
 OK, WARNING, FAILED = "ok", "WARN", "FAIL"
@@ -29,7 +29,7 @@ OK, WARNING, FAILED = "ok", "WARN", "FAIL"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; ``status`` is empty for a mere fact."""
+    """One line of the report. ``status`` is empty for facts that are not checked."""
 
     label: str
     text: str
@@ -43,10 +43,10 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def examine(report: Callable[[Finding], None], model: str | None = None) -> bool:
-    """Run every check, reporting findings as they come; returns whether all is well.
+    """Run all checks and report findings as they arrive. Return True if no check failed.
 
     Args:
-        model: a model to try beside the tiny one; without it the demo model, if that has been fetched before.
+        model: model to test in addition to the tiny one. Default: the demo model, if it is downloaded.
     """
     checks: list[tuple[str, Check]] = [
         ("versions", _versions),
@@ -62,7 +62,7 @@ def examine(report: Callable[[Finding], None], model: str | None = None) -> bool
             for finding in check():
                 healthy &= finding.status != FAILED
                 report(finding)
-        except Exception as error:  # noqa: BLE001  (whatever is broken is what this command is for)
+        except Exception as error:  # noqa: BLE001 (this command must report every kind of failure)
             healthy = False
             report(Finding(label, f"{type(error).__name__}: {one_line(error, limit=600)}", FAILED))
     return healthy
@@ -95,7 +95,7 @@ def _compute(model: str | None) -> Iterator[Finding]:
 
     device = device_info(blas)
     yield Finding("device", device.name)
-    yield Finding("metal", "available" if mx.metal.is_available() else "not available: computing on the CPU")
+    yield Finding("metal", "available" if mx.metal.is_available() else "not available; MLX computes on the CPU")
     if device.kind == "metal":
         yield Finding("command buffers", str(limits_in_force() or "MLX's own limits"))
     if device.kind == "cpu":
@@ -134,14 +134,14 @@ def _folders() -> Iterator[Finding]:
 
 
 def _without_home(path: Path) -> str:
-    """A path fit to be published: without the user's name."""
+    """Format a path without the user's name, so that it can be published."""
     return str(path).replace(str(Path.home()), "~")
 
 
 def _tiny_model() -> Iterator[Finding]:
     from metal_engine.doctor.tiny import check_tiny_model
 
-    # A thread for each model: an engine's end closes the MLX streams of its thread.
+    # A thread for each model, because closing an engine closes the MLX streams of its thread.
     with ThreadPoolExecutor(1) as thread:
         yield Finding("tiny model", thread.submit(check_tiny_model).result(), OK)
 
@@ -159,7 +159,7 @@ def _real_model(model: str | None) -> Iterator[Finding]:
     from metal_engine.device.cache_dir import cache_dir
 
     if model is None and not (cache_dir() / "demo" / GGUF_NAME).is_file():
-        yield Finding("demo model", "not tried: not fetched yet (`metal-engine serve demo` fetches it)")
+        yield Finding("demo model", "not tested: not downloaded yet (`metal-engine serve demo` downloads it)")
         return
     with ThreadPoolExecutor(1) as thread:
         yield from thread.submit(_try_model, model or "demo").result()

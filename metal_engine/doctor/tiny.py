@@ -1,4 +1,4 @@
-"""Runs a model of a few kilobytes with random weights from end to end, which takes no download and no time."""
+"""Tests the whole engine with a model of a few kilobytes and random weights. Needs no download, and little time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONFIG = {
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,  # which groups of quantized KV divide
+    "head_dim": 32,  # a multiple of the group size of quantized KV
     "rms_norm_eps": 1e-5,
     "vocab_size": _VOCAB_SIZE,
     "max_position_embeddings": 256,
@@ -39,7 +39,7 @@ _MAX_TOKENS = 8
 
 
 def check_tiny_model() -> str:
-    """Generate for several prompts at once, in chunks, and compare with mlx-lm's own forward; returns what was done.
+    """Generate for several prompts at once, in chunks, and compare with mlx-lm's own forward pass. Describe the test.
 
     Raises:
         RuntimeError: an output differs, or a step failed.
@@ -50,12 +50,12 @@ def check_tiny_model() -> str:
     expected = [_greedy(model, prompt) for prompt in prompts]
     outputs = [token_ids for token_ids, _ in generate(engine, prompts, _MAX_TOKENS)]
     if outputs != expected:
-        raise RuntimeError(f"generated {outputs}, but mlx-lm {expected}")
+        raise RuntimeError(f"generated {outputs}, but mlx-lm generates {expected}")
     return f"{len(prompts)} requests in {engine.num_steps} packed steps equal mlx-lm's own output"
 
 
 def check_quantized_kv(kv_cache_dtype: str) -> str:
-    """Load the model with quantized KV, which compares logits with mlx-lm's, and generate; returns what was done.
+    """Load the model with quantized KV, which compares its logits with mlx-lm's, and generate. Describe the test.
 
     Raises:
         UnsupportedModelError: logits differ.
@@ -80,14 +80,16 @@ def _tiny_engine(model: nn.Module, kv_cache_dtype: str = "auto") -> EngineCore:
                 attention_backend="mlx" if kv_cache_dtype == "auto" else "auto",
                 block_size=8,
                 num_gpu_blocks_override=64,
-                max_num_batched_tokens=24,  # so few that prompts are cut into chunks
+                max_num_batched_tokens=24,  # splits prompts into chunks
                 max_num_seqs=4,
             )
         )
 
 
 def generate(engine: EngineCore, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], str]]:
-    """Returns the tokens and the text that greedily follow each prompt, all computed together; closes the engine.
+    """Generate for all prompts at once with greedy sampling, and close the engine.
+
+    Return each output's tokens and text.
 
     Raises:
         RuntimeError: a step failed.
@@ -112,7 +114,7 @@ def generate(engine: EngineCore, prompts: list[list[int]], max_tokens: int) -> l
 def _tiny_llama() -> nn.Module:
     mx.random.seed(0)
     model = llama.Model(llama.ModelArgs.from_dict(_CONFIG))
-    # Initial weights make the logits nearly flat. Scaled, their order does not depend on rounding.
+    # The initial weights make the logits nearly flat. Scaled weights make their order independent of rounding.
     model.update(tree_map(lambda a: a * 3 if a.ndim > 1 else a, model.parameters()))
     mx.eval(model.parameters())
     return model

@@ -1,17 +1,19 @@
-"""JSON schemas whose objects have no other properties than those they name: :func:`closed`.
+"""Closes the objects of a JSON schema to all properties that the schema does not name: :func:`closed`.
 
-JSON Schema lets an object have any other property unless ``additionalProperties`` says otherwise. Who writes a schema
-for a model's answer rarely means that, and a model that may invent names goes on inventing. So objects are closed, but
-only where that takes answers away and adds none, and where it takes away nothing that the schema speaks of:
+JSON Schema allows an object any other property unless ``additionalProperties`` forbids it. Authors of a response schema
+rarely intend that, and a model that may invent property names keeps inventing them. Objects are therefore closed, but
+closing must only shrink the set of valid values, and must not forbid a property that the schema mentions:
 
-- An object that is alone at its place is closed by ``additionalProperties: false``.
-- Several schemas that hold at one place (the members of ``allOf``, what stands beside a ``$ref`` or an ``anyOf``) stay
-  open, each, and are closed together: by one more member of ``allOf`` with the names of all of them.
-- What stands at a name that several of them have stays as it is, and so do branches of ``oneOf`` that no property tells
-  apart: narrowing one of those may let an answer through that two of them matched before.
-- A schema that says itself what other names there are, or how many, stays as it is.
+- An object schema that is the only schema for its value is closed by ``additionalProperties: false``.
+- Several schemas can apply to one value: the members of ``allOf``, or keywords beside a ``$ref`` or an ``anyOf``. Each
+  of them stays open. One more member of ``allOf``, with the property names of all of them, closes them together.
+- The value of a property that several of these schemas define stays unchanged. The branches of a ``oneOf`` also stay
+  unchanged, unless a property tells them apart: if a value matched two branches before, narrowing one branch could make
+  the value valid.
+- A schema that limits the names or the number of its properties itself stays unchanged.
 
-References lead to copies of what they refer to: a closed one, and where it is a part of something, an open one.
+References point to copies of their targets: a closed copy, or an open copy if the target is one of several schemas for
+a value.
 """
 
 from __future__ import annotations
@@ -37,16 +39,17 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def closed(schema: Schema, *, strict: bool = False) -> Schema:
-    """The schema with its objects closed; the same object if there is nothing to close.
+    """Return the schema with its objects closed, or the same object if there is nothing to close.
 
-    Whatever validates under it validates under ``schema``. Schemas with an ``$id`` or an anchor within them, with
-    references to other documents, or with references that lead nowhere, are returned as they are.
+    Every value that is valid under the result is valid under ``schema``. A schema is returned unchanged if it has a
+    nested ``$id`` or anchor, a reference to another document, or a reference without a target.
 
     Args:
-        strict: whether objects are closed that name no properties, too. They have none then.
+        strict: True to also close objects that name no properties. They can then have no properties.
 
     Raises:
-        ValueError: it is nested too deeply, or has so many references and compositions that this takes too long.
+        ValueError: the schema is nested too deeply, or has so many references and compositions that closing takes
+            too long.
     """
     closing = _Closing(schema, strict)
     try:
@@ -57,11 +60,12 @@ def closed(schema: Schema, *, strict: bool = False) -> Schema:
 
 
 class _Role:
-    """What a schema is at its place.
+    """Relation of a schema to the other schemas that apply to the same value.
 
     Attributes:
-        is_whole: nothing else holds there.
-        shared: names at which other schemas of the place hold, too; None for all of them, so that nothing is closed.
+        is_whole: True if no other schema applies to the value.
+        shared: property names that other schemas of the value define, too. None stands for all names. Then nothing is
+            closed.
     """
 
     def __init__(self, is_whole: bool, shared: frozenset[Any] | None) -> None:
@@ -70,7 +74,7 @@ class _Role:
         self.key = (is_whole, shared)
 
     def at(self, name: Any) -> _Role:
-        """Of what stands at a name."""
+        """Return the role of the schema of a property."""
         return _PLAIN if self.shared is None or name in self.shared else _WHOLE
 
 
@@ -79,16 +83,16 @@ _PLAIN = _Role(False, None)
 
 
 class _Closing:
-    """One schema's closing.
+    """State while one schema is closed.
 
     Attributes:
-        has_changed: whether anything has been closed.
+        has_changed: True if an object has been closed.
     """
 
     def __init__(self, schema: Schema, strict: bool) -> None:
         self.has_changed = False
         self._document = Document(schema, strict=strict)
-        # Where a reference leads, and as what -> its name among the new definitions.
+        # (target of a reference, role key of the copy) -> name of the copy among the new definitions.
         self._names: dict[tuple[str, Any], str] = {}
         self._waiting: list[tuple[str, _Role]] = []
 
@@ -101,7 +105,7 @@ class _Closing:
         return {**result, "$defs": definitions} if definitions else result
 
     def _copy_of(self, pointer: str, role: _Role) -> str:
-        """A reference to a copy of what ``pointer`` leads to."""
+        """Return a reference to a copy of the target of ``pointer``. Schedule the copy if it does not exist yet."""
         key = pointer, role.key
         if key not in self._names:
             self._document.resolve(pointer)
@@ -112,7 +116,7 @@ class _Closing:
     # --- copies ---
 
     def _schema(self, schema: Any, role: _Role, depth: int) -> Any:
-        """A copy of a schema for its role, with references to copies."""
+        """Copy a schema for its role. References in the copy point to copies."""
         self._document.spend(depth)
         if not isinstance(schema, dict):
             return schema
@@ -137,11 +141,11 @@ class _Closing:
         return copy
 
     def _value(self, key: str, value: Any, schema: Schema, role: _Role, depth: int) -> Any:
-        """A copy of what a keyword holds."""
+        """Copy the value of a keyword."""
         if key == "$ref":
             return self._copy_of(self._document.pointer_of(schema), self._part(schema, role))
         if key == "properties" and isinstance(value, dict):
-            if "patternProperties" in schema:  # a name may have both
+            if "patternProperties" in schema:  # a name may match both keywords
                 role = _PLAIN
             return {name: self._schema(one, role.at(name), depth) for name, one in value.items()}
         if key in ("allOf", "anyOf", "oneOf") and isinstance(value, list):
@@ -174,7 +178,7 @@ class _Closing:
 
     @staticmethod
     def _part(schema: Schema, role: _Role) -> _Role:
-        """The role of what an applicator of a schema holds."""
+        """Return the role of the schemas under an applicator of ``schema``."""
         if role.is_whole and is_composed(schema):
             return _Role(False, role.shared)
         return role
@@ -182,7 +186,7 @@ class _Closing:
     # --- closing ---
 
     def _close(self, schema: Schema) -> None:
-        """Close an object that is alone at its place."""
+        """Close an object if its schema is the only one for its value."""
         if (
             not SPEAKING.isdisjoint(schema)
             or not APPLICATORS.isdisjoint(schema)
@@ -197,7 +201,7 @@ class _Closing:
         self.has_changed = True
 
     def _closer(self, names: Names) -> Schema | None:
-        """What closes schemas that hold together; None if they stay open."""
+        """Return a schema that closes several schemas of one value together; None if they stay open."""
         if not names.has_object or names.is_open or not names.is_known:
             return None
         self.has_changed = True

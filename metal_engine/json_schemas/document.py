@@ -1,4 +1,4 @@
-"""What a JSON schema says of one place in a value: the names there, and whether two branches can both match."""
+"""Analyzes JSON schemas: the property names that apply to one value, and whether branches exclude each other."""
 
 from __future__ import annotations
 
@@ -10,45 +10,47 @@ from urllib.parse import unquote
 
 Schema = dict[str, Any]
 
-# What llguidance reads is nested 127 levels deep at most.
+# llguidance reads schemas that are nested up to 127 levels deep.
 _MAX_DEPTH = 128
-# Schemas looked at, names and copies included; as many as llguidance reads.
+# Maximum number of schemas visited, including names and copies. llguidance has the same limit.
 _MAX_EFFORT = 50_000
 
-# These say themselves what properties there are, or which values.
+# Keywords that limit the properties or the values themselves.
 SPEAKING = frozenset(
     {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "maxProperties", "const", "enum"}
 )
-# What these hold is not narrowed, nor is anything beside them: whether it matches may decide about other things.
+# The schemas under these keywords, and the schemas beside the keywords, are not narrowed: whether they match may decide
+# whether other schemas apply.
 OPAQUE = frozenset(
     {
         "not", "if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies", "contains",
         "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
     }
 )  # fmt: skip
-# What these hold stands at the same place.
+# The schemas under these keywords apply to the same value as the schema itself.
 APPLICATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ITEMS = ("items", "prefixItems", "additionalItems")
-# Beside one of the applicators, these are about the same objects and lists.
+# Keywords that, beside an applicator, constrain the same objects and lists as the applicator.
 _OWN = SPEAKING | OPAQUE | {"properties", "required", *ITEMS}
-# These give a schema a name or a base that references may go by.
+# Keywords that give a schema a name or a base URI for references.
 NAMED = frozenset({"$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"})
-# Stands for lists among the names of a place.
+# Key in Names.count that stands for the items of a list.
 LIST = object()
 
 
 class NotUnderstoodError(Exception):
-    """A schema has something of which it is not known what it refers to."""
+    """The target of a reference in a schema cannot be determined."""
 
 
 class Names:
-    """The names that the schemas of one place speak of.
+    """Property names in the schemas that apply to one value.
 
     Attributes:
-        count: how many of the schemas that hold together have each name; 0 for one that is only required.
-        has_object: whether they are about objects that can be closed.
-        is_open: whether one of them says itself what other names there are.
-        is_known: whether that is all there is to know of them.
+        count: for each name, the number of schemas that define the property and apply together; 0 if the name is only
+            listed as required.
+        has_object: True if one of the schemas describes objects that can be closed.
+        is_open: True if one of the schemas limits the properties or values itself.
+        is_known: True if the names are complete.
     """
 
     def __init__(self) -> None:
@@ -58,13 +60,13 @@ class Names:
         self.is_known = True
 
     def add(self, other: Names) -> None:
-        """Another schema holds, too."""
+        """Add the names of a schema that applies, too."""
         for name, count in other.count.items():
             self.count[name] += count
         self._join(other)
 
     def add_choice(self, branches: list[Names]) -> None:
-        """One of several schemas holds, too."""
+        """Add the names of alternative schemas, one of which applies, too."""
         most: Counter[Any] = Counter()
         for branch in branches:
             for name, count in branch.count.items():
@@ -84,10 +86,10 @@ class Names:
 
 
 class Document:
-    """A schema and all that its references lead to. Looking at it is bounded.
+    """A schema with the targets of its references. The work spent on it is limited.
 
     Args:
-        strict: whether objects that name no properties can be closed, too.
+        strict: True if objects that name no properties can be closed, too.
     """
 
     def __init__(self, root: Schema, *, strict: bool) -> None:
@@ -103,7 +105,7 @@ class Document:
             raise ValueError("the schema has too many references and compositions")
 
     def resolve(self, pointer: str) -> Any:
-        """What a reference within the document leads to."""
+        """Return the target of a reference within the document."""
         found: Any = self.root
         for part in pointer.removeprefix("#").split("/")[1:]:
             self.spend(0)
@@ -118,24 +120,24 @@ class Document:
 
     @staticmethod
     def pointer_of(schema: Schema) -> str:
-        """Where a schema's ``$ref`` leads."""
+        """Return the target of the ``$ref`` of a schema."""
         reference = schema["$ref"]
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise NotUnderstoodError
         return reference
 
     def is_object(self, schema: Schema) -> bool:
-        """Whether a schema is about objects that can be closed."""
+        """Return True if the schema describes objects that can be closed."""
         if "properties" in schema:
             return isinstance(schema["properties"], dict)
         kind = schema.get("type")
         return self._strict and (kind == "object" or (isinstance(kind, list) and "object" in kind))
 
     def names_of(self, schema: Any, within: tuple[str, ...], depth: int) -> Names:
-        """The names that a schema speaks of, and all that holds with it.
+        """Return the property names in a schema and in all schemas that apply together with it.
 
         Args:
-            within: references that led here.
+            within: references that have been followed to reach this schema.
         """
         self.spend(depth)
         names = Names()
@@ -164,7 +166,7 @@ class Document:
         return names
 
     def are_apart(self, branches: list[Any], depth: int) -> bool:
-        """Whether no value matches two of the branches, because of their types or of a property's values."""
+        """Return True if no value matches two branches, because of their types or the values of a required property."""
         resolved = [self._followed(one) for one in branches]
         self.spend(depth, len(resolved) ** 2)
         return all(self._is_apart(one, other) for one, other in combinations(resolved, 2))
@@ -199,7 +201,7 @@ _TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 def is_composed(schema: Schema) -> bool:
-    """Whether several schemas hold at a schema's place."""
+    """Return True if several schemas apply to the value that ``schema`` describes."""
     applied = [key for key in APPLICATORS if key in schema]
     if not applied:
         return False
@@ -207,7 +209,7 @@ def is_composed(schema: Schema) -> bool:
 
 
 def _narrows_others(schema: Schema) -> bool:
-    """Whether a schema says what stands at names of other schemas."""
+    """Return True if a schema constrains properties that other schemas name."""
     return "patternProperties" in schema or not isinstance(schema.get("additionalProperties", True), bool)
 
 
@@ -227,7 +229,7 @@ def _types(schema: Schema) -> frozenset[str]:
 
 
 def _values(schema: Any) -> frozenset[str | bool] | None:
-    """The texts, true or false that a schema takes, if it takes nothing else."""
+    """Return the strings and booleans that a schema allows; None if it may allow other values."""
     if not isinstance(schema, dict):
         return None
     values = [schema["const"]] if "const" in schema else schema.get("enum")

@@ -1,4 +1,4 @@
-"""The states of all layers, over one pool of blocks: allocated, rolled back and given up together."""
+"""States of all layers, stored in one block pool: allocated, rolled back and released together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from metal_engine.step import KVCacheLostError
 logger = logging.getLogger(__name__)
 
 PoolSnapshot = list[StateSnapshot]
-"""What each layer keeps at some time."""
+"""Snapshot of each layer's state."""
 
 
 def make_state(spec: StateSpec) -> LayerState:
-    """The kind of state that a spec describes, with nothing allocated."""
+    """Create the state that a spec describes, with nothing allocated."""
     match spec:
         case KVSpec():
             return KVState(spec)
@@ -39,49 +39,49 @@ def make_state(spec: StateSpec) -> LayerState:
 
 
 def _after(arrays: Iterable[mx.array]) -> mx.array:
-    """An array that is computed when all of some others are."""
+    """Return an array that is computed after all of ``arrays``."""
     return mx.depends([mx.zeros((1,))], list(arrays))[0]
 
 
 class StatePool:
-    """What all layers keep. Belongs to the thread that runs the steps.
+    """States of all layers. Belongs to the thread that runs the steps.
 
     Args:
-        states: one for each cache of the model, in its order.
+        states: one state for each cache of the model, in the model's order.
 
     Attributes:
-        is_recurrent: whether some layer carries a state from token to token.
+        is_recurrent: True if a layer carries a state from token to token.
     """
 
     def __init__(self, states: Iterable[LayerState]) -> None:
         self.states = list(states)
-        # Each array of tokens: whose it is, and its name there. Looked up in every step.
+        # Owner and name of each array with rows for tokens. Looked up in every step.
         self._of_tokens = [(state, name) for state in self.states for name in state.spec.token_arrays]
-        # And each array of requests.
+        # Owner and name of each array with rows for requests.
         self._recurrent = [state for state in self.states if isinstance(state, RecurrentState)]
         self._of_requests = [(state, name) for state in self._recurrent for name in state.spec.request_arrays]
-        self._size = (0, 1, 0)  # blocks, tokens of a block, slots of requests
+        self._size = (0, 1, 0)  # number of blocks, tokens of a block, number of state slots
         self.is_recurrent = self.bytes_per_request > 0
 
     @classmethod
     def of(cls, specs: Iterable[StateSpec]) -> StatePool:
-        """A pool of the kinds of state that specs describe."""
+        """Create a pool with the states that the specs describe."""
         return cls(make_state(spec) for spec in specs)
 
     def unquantized(self) -> StatePool:
-        """A pool for the same layers, none of them quantized; states that are not here are the same objects there."""
+        """Create a pool for the same layers without quantized states. It shares all other states with this pool."""
         return StatePool(
             make_state(state.spec.full) if isinstance(state.spec, QuantizedKVSpec) else state for state in self.states
         )
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that all layers together keep of a token."""
+        """Return the bytes per token that all layers store together."""
         return sum(state.spec.bytes_per_token for state in self.states)
 
     @property
     def unquantized_bytes_per_token(self) -> int | None:
-        """What that would be if no keys and values were quantized; None where none are."""
+        """Return the bytes per token without quantization of keys and values; None if no layer is quantized."""
         specs = [state.spec for state in self.states]
         if not any(isinstance(spec, QuantizedKVSpec) for spec in specs):
             return None
@@ -89,7 +89,7 @@ class StatePool:
 
     @property
     def kv_dtype(self) -> str:
-        """In what keys and values are kept, as ``int8`` or ``bfloat16``; ``none`` where there are none."""
+        """Return the type of stored keys and values, such as ``int8`` or ``bfloat16``; ``none`` if none are stored."""
         specs = (state.spec for state in self.states if state.spec.bytes_per_token)
         spec = next(specs, None)
         if isinstance(spec, QuantizedKVSpec):
@@ -98,12 +98,12 @@ class StatePool:
 
     @property
     def bytes_per_request(self) -> int:
-        """Bytes that all layers together keep of a request, however long it is."""
+        """Return the bytes per request, independent of its length, that all layers store together."""
         return sum(state.spec.bytes_per_request for state in self.states)
 
     @property
     def smallest_array_bytes(self) -> int:
-        """Bytes of the smallest array of tokens; 0 where there is none."""
+        """Return the size in bytes of the smallest array with rows for tokens; 0 if there is no such array."""
         return min((state.arrays[name].nbytes for state, name in self._of_tokens), default=0)
 
     @property
@@ -111,10 +111,12 @@ class StatePool:
         return any(state.arrays for state in self.states)
 
     def allocate(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> None:
-        """Make all arrays, dropping earlier ones.
+        """Allocate all arrays and drop earlier arrays.
 
         Args:
-            num_state_slots: requests, and checkpoints, whose recurrent states are held at once.
+            num_blocks: number of blocks.
+            block_size: tokens of a block.
+            num_state_slots: number of recurrent states held at once, for requests and for state checkpoints.
         """
         self._size = (num_blocks, block_size, num_state_slots)
         for state in self.states:
@@ -122,31 +124,32 @@ class StatePool:
         self.evaluate()
 
     def release(self) -> None:
-        """Drop all arrays, layer by layer: freeing gigabytes holds Python's lock, and other threads want it, too."""
+        """Drop all arrays, layer by layer: freeing gigabytes holds the GIL, which other threads need in between."""
         for state in reversed(self.states):
             state.release()
             time.sleep(0.001)
 
     @property
     def has_tokens(self) -> bool:
-        """Whether some layer keeps anything of each token."""
+        """True if a layer stores data for each token."""
         return bool(self._of_tokens)
 
     def detach_arrays(self, reads: Slots, writes: Slots) -> list[mx.array]:
-        """Give away what a step of decodes reads and writes, of all layers in one order, until :meth:`attach_arrays`.
+        """Move the arrays that a decode step reads and writes to the caller, until :meth:`attach_arrays`.
 
         Args:
-            reads: slots of the recurrent states that its requests go on from; padded rows have ``PADDING_SLOT``.
-            writes: slots of those that they will leave.
+            reads: slots of the recurrent states from which the requests start. Padding rows have ``PADDING_SLOT``.
+            writes: slots for the requests' new recurrent states.
 
         Returns:
-            The arrays of tokens, and for each array of requests the states to go on from, [len(reads), ...].
+            The arrays of all layers in a fixed order. Arrays with rows for tokens come first. Then come the initial
+            states, [len(reads), ...] for each array with rows for requests.
         """
         states = [state.detach_arrays(name, reads, writes) for state, name in self._of_requests]
         return [state.arrays.pop(name) for state, name in self._of_tokens] + states
 
     def attach_arrays(self, arrays: list[mx.array], slots: Slots) -> None:
-        """Take back the arrays of :meth:`detach_arrays`, in its order, with the recurrent states of some slots."""
+        """Store arrays in the order of :meth:`detach_arrays`. Recurrent states are assigned to ``slots``."""
         num_of_tokens = len(self._of_tokens)
         for (state, name), array in zip(self._of_tokens, arrays[:num_of_tokens], strict=True):
             state.arrays[name] = array
@@ -154,39 +157,39 @@ class StatePool:
             recurrent.attach_arrays(name, slots, values)
 
     def evaluate(self) -> None:
-        """Wait until every write has happened."""
+        """Wait until all writes have been executed."""
         mx.eval(list(self._arrays()))
 
     def writes_done_marker(self) -> mx.array:
-        """An array that is computed when every write has happened.
+        """Return an array that is computed after all writes.
 
-        It can be evaluated asynchronously. The pool's arrays cannot: they would not be written in place again. It holds
-        them all until the device has computed it.
+        It can be evaluated asynchronously. Evaluating the pool's own arrays asynchronously would prevent later writes
+        in place. The result holds all arrays of the pool until the device has computed it.
         """
         return _after(self._arrays())
 
     def begin_step(self) -> None:
-        """Called before a step is built."""
+        """Prepare for a step. Called before the step is built."""
         for state in self._recurrent:
             state.has_moved = False
 
     @property
     def has_moved_states(self) -> bool:
-        """Whether the step built last has copied recurrent states, to slots or into another order."""
+        """True if the step built last has copied recurrent states, to slots or into another order."""
         return any(state.has_moved for state in self._recurrent)
 
     def states_done_marker(self) -> mx.array:
-        """An array that is computed when the recurrent states are that the step built last has computed.
+        """Return an array that is computed after the new recurrent states of the step built last.
 
-        As :meth:`writes_done_marker`, but it holds no array that steps write to, unless :attr:`has_moved_states`.
+        Unlike :meth:`writes_done_marker`, it holds no arrays that steps write to, unless :attr:`has_moved_states`.
         """
         return _after(array for state in self._recurrent for array in state.pending())
 
     def half_done_marker(self) -> mx.array:
-        """An array that is computed when a layer in the middle has been written to, and so those before it have.
+        """Return an array that is computed after the writes to a layer in the middle, and so to all layers before it.
 
-        What depends on arrays holds them until the device has computed it; of all others, this leaves the device free
-        to write to them again.
+        The device cannot write in place to arrays that a pending computation depends on. This array depends only on the
+        middle layer, so the device can write to all other layers again.
         """
         return _after(self.states[(len(self.states) - 1) // 2].writes_done_marker())
 
@@ -195,45 +198,45 @@ class StatePool:
             yield from state.writes_done_marker()
 
     def pending_states(self) -> list[PendingByArray]:
-        """The recurrent states that the step built last leaves, to go back to if one on top of it is built in vain."""
+        """Return the new recurrent states of the step built last, to restore if the step after it is discarded."""
         return [state.pending_states() for state in self._recurrent]
 
     def restore_pending_states(self, states: list[PendingByArray]) -> None:
-        """Go back to what :meth:`pending_states` has given."""
+        """Restore states from :meth:`pending_states`."""
         for state, pending in zip(self._recurrent, states, strict=True):
             state.restore_pending_states(pending)
 
     def read_states(self, slots: Slots) -> list[mx.array]:
-        """Recurrent states, [len(slots), ...] of each array, as the steps built so far leave them."""
+        """Return the recurrent states of some slots after the steps built so far, [len(slots), ...] for each array."""
         return [state.read(name, slots) for state, name in self._of_requests]
 
     def put_states(self, slots: Slots, states: list[mx.array]) -> None:
-        """Have states that :meth:`read_states` gave in some slots; only where no others are pending."""
+        """Store states from :meth:`read_states` in some slots. No states may be pending."""
         for (state, name), values in zip(self._of_requests, states, strict=True):
             state.attach_arrays(name, slots, values)
 
     def forget_states(self, slots: set[int]) -> None:
-        """Give up what is pending for some slots of recurrent states, which are about to be loaded."""
+        """Discard pending recurrent states of slots that are about to be loaded."""
         for state in self._recurrent:
             state.forget(slots)
 
     def snapshot(self) -> PoolSnapshot:
-        """All arrays as they are now. While it is held, a step that is evaluated copies them."""
+        """Return all current arrays. While the snapshot exists, evaluating a step copies them."""
         return [state.snapshot() for state in self.states]
 
     def restore(self, snapshot: PoolSnapshot) -> None:
-        """Forget what has been built, and not evaluated, since a snapshot."""
+        """Discard all unevaluated work that has been built since a snapshot."""
         for state, arrays in zip(self.states, snapshot, strict=True):
             state.restore(arrays)
 
     def recover(self, error: Exception) -> None:
-        """Make sure, after a step that failed, that the next one finds arrays it can use.
+        """Make the arrays usable for the next step, after a step that failed.
 
-        Layers before the failure have writes pending, of tokens that nobody will read; they are carried out. Where
-        that fails too, the old arrays are gone (writes are in place), so the pool is made anew, and empty.
+        Layers before the failure have pending writes for tokens that will not be read. These writes are executed. If
+        that fails too, the old arrays are lost, because writes are in place. The pool is then reallocated and empty.
 
         Raises:
-            KVCacheLostError: the pool had to be made anew.
+            KVCacheLostError: the pool had to be reallocated.
         """
         try:
             self.evaluate()
@@ -242,20 +245,20 @@ class StatePool:
             self.renew(error)
 
     def renew(self, error: Exception) -> NoReturn:
-        """Give up all arrays for empty ones because of an error.
+        """Replace all arrays by empty ones because of an error.
 
         Raises:
             KVCacheLostError: always.
         """
-        logger.warning("making the KV cache anew")
+        logger.warning("reallocating the KV cache")
         for state in self.states:
             state.release()
         try:
             synchronize()
         except Exception:
-            logger.exception("what was still running failed, too")
+            logger.exception("work that was still running on the device failed, too")
         try:
             self.allocate(*self._size)
-        except Exception:  # no memory, say: whatever it is, all KV is gone, and the next step needs the new arrays
-            logger.exception("the new KV cache is not there yet")
+        except Exception:  # such as a lack of memory: all KV is lost anyway, and the next step needs the new arrays
+            logger.exception("the new KV cache could not be allocated yet")
         raise KVCacheLostError(f"{type(error).__name__}: {error}") from error

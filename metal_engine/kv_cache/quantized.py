@@ -1,7 +1,8 @@
 """Keys and values of one layer in 8 or 4 bits.
 
-A row is quantized once, when it is stored, and everybody reads it as it is stored: a step's own rows, too. Else what a
-token sees would depend on which step computed the tokens before it, and answers on how prompts are cut.
+A row is quantized once, when it is stored. All reads return the quantized values, including reads in the same step.
+Otherwise the keys and values that a token attends to would depend on which step computed them, and outputs on how
+prompts are chunked.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from metal_engine.kv_cache.state import KVState
 
 
 class QuantizedKVState(KVState):
-    """Keys and values, or latents, as :func:`mlx.core.quantize` packs them (:class:`QuantizedKVSpec`).
+    """Keys and values, or latents, in the packed form of :func:`mlx.core.quantize` (:class:`QuantizedKVSpec`).
 
-    ``keys`` and ``values`` are uint32, [num_slots, num_kv_heads, dim * bits / 32], and beside them ``arrays`` has a
-    scale and a bias for each group. A number is ``integer * scale + bias``, computed in float32: in half precision the
-    product's rounding would be as large as that to an integer of 8 bits.
+    ``keys`` and ``values`` are uint32, [num_slots, num_kv_heads, dim * bits / 32]. ``arrays`` also contains a scale and
+    a bias for each group. A number is ``integer * scale + bias``, computed in float32. In half precision, the product
+    would have a rounding error as large as the quantization error of 8 bits.
 
     Attributes:
-        bits: of a number; ``group_size`` of them share a scale and a bias.
+        bits: bits per number.
+        group_size: numbers that share a scale and a bias.
     """
 
     spec: QuantizedKVSpec
@@ -37,12 +39,12 @@ class QuantizedKVState(KVState):
 
     @property
     def key_groups(self) -> tuple[mx.array, mx.array]:
-        """Scales and biases of the keys, [num_slots, num_kv_heads, head_dim / group_size]."""
+        """Scales and biases of the keys, each [num_slots, num_kv_heads, head_dim / group_size]."""
         return self.arrays["key_scales"], self.arrays["key_biases"]
 
     @property
     def value_groups(self) -> tuple[mx.array, mx.array]:
-        """Of the values; of latents those of the keys."""
+        """Scales and biases of the values. Latents share the scales and biases of the keys."""
         return self.key_groups if self._is_latent else (self.arrays["value_scales"], self.arrays["value_biases"])
 
     @property
@@ -63,7 +65,7 @@ class QuantizedKVState(KVState):
         return self._read(lambda array: array.reshape(array.shape[0], -1)[slots])
 
     def _read(self, rows_of: Callable[[mx.array], mx.array]) -> tuple[mx.array, mx.array]:
-        """Some rows of keys and of values, float32."""
+        """Return some rows of keys and of values, float32."""
         keys = self._dequantized("keys", rows_of)
         return keys, keys if self._is_latent else self._dequantized("values", rows_of)
 

@@ -1,10 +1,11 @@
-"""Recurrent state of one layer: for each request a few arrays of fixed size, written anew with every step.
+"""Recurrent state of one layer: for each request a few arrays of fixed size, rewritten in every step.
 
-The pool has a row for each slot. Yet the states that a step computes do not go there at once: they are kept as they
-came out, *pending*, one compact array for each group of segments. The next step takes them from there: as they are if
-the same requests go on in the same order, which is what decoding does, else row by row. Only what it does not replace
-is written to the pool, before the step reads from that. Never the other way round in one evaluation: a write to an
-array that an earlier operation still reads makes MLX copy all of the pool.
+The pool has a row for each slot. A step does not write its new states to the pool at once. They stay *pending*: one
+compact array for each group of segments. If the next step has the same requests in the same order, as in decoding, it
+uses the pending arrays directly. Otherwise it gathers the states row by row.
+
+Before a step reads from the pool, the pending states that the step does not replace are written to it. Within one
+evaluation, no write follows a read of the same pool array: MLX would then copy the whole array.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from metal_engine.kv_cache.state import StateSnapshot
 
 @dataclass(frozen=True)
 class PendingStates:
-    """States that the last step computed: ``values`` [b, ...] of requests that keep theirs in ``slots``, [b]."""
+    """States that the last step computed: ``values`` [b, ...] for the requests in ``slots``, [b]."""
 
     slots: Slots
     values: mx.array
 
     def only(self, wanted: list[int]) -> PendingStates:
-        """Those at some places of the group, in order."""
+        """Return the states at the given indices of the group, in order."""
         if len(wanted) == len(self.slots):
             return self
         return PendingStates(tuple(self.slots[i] for i in wanted), self.values[mx.array(wanted)])
 
 
 PendingByArray = dict[str, list[PendingStates]]
-"""By name of an array of a layer, what is pending of it."""
+"""Maps the name of an array of a layer to its pending states."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of one array of states.
+    """Selection of rows of one array of states.
 
     Attributes:
         source: index of a pending array; None for the pool.
-        index: [k] which rows; None for all of a pending array.
+        index: [k] row indices; None for all rows of a pending array.
     """
 
     source: int | None
@@ -59,12 +60,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class StateTransferPlan:
-    """What a step does with the states at hand, before its layers read them; the same for every layer.
+    """Copies of states that a step makes before its layers read the states. All layers make the same copies.
 
     Attributes:
-        written: rows of pending arrays that go to the pool.
-        slots: [k] where they go.
-        taken: what each group goes on from, one after the other; None for one that begins with nothing.
+        written: rows of pending arrays that are written to the pool.
+        slots: [k] destination slots of these rows.
+        taken: for each group, the rows that hold its initial states; None if the group starts from a zero state.
     """
 
     written: list[Rows]
@@ -73,28 +74,28 @@ class StateTransferPlan:
 
     @property
     def are_any(self) -> bool:
-        """Whether anything is copied: it is not where groups go on from pending arrays as they are."""
+        """True if states are copied. No copy is needed if each group uses one whole pending array."""
         whole = (runs is None or (len(runs) == 1 and runs[0].index is None) for runs in self.taken)
         return self.slots is not None or not all(whole)
 
 
-# Every array of every layer asks the same in a step, but for layers of another kind.
+# All arrays of all layers with the same kind of state have the same arguments in a step.
 @lru_cache(maxsize=8)
 def plan_moves(
     pending: tuple[Slots, ...], reads: tuple[Slots | None, ...], writes: tuple[Slots, ...]
 ) -> StateTransferPlan:
-    """How a step gets its states.
+    """Plan the copies of states for a step.
 
-    Any slot may be ``PADDING_SLOT``, for padded rows.
+    Any slot may be ``PADDING_SLOT``, for padding rows.
 
     Args:
-        pending: slots of the pending arrays' rows.
-        reads: slots for each group; None for one that begins with nothing.
-        writes: slots that each group will leave its states in: what is in them now is of no use after the step.
+        pending: slots of the rows of each pending array.
+        reads: slots of the initial states of each group; None if the group starts from a zero state.
+        writes: slots for the new states of each group. The step replaces the current states in these slots.
     """
     rows = [(slot, (source, row)) for source, slots in enumerate(pending) for row, slot in enumerate(slots)]
     pending_states = dict(rows)
-    # Padded rows follow each other, so that those of a step before are taken with the whole array that they are in.
+    # Padding rows take the padding rows of the previous step in order, so that a pending array can be used as a whole.
     trash = iter([place for slot, place in rows if slot == PADDING_SLOT])
     overwritten = {PADDING_SLOT, *(slot for slots in writes for slot in slots)}
     left = [[row for row, slot in enumerate(slots) if slot not in overwritten] for slots in pending]
@@ -124,11 +125,11 @@ def _joined(parts: list[mx.array]) -> mx.array:
 
 
 class RecurrentState:
-    """The states of one layer, in slots of requests (:class:`metal_engine.kv_cache.state.LayerState`).
+    """States of one layer, in slots of requests (:class:`metal_engine.kv_cache.state.LayerState`).
 
     Attributes:
-        arrays: by name, [1 + num_slots, ...]; the row of ``ZERO_STATE_SLOT`` stays zeros.
-        has_moved: whether states have been copied, to slots or into another order, since it was last set to False.
+        arrays: arrays by name, [1 + num_slots, ...]. The row of ``ZERO_STATE_SLOT`` stays zero.
+        has_moved: True if states have been copied, to slots or into another order, since the last reset to False.
     """
 
     def __init__(self, spec: RecurrentSpec) -> None:
@@ -149,7 +150,7 @@ class RecurrentState:
         self._pending = {}
 
     def snapshot(self) -> StateSnapshot:
-        # Objects of our own, as for the states of tokens.
+        # New array objects, because writes modify objects in place, as for the states of tokens.
         arrays = {name: array.reshape(array.shape) for name, array in self.arrays.items()}
         return StateSnapshot(arrays, self.pending_states())
 
@@ -164,15 +165,16 @@ class RecurrentState:
         return [*self.arrays.values(), *self.pending()]
 
     def detach_arrays(self, name: str, reads: Slots, writes: Slots) -> mx.array:
-        """Give away the states from which a step of decodes goes on, [b, ...], until :meth:`attach_arrays`."""
+        """Move the initial states of a decode step, [b, ...], to the caller, until :meth:`attach_arrays`."""
         (states,) = self.take(name, [reads], [writes])
         assert states is not None
         return states
 
     def pending_states(self) -> PendingByArray:
-        """What is pending: to go back to if a step was built in vain.
+        """Return the pending states, to restore if a step is discarded.
 
-        What :meth:`take` has written to the pool since then is pending there, too, and so is written again.
+        The result also has the pending states that :meth:`take` writes to the pool later. After a restore they are
+        written again.
         """
         return {name: list(pending) for name, pending in self._pending.items()}
 
@@ -180,59 +182,59 @@ class RecurrentState:
         self._pending = pending
 
     def attach_arrays(self, name: str, slots: Slots, values: mx.array) -> None:
-        """Have the states that are to be in some slots, [b, ...], of the shape that :meth:`detach_arrays` gives."""
+        """Store states, [b, ...], for some slots. They have the shape that :meth:`detach_arrays` returns."""
         self._pending[name] = [PendingStates(slots, values)]
 
     def pending(self) -> list[mx.array]:
-        """The states that the step built last has computed."""
+        """Return the new states of the step built last."""
         return [p.values for pending in self._pending.values() for p in pending]
 
     def take(self, name: str, reads: list[Slots | None], writes: list[Slots]) -> list[mx.array | None]:
-        """The states from which a step's groups go on, each [b, ...]; called once in a step for each array.
+        """Return the initial states of the step's groups, each [b, ...]. Called once per step and array.
 
         Args:
-            name: of the array.
-            reads: slots for each group; None for one that begins with nothing.
-            writes: slots that each group will leave its states in, with :meth:`put`.
+            name: name of the array.
+            reads: slots of the initial states of each group; None if the group starts from a zero state.
+            writes: slots in which :meth:`put` will store the new states of each group.
         """
         pending, self._pending[name] = self._pending.get(name, []), []
         moves = plan_moves(tuple(p.slots for p in pending), tuple(reads), tuple(writes))
         self.has_moved = self.has_moved or moves.are_any
         values = [p.values for p in pending]
         if moves.slots is not None:
-            array = self.arrays.pop(name)  # one owner at a time, so that the write is in place
+            array = self.arrays.pop(name)  # a single owner, so that the write is in place
             array[moves.slots] = _joined([rows.of(values, array) for rows in moves.written])
             self.arrays[name] = array
         pool = self.arrays[name]
         return [None if runs is None else _joined([rows.of(values, pool) for rows in runs]) for runs in moves.taken]
 
     def forget(self, slots: set[int]) -> None:
-        """Give up what is pending for some slots: what is to be there comes from elsewhere."""
+        """Discard the pending states of some slots, which will be filled from elsewhere."""
         for name, pending in self._pending.items():
             kept = [(p, [i for i, slot in enumerate(p.slots) if slot not in slots]) for p in pending]
             self._pending[name] = [p.only(wanted) for p, wanted in kept if wanted]
 
     def read(self, name: str, slots: Sequence[int]) -> mx.array:
-        """The states in some slots, as the steps built so far leave them, [len(slots), ...]."""
+        """Return the states in some slots after the steps built so far, [len(slots), ...]."""
         pending = _by_slot(self._pending.get(name, []))
         pool = self.arrays[name]
         return mx.concatenate([pending[slot] if slot in pending else pool[slot : slot + 1] for slot in slots])
 
     def put(self, name: str, slots: Slots, values: mx.array) -> None:
-        """Keep the states that a group leaves, [b, ...], for the next step."""
+        """Keep a group's new states, [b, ...], for the next step."""
         spec = self.spec.request_arrays[name]
-        if values.shape[1:] != spec.shape:  # one that grows up to its size: zeros stand for what is missing
+        if values.shape[1:] != spec.shape:  # a state that grows to its full size: pad with zeros
             missing = [(want - have, 0) for want, have in zip(spec.shape, values.shape[1:], strict=True)]
             values = mx.pad(values, [(0, 0), *missing])
-        # A slice would keep all of what it was cut from: the states after each token of a chunk, say.
+        # Without a copy, a slice would keep its whole base array in memory, such as states after each token of a chunk.
         self._pending[name].append(PendingStates(slots, mx.contiguous(values.astype(spec.dtype))))
 
 
 def _by_slot(pending: list[PendingStates]) -> dict[int, mx.array]:
-    """By slot, the states [1, ...] that have not been written to the pool."""
+    """Return, by slot, the states [1, ...] that have not been written to the pool."""
     return {slot: p.values[i : i + 1] for p in pending for i, slot in enumerate(p.slots)}
 
 
 def reads_of(groups: list[SegmentGroup]) -> list[Slots | None]:
-    """What each group goes on from, for :meth:`RecurrentState.take`."""
+    """Return the slots of each group's initial states, for :meth:`RecurrentState.take`."""
     return [None if group.is_fresh else group.reads for group in groups]

@@ -1,4 +1,4 @@
-"""One step's packed rows: whose they are, where their state lives, which of them sample.
+"""Packed rows of one step: the request of each row, the slot of its state, and the rows that sample.
 
 A step packs B requests into N rows. Request i owns the rows ``cu_seqlens_q[i]:cu_seqlens_q[i+1]``, its *segment*::
 
@@ -9,8 +9,8 @@ A step packs B requests into N rows. Request i owns the rows ``cu_seqlens_q[i]:c
     state      |------------- seq_lens[i] ---------------|
                position p of a request is in slot block_table[i, p // block_size] * block_size + p % block_size
 
-A request samples at the last ``num_samples[i]`` rows of its segment: none for a chunk that ends within the prompt,
-one for the last known token, more where several next tokens are wanted at once.
+A request samples at the last ``num_samples[i]`` rows of its segment. A chunk that ends within the prompt has no such
+row. Usually the row of the last known token samples; speculation samples at several rows.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from metal_engine.kv_cache.writes import MakeWrites, SlotWrites, Writes
 def slots_of(
     block_table: np.ndarray, requests: np.ndarray | int, positions: np.ndarray | int, block_size: int
 ) -> np.ndarray:
-    """Slots of positions of requests, indices that broadcast: the one place where a position becomes a slot."""
+    """Return the slots of positions of requests. The index arrays broadcast. All conversions to slots happen here."""
     return block_table[requests, positions // block_size] * block_size + positions % block_size
 
 
 def all_distinct(numbers: np.ndarray) -> bool:
-    """Whether no number is there twice; takes a fifth of what ``np.unique`` does."""
+    """Return True if all numbers are different. Takes a fifth of the time of ``np.unique``."""
     in_order = np.sort(numbers)
     return bool((in_order[1:] != in_order[:-1]).all())
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of one step, made by :func:`step_rows`. NumPy arrays are on the host, and int32."""
+    """Rows of one step, created by :func:`step_rows`. NumPy arrays are on the host, and int32."""
 
     cu_seqlens_q: np.ndarray  # [B+1] exclusive prefix sum of query lengths
     seq_lens: np.ndarray  # [B] tokens of each request that have state after this step
@@ -50,9 +50,9 @@ class StepRows:
     positions: np.ndarray  # [N] absolute position of each row in its request
     slot_mapping: np.ndarray  # [N] slot that each row's state is written to
     logits_indices: np.ndarray  # [R] rows that sample, in packing order
-    sample_requests: np.ndarray  # [R] index of the request that samples there; one may be there several times
-    state_reads: np.ndarray  # [B] slot of the recurrent state that a request goes on from; 0: it begins
-    state_writes: np.ndarray  # [B] slot of the one that it leaves; 0 where no layer keeps any
+    sample_requests: np.ndarray  # [R] index of the request that samples at each such row; may repeat
+    state_reads: np.ndarray  # [B] slot of the request's initial recurrent state; 0: a new request
+    state_writes: np.ndarray  # [B] slot of the request's new recurrent state; 0 if no layer is recurrent
     make_writes: MakeWrites
 
     @property
@@ -73,22 +73,22 @@ class StepRows:
 
     @cached_property
     def segments(self) -> Segments:
-        """The rows as recurrent layers see them."""
+        """Return the rows grouped into segments for recurrent layers."""
         return Segments(self.cu_seqlens_q, self.state_reads, self.state_writes)
 
     @cached_property
     def writes(self) -> Writes:
-        """How rows go to their slots, on the device."""
+        """Return the object that writes rows to their slots on the device."""
         return self.make_writes(self.slot_mapping, self.block_size)
 
     def slots(self, requests: np.ndarray | int, positions: np.ndarray | int) -> np.ndarray:
-        """Slots of positions of this step's requests; both are indices that broadcast."""
+        """Return the slots of positions of this step's requests. Both index arrays broadcast."""
         return slots_of(self.block_table, requests, positions, self.block_size)
 
     def validate(self, num_blocks: int, num_state_slots: int = 0) -> None:
-        """Raise ValueError where the arrays contradict each other, or leave a pool of ``num_blocks``.
+        """Raise ValueError if the arrays are inconsistent or exceed a pool of ``num_blocks`` blocks.
 
-        A bad step must not reach a kernel. Costs a few NumPy passes over N and over the block table.
+        An invalid step must not reach a kernel. Costs a few NumPy passes over N and over the block table.
         """
         for name in _ARRAYS:
             array = getattr(self, name)
@@ -105,7 +105,7 @@ class StepRows:
         num_tokens, num_requests = self.num_tokens, self.num_requests
         if num_tokens == 0:
             raise ValueError("bad step: no tokens")
-        if self._has_a_row_each:  # of fewer operations
+        if self._has_a_row_each:  # a check with fewer operations
             return
         cu, query_lens = self.cu_seqlens_q, self.query_lens
         if len(cu) != num_requests + 1 or cu[0] != 0 or cu[-1] != num_tokens or (query_lens <= 0).any():
@@ -121,7 +121,7 @@ class StepRows:
 
     @property
     def _has_a_row_each(self) -> bool:
-        """Whether every request has one row, and all that says whose rows are where is as it must be then."""
+        """True if every request has one row and the arrays that assign rows to requests are valid."""
         numbers = np.arange(self.num_tokens + 1, dtype=np.int32)
         return (
             self.num_requests == self.num_tokens
@@ -135,9 +135,9 @@ class StepRows:
         num_used = -(-self.seq_lens // self.block_size)  # [B] blocks
         if self.block_table.shape[0] != self.num_requests or self.block_table.shape[1] < num_used.max():
             raise ValueError("bad step: block_table is too small")
-        used = self.block_table[np.arange(self.block_table.shape[1]) < num_used[:, None]]  # not the padding
+        used = self.block_table[np.arange(self.block_table.shape[1]) < num_used[:, None]]  # without padding
         if used.min() < 0 or used.max() >= num_blocks:
-            raise ValueError("bad step: block_table leaves the pool")
+            raise ValueError("bad step: block_table exceeds the pool")
         slots = self.slots(self.request_of_row, self.positions)
         if len(self.slot_mapping) != self.num_tokens or (self.slot_mapping != slots).any():
             raise ValueError("bad step: slot_mapping disagrees with block_table")
@@ -149,7 +149,7 @@ class StepRows:
         if len(requests) == self.num_requests == self.num_tokens:
             numbers = np.arange(self.num_tokens, dtype=np.int32)
             if np.array_equal(requests, numbers) and np.array_equal(self.logits_indices, numbers):
-                return  # every row samples: of fewer operations, as above
+                return  # every row samples: a check with fewer operations
         in_order = len(requests) == 0 or (
             requests[0] >= 0 and requests[-1] < self.num_requests and (requests[1:] >= requests[:-1]).all()
         )
@@ -165,24 +165,24 @@ class StepRows:
     def _validate_states(self, num_state_slots: int) -> None:
         reads, writes = self.state_reads, self.state_writes
         if len(reads) != self.num_requests or len(writes) != self.num_requests:
-            raise ValueError("bad step: state_reads and state_writes are not one for each request")
+            raise ValueError("bad step: state_reads and state_writes must have one entry for each request")
         if num_state_slots == 0:
             return
         if writes.min() <= ZERO_STATE_SLOT or writes.max() > num_state_slots or reads.max() > num_state_slots:
-            raise ValueError("bad step: a state's slot leaves the pool")
+            raise ValueError("bad step: the slot of a state exceeds the pool")
         if not all_distinct(writes):
-            raise ValueError("bad step: two requests leave their states in one slot")
+            raise ValueError("bad step: two requests write their states to one slot")
         if ((reads == ZERO_STATE_SLOT) != (self.context_lens == 0)).any():
-            raise ValueError("bad step: a request goes on without a state, or begins with one")
+            raise ValueError("bad step: a request continues without a state, or starts with one")
 
 
 @dataclass(frozen=True)
 class TracedRows:
-    """What a trace knows of a step's rows: it stands for a :class:`StepRows` while a model runs.
+    """Rows of a step inside a trace: replaces :class:`StepRows` while a model is traced.
 
     Attributes:
-        writes: how rows go to their slots, on the device.
-        segments: as recurrent layers see the rows; None where there are none.
+        writes: object that writes rows to their slots on the device.
+        segments: rows grouped into segments for recurrent layers; None if no layer is recurrent.
     """
 
     writes: Writes
@@ -202,9 +202,9 @@ def step_rows(
     state_slots: tuple[np.ndarray, np.ndarray] | None = None,
     make_writes: MakeWrites = SlotWrites,
 ) -> StepRows:
-    """Lay out a step: rows of requests in packing order.
+    """Lay out a step: the rows of its requests in packing order.
 
-    Rows of requests with query lengths 4, 1 and 3, of which the last two sample once::
+    Example: query lengths 4, 1 and 3, where the last two requests sample once::
 
         request_of_row   0 0 0 0 1 2 2 2
         cu_seqlens_q     0       4 5     8
@@ -212,13 +212,14 @@ def step_rows(
         logits_indices           4     7
 
     Args:
-        block_table: [B, max_blocks] int32; entries that no request's tokens reach may be anything.
-        context_lens: [B] int32, tokens that have state already.
-        query_lens: [B] tokens of this step.
-        num_samples: [B] how many of its last rows a request samples at; None: one each.
-        state_slots: [B] and [B] int32, slots of the recurrent states that requests go on from, and of those that they
-            leave; None where no layer keeps any.
-        make_writes: how rows are written to their slots.
+        block_table: [B, max_blocks] int32; entries beyond a request's tokens are ignored.
+        context_lens: [B] int32, number of tokens of each request that already have state.
+        query_lens: [B] number of tokens of each request in this step.
+        block_size: tokens of a block.
+        num_samples: [B] number of last rows of a request that sample; None means one row per request.
+        state_slots: [B] and [B] int32, slots of the requests' initial and new recurrent states; None if no layer is
+            recurrent.
+        make_writes: creates the object that writes rows to their slots.
 
     Raises:
         ValueError: the arguments differ in length, or a block table is too short.
@@ -232,7 +233,7 @@ def step_rows(
     seq_lens = context_lens + query_lens
     if (seq_lens > block_table.shape[1] * block_size).any():
         raise ValueError("bad step: block_table is too small")
-    if (query_lens == 1).all() and (counts == 1).all():  # a row each, which samples: the same by fewer operations
+    if (query_lens == 1).all() and (counts == 1).all():  # one sampling row per request: fewer operations
         cu_seqlens_q, positions = np.arange(num_requests + 1, dtype=np.int32), seq_lens - 1
         request_of_row, logits_indices, sample_requests = (cu_seqlens_q[:-1].copy() for _ in range(3))
     else:
@@ -260,8 +261,8 @@ def step_rows(
 
 
 def _last_rows(cu_seqlens_q: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns the rows at which requests sample: the last ``counts[i]`` rows of request i, [R] int32."""
+    """Return the rows at which requests sample: the last ``counts[i]`` rows of request i, [R] int32."""
     ends = np.repeat(cu_seqlens_q[1:], counts)
-    # Counted back from the end: a request's last one is at its last row.
+    # Distance from the end of the request: its last sample is at its last row.
     back = np.repeat(np.cumsum(counts), counts) - np.arange(len(ends))
     return (ends - back).astype(np.int32)

@@ -1,8 +1,13 @@
-"""How recurrent layers see a step's rows: as segments, each of which goes on from one state and leaves another.
+"""Groups a step's rows into segments for recurrent layers. Each segment has an initial state and writes a new state.
 
-A layer that carries a state from token to token cannot take packed rows as they are. It gets them in *groups* that are
-proper batches: all segments of one row that go on from a state, all of one row that begin a request, and each longer
-segment alone. Nothing is ever padded: a padded token would change a state.
+A layer that carries a state from token to token cannot process packed rows directly. It receives *groups* of segments.
+Each group is a regular batch:
+
+- all segments of one row with an initial state,
+- all segments of one row that start a request,
+- each longer segment alone.
+
+No group has padding, because a padding token would change a state.
 """
 
 from __future__ import annotations
@@ -14,9 +19,9 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-# The slot of no request. In arrays of states its row is zeros: what a request begins with.
+# Reserved slot that holds an all-zero state: the initial state of a new request.
 ZERO_STATE_SLOT = 0
-# The slot of padded rows. No array has it: they go on from any state, and nobody reads what they leave.
+# Pseudo slot for padding rows, without storage. They read an arbitrary state, and their output state is discarded.
 PADDING_SLOT = -1
 
 Slots = tuple[int, ...]
@@ -24,13 +29,13 @@ Slots = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SegmentGroup:
-    """Segments that a layer takes as one batch [b, s, ...].
+    """Segments that a layer processes as one batch [b, s, ...].
 
     Attributes:
-        rows: the packed rows, b * s of them.
-        length: s.
-        reads: [b] slots of the states they go on from; ``ZERO_STATE_SLOT`` for all of them, or for none.
-        writes: [b] slots of the states that they leave.
+        rows: b * s packed rows.
+        length: s, the number of rows of each segment.
+        reads: [b] slots of the initial states. Either all or none of them are ``ZERO_STATE_SLOT``.
+        writes: [b] slots for the new states.
     """
 
     rows: slice | mx.array
@@ -40,23 +45,23 @@ class SegmentGroup:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether they begin requests: there is no state to go on from."""
+        """True if the segments start requests, so that they have no initial state."""
         return self.reads[0] == ZERO_STATE_SLOT
 
     def take(self, x: mx.array, axis: int = 1) -> mx.array:
-        """The group's rows of packed ``x`` [N, ..., 1 at ``axis``, ...], as [b, ..., s at ``axis``, ...]."""
+        """Select the group's rows of ``x`` [N, ..., 1 at ``axis``, ...], as [b, ..., s at ``axis``, ...]."""
         x = x[self.rows]
         return x if self.length == 1 else x.swapaxes(0, axis)
 
 
 @dataclass(frozen=True)
 class ConvolutionPlan:
-    """Where a causal convolution over all segments at once finds its inputs, each segment after what it keeps.
+    """Indices for a causal convolution over all segments at once, each after the inputs kept from earlier steps.
 
     Attributes:
-        source: [N + B * keep] int32, rows of the states [B * keep, C] followed by the packed rows [N, C].
-        outputs: [N] int32, where each packed row's output is.
-        last: [B, keep] int32, what each segment keeps of its inputs.
+        source: [N + B * keep] int32, indices into the states [B * keep, C] followed by the packed rows [N, C].
+        outputs: [N] int32, index of each packed row's output.
+        last: [B, keep] int32, indices of the inputs that each segment keeps for the next step.
     """
 
     source: mx.array
@@ -65,16 +70,16 @@ class ConvolutionPlan:
 
 
 class Segments:
-    """The segments of one step, made once for all layers.
+    """Segments of one step, created once for all layers.
 
     Args:
         cu_seqlens: [B+1] int32, exclusive prefix sum of the segments' lengths.
-        reads: [B] int32, slots of the states that they go on from; ``ZERO_STATE_SLOT`` for those that begin.
-        writes: [B] int32, slots of the states that they leave.
+        reads: [B] int32, slots of the initial states; ``ZERO_STATE_SLOT`` for a segment that starts a request.
+        writes: [B] int32, slots for the new states.
 
     Attributes:
         groups: batches that cover all segments.
-        num_rows: N.
+        num_rows: N, the number of packed rows.
     """
 
     def __init__(self, cu_seqlens: np.ndarray, reads: np.ndarray, writes: np.ndarray) -> None:
@@ -85,7 +90,7 @@ class Segments:
         self.groups: list[SegmentGroup] = []
         self._lengths = np.diff(cu_seqlens)
         self._plans: dict[int, ConvolutionPlan] = {}
-        packed = []  # rows of the groups, one after the other
+        packed = []  # packed rows of each group
         for is_fresh in (False, True):
             ones = np.flatnonzero((self._lengths == 1) & ((reads == ZERO_STATE_SLOT) == is_fresh))
             if len(ones):
@@ -109,32 +114,36 @@ class Segments:
 
     @classmethod
     def alike(cls, num_segments: int, length: int) -> Segments:
-        """Segments of one length, which go on from states at hand in the same order: all that a trace knows of them."""
+        """Create segments of equal length with initial states in their own order, as a trace needs them."""
         slots = np.arange(1, num_segments + 1, dtype=np.int32)
         return cls(np.arange(num_segments + 1, dtype=np.int32) * np.int32(length), slots, slots)
 
     @property
     def is_decode(self) -> bool:
-        """Whether every segment is one row that goes on from a state."""
+        """True if every segment is one row with an initial state."""
         return len(self.groups) == 1 and self.groups[0].length == 1 and not self.groups[0].is_fresh
 
     @cached_property
     def tables(self) -> tuple[mx.array, mx.array]:
-        """For kernels: ``cu_seqlens`` [B+1], and [B] which row of the states taken each segment goes on from, or -1."""
+        """Arrays for kernels: ``cu_seqlens`` [B+1], and [B] the index of each segment's initial state, or -1."""
         reads = [-1 if slot == ZERO_STATE_SLOT else index for index, slot in enumerate(self.reads)]
         return mx.array(self.cu_seqlens), mx.array(reads)
 
     def join(self, parts: Sequence[mx.array], axis: int = 1) -> mx.array:
-        """The groups' [b, ..., s at ``axis``, ...] as packed rows [N, ..., 1 at ``axis``, ...]."""
+        """Join the groups' arrays [b, ..., s at ``axis``, ...] to packed rows [N, ..., 1 at ``axis``, ...]."""
         rows = [p if g.length == 1 else p.swapaxes(0, axis) for p, g in zip(parts, self.groups, strict=True)]
         packed = rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=0)
         return packed if self._order is None else packed[self._order]
 
     def convolution_plan(self, keep: int) -> ConvolutionPlan:
-        """Args: keep: inputs that a segment keeps, the kernel's size less one."""
+        """Return the indices for a convolution.
+
+        Args:
+            keep: inputs that a segment keeps: the size of the convolution's kernel minus one.
+        """
         if keep not in self._plans:
             num_kept = len(self.reads) * keep
-            # All segments in one sequence, each after the inputs that it keeps from before.
+            # All segments form one sequence. Each segment follows the inputs that it kept from earlier steps.
             starts = self.cu_seqlens[:-1] + np.arange(len(self.reads)) * keep
             rows = np.repeat(starts + keep - self.cu_seqlens[:-1], self._lengths) + np.arange(self.num_rows)
             source = np.empty(self.num_rows + num_kept, np.int32)

@@ -1,4 +1,4 @@
-"""What a layer keeps of the requests it serves, by name, shape and type: known before any of it is allocated."""
+"""Specs of layer states: names, shapes and types of their arrays, known before allocation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metal_engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One row of an array: what is kept of one token, or of one request."""
+    """One row of an array: the data stored for one token, or for one request."""
 
     shape: tuple[int, ...]
     dtype: mx.Dtype
@@ -24,7 +24,7 @@ class ArraySpec:
 
 
 class StateSpec:
-    """What one layer keeps. A kind of state overrides what it has.
+    """Arrays that one layer stores. Each kind of state overrides the properties that apply to it.
 
     Attributes:
         dtype: type in which the layer computes.
@@ -34,28 +34,28 @@ class StateSpec:
 
     @property
     def token_arrays(self) -> Mapping[str, ArraySpec]:
-        """By name, what has a row for each token: in blocks, found through block tables."""
+        """Return, by name, the arrays with a row for each token. Their rows are in blocks, found via block tables."""
         return {}
 
     @property
     def request_arrays(self) -> Mapping[str, ArraySpec]:
-        """By name, what has a row for each request: as recurrent layers keep it."""
+        """Return, by name, the arrays with a row for each request, as recurrent layers have them."""
         return {}
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that the layer keeps of each token."""
+        """Return the bytes that the layer stores for each token."""
         return sum(array.nbytes for array in self.token_arrays.values())
 
     @property
     def bytes_per_request(self) -> int:
-        """Bytes that the layer keeps of each request, however long it is."""
+        """Return the bytes that the layer stores for each request, independent of its length."""
         return sum(array.nbytes for array in self.request_arrays.values())
 
 
 @dataclass(frozen=True)
 class KVSpec(StateSpec):
-    """Ordinary attention: a key and a value for each KV head of each token."""
+    """Ordinary attention: one key and one value per token and KV head."""
 
     num_kv_heads: int
     head_dim: int
@@ -71,7 +71,7 @@ class KVSpec(StateSpec):
 
     @property
     def latent_dim(self) -> None:
-        """Keys are no latents."""
+        """None: the keys are not latents."""
 
     def __str__(self) -> str:
         if self.head_dim != self.v_head_dim:
@@ -81,8 +81,11 @@ class KVSpec(StateSpec):
 
 @dataclass(frozen=True)
 class LatentSpec(StateSpec):
-    """Multi-head latent attention, as mlx-lm runs it on one token: one KV head, whose key is a latent vector of
-    ``latent_dim`` numbers followed by a position part of ``rope_dim``. The latent is the value, too."""
+    """Multi-head latent attention in mlx-lm's form for one token, with one KV head.
+
+    The key is a latent vector of ``latent_dim`` numbers, followed by a position part of ``rope_dim`` numbers. The
+    latent is also the value.
+    """
 
     latent_dim: int
     rope_dim: int
@@ -98,34 +101,34 @@ class LatentSpec(StateSpec):
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a key."""
+        """Return the length of a key."""
         return self.latent_dim + self.rope_dim
 
     @property
     def v_head_dim(self) -> int:
-        """Numbers of a value as it is read: all of the key."""
+        """Return the length of a value as it is read: the whole key."""
         return self.head_dim
 
     def __str__(self) -> str:
         return f"latent {self.latent_dim} + {self.rope_dim}"
 
 
-# Bits of a number, by the value of --kv-cache-dtype.
+# --kv-cache-dtype -> bits per number.
 _BITS = {"int8": 8, "int4": 4}
-# Numbers that share a scale and a bias, best first: of those that mx.quantize can.
+# Possible group sizes, best first. mx.quantize supports both.
 _GROUP_SIZES = (64, 32)
 
 
 @dataclass(frozen=True)
 class QuantizedKVSpec(StateSpec):
-    """Keys and values, or latents, kept as integers of a few bits: for each group of them a scale and a bias.
+    """Keys and values, or latents, stored as integers of a few bits, with a scale and a bias per group of numbers.
 
-    What :func:`mlx.core.quantize` makes of a row: ``keys`` uint32 [num_kv_heads, head_dim * bits / 32], and
-    ``key_scales`` and ``key_biases`` [num_kv_heads, head_dim / group_size]; so of ``values``, if there are any.
+    :func:`mlx.core.quantize` turns a row of keys into ``keys``, uint32 [num_kv_heads, head_dim * bits / 32], and
+    ``key_scales`` and ``key_biases``, each [num_kv_heads, head_dim / group_size]. Values, if any, are stored likewise.
 
     Attributes:
-        full: what would be kept unquantized.
-        bits: of a number.
+        full: spec of the unquantized state.
+        bits: bits per number.
         group_size: numbers of a head that share a scale and a bias.
     """
 
@@ -135,7 +138,7 @@ class QuantizedKVSpec(StateSpec):
 
     @property
     def dtype(self) -> mx.Dtype:  # type: ignore[override]
-        """Type in which the layer computes; also of scales and biases."""
+        """Type in which the layer computes, and type of the scales and biases."""
         return self.full.dtype
 
     @property
@@ -169,25 +172,25 @@ class QuantizedKVSpec(StateSpec):
 
 
 AttentionSpec = KVSpec | LatentSpec | QuantizedKVSpec
-"""What attention reads: it has ``num_kv_heads``, ``head_dim``, ``v_head_dim``; ``latent_dim``, or None."""
+"""Spec that attention reads, with ``num_kv_heads``, ``head_dim``, ``v_head_dim`` and ``latent_dim`` (or None)."""
 
 
 def quantized_names(name: str) -> tuple[str, str, str]:
-    """Names of the arrays that stand for ``keys`` or ``values``: of the integers, the scales and the biases."""
+    """Return the names of the arrays that replace ``keys`` or ``values``: integers, scales and biases."""
     one = name.removesuffix("s")
     return name, f"{one}_scales", f"{one}_biases"
 
 
 def unquantized(spec: StateSpec) -> StateSpec:
-    """What a layer would keep if its keys and values were not quantized."""
+    """Return the spec of a layer's state without quantization of keys and values."""
     return spec.full if isinstance(spec, QuantizedKVSpec) else spec
 
 
 def kv_cache_spec(spec: StateSpec, kv_cache_dtype: str) -> StateSpec:
-    """What a layer keeps with ``--kv-cache-dtype``: quantized, but for states that are not KV.
+    """Return the spec of a layer's state under ``--kv-cache-dtype``. Only KV and latents are quantized.
 
     Raises:
-        ConfigError: no group of numbers divides its heads.
+        ConfigError: no group size divides the sizes of the heads.
     """
     bits = _BITS.get(kv_cache_dtype)
     if bits is None or not isinstance(spec, KVSpec | LatentSpec):
@@ -198,16 +201,16 @@ def kv_cache_spec(spec: StateSpec, kv_cache_dtype: str) -> StateSpec:
     raise ConfigError(
         "--kv-cache-dtype",
         f"{kv_cache_dtype} quantizes groups of {' or '.join(map(str, _GROUP_SIZES))} numbers, which do not divide "
-        f"heads of this model ({spec}); choose auto",
+        f"the heads of this model ({spec}); choose auto",
     )
 
 
 @dataclass(frozen=True)
 class RecurrentSpec(StateSpec):
-    """A layer that carries a state from token to token: some arrays, of fixed size, for each request.
+    """A layer that carries a state from token to token: a few arrays of fixed size for each request.
 
     Attributes:
-        entries: what mlx-lm's cache of the layer keeps, in its order, without the batch axis.
+        entries: entries of mlx-lm's cache of the layer, in its order, without the batch axis.
     """
 
     entries: tuple[ArraySpec, ...]

@@ -1,7 +1,7 @@
-"""What a layer keeps, in arrays: plain keys and values, and latents (MLA); ``quantized`` has them in fewer bits.
+"""State of one layer as arrays: plain keys and values, or latents (MLA). ``quantized`` stores them in fewer bits.
 
-A kind of state owns its arrays, knows how a step's rows are written to them, and hands them out by name. Outside this
-package only attention backends, which read a state, know what it is made of.
+Each class owns its arrays, writes a step's rows to them, and returns them by name. Outside this package, only attention
+backends, which read a state, depend on its contents.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from metal_engine.kv_cache.writes import HasWrites
 
 @dataclass(frozen=True)
 class StateSnapshot:
-    """What a layer keeps at some time; :meth:`LayerState.restore` goes back to it.
+    """State of a layer at one time. :meth:`LayerState.restore` restores it.
 
     Attributes:
-        arrays: by name.
-        pending: what its kind of state has beside that.
+        arrays: arrays by name.
+        pending: additional data of the kind of state, such as pending recurrent states.
     """
 
     arrays: dict[str, mx.array]
@@ -30,12 +30,12 @@ class StateSnapshot:
 
 
 class LayerState(Protocol):
-    """What one layer keeps of all requests.
+    """State that one layer stores for all requests.
 
     Attributes:
-        spec: its arrays by name, with the bytes of a token and of a request.
-        arrays: the arrays themselves, [num_slots, ...] for those of tokens, [1 + num_state_slots, ...] for those of
-            requests; empty while nothing is allocated.
+        spec: specs of the arrays by name, with the bytes per token and per request.
+        arrays: the arrays: [num_slots, ...] with rows for tokens, or [1 + num_state_slots, ...] with rows for requests.
+            Empty before allocation.
     """
 
     @property
@@ -45,7 +45,7 @@ class LayerState(Protocol):
     def arrays(self) -> dict[str, mx.array]: ...
 
     def allocate(self, num_blocks: int, block_size: int, num_state_slots: int) -> None:
-        """Make the arrays, all zeros, in place of those there are."""
+        """Allocate the arrays, filled with zeros, and drop earlier arrays."""
         ...
 
     def release(self) -> None:
@@ -53,24 +53,24 @@ class LayerState(Protocol):
         ...
 
     def snapshot(self) -> StateSnapshot:
-        """The arrays as they are now. While it is held, a step that is evaluated copies them."""
+        """Return the current arrays. While the snapshot exists, evaluating a step copies them."""
         ...
 
     def restore(self, snapshot: StateSnapshot) -> None:
-        """Go back to a snapshot, which nothing has been written to since."""
+        """Restore a snapshot. The snapshot's arrays must not have been written to since."""
         ...
 
     def block_arrays(self) -> dict[str, mx.array]:
-        """The arrays of tokens by block, each [num_blocks, block_size, ...], not copied."""
+        """Return the arrays with rows for tokens by block, each [num_blocks, block_size, ...], without copying."""
         ...
 
     def writes_done_marker(self) -> list[mx.array]:
-        """Arrays that are there when all that steps have written is."""
+        """Return arrays whose evaluation executes all writes of steps."""
         ...
 
 
 class TokenState:
-    """Arrays that have a row for each token: the pool's blocks one after the other, so that a slot is a row."""
+    """State with a row for each token. The pool's blocks are contiguous, so that a slot is the index of a row."""
 
     def __init__(self, spec: StateSpec) -> None:
         self.spec = spec
@@ -103,24 +103,24 @@ class TokenState:
         return array.reshape(-1, self._block_size, *array.shape[1:])
 
     def write(self, step: HasWrites, rows: Mapping[str, mx.array]) -> None:
-        """Write what a step has computed, [N, ...] for each array by name, to where the step says."""
-        # A write is in place when nothing else holds the old array, which MLX sees when the step runs. So the array
-        # is taken out first: it has one owner at a time.
+        """Write a step's computed rows, [N, ...] for each array by name, to the slots in ``step.writes``."""
+        # A write is in place if nothing else references the old array, which MLX checks when the step runs. The array
+        # is therefore popped first, to have a single owner.
         for name, values in self.encode(rows).items():
             array = self.arrays.pop(name)
-            # Assignment to elements changes what an object stands for, and snapshots have this one: so to another
-            # object, over the same memory.
+            # Assignment to elements changes the array object, which snapshots may hold. reshape makes a new object over
+            # the same memory.
             self.arrays[name] = step.writes.write(array.reshape(array.shape), values)
 
     def encode(self, rows: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """What is kept of computed rows, [N, ...] for each array by name."""
+        """Convert computed rows, [N, ...] for each array by name, to their stored form."""
         return {name: values.astype(self.arrays[name].dtype) for name, values in rows.items()}
 
 
 class KVState(TokenState):
     """Keys and values of one layer: ``keys`` [num_slots, num_kv_heads, head_dim], ``values`` with ``v_head_dim``.
 
-    Attention backends read them through the methods here, in float32 where they compute in it.
+    Attention backends that compute in float32 read them through the methods below.
     """
 
     spec: AttentionSpec
@@ -149,7 +149,7 @@ class KVState(TokenState):
         return _gather_heads(self.keys, head_rows), _gather_heads(self.values, head_rows)
 
     def read_tokens(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
-        """All heads of tokens as one row each; a slice of slots is read where it is.
+        """Return all heads of each token as one row. A slice of slots is read without gathering.
 
         Returns:
             Keys [*slots.shape, num_kv_heads * head_dim] and values [..., num_kv_heads * v_head_dim], float32.
@@ -158,9 +158,9 @@ class KVState(TokenState):
 
 
 class LatentState(KVState):
-    """Latents of one layer: a key is the latent and its position part, and the value is all of the key.
+    """Latents of one layer. A key consists of the latent and its position part; the value is the whole key.
 
-    Attention's output over such values begins with the one over the latents; its reader cuts off the rest.
+    The output of attention over such values starts with the output over the latents. The caller slices off the rest.
     """
 
     spec: LatentSpec

@@ -1,6 +1,6 @@
-"""Three ways to write a step's packed rows into arrays that have a row for each slot of the pool.
+"""Ways to write a step's packed rows into arrays that have a row for each slot of the pool.
 
-All leave the same contents. Which one is used is decided once, for an engine, by :func:`choose_writes`.
+All ways give the same contents. :func:`choose_writes` selects one of them once per engine.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 
 from metal_engine.device.info import computes_on_cpu
 
-# Rows from which a run is written as a slice: one slice costs as much as writing about ten rows by slot (CPU).
+# Minimum length of a run that is written as a slice. On a CPU, one slice costs as much as ten rows written by slot.
 MIN_RUN = 16
 
 
 class Writes(Protocol):
-    """Where the rows of one step go; used for every array of every layer."""
+    """Destinations of the rows of one step, used for every array of every layer."""
 
     def write(self, array: mx.array, rows: mx.array) -> mx.array:
-        """``array`` [num_slots, ...] with ``rows`` [N, ...] written to their slots.
+        """Return ``array`` [num_slots, ...] with ``rows`` [N, ...] written to their slots.
 
         The write is in place if the caller keeps no other reference to ``array`` until the step is evaluated.
         """
@@ -29,18 +29,18 @@ class Writes(Protocol):
 
 
 class HasWrites(Protocol):
-    """What the states of tokens need of a step: a ``StepRows``, or what a trace knows of one."""
+    """Part of a step that the states of tokens need: implemented by ``StepRows``, and by ``TracedRows`` in a trace."""
 
     @property
     def writes(self) -> Writes: ...
 
 
 MakeWrites = Callable[[np.ndarray, int], Writes]
-"""From the slots of a step's rows, [N] int32, and the block size to the way in which they are written."""
+"""Creates the ``Writes`` of a step from the slots of its rows, [N] int32, and the block size."""
 
 
 class SlotWrites:
-    """Writes row by row, as one scatter; of several rows those that are given, else all."""
+    """Writes rows as one scatter: the rows with the given indices, or all rows."""
 
     def __init__(self, slots: np.ndarray, block_size: int, rows: np.ndarray | None = None) -> None:
         self._slots = mx.array(slots if rows is None else slots[rows])  # [M]
@@ -53,7 +53,7 @@ class SlotWrites:
 
 
 class TracedWrites:
-    """Writes all rows as one scatter, to slots that a trace knows as an array, [N] int32."""
+    """Writes all rows as one scatter, to slots in an array, [N] int32, that is an input of a trace."""
 
     def __init__(self, slots: mx.array) -> None:
         self._slots = slots
@@ -64,7 +64,7 @@ class TracedWrites:
 
 
 class BlockWrites:
-    """Writes the rows that fill whole blocks block by block: for a GPU under page-aligned scheduling."""
+    """Writes rows that fill whole blocks block by block: for a GPU under page-aligned scheduling."""
 
     def __init__(self, slots: np.ndarray, block_size: int) -> None:
         self._block_size = block_size
@@ -82,7 +82,7 @@ class BlockWrites:
 
 
 class RunWrites:
-    """Writes rows with consecutive slots as slices: fastest on a CPU, whole blocks or not."""
+    """Writes rows with consecutive slots as slices: fastest on a CPU, even if the rows do not fill blocks."""
 
     def __init__(self, slots: np.ndarray, block_size: int) -> None:
         runs = consecutive_runs(slots, MIN_RUN)  # [num_runs, 3]
@@ -97,7 +97,7 @@ class RunWrites:
 
 
 def _others(slots: np.ndarray, written: np.ndarray) -> np.ndarray | None:
-    """Returns the rows left to write one by one, [M] int32; None if that is every row."""
+    """Return the rows that remain to be written one by one, [M] int32; None if all rows remain."""
     if len(written) == 0:
         return None
     is_other = np.ones(len(slots), bool)
@@ -106,21 +106,25 @@ def _others(slots: np.ndarray, written: np.ndarray) -> np.ndarray | None:
 
 
 def choose_writes(*, page_aligned: bool) -> MakeWrites:
-    """The fastest way on this device; a GPU wants one launch for all rows, and by block only where many fill some."""
+    """Return the fastest way to write rows on this device.
+
+    A GPU writes all rows in one launch. It writes by block only under page-aligned scheduling, when many rows fill
+    whole blocks.
+    """
     if computes_on_cpu():
         return RunWrites
     return BlockWrites if page_aligned else SlotWrites
 
 
 def consecutive_runs(numbers: np.ndarray, min_length: int = 1) -> np.ndarray:
-    """Where numbers (slots, blocks) follow each other: [num_runs, 3] of first index, length, first number."""
+    """Return runs of consecutive numbers (slots or blocks), [num_runs, 3]: first index, length, first number."""
     starts = np.flatnonzero(np.concatenate([[True], np.diff(numbers) != 1]))
     runs = np.stack([starts, np.diff(starts, append=len(numbers)), numbers[starts]], axis=1)
     return runs[runs[:, 1] >= min_length]
 
 
 def whole_block_rows(slots: np.ndarray, block_size: int) -> np.ndarray:
-    """The packed rows that fill whole blocks, [W, block_size] int32: one row of the result for each block."""
+    """Return the packed rows that fill whole blocks, [W, block_size] int32, with one row of the result per block."""
     runs = consecutive_runs(slots)
     left_in_run = np.repeat(runs[:, 0] + runs[:, 1], runs[:, 1]) - np.arange(len(slots))
     starts = np.flatnonzero((slots % block_size == 0) & (left_in_run >= block_size))

@@ -1,4 +1,4 @@
-"""Makes both halves of a KV connector for a loaded model."""
+"""Creates both halves of a KV connector for a loaded model."""
 
 from __future__ import annotations
 
@@ -34,28 +34,29 @@ def connect_kv(
     specs: Sequence[StateSpec],
     tuned: Sequence[str] = (),
 ) -> tuple[KVConnectorScheduler, KVConnectorRunner, str]:
-    """Open the store, and make both halves of the connector; with them comes the fingerprint of the KV.
+    """Open the store and create both halves of the connector. Return them with the fingerprint of the KV.
 
     Args:
+        transfer: settings of KV transfer.
         block_size: tokens of a block.
-        name: the model's, for the error.
-        parameters: the model's weights, which the fingerprint names.
+        name: name of the model, for the error message.
+        parameters: the model's weights, which the fingerprint covers.
         config: the model's ``config.json``.
-        specs: what each layer keeps.
+        specs: spec of each layer's state.
         tuned: choices of attention tuning that differ from the default. They change the bits of KV.
 
     Raises:
-        ConfigError: the model keeps nothing that a block could have.
+        ConfigError: the model has no KV that can be stored in blocks, or the store cannot be used.
     """
     parts, of_states = block_parts(specs, block_size), state_parts(specs)
     if not parts:
-        raise ConfigError(transfer.flag, f"{name} keeps no KV, only states: there are no blocks to save to a store")
+        raise ConfigError(transfer.flag, f"{name} has no KV, only recurrent state: there are no blocks to save")
     weights = cast("list[tuple[str, mx.array]]", tree_flatten(parameters))
     fingerprint = kv_fingerprint(weights, config, block_size, [*parts, *of_states], tuned)
     if tuned:
         logger.info(
-            "stored KV is shared only with engines that have the same attention tuning; --attention-tuning never turns "
-            "tuning off"
+            "stored KV is shared only with engines that have the same attention tuning; use --attention-tuning never "
+            "to turn tuning off"
         )
     layout = BlockLayout(parts, fingerprint)
     state_layout = BlockLayout(of_states, fingerprint) if of_states else None

@@ -1,4 +1,4 @@
-"""A name for everything that KV depends on besides tokens: KV of one name may be used by whoever has the same."""
+"""Fingerprint of everything except tokens that KV depends on. Engines with equal fingerprints can share KV."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from metal_engine.kv_transfer.layout import FORMAT_VERSION, KVPart
 
-# Keys of a model's config.json that say where it came from, not what it computes.
+# Keys of a model's config.json that describe its origin and do not affect its computation.
 _IRRELEVANT = ("_name_or_path", "transformers_version", "torch_dtype", "architectures", "use_cache")
 _SAMPLES = 4096
 
@@ -24,15 +24,15 @@ def kv_fingerprint(
     parts: Sequence[KVPart],
     tuned: Sequence[str] = (),
 ) -> str:
-    """Returns a name in hex digits: engines whose KV for the same tokens could differ get different names.
+    """Return a fingerprint in hex digits. Engines whose KV for the same tokens could differ get different fingerprints.
 
     Args:
-        weights: the model's parameters by name, as they are computed with. All of each counts, as sums of the bits
-            of its rows, and some elements as they are.
-        model_config: of the checkpoint: rope settings, windows, numbers of heads and layers.
+        weights: the model's parameters by name, as loaded. The hash covers the sum of the bits of each row, and a
+            sample of the elements.
+        model_config: config of the checkpoint: rope settings, windows, numbers of heads and layers.
         block_size: tokens per block.
-        parts: what a block is made of: layers, heads, types.
-        tuned: choices of attention that differ from the default.
+        parts: arrays of a block with their layers, shapes and dtypes.
+        tuned: choices of attention tuning that differ from the default.
     """
     digest = sha256(f"kv format {FORMAT_VERSION}".encode())
     for name, array in sorted(weights, key=lambda named: named[0]):

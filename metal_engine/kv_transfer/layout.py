@@ -1,7 +1,7 @@
-"""How a block of KV becomes bytes: what is in it, in which order, and the form in which it is stored.
+"""Byte layout of a block of KV: its parts, their order, and the format of a stored block.
 
-A stored block is a safetensors file of its layers' K and V. Its metadata says whose it is and carries a checksum
-of everything, so that a block that is cut short, altered, misplaced or of another model is told from a good one.
+A stored block is a safetensors file with the K and V of all layers. Its metadata identifies the block and contains a
+checksum of everything. A block that is truncated, altered, misplaced or from another model is thereby detected.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ FORMAT_VERSION = "1"
 
 
 def state_key(block_hash: bytes) -> bytes:
-    """The hash under which a store has the recurrent state after a block."""
+    """Return the store key of the recurrent state after a block."""
     return sha256(b"state after " + block_hash).digest()
 
 
 class CorruptBlockError(Exception):
-    """Stored bytes are not the block they should be; the message says in which way."""
+    """Stored bytes are not the expected block. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class KVPart:
-    """One named array of one layer in a block, ``shape`` is [block_size, ...]; or in a state, [1, ...].
+    """One named array of one layer. Its ``shape`` is [block_size, ...] in a block and [1, ...] in a recurrent state.
 
-    ``dtype`` is NumPy's name of the type, or ``bfloat16``; ``nbytes`` counts the whole part.
+    ``dtype`` is NumPy's name of the type, or ``bfloat16``. ``nbytes`` is the size of the whole array.
     """
 
     name: str
@@ -40,23 +40,23 @@ class KVPart:
 
 
 class BlockLayout:
-    """Where the parts of a block lie in its bytes, and its form in a store.
+    """Positions of the parts in a block's bytes, and the stored format of the block.
 
     Args:
-        parts: of every layer; names are unique.
-        fingerprint: names what the contents of a block depend on besides the tokens, as hex digits.
+        parts: parts of all layers, with unique names.
+        fingerprint: fingerprint, in hex digits, of everything that the contents of a block depend on except tokens.
 
     Attributes:
         nbytes: length of a block's data.
-        offsets: part name -> (first byte, one past the last) in the data.
-        parts: in that order.
-        max_stored_bytes: no stored block of this layout is longer.
+        offsets: part name -> (first byte, one past the last byte) in the data.
+        parts: the parts in the order of their data.
+        max_stored_bytes: upper limit on the length of a stored block.
     """
 
     def __init__(self, parts: Sequence[KVPart], fingerprint: str) -> None:
         self.fingerprint = fingerprint
         self.nbytes = sum(part.nbytes for part in parts)
-        # The library decides on the order and the header; a block of zeros shows them.
+        # The safetensors library chooses the order and the header. Serializing a block of zeros reveals them.
         header, start = _read_header(_serialize_zeros(parts))
         header.pop("__metadata__", None)
         self.offsets = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
@@ -66,7 +66,7 @@ class BlockLayout:
         self.max_stored_bytes = start + self.nbytes + 1024
 
     def encode(self, block_hash: bytes, data: np.ndarray) -> bytes:
-        """The stored form of a block whose data is uint8 [nbytes]."""
+        """Return the stored format of a block whose data is uint8 [nbytes]."""
         assert data.dtype == np.uint8 and data.shape == (self.nbytes,) and data.flags.c_contiguous
         metadata = {
             "format": FORMAT_VERSION,
@@ -74,17 +74,17 @@ class BlockLayout:
             "block_hash": block_hash.hex(),
             "checksum": self._checksum(block_hash, data),
         }
-        # Put together here: the library would copy the data twice, with Python's lock.
+        # Assembled here: the library would copy the data twice while it holds the GIL.
         text = '{"__metadata__":' + json.dumps(metadata, separators=(",", ":")) + "," + self._tensors_json[1:]
         header = text.encode()
         header += b" " * (-len(header) % 8)  # so that the data is aligned
         return b"".join((len(header).to_bytes(8, "little"), header, data.data))
 
     def decode(self, block_hash: bytes, stored: bytes) -> np.ndarray:
-        """The data of a stored block, uint8 [nbytes], read-only.
+        """Return the data of a stored block, uint8 [nbytes], read-only.
 
         Raises:
-            CorruptBlockError: it is not, or no longer, that block.
+            CorruptBlockError: the bytes are not that block, or are damaged.
         """
         header, start = _read_header(stored)
         metadata = header.pop("__metadata__", None)
@@ -98,7 +98,7 @@ class BlockLayout:
             if metadata.get(key) != wanted:
                 raise CorruptBlockError(f"its {key} is {metadata.get(key)!r}, not {wanted!r}")
         if header != self._tensors:
-            raise CorruptBlockError("its tensors are not those of this model")
+            raise CorruptBlockError("its tensors do not match this model's")
         if len(stored) - start != self.nbytes:
             raise CorruptBlockError(f"it has {len(stored) - start} bytes of data, not {self.nbytes}")
         data = np.frombuffer(stored, np.uint8, offset=start)
@@ -122,14 +122,14 @@ def _serialize_zeros(parts: Sequence[KVPart]) -> bytes:
 
 
 def _read_header(stored: bytes) -> tuple[dict, int]:
-    """A safetensors header and where the data after it begins. Raises CorruptBlockError."""
+    """Return a safetensors header and the position where its data begins. Raises CorruptBlockError."""
     length = int.from_bytes(stored[:8], "little")
     if len(stored) < 8 or length > len(stored) - 8:
-        raise CorruptBlockError(f"it is cut short, at {len(stored)} bytes")
+        raise CorruptBlockError(f"it is truncated at {len(stored)} bytes")
     try:
         header = json.loads(stored[8 : 8 + length])
     except (ValueError, RecursionError) as error:
         raise CorruptBlockError("its header is not JSON") from error
     if not isinstance(header, dict):
-        raise CorruptBlockError("its header is no table")
+        raise CorruptBlockError("its header is not a JSON object")
     return header, 8 + length

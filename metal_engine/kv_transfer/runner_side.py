@@ -1,7 +1,7 @@
-"""The connector as the runner sees it: blocks go between the KV cache and host memory here, in the engine's thread.
+"""Runner half of the KV connector: copies blocks between the KV cache and host memory, in the engine thread.
 
-Both ways are by whole blocks and part of the step's own work: loaded blocks are written into the cache before the step
-is given to the device, and saved ones are gathered after its forward, with the step's results.
+Both directions copy whole blocks as part of a step. Loaded blocks are written into the cache before the step is
+dispatched. Saved blocks are gathered after the step's forward pass, together with its results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def block_parts(specs: Sequence[StateSpec], block_size: int) -> list[KVPart]:
-    """Returns the parts that a block of layers with these specs is made of."""
+    """Return the parts of a block for layers with these specs."""
     parts = []
     for index, spec in enumerate(specs):
         for name, array in spec.token_arrays.items():
@@ -35,7 +35,7 @@ def block_parts(specs: Sequence[StateSpec], block_size: int) -> list[KVPart]:
 
 
 def state_parts(specs: Sequence[StateSpec]) -> list[KVPart]:
-    """Returns the parts that a recurrent state of layers with these specs is made of; none for models without."""
+    """Return the parts of a recurrent state for layers with these specs; an empty list if no layer is recurrent."""
     parts = []
     for index, spec in enumerate(specs):
         for name, array in spec.request_arrays.items():
@@ -50,7 +50,7 @@ def _part_name(layer_index: int, name: str) -> str:
 
 @dataclass
 class StepLoads:
-    """What is on its way into the cache.
+    """Blocks and recurrent states that a step loads into the cache.
 
     Attributes:
         blocks: block id -> contents, uint8 [bytes of a block].
@@ -66,12 +66,12 @@ class StepLoads:
 
 @dataclass
 class StepSaves:
-    """Blocks and states on their way out of the cache: gathered by the step, not yet computed.
+    """Blocks and recurrent states that a step saves. The step gathers them as lazy arrays.
 
     Attributes:
-        hashes: of the blocks.
-        state_hashes: of the blocks that states follow.
-        arrays: part name -> [S, bytes of the part] uint8; evaluated with the step.
+        hashes: hashes of the blocks.
+        state_hashes: for each state, the hash of the block that it follows.
+        arrays: part name -> [S, bytes of the part] uint8, evaluated with the step.
     """
 
     hashes: list[bytes]
@@ -80,12 +80,12 @@ class StepSaves:
 
 
 class KVConnectorRunner:
-    """Called by the model runner before and after each forward.
+    """Connector half that the model runner calls before and after each forward pass.
 
     Args:
-        transfer: takes blocks to be saved.
-        layout: what a block is.
-        state_layout: what a recurrent state is; None for models without.
+        transfer: receives the blocks to save.
+        layout: layout of a block.
+        state_layout: layout of a recurrent state; None for models without recurrent states.
     """
 
     def __init__(self, transfer: KVTransfer, layout: BlockLayout, state_layout: BlockLayout | None = None) -> None:
@@ -98,7 +98,7 @@ class KVConnectorRunner:
         self._saves = StepSaves([])
 
     def bind_connector_metadata(self, meta: KVConnectorMetadata | None) -> None:
-        """Note what the step that is about to be built loads and saves; None: nothing."""
+        """Set the loads and saves of the step that is about to be built. None means no loads and saves."""
         meta = meta or KVConnectorMetadata()
         self._loads = StepLoads(dict(meta.loads), dict(meta.state_loads))
         self._save_ids = mx.array([block_id for _, block_id in meta.saves]) if meta.saves else None
@@ -109,32 +109,33 @@ class KVConnectorRunner:
         self._transfer.stats.add(states_loaded=len(meta.state_loads))
 
     def take_loads(self) -> StepLoads:
-        """Returns what the step loads, for :meth:`write_loaded_blocks`, and keeps nothing of it."""
+        """Return the loads of the step, for :meth:`write_loaded`, and clear them here."""
         loads, self._loads = self._loads, StepLoads()
         return loads
 
     def write_loaded(self, layer_index: int, arrays: dict[str, mx.array], loads: StepLoads) -> None:
-        """Write what was loaded into a layer's arrays, given by name as [slots, ...], before the step runs.
+        """Write loaded blocks and states into a layer's arrays, given by name as [slots, ...], before the step runs.
 
-        Called when the device is done with the step before and has not been given this one. So the host can write to
-        the arrays' memory directly, which costs a fifth of a scatter with its host arrays, indices and copies.
+        Called after the device has finished the previous step and before this step is dispatched. The host can
+        therefore write to the arrays' memory directly. A scatter, with its host arrays, indices and copies, would cost
+        five times as much.
         """
         for name, array in arrays.items():
             part = _part_name(layer_index, name)
-            # An array is of tokens, by blocks, or of requests, by slots.
+            # An array is indexed by blocks if it has rows for tokens, or by slots if it has rows for requests.
             is_block = part in self._layout.offsets
             layout = self._layout if is_block else self._state_layout
             rows = loads.blocks if is_block else loads.states
             if layout is None or not rows:
                 continue
             start, stop = layout.offsets[part]
-            memory = np.array(array.view(mx.uint8), copy=False)  # the array's own
+            memory = np.array(array.view(mx.uint8), copy=False)  # a view of the array's memory
             by_row = memory.reshape(-1, stop - start)  # [num_blocks or 1 + num_slots, bytes]
             for row, data in rows.items():
                 by_row[row] = data[start:stop]
 
     def save_kv_layer(self, layer_index: int, layer: LayerState) -> None:
-        """Begin to save a layer: gather its part of what is to be saved, as the forward leaves it."""
+        """Gather a layer's part of the blocks and states to save, in their form after the forward pass."""
         if self._save_ids is not None:
             for name, array in layer.block_arrays().items():
                 blocks = array[self._save_ids].reshape(len(self._saves.hashes), -1)
@@ -145,30 +146,30 @@ class KVConnectorRunner:
                 self._saves.arrays[_part_name(layer_index, name)] = states.view(mx.uint8)
 
     def take_saves(self) -> StepSaves:
-        """Returns what the step saves, to be evaluated with it, and keeps nothing of it."""
+        """Return the saves of the step, to be evaluated with it, and clear them here."""
         self._save_ids, self._save_slots = None, []
         saves, self._saves = self._saves, StepSaves([])
         return saves
 
     def hand_over_saves(self, saves: StepSaves) -> None:
-        """Give what a step saved to the threads that write it, after it has been evaluated; does not wait for them."""
+        """Pass a step's evaluated saves to the threads that write them, without waiting for the threads."""
         try:
             if saves.hashes:
                 self._transfer.save(saves.hashes, _joined(saves, len(saves.hashes), self._layout))
             if saves.state_hashes and self._state_layout is not None:
                 states = _joined(saves, len(saves.state_hashes), self._state_layout)
                 self._transfer.save_states(saves.state_hashes, states)
-        except Exception:  # no memory, say: the step itself is well, and its tokens are not to be lost
+        except Exception:  # such as a lack of memory: the step succeeded, so its tokens must be kept
             logger.exception("KV of %d blocks is not saved", len(saves.hashes))
             self._transfer.stats.add(blocks_failed=len(saves.hashes))
 
     def close(self) -> None:
-        """Write the saves that wait, within the configured time, and stop the threads."""
+        """Write the queued saves within the configured time, then stop the threads."""
         self._transfer.close()
 
 
 def _joined(saves: StepSaves, count: int, layout: BlockLayout) -> np.ndarray:
-    """The parts of what is saved put together, uint8 [count, bytes of one]."""
+    """Concatenate the parts of the saved blocks or states: uint8 [count, bytes of one block or state]."""
     data = np.empty((count, layout.nbytes), np.uint8)
     for part, (start, stop) in layout.offsets.items():
         data[:, start:stop] = np.array(saves.arrays[part], copy=False)

@@ -1,4 +1,4 @@
-"""Blocks on their way to a store: a bounded queue, and the thread that writes what is in it."""
+"""Bounded queue of blocks to save to a store, and the thread that writes them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from metal_engine.kv_transfer.stores.base import KVStore, StoreError, StoreRest
 
 logger = logging.getLogger(__name__)
 
-# The most that saving takes of one core, beside its low priority: decoding goes on while half a gigabyte of KV is
-# written. Loading is not held up so: somebody waits for it.
+# Upper limit on the fraction of one core that saving takes, besides its low priority: decoding must continue while half
+# a gigabyte of KV is written. Loading has no such limit, because requests wait for it.
 _SAVE_CPU_SHARE = 1 / 3
 
 
 class SaveQueue:
-    """Writes blocks in the order in which they are queued. What has no room is dropped, never waited for.
+    """Queue that writes blocks in the order in which they are added. Blocks that do not fit are dropped at once.
 
     Args:
-        store: where blocks are written.
+        store: store that receives the blocks.
         max_bytes: host memory for blocks that wait to be written.
-        bytes_per_call: about what is written in one call of the store.
-        stats: counted in here.
-        clock: seconds, for the rest of a store that failed.
+        bytes_per_call: approximate number of bytes to write in one call of the store.
+        stats: counters to update.
+        clock: returns seconds, for the pause after a failure of the store.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SaveQueue:
         self._bytes_per_call = bytes_per_call
         self._stats = stats
         self._rest = StoreRest(clock)
-        # Everything below is guarded by this.
+        # The condition guards all attributes below.
         self._condition = threading.Condition()
         self._waiting: deque[tuple[BlockLayout, list[bytes], np.ndarray]] = deque()
         self._num_bytes = 0
@@ -51,7 +51,7 @@ class SaveQueue:
         self._thread.start()
 
     def grant(self, num_blocks: int, layout: BlockLayout) -> int:
-        """Returns how many of these blocks the queue has room for now. The others count as dropped."""
+        """Return how many of these blocks the queue has room for now. The remaining blocks count as dropped."""
         room = 0
         if self._rest.is_over and not self._closing:
             room = max(0, self._max_bytes - self._num_bytes) // layout.nbytes
@@ -61,7 +61,7 @@ class SaveQueue:
         return granted
 
     def put(self, hashes: Sequence[bytes], data: np.ndarray, layout: BlockLayout) -> None:
-        """Queue blocks to be written; ``data`` is uint8 [len(hashes), block bytes] and must not change."""
+        """Queue blocks to be written. ``data`` is uint8 [len(hashes), block bytes] and must not change."""
         assert data.dtype == np.uint8 and data.shape == (len(hashes), layout.nbytes)
         with self._condition:
             self._waiting.append((layout, list(hashes), data))
@@ -69,7 +69,7 @@ class SaveQueue:
             self._condition.notify_all()
 
     def flush(self, timeout: float) -> bool:
-        """Wait until everything queued has been written, or given up; whether that was within ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds for all queued blocks. Return True if all were written or have failed."""
         with self._condition:
             if timeout <= 0:
                 return self._num_bytes == 0
@@ -81,7 +81,7 @@ class SaveQueue:
                 self._num_flushing -= 1
 
     def close(self, timeout: float) -> bool:
-        """Write what is queued, for ``timeout`` seconds at most, then stop the thread; whether it has ended."""
+        """Write the queued blocks for at most ``timeout`` seconds, then stop the thread. Return True if it ended."""
         self._closing = True
         is_flushed = self.flush(timeout)
         with self._condition:
@@ -93,7 +93,7 @@ class SaveQueue:
         self._thread.join(1.0)
         return not self._thread.is_alive()
 
-    # --- the thread -----------------------------------------------------------------------------------------
+    # --- writer thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         lower_thread_priority()
@@ -109,7 +109,7 @@ class SaveQueue:
                 used = time.thread_time()
                 self._write(layout, hashes[start:stop], data[start:stop])
                 used = time.thread_time() - used
-                with self._condition:  # those who wait for the end of all saves have nothing else to do
+                with self._condition:  # no pause while a caller of flush() waits
                     pause = used * (1 / _SAVE_CPU_SHARE - 1)
                     self._condition.wait_for(lambda: self._num_flushing > 0 or self._closed, pause)
                 if self._closed:
@@ -121,7 +121,7 @@ class SaveQueue:
             del data
 
     def _write(self, layout: BlockLayout, hashes: list[bytes], data: np.ndarray) -> None:
-        """Write those of some blocks that the store does not have."""
+        """Write the blocks that the store does not have yet."""
         if not self._rest.is_over:
             self._stats.add(blocks_dropped=len(hashes))
             return
@@ -135,7 +135,7 @@ class SaveQueue:
             if new:
                 self._store.put(new)
         except Exception as error:
-            # What is not saved is computed again another day; the thread must live on.
+            # Unsaved blocks can be computed again. The thread must survive any error.
             if isinstance(error, StoreError):
                 logger.warning("KV store: %s", error)
             else:

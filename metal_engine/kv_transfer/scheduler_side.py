@@ -1,8 +1,9 @@
-"""The connector as the scheduler sees it: which KV a request gets from the store, and which it gives.
+"""Scheduler half of the KV connector: decides which KV a request loads from the store, and which KV it saves.
 
-The roles are vLLM's, and so are the names where they mean the same. One thing differs: KV is loaded into host memory
-first, and blocks are allocated when it is there. So a request that waits for KV holds no blocks and is aborted by
-forgetting it. Its KV, whole or partial, goes into the cache at the beginning of the step that computes the rest.
+The roles come from vLLM, as do the names of equivalent things. One thing differs: KV is first loaded into host memory,
+and blocks are allocated after it has arrived. A request that waits for KV therefore holds no blocks, and can be aborted
+without cleanup in the pool. At the start of the step that computes the rest, its loaded KV is written into the cache,
+even if only a part has arrived.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from metal_engine.kv_transfer.transfer import KVTransfer, LoadTicket
 from metal_engine.request import Request
 from metal_engine.step import KVConnectorMetadata
 
-# Planning a step waits up to so many seconds for the store's first answer about requests that have just come. The
-# store knows nothing of most of them, and those then need not miss the step.
+# Planning a step waits up to this many seconds for the store's first response about new requests. For most requests the
+# store has nothing, and a request without stored KV can then join the step at once.
 ANSWER_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What of a request's beginning is not here.
+    """Part of a request's KV that is missing from the local cache.
 
     Attributes:
-        prefix: hashes of the blocks that are, before the first one that is not.
-        blocks: hashes of the others that it could begin with, in order.
-        state: whether it lacks a recurrent state for the end of them.
-        min_state_blocks: a producer of the same prompt leaves a state after so many blocks.
+        prefix: hashes of the local blocks before the first missing block.
+        blocks: hashes of the missing blocks that the request can reuse, in order.
+        state: True if the recurrent state after these blocks is missing.
+        min_state_blocks: number of blocks after which a producer of the same prompt saves a state.
     """
 
     prefix: Sequence[bytes]
@@ -43,24 +44,24 @@ class Missing:
 
 @dataclass(slots=True)
 class _Arrived:
-    """What the store gave for a request that waits to be admitted; it takes host memory until then."""
+    """KV from the store for a request that waits to be admitted. It occupies host memory until admission."""
 
     ticket: LoadTicket
-    blocks: dict[bytes, np.ndarray]  # by hash
-    state: tuple[bytes, np.ndarray] | None  # of the block it follows the hash, and the state itself
+    blocks: dict[bytes, np.ndarray]  # block hash -> block
+    state: tuple[bytes, np.ndarray] | None  # hash of the block that the state follows, and the state
 
 
 class KVConnectorScheduler:
-    """Called by the scheduler, in the engine's thread; never waits for the store beyond ``ANSWER_SECONDS``.
+    """Connector half that the scheduler calls in the engine thread. Waits for the store up to ``ANSWER_SECONDS``.
 
     Args:
         transfer: moves blocks between the store and host memory.
         config: role, policy and deadlines.
-        stats: counted in here.
+        stats: counters to update.
 
     Attributes:
-        failed_loads: request id -> why its load failed, under the policy ``fail``. The engine ends these requests;
-            :meth:`forget_request` takes them out.
+        failed_loads: request id -> reason for a failed load, if the policy is ``fail``. The engine ends these requests,
+            and :meth:`forget_request` removes their entries.
     """
 
     def __init__(self, transfer: KVTransfer, config: KVTransferConfig, stats: KVTransferStats) -> None:
@@ -70,20 +71,21 @@ class KVConnectorScheduler:
         self._transfer = transfer
         self._tickets: dict[str, LoadTicket] = {}
         self._unanswered: list[LoadTicket] = []
-        self._arrived: dict[str, _Arrived] = {}  # of requests that wait to be admitted
+        self._arrived: dict[str, _Arrived] = {}  # request id -> KV of a request that waits to be admitted
         # Hashes of running requests' blocks that came from the store.
         self._from_store: dict[str, set[bytes]] = {}
-        # For the next plan.
+        # Loads and saves of the next plan.
         self._loads: dict[str, dict[int, np.ndarray]] = {}  # request id -> block id -> block
-        self._state_loads: dict[str, tuple[int, np.ndarray]] = {}  # request id -> slot and state
+        self._state_loads: dict[str, tuple[int, np.ndarray]] = {}  # request id -> (slot, state)
         self._saves: list[tuple[str, bytes, int]] = []
 
     # --- loads ----------------------------------------------------------------------------------------------
 
     def start_load(self, request: Request, missing: Missing) -> bool:
-        """Begin to load a request's KV from the store; whether the request must wait for that.
+        """Start to load a request's KV from the store. Return True if the request must wait for the load.
 
-        If so, :meth:`take_ended_loads` names it when the load has ended. False where there is nothing to load.
+        :meth:`take_ended_loads` then returns the request after its load has ended. Returns False if there is nothing to
+        load.
         """
         if not (self.config.loads and (missing.blocks or missing.state)):
             return False
@@ -100,7 +102,7 @@ class KVConnectorScheduler:
         return True
 
     def take_ended_loads(self) -> list[str]:
-        """Returns the requests whose loads have ended since the last call, whole or not, in the order they began."""
+        """Return the requests whose loads have ended since the last call, completely or not, in their start order."""
         self._await_answers()
         ended = []
         for request_id, ticket in list(self._tickets.items()):
@@ -119,7 +121,7 @@ class KVConnectorScheduler:
 
     def _is_late(self, ticket: LoadTicket) -> bool:
         if ticket.started is None:
-            return False  # its turn has not come yet
+            return False  # the load waits for host memory
         if ticket.follow:
             return self._transfer.clock() - ticket.last_arrival > self.config.handover_timeout
         return self._transfer.clock() - ticket.started > self.config.load_timeout
@@ -134,27 +136,27 @@ class KVConnectorScheduler:
         self._unanswered.clear()
 
     def wait(self, timeout: float) -> None:
-        """Wait until something has arrived, for ``timeout`` seconds at most."""
+        """Wait until a load has made progress, for at most ``timeout`` seconds."""
         self._transfer.wait(timeout)
 
     def arrived(self, request_id: str) -> Mapping[bytes, np.ndarray]:
-        """Blocks that have arrived for a request that waits to be admitted, by hash."""
+        """Return the blocks, by hash, that have arrived for a request that waits to be admitted."""
         arrived = self._arrived.get(request_id)
         return {} if arrived is None else arrived.blocks
 
     def arrived_state(self, request_id: str) -> bytes | None:
-        """Hash of the block that a recurrent state which has arrived for a waiting request follows."""
+        """Return the position of a waiting request's arrived recurrent state: the hash of the block before it."""
         arrived = self._arrived.get(request_id)
         return None if arrived is None or arrived.state is None else arrived.state[0]
 
     def load_state(self, request: Request, slot: int) -> None:
-        """Load the recurrent state that has arrived into a slot, with the next plan. Its blocks are taken out later."""
+        """Write the arrived recurrent state of a request to a slot in the next plan. Its blocks stay until later."""
         arrived = self._arrived[request.request_id]
         assert arrived.state is not None
         self._state_loads[request.request_id] = slot, arrived.state[1]
 
     def _take_arrived(self, request_id: str) -> dict[bytes, np.ndarray]:
-        """Takes out what has arrived for a request that waits no more, and frees its host memory for others."""
+        """Remove and return the arrived blocks of a request that waits no longer, and release their host memory."""
         arrived = self._arrived.pop(request_id, None)
         if arrived is None:
             return {}
@@ -164,12 +166,13 @@ class KVConnectorScheduler:
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], from_store: Sequence[int], num_cached_blocks: int
     ) -> None:
-        """Note that a request has been admitted, and load what has arrived for it into its blocks with the next plan.
+        """Record the admission of a request, and write its arrived blocks to its own blocks in the next plan.
 
         Args:
-            block_ids: its block table.
-            from_store: which of its blocks are to be filled with what has arrived.
-            num_cached_blocks: its leading blocks that need not be computed, those included.
+            request: the admitted request.
+            block_ids: block table of the request.
+            from_store: indices of the request's blocks that receive arrived blocks.
+            num_cached_blocks: number of leading blocks that need not be computed, including those in ``from_store``.
         """
         arrived = self._take_arrived(request.request_id)
         hashes = request.block_hashes
@@ -183,7 +186,7 @@ class KVConnectorScheduler:
     # --- saves ----------------------------------------------------------------------------------------------
 
     def queue_saves(self, request: Request, hashes: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Save these blocks with the next plan: they are complete when its step and those before it have ended."""
+        """Save these blocks in the next plan. The blocks are complete after that plan's step."""
         if not self.config.saves:
             return
         from_store = self._from_store.get(request.request_id, ())
@@ -194,10 +197,10 @@ class KVConnectorScheduler:
         ]
 
     def build_connector_meta(self, states: Sequence[tuple[bytes, int]] = ()) -> KVConnectorMetadata | None:
-        """Returns what the runner is to load and save with the plan just made; None if that is nothing.
+        """Return the loads and saves of the plan just made; None if there are none.
 
         Args:
-            states: recurrent states to save, each with the hash of the block that it follows, and its slot.
+            states: recurrent states to save, as the hash of the block that the state follows, and the state's slot.
         """
         if not self.config.saves:
             states = ()
@@ -215,7 +218,7 @@ class KVConnectorScheduler:
     # --- both -----------------------------------------------------------------------------------------------
 
     def forget_request(self, request: Request) -> None:
-        """Drop all loads and saves of a request, which has ended or lost its blocks."""
+        """Drop all loads and saves of a request that has ended or lost its blocks."""
         request_id = request.request_id
         ticket = self._tickets.pop(request_id, None)
         if ticket is not None:
@@ -229,7 +232,7 @@ class KVConnectorScheduler:
         self._saves = [save for save in self._saves if save[0] != request_id]
 
     def count_prompt(self, request: Request) -> None:
-        """Count where the KV of a request's prompt comes from, at its first admission."""
+        """Count the sources of the KV of a request's prompt, at the request's first admission."""
         num_cached = max(0, request.num_cached_tokens)
         self.stats.add(
             prompt_tokens_local=num_cached - request.num_external_tokens,
@@ -238,7 +241,7 @@ class KVConnectorScheduler:
         )
 
     def check_integrity(self, loading: set[str], waiting: set[str], running: set[str]) -> None:
-        """Assert, between steps, that nothing is kept for a request that has no use for it."""
+        """Assert, between steps, that data is stored only for requests that still use it."""
         assert self._tickets.keys() == loading
         assert self._arrived.keys() <= waiting
         assert self._from_store.keys() <= running

@@ -1,4 +1,4 @@
-"""What ``--kv-transfer-config`` and ``--kv-cache-dir`` may say, checked before anything is loaded."""
+"""Parses and checks ``--kv-transfer-config`` and ``--kv-cache-dir`` before a model is loaded."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ _SHORT_FLAG = "--kv-cache-dir"
 
 @dataclass(frozen=True, kw_only=True)
 class KVTransferConfig:
-    """Where KV goes and comes from, and what that may cost. Names of the first four are vLLM's.
+    """Settings of KV transfer: the store, the engine's role, and limits. The first four names come from vLLM.
 
     Attributes:
-        options: of the store alone: ``path`` and ``max_size``, or ``url``, ``ttl`` and so on.
-        flag: what the user gave to ask for it.
+        options: options of the store, such as ``path`` and ``max_size``, or ``url`` and ``ttl``.
+        flag: command-line flag that enabled KV transfer.
     """
 
-    kv_connector: str = setting(None, "The kind of store.", choices=("disk", "valkey"))
+    kv_connector: str = setting(None, "Kind of store.", choices=("disk", "valkey"))
     kv_role: str = setting(
         "kv_both", "A producer saves, a consumer loads.", choices=("kv_producer", "kv_consumer", "kv_both")
     )
     kv_load_failure_policy: str = setting(
         "recompute",
-        "What becomes of a request whose load fails: its missing KV is computed, or it ends with an error. A block "
-        "that is not in the store is no failure.",
+        "Policy for a request whose load fails: compute its missing KV, or end the request with an error. A block that "
+        "is missing from the store is not a failure.",
         choices=("recompute", "fail"),
     )
     options: dict[str, Any] = field(default_factory=dict)
     flag: str = _FLAG
     load_timeout: float = setting(
-        10.0, "Seconds that loading a request's KV may take; then the rest is computed.", gt=0, lt=inf
+        10.0, "Time limit in seconds for loading a request's KV. The rest is then computed.", gt=0, lt=inf
     )
     handover_timeout: float = setting(
-        30.0, "Seconds without a new block after which a producer that is still computing is given up.", gt=0, lt=inf
+        30.0, "Time limit in seconds for each next block from a producer that is still computing.", gt=0, lt=inf
     )
     max_load_bytes: int = setting(
-        GIB, "Host memory for KV that has been loaded and waits for its request to be admitted.", kind="size", ge=1
+        GIB, "Host memory for loaded KV whose request has not been admitted yet.", kind="size", ge=1
     )
     max_save_bytes: int = setting(
-        GIB // 4, "Host memory for KV that waits to be written; more than that is dropped.", kind="size", ge=1
+        GIB // 4, "Host memory for KV that waits to be written. Further KV is dropped.", kind="size", ge=1
     )
     io_threads: int = setting(4, "Threads that read from the store.", ge=1)
-    save_on_close: float = setting(5.0, "Seconds that writing what waits may take at the end.", gt=0, lt=inf)
+    save_on_close: float = setting(5.0, "Time limit in seconds for writing queued KV at shutdown.", gt=0, lt=inf)
 
     @property
     def loads(self) -> bool:
@@ -63,7 +63,7 @@ class KVTransferConfig:
 _OWN_KEYS = ("kv_connector", "kv_role", "kv_load_failure_policy")
 _SETTINGS = {one.name: one for one in settings_of(KVTransferConfig)}
 _OWN = [_SETTINGS[name] for name in _OWN_KEYS]
-# What kv_connector_extra_config may have for every connector, and for each.
+# Options in kv_connector_extra_config that all connectors share, and options of each connector.
 _COMMON = [one for name, one in _SETTINGS.items() if name not in _OWN_KEYS]
 _OF_STORE = {
     "disk": [Setting("path", "str"), Setting("max_size", "size", bounds={"ge": 1})],
@@ -77,13 +77,13 @@ _OF_STORE = {
 
 
 def kv_transfer_config(args: EngineArgs) -> KVTransferConfig | None:
-    """The configuration that the settings ask for; None if they ask for no transfer.
+    """Return the configuration for KV transfer; None if the arguments do not enable it.
 
     Raises:
-        ConfigError: they contradict each other, or the JSON is not right; the message names the key.
+        ConfigError: the arguments contradict each other, or the JSON is invalid. The message names the key.
     """
     if args.kv_cache_dir is not None and args.kv_transfer_config is not None:
-        raise ConfigError(_SHORT_FLAG, f"is short for a {_FLAG}: give one of them")
+        raise ConfigError(_SHORT_FLAG, f"is short for a {_FLAG}: give only one of them")
     if args.kv_cache_dir is not None:
         options = {"path": args.kv_cache_dir, "max_size": args.kv_cache_dir_size}
         config = KVTransferConfig(kv_connector="disk", options=options, flag=_SHORT_FLAG)
@@ -92,7 +92,7 @@ def kv_transfer_config(args: EngineArgs) -> KVTransferConfig | None:
     else:
         return None
     if not args.enable_prefix_caching:
-        raise ConfigError(None, "KV transfer finds KV by the hashes of prefix caching: leave it enabled")
+        raise ConfigError(None, "KV transfer finds KV by the hashes of prefix caching: leave prefix caching enabled")
     return config
 
 

@@ -1,4 +1,4 @@
-"""What KV transfer has done: one object that its threads count in and that metrics read."""
+"""Counters of KV transfer: one object that the transfer threads update and that metrics read."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class KVTransferStats:
-    """Counts since the start. Thread-safe to add to; a reader sees each count whole.
+    """Counts since the start. Adding is thread-safe. A reader may see counts of different moments.
 
     Attributes:
-        loads_started: requests for which the store was asked.
-        loads_timed_out: of those, given up at the deadline; what had arrived by then was used.
-        loads_failed: of those, ended by an error of the store or a corrupt block.
-        loads_deferred: of those, that had to wait for host memory.
-        loads_skipped: requests for which a store that had failed lately was not asked.
-        states_loaded: recurrent states that went from the store into their slots.
-        blocks_loaded: blocks that went from the store into the KV cache; ``bytes_loaded`` their size.
-        blocks_unused: blocks that arrived in vain: computed meanwhile, or the request has gone.
-        blocks_corrupt: stored blocks that were not what they should be; they are removed.
-        blocks_saved: blocks written to the store; ``bytes_saved`` their size.
-        blocks_present: blocks not written because the store had them.
-        blocks_dropped: blocks not saved because the queue was full, or a failed store was let rest.
-        blocks_failed: blocks that the store would not take.
-        store_errors: operations of the store that failed, loads and saves together.
-        prompt_tokens_local: prompt tokens found in the KV cache's own prefixes, at first admission.
-        prompt_tokens_store: prompt tokens whose KV came from the store, likewise.
-        prompt_tokens_computed: prompt tokens left to compute, likewise.
+        loads_started: requests for which the store was queried.
+        loads_timed_out: started loads that ended at the deadline. Blocks that had arrived by then were used.
+        loads_failed: started loads that ended with a store error or a corrupt block.
+        loads_deferred: started loads that had to wait for host memory.
+        loads_skipped: requests for which the store was not queried because it had failed recently.
+        states_loaded: recurrent states that were loaded from the store into their slots.
+        blocks_loaded: blocks that were loaded from the store into the KV cache; ``bytes_loaded`` is their size.
+        blocks_unused: blocks that arrived too late: computed in the meantime, or for a request that had ended.
+        blocks_corrupt: stored blocks that failed a check. They are removed from the store.
+        blocks_saved: blocks written to the store; ``bytes_saved`` is their size.
+        blocks_present: blocks that were not written because the store had them already.
+        blocks_dropped: blocks that were not saved because the queue was full or the store paused after a failure.
+        blocks_failed: blocks whose write failed.
+        store_errors: failed store operations, loads and saves together.
+        prompt_tokens_local: prompt tokens found in the local prefix cache at first admission.
+        prompt_tokens_store: prompt tokens whose KV came from the store, at first admission.
+        prompt_tokens_computed: prompt tokens left to compute at first admission.
     """
 
     loads_started: int = 0
@@ -52,13 +52,13 @@ class KVTransferStats:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, **counts: int) -> None:
-        """Add to the counts of those names."""
+        """Add to the named counts."""
         with self._lock:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)
 
     def as_dict(self) -> dict[str, int]:
-        """All counts by name."""
+        """Return all counts by name."""
         return {name: getattr(self, name) for name in _NAMES}
 
 

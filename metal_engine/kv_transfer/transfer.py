@@ -1,7 +1,8 @@
-"""Moves blocks between a store and host memory, in threads of its own: nobody else waits for a store.
+"""Moves blocks between a store and host memory in its own threads, so that no other thread waits for a store.
 
-Loads go some blocks at a time, the requests in turn; what has arrived stands in the request's :class:`LoadTicket`.
-Saves go through a :class:`SaveQueue`. A store that fails is let rest for a while, each time longer.
+Loads read a few blocks at a time, in rotation over the requests. Arrived blocks are in the request's
+:class:`LoadTicket`. Saves go through a :class:`SaveQueue`. A failure starts a pause in which the store is not used. The
+pause grows with each failure.
 """
 
 from __future__ import annotations
@@ -26,31 +27,33 @@ from metal_engine.kv_transfer.stores.base import KVStore, StoreError, StoreRest
 
 logger = logging.getLogger(__name__)
 
-# What one call of the store reads or writes, about.
+# Approximate number of bytes that one call of the store reads or writes.
 _BYTES_PER_CALL = 8 << 20
-# How often a block is looked for that a producer is still computing, in seconds; more rarely where many requests
-# wait for such blocks, so that looking takes no more of Python's lock from the engine than this many times a second.
+# Interval in seconds at which a load looks for a block that a producer is still computing. The interval grows with the
+# number of such loads: together they take the GIL from the engine at most _POLLS_PER_SECOND times per second.
 _POLL_SECONDS = 0.01
 _POLLS_PER_SECOND = 400
 
 
 @dataclass(eq=False)
 class LoadTicket:
-    """What is being loaded for one request. Written by the threads, read by whoever asked.
+    """Load of the KV of one request. Written by the load threads, read by the caller.
 
     Attributes:
-        hashes: of the blocks wanted, in the order of the prompt.
-        follow: a producer is still computing them: wait for blocks that are not there yet.
-        blocks: what has arrived: hash -> uint8 [block bytes].
-        prefix: hashes of the blocks before those, which are here already.
-        state: hash of the block that it follows, and uint8 [state bytes]: a recurrent state that has arrived, the last
-            that the store had for these blocks; None without.
-        min_state_blocks: blocks of the prompt after which a producer leaves a state; who follows it waits for that.
-        has_answered: the store has said whether the first block is there, or is not going to.
-        is_done: nothing more will arrive.
-        error: why it ended early, if the store is to blame.
-        started: when the store was asked, by the transfer's clock; None while it waits for host memory.
-        last_arrival: when the last block came, or ``started``.
+        hashes: hashes of the wanted blocks, in the order of the prompt.
+        follow: True if a producer is still computing the blocks. The load then waits for blocks that are missing.
+        blocks: blocks that have arrived: hash -> uint8 [block bytes].
+        prefix: hashes of the blocks before ``hashes``, which are in the local cache already.
+        state: last recurrent state that the store had for these blocks: the hash of the block before it, and the state
+            as uint8 [state bytes]. None if no state has arrived.
+        min_state_blocks: number of prompt blocks after which the producer saves a state. With ``follow``, the load
+            waits for that state.
+        has_answered: True if the store has reported on the first block, or the store will not be queried for now.
+        is_done: True if nothing more will arrive.
+        error: reason for an early end if the store failed, else None.
+        started: time of the first query to the store, by the transfer's clock; None while the load waits for host
+            memory.
+        last_arrival: time at which the last block arrived, or ``started``.
     """
 
     request_id: str
@@ -69,21 +72,21 @@ class LoadTicket:
     num_reserved_bytes: int = 0
 
     def nbytes(self, layout: BlockLayout) -> int:
-        """Host memory that what has arrived takes."""
+        """Return the bytes of host memory that the arrived blocks and state take."""
         state_bytes = 0 if self.state is None else self.state[1].nbytes
         return len(self.blocks) * layout.nbytes + state_bytes
 
 
 class KVTransfer:
-    """The threads between a store and the engine.
+    """Load and save threads between a store and the engine.
 
     Args:
-        store: where blocks are.
-        layout: what a block is.
-        state_layout: what a recurrent state is; None for models without.
+        store: store of the blocks.
+        layout: layout of a block.
+        state_layout: layout of a recurrent state; None for models without recurrent states.
         config: limits on memory and time.
-        stats: counted in here.
-        clock: seconds, for deadlines.
+        stats: counters to update.
+        clock: returns seconds, for deadlines.
     """
 
     def __init__(
@@ -105,9 +108,9 @@ class KVTransfer:
         self._blocks_per_call = max(1, _BYTES_PER_CALL // layout.nbytes)
         self._save_queue = SaveQueue(store, config.max_save_bytes, _BYTES_PER_CALL, stats, clock)
         self._changed = threading.Event()
-        # Everything below is guarded by this.
+        # The condition guards all attributes below.
         self._condition = threading.Condition()
-        self._due: list[tuple[float, int, LoadTicket]] = []  # heap: when a load goes on
+        self._due: list[tuple[float, int, LoadTicket]] = []  # heap, ordered by the time at which a load continues
         self._sequence = itertools.count()
         self._deferred: deque[LoadTicket] = deque()
         self._num_reserved_bytes = 0
@@ -118,7 +121,7 @@ class KVTransfer:
         for thread in self._load_threads:
             thread.start()
 
-    # --- for the engine's thread: loads ---------------------------------------------------------------------
+    # --- for the engine thread: loads -----------------------------------------------------------------------
 
     def start_load(
         self,
@@ -129,14 +132,16 @@ class KVTransfer:
         prefix: Sequence[bytes] = (),
         min_state_blocks: int = 0,
     ) -> LoadTicket:
-        """Begin to load blocks in this order, until one is not there, then a state; returns at once.
+        """Start to load blocks in order, up to the first missing block, and then a state. Does not block.
 
-        More than fits into the host memory for loads is not asked for. While others hold that memory, the
-        load waits for its turn.
+        The load is cut to the blocks that fit into the host memory for loads. While other loads occupy that memory, the
+        load waits in a queue.
 
         Args:
-            follow: a producer is still computing them.
-            prefix: hashes of the blocks before those.
+            request_id: id of the request.
+            hashes: hashes of the blocks to load.
+            follow: True if a producer is still computing the blocks.
+            prefix: hashes of the blocks before ``hashes``.
             min_state_blocks: see :class:`LoadTicket`.
         """
         nbytes = self.layout.nbytes
@@ -148,7 +153,7 @@ class KVTransfer:
         if not self._rest.is_over:
             self.stats.add(loads_skipped=1)
             ticket.num_reserved_bytes = 0
-            ticket.error = "the KV store failed lately and is not asked"
+            ticket.error = "the KV store failed recently and is not queried"
             ticket.has_answered = ticket.is_done = True
             return ticket
         self.stats.add(loads_started=1)
@@ -160,7 +165,7 @@ class KVTransfer:
         return ticket
 
     def end_load(self, ticket: LoadTicket) -> dict[bytes, np.ndarray]:
-        """Stop loading for a ticket; returns what has arrived, whose host memory is taken until :meth:`release`."""
+        """Stop a load and return its arrived blocks. They count as host memory in use until :meth:`release`."""
         with self._condition:
             ticket.is_cancelled = ticket.is_done = True
             if ticket in self._deferred:
@@ -171,46 +176,46 @@ class KVTransfer:
         return blocks
 
     def release(self, ticket: LoadTicket) -> None:
-        """Give the host memory of a ticket that has ended to others: its blocks are not kept any more."""
+        """Return the host memory of an ended load to the budget. The caller must have dropped its blocks."""
         with self._condition:
             self._unreserve(ticket, 0)
 
     def load_timed_out(self, ticket: LoadTicket) -> None:
-        """Tell that a ticket's deadline has passed: a store that gave nothing at all is let rest."""
+        """Record that a load's deadline has passed. If the store returned no block, start a pause of the store."""
         self.stats.add(loads_timed_out=1)
         if not ticket.blocks and not ticket.follow:
             self._rest.failed()
 
     def wait(self, timeout: float) -> None:
-        """Wait until something has arrived or ended since the last call, or for ``timeout`` seconds."""
+        """Wait until something has arrived or ended since the last call, for at most ``timeout`` seconds."""
         self._changed.wait(timeout)
         self._changed.clear()
 
-    # --- for the engine's thread: saves ---------------------------------------------------------------------
+    # --- for the engine thread: saves -----------------------------------------------------------------------
 
     def grant_saves(self, num_blocks: int) -> int:
-        """Returns how many of these blocks the queue has room for now. The others count as dropped."""
+        """Return how many of these blocks the queue has room for now. The remaining blocks count as dropped."""
         return self._save_queue.grant(num_blocks, self.layout)
 
     def grant_state_saves(self, num_states: int) -> int:
-        """:meth:`grant_saves` for recurrent states."""
+        """Return how many of these recurrent states the queue has room for now, as :meth:`grant_saves` does."""
         return 0 if self.state_layout is None else self._save_queue.grant(num_states, self.state_layout)
 
     def save(self, hashes: Sequence[bytes], data: np.ndarray) -> None:
-        """Queue blocks to be written; ``data`` is uint8 [len(hashes), block bytes] and must not change."""
+        """Queue blocks to be written. ``data`` is uint8 [len(hashes), block bytes] and must not change."""
         self._save_queue.put(hashes, data, self.layout)
 
     def save_states(self, hashes: Sequence[bytes], data: np.ndarray) -> None:
-        """Queue recurrent states to be written, each by the hash of the block that it follows; as :meth:`save`."""
+        """Queue recurrent states to be written, like :meth:`save`. Each has the hash of the block that it follows."""
         assert self.state_layout is not None
         self._save_queue.put([state_key(block_hash) for block_hash in hashes], data, self.state_layout)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until every save has been written, or given up; whether that was within ``timeout`` seconds."""
+        """Wait up to ``timeout`` seconds for all saves. Return True if all were written or have failed."""
         return self._save_queue.flush(timeout)
 
     def close(self) -> None:
-        """Write what is queued, for as long as the configuration allows, then stop the threads."""
+        """Write the queued blocks within the configured time, then stop the threads."""
         has_saved = self._save_queue.close(self.config.save_on_close)
         with self._condition:
             self._closed = True
@@ -220,12 +225,15 @@ class KVTransfer:
         if has_saved and not any(thread.is_alive() for thread in self._load_threads):
             self._store.close()
         else:
-            logger.warning("KV store: a thread is still waiting for it")
+            logger.warning("KV store: a thread is still waiting for the store")
 
     # --- load threads ---------------------------------------------------------------------------------------
 
     def _reserve(self, ticket: LoadTicket) -> bool:
-        """Take host memory for a ticket and queue it for the load threads, if there is enough. Needs the lock."""
+        """Reserve host memory for a load and queue it for the load threads. Return False if memory is short.
+
+        The caller holds the lock.
+        """
         wanted = ticket.num_reserved_bytes
         if self._num_reserved_bytes and self._num_reserved_bytes + wanted > self.config.max_load_bytes:
             return False
@@ -235,7 +243,7 @@ class KVTransfer:
         return True
 
     def _unreserve(self, ticket: LoadTicket, still_needed: int) -> None:
-        """Give back what a ticket does not need any more, and let others have it. Needs the lock."""
+        """Release the memory that a load no longer needs, and start deferred loads. The caller holds the lock."""
         self._num_reserved_bytes -= ticket.num_reserved_bytes - still_needed
         ticket.num_reserved_bytes = still_needed
         while self._deferred and self._reserve(self._deferred[0]):
@@ -253,10 +261,10 @@ class KVTransfer:
             try:
                 is_complete = self._load_some(ticket)
             except CorruptBlockError as failure:
-                error = str(failure)  # the store itself is well
+                error = str(failure)  # the store itself works
             except StoreError as failure:
                 error = self._load_failed(failure)
-            except Exception as failure:  # a thread that ended would leave requests waiting
+            except Exception as failure:  # if the thread ended, requests would wait forever
                 logger.exception("loading KV for %s failed", ticket.request_id)
                 error = self._load_failed(failure)
             with self._condition:
@@ -270,7 +278,7 @@ class KVTransfer:
             self._changed.set()
 
     def _next_load(self) -> LoadTicket | None:
-        """The next ticket whose turn has come; None at the end."""
+        """Wait for the next due load and return it; None after :meth:`close`."""
         with self._condition:
             while not self._closed:
                 wait = self._due[0][0] - time.monotonic() if self._due else None
@@ -286,7 +294,7 @@ class KVTransfer:
         return str(failure)
 
     def _load_some(self, ticket: LoadTicket) -> bool:
-        """Load some more blocks; whether that was all."""
+        """Load a few more blocks of a ticket. Return True if the load is complete."""
         if ticket.is_cancelled:
             return True
         wanted = ticket.hashes[len(ticket.blocks) :][: self._blocks_per_call]
@@ -310,7 +318,7 @@ class KVTransfer:
         return False
 
     def _load_state(self, ticket: LoadTicket) -> bool:
-        """Load the last recurrent state that the store has for a ticket's blocks; whether nothing is left to do."""
+        """Load the last recurrent state that the store has for a ticket's blocks. Return True if nothing is left."""
         if self.state_layout is None or ticket.state is not None:
             return True
         hashes = [*ticket.prefix, *ticket.hashes[: len(ticket.blocks)]]
@@ -326,14 +334,14 @@ class KVTransfer:
         return True
 
     def _decoded(self, layout: BlockLayout, block_hash: bytes, stored: bytes) -> np.ndarray:
-        """What a store gave; it is removed there if it is not what it should be, and CorruptBlockError raised."""
+        """Decode stored bytes. Remove a corrupt block from the store and raise CorruptBlockError."""
         try:
             return layout.decode(block_hash, stored)
         except CorruptBlockError as error:
             self.stats.add(blocks_corrupt=1)
-            logger.warning("KV store: block %s is bad: %s; removing it", block_hash.hex(), error)
+            logger.warning("KV store: block %s is corrupt: %s; removing it", block_hash.hex(), error)
             try:
                 self._store.discard(block_hash)
-            except StoreError as failure:  # not ours to write to: no reason not to read from it
+            except StoreError as failure:  # a store without write access can still be read
                 logger.warning("KV store: %s", failure)
             raise

@@ -1,6 +1,6 @@
-"""Reads LoRA adapters: PEFT's (``adapter_model.safetensors``) and mlx-lm's (``adapters.safetensors``).
+"""Reads LoRA adapters in PEFT's format (``adapter_model.safetensors``) and mlx-lm's (``adapters.safetensors``).
 
-Both have an ``adapter_config.json``. Nothing here loads MLX: adapters are read in threads, while the engine serves.
+Both formats have an ``adapter_config.json``. Does not import MLX: adapters are read in threads while the engine serves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PEFT_WEIGHTS, MLX_LM_WEIGHTS = "adapter_model.safetensors", "adapters.safetensor
 _PEFT_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _MLX_LM_NAME = re.compile(r"(.+)\.lora_([ab])")
 _LAYER = re.compile(r"[^.]+\.[0-9]+\.")
-# Of PEFT's configuration: what would change the additions, with the values that do not.
+# PEFT options that can change the additions -> harmless values.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_dora": (False,),
     "modules_to_save": ([],),
@@ -40,14 +40,14 @@ _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "target_parameters": ([],),
 }
 _MAX_RANK = 4096
-# Bytes of a configuration, and of the header of the weights; read while others are served. Those of large models have a
-# tenth of that.
+# Size limit of a configuration, and of the header of the weights: they are parsed while the engine serves requests. For
+# large models, they have a tenth of this size.
 _MAX_JSON_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class _Product:
-    """The two tensors that are added to one layer, and where in the file their bytes begin."""
+    """The two tensors of a LoRA product for one layer, and the offsets of their bytes in the file."""
 
     first: StoredTensor
     first_offset: int
@@ -57,10 +57,12 @@ class _Product:
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter that fits a model; its weights are read when they are asked for.
+    """A LoRA adapter that fits a model. Weights are read on demand.
 
     Attributes:
-        rank: of its products.
+        path: file with the weights.
+        rank: LoRA rank.
+        scale: factor of the additions.
     """
 
     path: Path
@@ -73,14 +75,14 @@ class AdapterFile:
 
     @property
     def modules(self) -> list[str]:
-        """The layers that it adds to, by the names of the model's modules, in order."""
+        """Names of the model's linear layers that the adapter adds to, in order."""
         return sorted(self._products)
 
     def weights(self, module: str) -> tuple[np.ndarray, np.ndarray]:
-        """What is added to a layer: ``x @ a @ b``, with a [inputs, rank] and b [rank, outputs], float32.
+        """Return the addition to a layer, ``x @ a @ b``: a [inputs, rank] and b [rank, outputs], float32.
 
         Raises:
-            AdapterError: the file is not as it was when it was opened, or has weights that the model's type has not.
+            AdapterError: the file has changed since it was opened, or a weight exceeds the range of the model's type.
         """
         product = self._products[module]
         try:
@@ -93,16 +95,16 @@ class AdapterFile:
             a, b = a.T, b.T
         if (num_heads := self._interleaved.get(module)) is not None:
             b = b.reshape(self.rank, num_heads, 2, -1).swapaxes(2, 3).reshape(b.shape)
-        with np.errstate(over="ignore", invalid="ignore"):  # such weights are refused
+        with np.errstate(over="ignore", invalid="ignore"):  # weights out of range are refused below
             b = b * np.float32(self.scale)
         self._check_range(product.first, a, "")
         self._check_range(product.second, b, f", with the scale {self.scale:g},")
         return np.ascontiguousarray(a), np.ascontiguousarray(b)
 
     def _check_range(self, tensor: StoredTensor, array: np.ndarray, scaled: str) -> None:
-        """Refuse weights that are infinite or no numbers, or that would become so in the model's type."""
+        """Refuse weights that are infinite or NaN, or that would be infinite in the model's type."""
         if not max(array.max(), -array.min()) <= self._largest:
-            problem = f"has weights that{scaled} are no numbers or larger than the model's type has ({self._largest:g})"
+            problem = f"has weights that{scaled} are not numbers or exceed the model's type ({self._largest:g})"
             raise AdapterError(f"{self.path}: {tensor.name} {problem}")
 
 
@@ -110,7 +112,7 @@ def _read(file: Any, tensor: StoredTensor, offset: int) -> np.ndarray:
     file.seek(offset)
     data = file.read(tensor.nbytes)
     if len(data) != tensor.nbytes:
-        raise AdapterError(f"{file.name} was cut short while it was read")
+        raise AdapterError(f"{file.name} was truncated while it was read")
     if tensor.dtype == "BF16":
         return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").reshape(tensor.shape)
     return np.frombuffer(data, "<f2" if tensor.dtype == "F16" else "<f4").astype(np.float32).reshape(tensor.shape)
@@ -132,19 +134,21 @@ def check_adapter_folder(folder: Path, within: Path | None = None) -> None:
 
 
 def open_adapter(folder: Path, targets: AdapterTargets, within: Path | None = None) -> AdapterFile:
-    """Check an adapter against a model, by its configuration and the header of its weights.
+    """Open an adapter and check it against a model, by its configuration and the header of its weights.
 
     Args:
-        within: where its files must be, links followed; None: anywhere.
+        folder: folder of the adapter.
+        targets: linear layers of the model that adapters may add to.
+        within: directory that must contain the files after links are followed. None allows any directory.
 
     Raises:
-        AdapterError: it cannot be read, is of a kind that is not supported, or does not fit the model.
+        AdapterError: the adapter cannot be read, is of an unsupported kind, or does not fit the model.
     """
     try:
         return _open(folder, targets, within)
-    except ModelLoadError as error:  # of the readers of checkpoints
+    except ModelLoadError as error:  # errors of the checkpoint readers
         raise AdapterError(str(error)) from error
-    except (OSError, ValueError, RuntimeError) as error:  # a path that none can be, or may not be looked at, or a loop
+    except (OSError, ValueError, RuntimeError) as error:  # an invalid or inaccessible path, or a loop of links
         if isinstance(error, AdapterError):
             raise
         raise AdapterError(f"cannot read {short(str(folder), 200)}: {one_line(error)}") from error
@@ -158,7 +162,7 @@ def _open(folder: Path, targets: AdapterTargets, within: Path | None) -> Adapter
         raise AdapterError(f"{folder / CONFIG} has neither PEFT's peft_type nor mlx-lm's lora_parameters")
     path = _inside(folder / (PEFT_WEIGHTS if is_peft else MLX_LM_WEIGHTS), within)
     if not path.is_file():
-        raise AdapterError(f"{folder} has no {path.name}; weights of other kinds are not read")
+        raise AdapterError(f"{folder} has no {path.name}; weights in other formats are not supported")
     rank, scale = _peft_scale(config, folder) if is_peft else _mlx_lm_scale(config, folder)
     offsets = _offsets(path)
     tensors = [(tensor, offsets[tensor.name]) for tensor in stored_tensors([path])]
@@ -179,14 +183,14 @@ def _inside(path: Path, within: Path | None) -> Path:
 
 def _rank(given: Any, name: str, folder: Path) -> int:
     if not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= _MAX_RANK:
-        raise AdapterError(f"{folder / CONFIG}: {name} is {short(given)}, which is no rank")
+        raise AdapterError(f"{folder / CONFIG}: {name} is {short(given)}, which is not a rank")
     return given
 
 
 def _number(given: Any, name: str, folder: Path) -> float:
     if not isinstance(given, int | float) or isinstance(given, bool) or given != given or math.inf in (given, -given):
-        raise AdapterError(f"{folder / CONFIG}: {name} is {short(given)}, which is no number")
-    if abs(given) > LARGEST_FLOAT32:  # which integers of JSON may be by far
+        raise AdapterError(f"{folder / CONFIG}: {name} is {short(given)}, which is not a number")
+    if abs(given) > LARGEST_FLOAT32:  # integers in JSON have no limit
         raise AdapterError(f"{folder / CONFIG}: {name} is {short(given)}, which is larger than any weight")
     return float(given)
 
@@ -198,7 +202,7 @@ def _flag(given: Any, name: str, folder: Path) -> bool:
 
 
 def _peft_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
-    """Rank and scale of one of PEFT's adapters. Raises AdapterError for what is not supported."""
+    """Return rank and scale of a PEFT adapter. Raises AdapterError for unsupported options."""
     if config["peft_type"] != "LORA":
         raise AdapterError(f"{folder / CONFIG}: peft_type is {short(config['peft_type'])}; only LORA is supported")
     for name, harmless in _NOT_SUPPORTED.items():
@@ -211,10 +215,10 @@ def _peft_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
 
 
 def _mlx_lm_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
-    """Rank and scale of one of mlx-lm's adapters. Raises AdapterError for what is not supported."""
+    """Return rank and scale of an mlx-lm adapter. Raises AdapterError for unsupported options."""
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
-        raise AdapterError(f"{folder / CONFIG}: fine_tune_type {short(kind)} is not supported, only lora")
+        raise AdapterError(f"{folder / CONFIG}: fine_tune_type {short(kind)} is not supported; only lora is")
     parameters = config["lora_parameters"]
     rank = _rank(parameters.get("rank"), "lora_parameters.rank", folder)
     return rank, _number(parameters.get("scale"), "lora_parameters.scale", folder)
@@ -224,30 +228,30 @@ def _mlx_lm_scale(config: dict[str, Any], folder: Path) -> tuple[int, float]:
 
 
 def _offsets(path: Path) -> dict[str, int]:
-    """Where the bytes of each tensor begin in a safetensors file; :func:`stored_tensors` checks the file itself."""
+    """Return the offset of each tensor in a safetensors file. :func:`stored_tensors` checks the file itself."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > _MAX_JSON_BYTES:
-                raise AdapterError(f"{path} is no safetensors file of an adapter: its header would have {size} bytes")
+                raise AdapterError(f"{path} is not an adapter's safetensors file: its header would have {size} bytes")
             header = json.loads(file.read(size))
         return {n: 8 + size + int(e["data_offsets"][0]) for n, e in header.items() if n != "__metadata__"}
     except OSError as error:
         raise AdapterError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError) as error:
-        raise AdapterError(f"{path} is cut short or no safetensors file") from error
+        raise AdapterError(f"{path} is truncated or is not a safetensors file") from error
 
 
 def _products(
     tensors: Iterable[tuple[StoredTensor, int]], pattern: re.Pattern[str], targets: AdapterTargets, path: Path
 ) -> dict[str, _Product]:
-    """The tensors by the layers that they are for. Raises AdapterError for a tensor or a layer that cannot be."""
+    """Group the tensors by their layers. Raises AdapterError for unsupported tensors and layers."""
     by_tail = _by_tail(targets)
     found: dict[str, dict[str, tuple[StoredTensor, int]]] = {}
     for tensor, offset in tensors:
         match = pattern.fullmatch(tensor.name)
         if match is None:
-            raise AdapterError(f"{path}: {short(tensor.name)} is no LoRA product's tensor, and not supported")
+            raise AdapterError(f"{path}: {short(tensor.name)} is not a LoRA product's tensor, and not supported")
         module = _target(match[1], targets, by_tail, path)
         if found.setdefault(module, {}).setdefault(match[2].lower(), (tensor, offset))[0] is not tensor:
             raise AdapterError(f"{path} has {module} twice")
@@ -260,7 +264,7 @@ def _products(
 
 
 def _tail(module: str) -> str:
-    """The name of a module from its layer on: what precedes it differs between libraries."""
+    """Return a module's name from its layer on. The prefix differs between libraries."""
     found = _LAYER.search(module)
     return module if found is None else module[found.start() :]
 
@@ -272,7 +276,7 @@ def _by_tail(targets: AdapterTargets) -> dict[str, str]:
 
 
 def _target(name: str, targets: AdapterTargets, by_tail: dict[str, str], path: Path) -> str:
-    """The model's name for a layer that an adapter adds to."""
+    """Return the model's name of a layer that an adapter adds to."""
     module = name if name in targets.shapes or name in targets.refused else by_tail.get(_tail(name), name)
     if module in targets.shapes:
         return module
@@ -290,6 +294,6 @@ def _check_product(
         expected = want[::-1] if is_transposed else want
         if tensor.shape != expected:
             raise AdapterError(
-                f"{path}: {tensor.name} has shape {list(tensor.shape)}, and {list(expected)} would fit {module} of "
-                f"the model at rank {rank}"
+                f"{path}: {tensor.name} has shape {list(tensor.shape)}, but {module} of the model needs "
+                f"{list(expected)} at rank {rank}"
             )

@@ -1,11 +1,11 @@
-"""LoRA adapters of a packed step: each row gets its own adapter's addition, ``x @ a @ b``, to a layer's output.
+"""LoRA adapters in a packed step: each row gets its own adapter's addition, ``x @ a @ b``, to a layer's output.
 
-The weights of all adapters that are loaded lie in stacks, one pair a layer, at the adapter's slot; slot 0 is that of
-rows without any, and zero. So a layer reads its own weights once for all rows, whatever they are (quantized ones, too),
-and two gathered products have the additions of all adapters. A step whose rows have none takes a layer's own way.
+The weights of all loaded adapters are in stacks, one pair of stacks per layer, at the adapter's slot. Slot 0 is zero
+and belongs to rows without an adapter. A layer therefore reads its own weights once for all rows, even quantized
+weights, and two gathered products compute the additions of all adapters. A step without adapters skips these products.
 
-Rows of a product are gathered one by one, which on a CPU costs less than a product for each adapter. On a GPU many rows
-are sorted by slot first, so that MLX multiplies those of one adapter together, as mlx-lm does with experts.
+On a CPU, the rows of a product are gathered one by one, which costs less than one product per adapter. On a GPU, many
+rows are first sorted by slot, so that MLX multiplies all rows of an adapter together, as mlx-lm does with experts.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from metal_engine.device.streams import synchronize
 if TYPE_CHECKING:
     from metal_engine.models.current_step import CurrentStep
 
-# Rows from which they are sorted on a GPU; mlx-lm sorts for experts from as many on.
+# Number of rows from which rows are sorted on a GPU, as for experts in mlx-lm.
 MIN_SORTED_ROWS = 64
 
-# Bytes of weights, in float32, that are put into a slot at once; those of one row if that has more.
+# Bytes of float32 weights that are written to a slot at once, or the bytes of one row if a row is larger.
 PART_BYTES = 1 << 20
 
 Weights = tuple[np.ndarray, np.ndarray]  # a [inputs, rank], b [rank, outputs]; float32
 
 
 class AdaptedLayer:
-    """The additions of all adapters to one linear layer.
+    """Additions of all adapters to one linear layer.
 
     Attributes:
-        a: [1 + max_loras, inputs, max_rank]; those of a lesser rank are padded with zeros.
+        a: [1 + max_loras, inputs, max_rank]; adapters of lower rank are padded with zeros.
         b: [1 + max_loras, max_rank, outputs].
-        slots: of the adapters that add to this layer.
+        slots: slots of the adapters that add to this layer.
     """
 
     def __init__(self, shape: tuple[int, int], max_loras: int, max_rank: int, dtype: mx.Dtype) -> None:
@@ -52,18 +52,18 @@ class AdaptedLayer:
         return self.a.nbytes + self.b.nbytes
 
     def set_weights(self, slot: int, weights: Weights | None) -> Iterator[int]:
-        """Put an adapter's weights into its slot, part by part; None: it adds nothing here.
+        """Write an adapter's weights to its slot, part by part. None means that the adapter does not add to this layer.
 
         Yields:
-            After each part, its bytes (of float32). The slot may be used when all have been taken.
+            Size in bytes (of float32) of each part, after writing it. The slot is usable after the last part.
         """
         if weights is None and slot not in self.slots:
             return
-        self.slots |= {slot}  # at once: should the rest never come, whoever has the slot next must clear it
+        self.slots |= {slot}  # first: if the generator is abandoned, the next user of the slot must clear it
         given_a, given_b = weights if weights is not None else (None, None)
         for start, rows in _parts(self.a.shape, given_a):
             self.a = _updated(self.a, slot, start, rows)
-            mx.eval(self.a)  # in place, unless a step under way has a part that the device has not been given
+            mx.eval(self.a)  # in place, unless a step in flight has undispatched operations
             yield rows.nbytes
         for start, rows in _parts(self.b.shape, given_b):
             self.b = _updated(self.b, slot, start, rows)
@@ -74,7 +74,7 @@ class AdaptedLayer:
 
 
 def _parts(shape: Sequence[int], given: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
-    """What is given for a slot of a stack, padded with zeros: a first row, and [n, columns] float32 from there on."""
+    """Yield the weights for a slot of a stack, padded with zeros: a start row, and [n, columns] float32 from it on."""
     _, num_rows, num_columns = shape
     num = max(PART_BYTES // (4 * num_columns), 1)
     for start in range(0, num_rows, num):
@@ -86,22 +86,23 @@ def _parts(shape: Sequence[int], given: np.ndarray | None) -> Iterator[tuple[int
 
 
 def _updated(stack: mx.array, slot: int, start: int, rows: np.ndarray) -> mx.array:
-    """A stack with rows put into a slot, to be evaluated; takes the stack's memory if the caller lets go of it.
+    """Return a stack with rows written to a slot, not evaluated yet. Reuses the stack's memory if it has no other user.
 
-    A step that has not been given to the device whole keeps the stack that it was built with; this one is a copy then.
+    A step that has not been dispatched completely references the stack that it was built with. The result is then a
+    copy.
     """
-    synchronize()  # what the device has of a step holds what it reads
+    synchronize()  # dispatched operations reference the arrays that they read
     update = mx.array(rows)[None].astype(stack.dtype)
     return mx.slice_update(stack, update, mx.array([slot, start]), axes=(0, 1))
 
 
 class AdapterRows:
-    """Which adapter each of a step's rows goes through.
+    """LoRA adapter of each row of a step.
 
     Args:
-        slots: [N] int32, of adapters; 0: none. Some are not 0.
-        is_sorted: whether rows are sorted by slot for products; those without an adapter are left out then.
-        everywhere: whether there are additions to layers, too, to which no adapter adds: the most that may be.
+        slots: adapter slots, [N] int32; 0 for a row without an adapter. At least one slot is not 0.
+        is_sorted: True if rows are sorted by slot for products. Rows without an adapter are then left out.
+        everywhere: True to compute additions even for layers to which no adapter adds: the most expensive case.
     """
 
     def __init__(self, slots: np.ndarray, *, is_sorted: bool, everywhere: bool = False) -> None:
@@ -112,14 +113,14 @@ class AdapterRows:
         if is_sorted:
             order = np.argsort(slots, kind="stable")
             order = order[slots[order] > 0]
-            places = np.full(len(slots), len(order), np.int32)  # of rows without any: that of a row of zeros
+            places = np.full(len(slots), len(order), np.int32)  # rows without an adapter use an appended row of zeros
             places[order] = np.arange(len(order), dtype=np.int32)
             self._order, self._places, slots = mx.array(order.astype(np.int32)), mx.array(places), slots[order]
-            self._picked: tuple[mx.array, mx.array] | None = None  # layers side by side have the same input
+            self._picked: tuple[mx.array, mx.array] | None = None  # cache: neighbouring layers have the same input
         self._slots = mx.array(slots.astype(np.uint32))
 
     def added(self, layer: AdaptedLayer, x: mx.array, y: mx.array) -> mx.array:
-        """A layer's output y with the additions for its input x, one row for each of the step's in either."""
+        """Return a layer's output y with the additions for its input x. Both arrays have the rows of the step."""
         if self._present.isdisjoint(layer.slots) and not self._everywhere:
             return y
         num_inputs = x.shape[-1]
@@ -144,14 +145,14 @@ class AdapterRows:
 
 
 class AdaptedLayers:
-    """The layers of a model that adapters may add to; installs itself in them.
+    """Layers of a model that adapters may add to. Creating it replaces the layers' classes.
 
     Args:
         modules: linear layers by their names in the model.
-        step: where they find the rows' adapters.
-        max_loras: adapters at once.
-        max_rank: of their products.
-        dtype: of the model's activations.
+        step: object from which the layers read the rows' adapters.
+        max_loras: maximum number of loaded adapters.
+        max_rank: maximum LoRA rank.
+        dtype: type of the model's activations.
     """
 
     def __init__(
@@ -168,16 +169,16 @@ class AdaptedLayers:
         return sum(layer.nbytes for layer in self._layers.values())
 
     def set_weights(self, slot: int, weights: Mapping[str, Weights | None]) -> Iterator[int]:
-        """Put what an adapter adds to some layers into its slot, as :meth:`AdaptedLayer.set_weights`."""
+        """Write an adapter's weights for some layers to its slot, as :meth:`AdaptedLayer.set_weights`."""
         for name, one in weights.items():
             yield from self._layers[name].set_weights(slot, one)
 
     def rows(self, slots: np.ndarray) -> AdapterRows:
-        """What a step needs; ``slots`` [N] int32 are of its rows, and not all 0."""
+        """Return the adapters of a step's rows. ``slots`` is [N] int32, with at least one slot that is not 0."""
         return AdapterRows(slots, is_sorted=_sorts(len(slots)))
 
     def most_rows(self, num_rows: int) -> AdapterRows:
-        """What the step needs that adapters cost most: all its rows have one, which adds to every layer."""
+        """Return the most expensive adapters for a step: every row has an adapter that adds to every layer."""
         return AdapterRows(np.ones(num_rows, np.int32), is_sorted=_sorts(num_rows), everywhere=True)
 
 
@@ -186,7 +187,7 @@ def _sorts(num_rows: int) -> bool:
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:
-    """Numbers of inputs and outputs of a linear layer."""
+    """Return the numbers of inputs and outputs of a linear layer."""
     num_outputs, num_inputs = module.weight.shape
     if isinstance(module, nn.QuantizedLinear):
         num_inputs = num_inputs * 32 // module.bits

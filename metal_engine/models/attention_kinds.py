@@ -1,4 +1,4 @@
-"""What attention a model's layers ask for."""
+"""Finds the kinds of attention that a model's layers use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK_SIZE = 8
 
 
 class _Looking:
-    """Attention that notes the kind of every call, and answers zeros."""
+    """Attention that records the kind of every call and returns zeros."""
 
     def __init__(self) -> None:
         self.kinds: list[AttentionKind] = []
@@ -36,12 +36,13 @@ class _Looking:
 
 
 def attention_kinds(paged: PagedModel) -> list[AttentionKind]:
-    """The kind of each attention of a model, in the order of its forward. Layers that share K and V attend, too.
+    """Return the kind of each attention call of a model, in the order of its forward pass.
 
-    A step of one token is built, and not computed. Leaves ``paged`` without a cache.
+    Layers that share K and V have their own calls. A step of one token is built, and not computed. Leaves ``paged``
+    without a cache.
 
     Raises:
-        UnsupportedModelError: its forward does not run over a paged cache.
+        UnsupportedModelError: the forward pass does not run over a paged cache.
     """
     looking = _Looking()
     state_slots = np.array([ZERO_STATE_SLOT], np.int32), np.array([1], np.int32)
@@ -53,6 +54,6 @@ def attention_kinds(paged: PagedModel) -> list[AttentionKind]:
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise forward_fails(error) from error
     finally:
-        for state in paged.pool.states:  # at once: they are small
+        for state in paged.pool.states:  # without the pauses of pool.release: these arrays are small
             state.release()
     return looking.kinds

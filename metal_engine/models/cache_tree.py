@@ -1,4 +1,4 @@
-"""The caches of a model as mlx-lm gives them to its layers: one each, or a group where a layer keeps several."""
+"""The caches that mlx-lm passes to a model's layers: one per layer, or a group if a layer has several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlx_lm.models.cache import CacheList
 
 
 class CacheGroup:
-    """Several caches of one layer; stands for mlx-lm's ``CacheList``."""
+    """Several caches of one layer. Replaces mlx-lm's ``CacheList``."""
 
     def __init__(self, caches: Iterable[Any]) -> None:
         self.caches = tuple(caches)
@@ -22,11 +22,11 @@ class CacheGroup:
 
 
 CacheTree = list[Any]
-"""A cache, or a :class:`CacheGroup`, for each layer that has any."""
+"""A cache or a :class:`CacheGroup` for each layer with state."""
 
 
 def map_caches(function: Callable[[Any], Any], tree: Iterable[Any]) -> CacheTree:
-    """The same tree with what ``function`` makes of each cache, in order; mlx-lm's groups become ours."""
+    """Return the tree with ``function`` applied to each cache, in order. ``CacheList`` becomes :class:`CacheGroup`."""
     made = []
     for cache in tree:
         if isinstance(cache, CacheGroup | CacheList):
@@ -37,7 +37,7 @@ def map_caches(function: Callable[[Any], Any], tree: Iterable[Any]) -> CacheTree
 
 
 def leaves(tree: Iterable[Any]) -> Iterator[Any]:
-    """The caches of a tree, in order."""
+    """Yield the caches of a tree, in order."""
     for cache in tree:
         if isinstance(cache, CacheGroup):
             yield from leaves(cache.caches)

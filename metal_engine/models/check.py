@@ -1,5 +1,7 @@
-"""Proof, at load, that a model runs right through the seam: a few tokens, chunked and interleaved, against
-the model's own forward over its own cache."""
+"""Check at load that a model runs correctly through the seam.
+
+Runs a few tokens in chunks and interleaved, and compares them with the model's own forward pass over its own cache.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,23 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.models.reference_forward import own_logits
 from metal_engine.models.refusals import forward_fails
 
-_NUM_TOKENS = 16  # of a request at least, and half a small block more than a block
+_NUM_TOKENS = 16  # minimum length of a request; a request is also at least half a small block longer than a block
 _BLOCK_SIZE = 8
-_MAX_BLOCK_SIZE = 32  # larger ones would only make the requests longer: no kernel does them
-# Of which the two requests use the last and the first: states must come from where they were left.
+_MAX_BLOCK_SIZE = 32  # no kernel has larger blocks, which would only make the requests longer
+# The two requests use the last and the first slot, so that states must be read from the slots they were written to.
 _NUM_STATE_SLOTS = 3
-# A longer request, to cross a sliding window, is run if all of the check stays within so much work: a
-# second or two. Its logits are computed for every token by the model's own forward, which bounds the window
-# too.
+# A longer request, which crosses a sliding window, is run if the whole check stays within this number of operations: a
+# second or two. The model's own forward pass computes logits for every token, which also limits the window.
 _CPU_FLOPS, _GPU_FLOPS = 2e11, 1e13
 _MAX_WINDOW = 1024
-# Largest difference of logits, relative to their largest magnitude. Rounding differs between the two ways
-# to compute the same thing by a few units in the last place per layer; a wrong position, mask or slot is of
-# order 1.
+# Largest difference of logits relative to their largest magnitude. The two computations differ by a few units in the
+# last place per layer. A wrong position, mask or slot causes a difference of order 1.
 LOGITS_TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
-# Half precision may send a token to another expert where two are about equally good, and then logits differ by much.
-# Other tokens tell that from a mistake, which shows every time.
+# In half precision, rounding may route a token to another expert if two are nearly equal. Its logits then differ by
+# much. The check is repeated with other tokens, because a bug shows in every attempt.
 _ATTEMPTS = {mx.float32: 1, mx.float16: 3, mx.bfloat16: 3}
 
-# Where a model is a rank's share, makes of a number, told under a name, the largest of all ranks'.
+# Returns the maximum of a number over all ranks that share a model. The string names the number.
 Agree = Callable[[str, int], int]
 
 
@@ -52,24 +52,27 @@ def check_paged_model(
     *,
     agree: Agree = lambda what, number: number,
 ) -> None:
-    """Run two requests, each in two chunks and a decode, packed together; compare with mlx-lm's own forward.
+    """Run two requests, each in two chunks and a decode, packed together. Compare with mlx-lm's own forward pass.
 
-    Requests are a little longer than a block; the first is longer still where that takes it past a sliding window at
-    little cost. The chunks are of unequal length and the requests' blocks interleave, so that positions, slots, block
+    The requests are a little longer than a block. The first request is longer if that crosses a sliding window at
+    little cost. The chunks have unequal lengths and the requests' blocks interleave, so that positions, slots, block
     tables and the causal edge all matter. Leaves ``paged`` without a cache.
 
-    Where K and V are quantized, that is done over float ones, where bounds can be tight; then once more over quantized
-    ones, to compare what each layer's attention makes of them (:mod:`metal_engine.models.check_rounding`).
+    If K and V are quantized, this comparison uses unquantized K and V, which allows tight bounds. A second run with
+    quantized K and V compares the attention of each layer (:mod:`metal_engine.models.check_rounding`).
 
     Args:
-        block_size: the server's.
-        agree: where ``paged`` is a rank's share of a model, makes of a number the largest of all ranks': they run as
-            many tokens, as often.
+        paged: model to check.
+        backend: attention backend to check.
+        vocab_size: number of token ids.
+        block_size: block size of the server.
+        agree: returns the maximum of a number over all ranks, if ``paged`` is one rank's shard. All ranks then run the
+            same number of tokens and attempts.
 
     Raises:
-        UnsupportedModelError: the logits differ, or attention over quantized K and V; or some layer did not write once
-            a step and attend.
-        UnsupportedAttentionError: the backend does not do the model's shape.
+        UnsupportedModelError: the logits differ, attention over quantized K and V differs, or a layer did not write
+            once per step and attend.
+        UnsupportedAttentionError: the backend does not support the model's shape.
     """
     block_size = min(block_size, _MAX_BLOCK_SIZE)
     if paged.kv_bits is None:
@@ -82,13 +85,14 @@ def check_paged_model(
 
 @dataclass(frozen=True)
 class _Requests:
-    """What two requests compute, in three steps.
+    """Tokens of two requests and their division into three steps.
 
     Attributes:
-        tokens: of each.
-        block_table: [2, max_blocks], each one's blocks in falling order, the two taking turns.
-        shares: of each step, (first, end) of each request's tokens in it.
-        orders: of each step, in which the requests are packed.
+        tokens: tokens of each request.
+        block_size: tokens of a block.
+        block_table: [2, max_blocks], blocks of each request in descending order, alternating between the requests.
+        shares: for each step, the range (first, end) of each request's tokens in the step.
+        orders: for each step, the order in which the requests are packed.
     """
 
     tokens: list[np.ndarray]
@@ -105,7 +109,7 @@ class _Requests:
         tokens = [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
         max_blocks = -(-lengths[0] // block_size)
         block_table = np.arange(2 * max_blocks, dtype=np.int32).reshape(max_blocks, 2).T[:, ::-1]
-        # Two chunks, then a decode, in the other order.
+        # Two chunks, then a decode with the requests in reverse order.
         cut, last = lengths[0] - 11, (lengths[0] - 1, num_tokens - 1)
         shares = (((0, cut), (0, 11)), ((cut, last[0]), (11, last[1])), ((last[0], lengths[0]), (last[1], num_tokens)))
         return cls(tokens, block_size, block_table, shares, ([0, 1], [0, 1], [1, 0]))
@@ -115,7 +119,7 @@ def _check_logits(paged: PagedModel, backend: AttentionBackend, vocab_size: int,
     for seed in range(_ATTEMPTS[paged.dtype]):
         requests = _Requests.of(paged, vocab_size, block_size, seed, agree)
         gap = _largest_gap(paged, _run(paged, backend, requests), requests)
-        # All ranks try again, or none: one that went on alone would wait for the others for ever.
+        # All ranks try again, or no rank: a rank that continued alone would wait for the others forever.
         if not agree("logits that are off", int(not gap <= LOGITS_TOLERANCE[paged.dtype])):
             return
     raise UnsupportedModelError(
@@ -124,14 +128,14 @@ def _check_logits(paged: PagedModel, backend: AttentionBackend, vocab_size: int,
 
 
 def _run(paged: PagedModel, backend: AttentionBackend, requests: _Requests) -> list[np.ndarray]:
-    """The logits of each request's last row in each step, [2, vocab_size] float32."""
+    """Return the logits of each request's last row in each step, [2, vocab_size] float32."""
     before = [(cache.num_writes, cache.num_reads) for cache in paged.layer_caches]
     paged.pool.allocate(requests.block_table.size, requests.block_size, _NUM_STATE_SLOTS)
     try:
         steps = zip(requests.shares, requests.orders, strict=True)
         logits = [_run_step(paged, backend, requests, shares, order) for shares, order in steps]
     except UnsupportedAttentionError:
-        raise  # it says by itself what cannot be done
+        raise  # the error already explains the problem
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
         raise forward_fails(error) from error
     finally:
@@ -139,7 +143,7 @@ def _run(paged: PagedModel, backend: AttentionBackend, requests: _Requests) -> l
     num_steps = len(logits)
     for layer, (cache, (num_writes, num_reads)) in enumerate(zip(paged.layer_caches, before, strict=True)):
         num_writes, num_reads = cache.num_writes - num_writes, cache.num_reads - num_reads
-        if num_writes != num_steps or num_reads < num_steps:  # more reads: layers that share their KV
+        if num_writes != num_steps or num_reads < num_steps:  # layers that share KV read more often
             raise UnsupportedModelError(
                 f"the packed forward does not reach the cache of layer {layer}, which stored KV in {num_writes} "
                 f"and attended in {num_reads} of {num_steps} steps"
@@ -148,7 +152,7 @@ def _run(paged: PagedModel, backend: AttentionBackend, requests: _Requests) -> l
 
 
 def _largest_gap(paged: PagedModel, logits: list[np.ndarray], requests: _Requests) -> float:
-    """Between logits and those of mlx-lm's own forward, relative to their size; NaN where one is."""
+    """Return the largest difference from the logits of mlx-lm's own forward, relative to their size. NaN if any is."""
     gaps = []
     for request, tokens in enumerate(requests.tokens):
         own = own_logits(paged.model, mx.array(tokens))
@@ -160,9 +164,9 @@ def _largest_gap(paged: PagedModel, logits: list[np.ndarray], requests: _Request
 
 
 def _first_length(paged: PagedModel, least: int) -> int:
-    """Tokens of the first request: past the largest window that is affordable, and not less than asked for."""
+    """Return the length of the first request: past the largest affordable window, and at least ``least`` tokens."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
-    # A product and a sum for each parameter and token, through the paged cache and again without.
+    # A multiplication and an addition per parameter and token, once through the paged cache and once without.
     flops = _GPU_FLOPS if on_gpu else _CPU_FLOPS
     affordable = flops / (4 * get_total_parameters(paged.model)) - least
     lengths = [w + _BLOCK_SIZE for w in paged.windows if w <= _MAX_WINDOW and w + _BLOCK_SIZE <= affordable]
@@ -176,9 +180,9 @@ def _run_step(
     shares: tuple[tuple[int, int], ...],
     order: list[int],
 ) -> np.ndarray:
-    """One packed step; the logits of each request's last row, [2, vocab_size] float32."""
+    """Run one packed step. Return the logits of each request's last row, [2, vocab_size] float32."""
     first, end = np.array([shares[request] for request in order], np.int32).T
-    # Whole blocks are written as an engine would write them under page-aligned scheduling; others by slot or run.
+    # Whole blocks are written as under page-aligned scheduling, other rows by slot or as runs.
     make_writes = choose_writes(page_aligned=True)
     slots = np.array([_NUM_STATE_SLOTS, 1], np.int32)[order]
     state_slots = np.where(first > 0, slots, ZERO_STATE_SLOT), slots

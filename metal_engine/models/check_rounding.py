@@ -1,8 +1,8 @@
-"""Proof, at load, that attention over quantized K and V is attention over them as ``mx.quantize`` rounds them.
+"""Check at load that attention over quantized K and V uses them as ``mx.quantize`` rounds them.
 
-Looks at each layer's attention by itself: its queries, keys and values are at hand, so only rounding is left to differ,
-and a bound can be tight. Between logits it could not: where a number lies between two that can be kept, the last bit of
-a float decides between them, and the next layers amplify that.
+Checks the attention of each layer separately. Its queries, keys and values are known, so only rounding can differ and
+the bound can be tight. A bound on logits would have to be loose: the last bit of a float can decide to which quantized
+value a number is rounded. Later layers amplify the difference.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from metal_engine.kv_cache.spec import QuantizedKVSpec
 from metal_engine.kv_cache.state import KVState
 from metal_engine.kv_cache.writes import HasWrites
 
-_NUM_ROWS = 32  # of a segment that are looked at, the last ones
-# Distance of two neighbours of a type, relative to a number: rounding takes half of it at most. Backends round queries,
-# K, V, weights of the softmax and outputs to the model's type; in float32, some GPUs' matrix units keep as many bits as
-# float16 has. Of what is allowed so, errors of the simulated kernel were up to 0.43, those of MLX's operations to 0.33.
+_NUM_ROWS = 32  # number of last rows of a segment that are checked
+# Distance between two neighbouring numbers of a type, relative to their size. Rounding errors are up to half of it.
+# Backends round queries, K, V, softmax weights and outputs to the model's type. In float32, the matrix units of some
+# GPUs keep as many bits as float16 has. Measured errors, as fractions of the allowed error: up to 0.43 for the
+# simulated kernel, up to 0.33 for MLX's operations.
 _SPACING = {mx.float32: 2**-11, mx.float16: 2**-11, mx.bfloat16: 2**-8}
-# Attention over a step's own rows in float can be told from rounding if it differs by so much of what that may take.
+# Attention over a step's own unquantized rows can be distinguished from rounding if it differs by at least this
+# fraction of the allowed error.
 _TELLING = 0.125
 
 
 class NotedKVState(QuantizedKVState):
-    """Quantized keys and values that remember, in float, what was written to them.
+    """Quantized keys and values that also record the rows written to them, in float.
 
     Attributes:
-        noted: rows by array, [tokens, num_kv_heads, dim], of each request; a request is known by its first block.
+        noted: first block of a request -> array name -> rows written for the request, [tokens, num_kv_heads, dim].
     """
 
     def __init__(self, spec: QuantizedKVSpec) -> None:
@@ -58,7 +60,7 @@ class NotedKVState(QuantizedKVState):
         self.noted = {}
 
     def rounded(self, rows: mx.array) -> mx.array:
-        """Rows as they are to be read, float32."""
+        """Return rows after quantization and dequantization, float32."""
         group_size, bits = self.spec.group_size, self.spec.bits
         packed, *of_groups = mx.quantize(rows.astype(self.spec.dtype), group_size=group_size, bits=bits)
         scales, biases = (array.astype(mx.float32) for array in of_groups)
@@ -66,7 +68,7 @@ class NotedKVState(QuantizedKVState):
 
 
 def noting(pool: StatePool) -> StatePool:
-    """A pool for the same layers whose quantized states are noted; all others are the same objects."""
+    """Return a pool for the same layers whose quantized states record writes. It shares all other states."""
     return StatePool(
         NotedKVState(state.spec) if isinstance(state, QuantizedKVState) else state for state in pool.states
     )
@@ -74,7 +76,7 @@ def noting(pool: StatePool) -> StatePool:
 
 @dataclass
 class ComparingBackend:
-    """A backend whose attention over :class:`NotedKVState` is compared with what it should be, layer by layer."""
+    """Backend that compares its attention over :class:`NotedKVState` with the expected result, layer by layer."""
 
     inner: AttentionBackend
     name: str = "comparing"
@@ -98,7 +100,7 @@ class _ComparingStep:
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
     ) -> mx.array:
-        """Raises UnsupportedModelError where attention is not that over rounded K and V."""
+        """Compute attention. Raises UnsupportedModelError if the result is not attention over rounded K and V."""
         out = self.inner.attend(q, state, scale=scale, window=window, softcap=softcap, sinks=sinks)
         assert isinstance(state, NotedKVState)
         parts = zip(self.rows.block_table[:, 0].tolist(), self.rows.cu_seqlens_q[1:].tolist(), strict=True)
@@ -112,7 +114,7 @@ class _ComparingStep:
 
 @dataclass(frozen=True)
 class _Attention:
-    """The last rows of a request, to be attended as :class:`StepAttention` says, in float32."""
+    """Attention of the last rows of a request in float32, with the semantics of :class:`StepAttention`."""
 
     q: mx.array  # [R, Hq, D]
     seq_len: int
@@ -122,10 +124,11 @@ class _Attention:
     sinks: mx.array | None  # [Hq]
 
     def over(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Attention over keys and values of all tokens, [S, Hkv, D or Dv] float32, and what rounding takes from it.
+        """Compute attention over keys and values of all tokens, [S, Hkv, D or Dv] float32, and its rounding error.
 
         Returns:
-            Outputs, [Hkv, G, R, Dv], and the square of each row's error per square of a number's: [Hkv, G, R].
+            Outputs, [Hkv, G, R, Dv], and the squared error of each row relative to the squared error of one number,
+            [Hkv, G, R].
         """
         num_rows, num_heads, head_dim = self.q.shape
         num_kv_heads = keys.shape[1]
@@ -144,8 +147,8 @@ class _Attention:
             scores = mx.concatenate([scores, mx.broadcast_to(sinks, (*scores.shape[:3], 1))], axis=-1)
         weights = mx.softmax(scores, axis=-1)[..., : self.seq_len]
         out = weights @ values
-        # A score is off by what its queries' and keys' rounding adds up to, and moves the output towards its value or
-        # away; weights, values and the output are rounded themselves.
+        # The error of a score is the sum of the rounding errors of query and key elements. It moves the output towards
+        # or away from the score's value. Weights, values and the output have rounding errors of their own.
         of_scores = 1 + 2 * self.scale**2 * (q.square() @ keys.square().swapaxes(-1, -2))  # [Hkv, G, R, S]
         lengths, out_lengths = values.square().sum(-1)[:, :, None], out.square().sum(-1, keepdims=True)
         apart = mx.maximum(lengths + out_lengths - 2 * (out @ values.swapaxes(-1, -2)), 0)  # |v - out|^2
@@ -167,7 +170,7 @@ def _compare(
         mx.concatenate([kept[:-query_len], array[-query_len:].astype(mx.float32)])
         for kept, array in zip(rounded, full, strict=True)
     ]
-    # Of latents, what their reader takes.
+    # Of latents, only the part that is used as the value.
     expected, noise = attention.over(rounded[0], rounded[1][..., : spec.latent_dim])
     in_float, _ = attention.over(own_in_float[0], own_in_float[1][..., : spec.latent_dim])
     got = out[..., : spec.latent_dim].astype(mx.float32).swapaxes(0, 1).reshape(expected.shape)

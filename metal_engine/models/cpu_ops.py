@@ -1,7 +1,7 @@
 """Replacements for operations of mlx-lm's models that MLX's CPU backend computes slowly, element by element.
 
-``seam`` installs them where MLX computes on a CPU, and nowhere else. They take and return the same and differ by
-float32 rounding. Other dtypes get mlx-lm's own.
+``seam`` installs them only if MLX computes on a CPU. They have the same arguments and results, up to float32 rounding.
+For other dtypes they call mlx-lm's functions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from metal_engine.device.info import computes_on_cpu
 
 
 def _on_cpu(*arrays: mx.array) -> bool:
-    """Whether they are float32, and the CPU's to compute with: another model of the process may be a GPU's."""
+    """True for float32 arrays computed on the CPU: another model in the same process may use a GPU."""
     return computes_on_cpu() and all(array.dtype == mx.float32 for array in arrays)
 
 
-MIN_SWIGLU = 2048  # elements; for fewer, the call costs more than it saves
+MIN_SWIGLU = 2048  # elements; below this, the call costs more than it saves
 
 
 def _silu_times(gate: mx.array, x: mx.array) -> mx.array:
@@ -34,7 +34,7 @@ _compiled_silu_times = CompiledByShape(_silu_times)
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) * x, of any shape."""
+    """Compute silu(gate) * x for arrays of any shape."""
     if _on_cpu(gate, x) and gate.shape == x.shape and gate.size >= MIN_SWIGLU:
         return _compiled_silu_times(gate, x)
     return _mlx_lm_swiglu(gate, x)
@@ -42,15 +42,15 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 _mlx_lm_swiglu = activations.swiglu
 
-# mlx-lm's function -> ours.
+# (mlx-lm's function, replacement)
 REPLACEMENTS: list[tuple[Callable[..., mx.array], Callable[..., mx.array]]] = [(_mlx_lm_swiglu, swiglu)]
 
 
-MIN_NORM_ROWS = 16  # of RMSNorm; for fewer, more operations cost more than they save
+MIN_NORM_ROWS = 16  # rows of RMSNorm; below this, the additional operations cost more than they save
 
 
 class StepPositions(mx.array):
-    """Absolute positions of a step's rows, [N], with the rotations that follow from them: the same for all layers."""
+    """Absolute positions of a step's rows, [N], with their rotation tables, which all layers share."""
 
     def __init__(self, positions: mx.array | np.ndarray) -> None:
         super().__init__(positions)
@@ -74,10 +74,10 @@ _turned_neighbours, _turned_halves = CompiledByShape(_turn_neighbours), Compiled
 
 
 class TableRoPE(nn.RoPE):
-    """RoPE that takes sines and cosines from the step where it can: MLX's own computes them anew at every call."""
+    """RoPE that reads sines and cosines from the step if possible. MLX's RoPE computes them in every call."""
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
-        """Rotate x, [N, heads, 1, head_dim], with the tables of :class:`StepPositions`; else as ``nn.RoPE`` does."""
+        """Rotate x, [N, heads, 1, head_dim], with the tables of :class:`StepPositions`, or else as ``nn.RoPE``."""
         if not (isinstance(offset, StepPositions) and x.ndim == 4 and x.shape[2] == 1 and _on_cpu(x)):
             return super().__call__(x, offset)  # type: ignore[arg-type]
         key = (self.dims, self.traditional, self.base, self.scale)
@@ -87,7 +87,7 @@ class TableRoPE(nn.RoPE):
         return (_turned_neighbours if self.traditional else _turned_halves)(x, cos, sin)
 
     def _table(self, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """Cosines and sines, each [N, 1, 1, dims / 2]: what MLX's own makes of the vector (1, 0) of each pair."""
+        """Return cosines and sines, each [N, 1, 1, dims / 2]: MLX's rotation of the vector (1, 0) of each pair."""
         half = self.dims // 2
         one = [[1.0, 0.0]] * half if self.traditional else [[1.0] * half, [0.0] * half]
         probe = mx.broadcast_to(mx.array(one).reshape(self.dims), (positions.size, 1, 1, self.dims))
@@ -105,7 +105,7 @@ _scaled = CompiledByShape(_scale)
 
 
 class ProductRMSNorm(nn.RMSNorm):
-    """RMSNorm whose sum is a matrix product: MLX's own sums along the last axis element by element."""
+    """RMSNorm whose sum is a matrix product: MLX's RMSNorm sums along the last axis element by element."""
 
     def __call__(self, x: mx.array) -> mx.array:
         dims = x.shape[-1]
@@ -119,6 +119,6 @@ _FASTER_LAYERS: dict[type[nn.Module], type[nn.Module]] = {nn.RoPE: TableRoPE, nn
 
 
 def use_faster_layers(model: nn.Module) -> None:
-    """Make a model's plain RoPE and RMSNorm layers ours. Classes derived from them stay as they are."""
+    """Replace a model's plain RoPE and RMSNorm layers. Layers of derived classes stay unchanged."""
     for module in model.modules():
         module.__class__ = _FASTER_LAYERS.get(type(module), type(module))

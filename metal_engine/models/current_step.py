@@ -1,4 +1,4 @@
-"""The step being run, which layer caches and the replaced functions of mlx-lm's models look at."""
+"""The step that is running, for layer caches and for the functions that replace mlx-lm's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class CurrentStep:
-    """The step being run: set by ``PagedModel.forward``, read by the layer caches, which share one."""
+    """State of the running step. Set by ``PagedModel.forward``, read by the layer caches, which share one instance."""
 
     def __init__(self, recurrence: MetalRecurrence | None = None) -> None:
-        self.recurrence = recurrence  # of all steps
+        self.recurrence = recurrence  # for all steps
         self.rows: StepRows | TracedRows | None = None
         self.attention: StepAttention | None = None
         self.positions: mx.array | None = None  # [N]
-        self.adapters: AdapterRows | None = None  # None: no row has any
+        self.adapters: AdapterRows | None = None  # None: no row has an adapter
         self.logits_indices: mx.array | None = None  # [R]
         self.hidden_indices: mx.array | None = None  # [P]
-        self.hidden: mx.array | None = None  # [P, 1, hidden_size], of those rows, once the trunk has run
+        self.hidden: mx.array | None = None  # [P, 1, hidden_size], rows of hidden_indices, set by the trunk

@@ -1,4 +1,4 @@
-"""The facts about a loaded model that the control plane needs."""
+"""Collects the facts about a model that the control plane needs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from metal_engine.settings.config import ModelInfo
 
 logger = logging.getLogger(__name__)
 
-# Architectures with recurrent layers that mlx-lm has a step compute with an array of the states after each token.
+# Architectures whose recurrent layers, in mlx-lm, compute an array of the states after every token of a step.
 _STATES_OF_ALL_TOKENS = {"jamba"}
 
 
 def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
-    """The facts about a loaded model that the control plane needs."""
+    """Return the facts about a loaded model that the control plane needs."""
     flat = cast(list[tuple[str, mx.array]], tree_flatten(loaded.model.parameters()))
     parameters = [array for _, array in flat]
     dtypes = {array.dtype for array in parameters if mx.issubdtype(array.dtype, mx.floating)}
@@ -46,29 +46,32 @@ def model_info(loaded: LoadedModel, paged: PagedModel) -> ModelInfo:
 def expected_model_info(
     name: str, facts: CheckpointRequirements, kv_cache_dtype: str = "auto", divide: Divide | None = None
 ) -> ModelInfo | None:
-    """The facts about a model whose weights nobody has read yet: what it would keep of a token, above all.
+    """Return the facts about a model before its weights are loaded, such as the size of its KV per token.
 
-    The model is made with weights that are never computed, and looked at as a loaded one is.
+    The model is created with weights that are never computed, and is inspected like a loaded model.
 
     Args:
-        divide: leaves this rank's share in a model, where there are several.
+        name: name of the model.
+        facts: facts about the checkpoint.
+        kv_cache_dtype: type of stored keys and values, as in ``--kv-cache-dtype``.
+        divide: reduces a model to this rank's shard; None if there is only one rank.
 
     Returns:
-        None where that cannot be told before the weights are there.
+        The facts, or None if they depend on the weights.
 
     Raises:
-        UnsupportedModelError: it keeps state of a kind that is not known here, or has no seam to use; or ``divide``
+        UnsupportedModelError: a layer has an unsupported kind of state, the seam cannot be installed, or ``divide``
             raises it.
-        ConfigError: its keys and values cannot be kept in ``kv_cache_dtype``.
+        ConfigError: the keys and values cannot be stored in ``kv_cache_dtype``.
     """
     config = facts.config
-    if config.get("model_file") is not None:  # code that is not here yet, or not to be run
+    if config.get("model_file") is not None:  # the checkpoint's code is not present yet, or must not run
         return None
     try:
         model_class, args_class = _get_classes(config)
         model = model_class(args_class.from_dict(config))
         model.set_dtype(getattr(mx, facts.dtype))
-    except Exception as error:  # what loading says of it is better
+    except Exception as error:  # loading the model will report the problem in better words
         logger.debug("no sketch of %s", name, exc_info=error)
         return None
     num_whole = get_total_parameters(model)
@@ -80,7 +83,7 @@ def expected_model_info(
     except UnsupportedModelError as error:
         if error.__cause__ is None:
             raise
-        logger.debug("no sketch of %s", name, exc_info=error)  # as above: its files may not belong together
+        logger.debug("no sketch of %s", name, exc_info=error)  # as above: the files may not match each other
         return None
     return _info(name, config, paged, dtype=facts.dtype, num_params=facts.num_params, weight_bytes=weight_bytes)
 
@@ -107,9 +110,9 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
 
 
 def _layer_width(model_type: str, text_config: dict[str, Any], paged: PagedModel) -> int:
-    """Outputs of the widest matrix but those of the vocabulary; of experts, for as many as a token has.
+    """Return the outputs of the widest matrix without those of the vocabulary. Experts count once per active expert.
 
-    Or the numbers of a layer's state, where the layer computes those of all tokens at once.
+    If a layer computes the recurrent states of all tokens at once, the size of its state counts, too.
     """
     num_experts = text_config.get("num_experts_per_tok") or text_config.get("top_k_experts") or 1 << 30
     widths = [0]
@@ -122,7 +125,7 @@ def _layer_width(model_type: str, text_config: dict[str, Any], paged: PagedModel
 
 
 def _context_length(text_config: dict[str, Any], model: nn.Module) -> int | None:
-    """As the configuration says, or as the architecture assumes where it does not."""
+    """Return the context length from the configuration, or else the architecture's default."""
     args = getattr(model, "args", None)
     for source in (text_config, getattr(args, "text_config", None), args):
         values = source if isinstance(source, dict) else vars(source) if source is not None else {}

@@ -1,8 +1,8 @@
-"""A layer's state in the form in which mlx-lm's models use a cache.
+"""Caches that mlx-lm's models use for a layer's state.
 
-mlx-lm gives a layer's attention a cache and, with it, asks three things: ``offset`` for RoPE,
-``update_and_fetch`` to store K and V, ``make_mask`` for what the queries may see. Attention itself comes
-here through the function that ``seam`` puts in the place of mlx-lm's own. The state lives in ``kv_cache``.
+mlx-lm passes a cache to a layer's attention and uses three things of it: ``offset`` for RoPE, ``update_and_fetch`` to
+store K and V, and ``make_mask`` for the keys that the queries may see. The function with which ``seam`` replaces
+mlx-lm's attention calls the cache to compute attention. The state itself is in ``kv_cache``.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ Attention = Callable[..., mx.array]
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What mlx-lm carries from ``make_mask`` to attention as ``mask``: the layer's window, in tokens."""
+    """Mask that mlx-lm passes from ``make_mask`` to attention as ``mask``: the layer's window, in tokens."""
 
     window: int | None
 
 
 @dataclass(slots=True)
 class AttentionCall:
-    """How a layer calls mlx-lm's attention function.
+    """Arguments with which a layer calls mlx-lm's attention function.
 
     Attributes:
-        queries: [N, num_heads, 1, head_dim].
-        keys: what ``update_and_fetch`` returned, perhaps transformed; ``values`` likewise.
-        scale: of the scores.
-        mask: what ``make_mask`` returned, perhaps transformed.
-        sinks: [num_heads], see :class:`metal_engine.attention.backend.StepAttention`; ``softcap`` likewise.
+        queries: queries, [N, num_heads, 1, head_dim].
+        keys: result of ``update_and_fetch``, possibly transformed.
+        values: result of ``update_and_fetch``, possibly transformed.
+        scale: factor of the scores.
+        mask: result of ``make_mask``, possibly transformed.
+        sinks: attention sinks, [num_heads], see :class:`metal_engine.attention.backend.StepAttention`.
+        softcap: softcap of the scores, see :class:`metal_engine.attention.backend.StepAttention`.
     """
 
     queries: mx.array
@@ -54,25 +56,25 @@ class AttentionCall:
 
 
 class AttentionOwner:
-    """A cache that is asked when its layer calls mlx-lm's attention function."""
+    """A cache that computes attention when its layer calls mlx-lm's attention function."""
 
     def attend(self, call: AttentionCall, original: Attention) -> mx.array:
-        """Attention of a call, [N, num_heads, 1, v_head_dim]; ``original`` is what mlx-lm would have called."""
+        """Compute attention, [N, num_heads, 1, v_head_dim]. ``original`` is the function that mlx-lm would call."""
         raise NotImplementedError
 
 
 class AttendingCache(AttentionOwner):
-    """A cache that computes the attention of its layer, also where mlx-lm's layer would do that itself."""
+    """A cache that computes its layer's attention even if the layer does not call mlx-lm's attention function."""
 
     offset: Any
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store K and V, [N, num_kv_heads, 1, head_dim]; what stands for all that is stored now."""
+        """Store K and V, [N, num_kv_heads, 1, head_dim]. Return placeholders for all stored K and V."""
         raise NotImplementedError
 
 
 class OwnedKeys(mx.array):
-    """Keys that remember the cache they are in: layers that reuse them may call attention without a cache."""
+    """Keys that reference their cache, for layers that reuse keys and call attention without a cache."""
 
     def __init__(self, keys: mx.array, owner: AttentionOwner) -> None:
         super().__init__(keys)
@@ -80,11 +82,12 @@ class OwnedKeys(mx.array):
 
 
 class LayerCache(AttendingCache):
-    """Ordinary attention over a layer's state.
+    """Cache with ordinary attention over a layer's state.
 
     Attributes:
-        state: where keys and values are kept.
-        num_writes: how often the layer has stored K and V, for the check at load; ``num_reads`` how often it attended.
+        state: state that stores keys and values.
+        num_writes: number of times that the layer stored K and V, for the check at load.
+        num_reads: number of times that the layer attended, for the check at load.
     """
 
     def __init__(self, step: CurrentStep, state: KVState) -> None:
@@ -95,9 +98,9 @@ class LayerCache(AttendingCache):
 
     @property
     def keys(self) -> mx.array:
-        """For a rank of a pipeline: mlx-lm ties to the last layer's keys what it sends to the next rank.
+        """Keys for a rank of a pipeline, where mlx-lm makes the last layer's keys depend on data sent to the next rank.
 
-        Every rank evaluates logits, which depend on what all ranks have sent, so here nothing need be tied.
+        No dependency is needed here: every rank evaluates logits, which depend on the data that all ranks have sent.
         """
         return mx.zeros((0,))
 
@@ -107,7 +110,7 @@ class LayerCache(AttendingCache):
 
     @property
     def offset(self) -> mx.array:
-        """Absolute position of each packed row, [N]: mlx-lm gives it to RoPE."""
+        """Absolute position of each packed row, [N], for RoPE."""
         assert self._step.positions is not None
         return self._step.positions
 
@@ -118,7 +121,7 @@ class LayerCache(AttendingCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write this step's K and V, [N, num_kv_heads, 1, head_dim], to their slots."""
-        # Squeezing costs the host a third of what keys[:, :, 0] does.
+        # squeeze takes a third of the host time of keys[:, :, 0].
         self._write({"keys": keys.squeeze(2), "values": values.squeeze(2)})
         return OwnedKeys(keys, self), values
 
@@ -128,7 +131,7 @@ class LayerCache(AttendingCache):
         self.num_writes += 1
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """For a layer that reuses this one's K and V: what stands for them in its call of attention."""
+        """Return placeholders for K and V, for a layer that reuses them in its call of attention."""
         spec = self.state.spec
         keys = mx.zeros((self.offset.size, spec.num_kv_heads, 1, spec.head_dim), spec.dtype)
         return OwnedKeys(keys, self), keys
@@ -150,11 +153,11 @@ class LayerCache(AttendingCache):
 
 
 class _PositionKeys(mx.array):
-    """Stands for the position part of all keys that a query sees.
+    """Placeholder for the position part of all keys that a query sees.
 
-    A latent-attention layer multiplies its queries with them before it calls attention, and adds the
-    product to the scores as if it were a mask. That product cannot exist over a paged cache, so the
-    multiplication only notes the queries: :meth:`LatentLayerCache.attend` gets them as its mask.
+    A latent-attention layer multiplies its queries with the position parts before it calls attention, and adds the
+    product to the scores as if it were a mask. A paged cache cannot provide that product. The multiplication therefore
+    only records the queries, and :meth:`LatentLayerCache.attend` receives them as its mask.
     """
 
     def swapaxes(self, *_: int) -> _PositionKeys:  # type: ignore[override]
@@ -166,20 +169,20 @@ class _PositionKeys(mx.array):
 
 @dataclass(frozen=True)
 class _PositionQueries:
-    """The position part of the queries, multiplied by the layer's scale: [N, num_heads, 1, rope_dim]."""
+    """Position part of the queries, multiplied by the layer's scale: [N, num_heads, 1, rope_dim]."""
 
     scaled: mx.array
 
 
 class LatentLayerCache(LayerCache):
-    """Multi-head latent attention: mlx-lm stores latents as keys and position parts as values."""
+    """Multi-head latent attention. mlx-lm stores latents as keys, and position parts as values."""
 
     def make_mask(
         self, N: int = 1, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> AttentionMask | None:
         if window_size is not None:
             raise UnsupportedModelError("its latent attention has a sliding window")
-        return None  # the layer would apply a mask to the product that only _PositionQueries stands for
+        return None  # the layer would apply a mask to the product, for which _PositionQueries is a placeholder
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write latents [N, 1, 1, latent_dim] and position parts [N, 1, 1, rope_dim] to their slots."""
@@ -196,7 +199,7 @@ class LatentLayerCache(LayerCache):
 
 
 def layer_cache(step: CurrentStep, state: LayerState) -> LayerCache | StateCache:
-    """The cache through which mlx-lm's layer uses a state."""
+    """Return the cache through which mlx-lm's layer uses a state."""
     match state:
         case RecurrentState():
             return StateCache(step, state)
@@ -204,17 +207,17 @@ def layer_cache(step: CurrentStep, state: LayerState) -> LayerCache | StateCache
             is_latent = state.spec.latent_dim is not None
             return (LatentLayerCache if is_latent else LayerCache)(step, state)
         case _:
-            raise TypeError(f"mlx-lm has no cache that a {type(state).__name__} could stand for")
+            raise TypeError(f"there is no mlx-lm cache for a {type(state).__name__}")
 
 
 class RecordingCache(ConcatenateKVCache, AttendingCache):
-    """An ordinary cache that remembers what its layer did with it."""
+    """An ordinary cache that records how its layer uses it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.spec: StateSpec | None = None
         self.num_reads = 0
-        self.num_heads = 0  # of the queries that attended last
+        self.num_heads = 0  # heads of the queries in the last attention
         self.windows: set[int] = set()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
@@ -236,6 +239,6 @@ class RecordingCache(ConcatenateKVCache, AttendingCache):
         self.num_heads = call.queries.shape[1]
         spec = self.spec
         if call.keys is call.values and isinstance(call.mask, mx.array) and isinstance(spec, KVSpec):
-            # The key is also the value, and a mask comes although there is nothing to mask: position scores.
+            # The key is also the value, and the mask is not boolean: it holds position scores of latent attention.
             self.spec = LatentSpec(latent_dim=spec.head_dim, rope_dim=spec.v_head_dim, dtype=spec.dtype)
         return original(call.queries, call.keys, call.values, self, call.scale, call.mask, call.sinks)

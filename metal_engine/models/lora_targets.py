@@ -1,4 +1,4 @@
-"""Which layers of a model adapters may add to, found by looking at it while it runs."""
+"""Finds the layers of a model that LoRA adapters may add to, by running the model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from metal_engine.models.paged_model import PagedModel
 
 
 def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = None) -> AdapterTargets:
-    """The linear layers within the model's layers, through which all rows of a step go as they are packed.
+    """Return the linear layers within the model's layers that receive all packed rows of a step.
 
     A step of one token is built, and not computed. Leaves ``paged`` without a cache.
 
     Args:
-        interleaved: :attr:`metal_engine.checkpoints.loader.LoadedModel.interleaved`.
+        paged: the model.
+        interleaved: see :attr:`metal_engine.checkpoints.loader.LoadedModel.interleaved`.
     """
     modules = dict(paged.model.named_modules())
     candidates, refused = {}, {}
@@ -38,7 +39,7 @@ def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = N
         elif not isinstance(module, nn.Linear | nn.QuantizedLinear):
             continue
         elif id(module) not in within:
-            refused[name] = "adapters of what is outside the model's layers, as its head is, are not supported"
+            refused[name] = "adapters of modules outside the model's layers, such as its head, are not supported"
         elif id(module) in grouped:
             refused[name] = "it runs apart for each group of requests, where adapters are not supported"
         else:
@@ -46,7 +47,7 @@ def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = N
     with _noting_calls(candidates) as called:
         attention_kinds(paged)
     for name in candidates.keys() - called:
-        refused[name] = "the model does not call it with all rows of a step as they are packed"
+        refused[name] = "the model does not call it with all packed rows of a step"
     shapes = {name: shape_of(module) for name, module in candidates.items() if name in called}
     heads = {name: (interleaved or {}).get(name.rpartition(".")[2]) for name in shapes}
     interleaved = {name: number for name, number in heads.items() if number is not None}
@@ -55,7 +56,7 @@ def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = N
 
 @contextmanager
 def _noting_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
-    """While it lasts, the names of those modules that are called, with one argument, come into a set."""
+    """Collect the names of the modules that are called with one packed argument within a ``with`` block."""
     called: set[str] = set()
     classes = {name: type(module) for name, module in modules.items()}
     for name, module in modules.items():
@@ -71,7 +72,7 @@ def _noting(name: str, cls: type[nn.Module], called: set[str]) -> type[nn.Module
     call: Callable[..., mx.array] = cls.__call__
 
     def noted(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
-        if len(args) == 1 and not kwargs and args[0].shape[:-1] == (1, 1):  # others may be a choice of rows
+        if len(args) == 1 and not kwargs and args[0].shape[:-1] == (1, 1):  # other shapes may be a selection of rows
             called.add(name)
         return call(self, *args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""How an mlx-lm model is opened: its attention calls come to our caches, and its trunk returns selected rows.
+"""The seam: connects an mlx-lm model to our caches and makes its trunk return selected rows.
 
-Nothing here knows an architecture by name. A model is looked at while it runs two tokens over caches that
-record what its layers do with them; what does not fit is refused with the reason.
+No architecture is known by name. The model runs two tokens over caches that record how its layers use them. A model
+that cannot be supported is refused with the reason.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from metal_engine.models.recurrent.recurrences import REPLACEMENTS as RECURRENCE
 from metal_engine.models.softcap import open_softcapped_layers
 from metal_engine.models.trunk import Trunk, hidden_problem, select_rows_before_head
 
-# mlx-lm's caches that are neither keys and values of every token nor arrays of each request, in words. Others are
-# refused too.
+# Kinds of caches in mlx-lm that hold neither keys and values of every token nor arrays per request -> description.
+# Kinds that are not listed are refused, too.
 _OTHER_STATE = {"ChunkedKVCache": "it attends in chunks of the context"}
 Recorder = RecordingCache | RecordingState
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """What was seen of a model.
+    """Observations from running a model over recording caches.
 
     Attributes:
-        caches: what recorded each cache of the model.
-        trace: of the modules that kept recurrent state.
+        caches: recorder of each cache of the model.
+        trace: calls of the modules that store recurrent state.
         windows: sizes of the sliding windows in use, in tokens.
-        outputs: logits of what was run, one after the other, [2, 1, vocab_size] each; not computed yet.
-        trunk: the module whose output the LM head is given.
+        outputs: logits of each run, [2, 1, vocab_size] each, not computed yet.
+        trunk: module whose output is the LM head's input.
     """
 
     caches: CacheTree
@@ -59,12 +59,12 @@ class OpenedModel:
 
     @property
     def recorders(self) -> list[Recorder]:
-        """Of each cache, in order."""
+        """Recorders of all caches, in order."""
         return list(leaves(self.caches))
 
     @property
     def specs(self) -> list[StateSpec]:
-        """What each cache keeps, in order."""
+        """Specs of the state of each cache, in order."""
         return [_spec(recorder) for recorder in self.recorders]
 
 
@@ -78,11 +78,11 @@ def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
 
     Args:
         model: a loaded mlx-lm model.
-        step: where the trunk finds the rows that are wanted.
+        step: object from which the trunk reads the indices of the wanted rows.
 
     Raises:
-        UnsupportedModelError: the model keeps state of a kind that is not known here, or computes attention in a way
-            of its own.
+        UnsupportedModelError: a layer has an unsupported kind of state, or computes attention without mlx-lm's shared
+            function.
     """
     _recorders(model, CallTrace())
     _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _seam)])
@@ -107,18 +107,18 @@ def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
 
 
 def hidden_states_problem(model: nn.Module, opened: OpenedModel) -> str | None:
-    """Return why an opened model's hidden states cannot be told, or None. Computes its LM head."""
+    """Return the reason why an opened model has no usable hidden states, or None. Computes its LM head."""
     assert opened.trunk is not None
     return hidden_problem(model, opened.trunk, opened.vocab_size, lambda: _recorders(model, CallTrace()))
 
 
 def recorded(model: nn.Module) -> list[Recorder]:
-    """What each cache of a model sees of its layer, which attends through the seam from now on.
+    """Return the recorder of each cache after a run of the model. Its layers use the seam from now on.
 
-    Graphs are built and nothing is evaluated: weights that have not been read stay on the disk.
+    Graphs are built and nothing is evaluated, so weights that have not been read stay on disk.
 
     Raises:
-        UnsupportedModelError: as :func:`open_model`.
+        UnsupportedModelError: see :func:`open_model`.
     """
     _recorders(model, CallTrace())
     _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _seam)])
@@ -126,12 +126,12 @@ def recorded(model: nn.Module) -> list[Recorder]:
 
 
 def _is_used(recorder: Recorder) -> bool:
-    """Whether the layer attended over its cache; always so for recurrent state."""
+    """True if the layer attended over its cache. Always True for recurrent state."""
     return isinstance(recorder, RecordingState) or recorder.num_reads > 0
 
 
 def _recorders(model: nn.Module, trace: CallTrace) -> CacheTree:
-    """New caches for a model, which record."""
+    """Return new recording caches for a model."""
 
     def recorder(cache: Any) -> Recorder:
         if type(cache) is ArraysCache:
@@ -169,13 +169,12 @@ _seam = _attention_seam(mlx_lm_base.scaled_dot_product_attention)
 
 
 def _replace_functions(model: nn.Module, replacements: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
-    """Put our functions in the place of mlx-lm's, whatever their names there, wherever the model's layers call them.
+    """Replace mlx-lm's functions, under any name, wherever the model's layers call them.
 
-    A layer calls one through the globals of its module, or of the module of a class it inherits from.
-    Classes of a checkpoint's own code belong to no module in ``sys.modules``, so the methods are asked for
-    their globals.
+    A layer calls a function through the globals of its module, or of the module of a base class. Classes from the
+    checkpoint's own code are not in ``sys.modules``, so the globals are taken from the methods.
     """
-    homes = [vars(module) for module in (mlx_lm_base, activations, cpu_ops)]  # where the originals are called
+    homes = [vars(module) for module in (mlx_lm_base, activations, cpu_ops)]  # modules that must keep the originals
     for cls in {cls for module in model.modules() for cls in type(module).__mro__}:
         for method in vars(cls).values():
             names: dict[str, Any] = getattr(method, "__globals__", {})
@@ -188,14 +187,14 @@ def _replace_functions(model: nn.Module, replacements: list[tuple[Callable[..., 
 
 
 def _record(model: nn.Module) -> OpenedModel:
-    """Run two sequences of one token over caches that record; where states are carried on, of a second one, too."""
+    """Run two sequences over recording caches for one token, and for a second token if the model is recurrent."""
     trace = CallTrace()
     caches = _recorders(model, trace)
     try:
         outputs = [model(mx.array([[0], [1]]), cache=caches)]
         if any(isinstance(recorder, RecordingState) for recorder in leaves(caches)):
             with trace.watch(model):
-                # Other tokens, so that nothing is equal by accident.
+                # Different tokens, so that states cannot be equal by accident.
                 outputs.append(model(mx.array([[2], [3]]), cache=caches))
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,16 +1,16 @@
-"""Run any mlx-lm model over a packed batch and a paged KV cache.
+"""Runs any mlx-lm model over a packed batch and a paged KV cache.
 
-A packed batch is fed as *tokens as batch*: N tokens become a batch of N sequences of length 1, so every
-activation is [N, 1, ...] and a layer that mixes no tokens needs no change. Three things do mix tokens:
+A packed batch is passed as *tokens as batch*: N tokens become a batch of N sequences of length 1. Every activation is
+then [N, 1, ...], and layers that do not mix tokens work unchanged. Three operations do mix tokens:
 
-- RoPE reads ``cache.offset``: here the [N] array of positions, one per row;
-- ``cache.update_and_fetch`` stores K and V: here into the layer's state (``kv_cache``);
-- attention itself: mlx-lm's ``scaled_dot_product_attention`` is replaced (``seam``) by a function that asks
-  one of our caches (``layer_cache``) for the step's attention, and calls the original for any other cache.
+- RoPE reads ``cache.offset``, which is here the [N] array of positions, one per row.
+- ``cache.update_and_fetch`` stores K and V, here in the layer's state (``kv_cache``).
+- Attention: ``seam`` replaces mlx-lm's ``scaled_dot_product_attention``. The replacement requests attention from one of
+  our caches (``layer_cache``), and calls the original function for any other cache.
 
-Layers that carry a state from token to token mix tokens, too: ``recurrent`` gives them their rows by segments.
+Recurrent layers also mix tokens. ``recurrent`` passes them their rows by segments.
 
-The layer caches share one :class:`CurrentStep`, set for the length of a forward; there is no global.
+The layer caches share one :class:`CurrentStep`, which is set during a forward pass. There is no global state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from metal_engine.recurrence.metal import MetalRecurrence
 
 
 def release_weights(model: nn.Module) -> None:
-    """Let go of a model's weights, whoever may still hold the model. It must not be used after that."""
+    """Release a model's weights even if the model is still referenced. The model cannot be used afterwards."""
     for module in model.modules():
         module.clear()
 
@@ -49,28 +49,28 @@ def release_weights(model: nn.Module) -> None:
 class PagedModel:
     """An mlx-lm model that runs packed batches over a paged KV cache.
 
-    Construction installs the attention seam; ``pool.allocate`` makes the cache; a call runs one step.
+    Construction installs the attention seam, ``pool.allocate`` allocates the cache, and a call runs one step.
 
     Args:
-        model: a loaded mlx-lm model; it is changed in place (its trunk returns selected rows).
-        recurrence: kernels for layers that carry a state; None: MLX's own operations, segment by segment.
-        kv_cache_dtype: as ``--kv-cache-dtype``: in what keys and values are kept.
-        is_sketch: its weights are not to be computed: it is looked at, and cannot run steps.
-        whole_modules: run recurrent layers module by module (:func:`install_states`).
+        model: a loaded mlx-lm model. It is changed in place: its trunk returns selected rows.
+        recurrence: kernels for recurrent layers; None to use MLX's operations, segment by segment.
+        kv_cache_dtype: type in which keys and values are stored, as in ``--kv-cache-dtype``.
+        is_sketch: True for a model that is only inspected. Its weights are never computed, and it cannot run steps.
+        whole_modules: True to run recurrent layers module by module (:func:`install_states`).
 
     Raises:
-        UnsupportedModelError: the model keeps state of a kind that is not known here, or has no seam to use.
-        ConfigError: its keys and values cannot be kept in ``kv_cache_dtype``.
+        UnsupportedModelError: a layer has an unsupported kind of state, or the seam cannot be installed.
+        ConfigError: the keys and values cannot be stored in ``kv_cache_dtype``.
 
     Attributes:
-        pool: what its layers keep; nothing is allocated at first.
-        layer_caches: what mlx-lm's layers see of it, one for each of the pool's states.
-        kv_bits: of a number of K and V, where they are quantized; else None.
-        dtype: type of the first K and V; of the first state where no layer has them.
-        windows: sizes of the sliding windows that layers use.
+        pool: states of the layers, not allocated at first.
+        layer_caches: caches that mlx-lm's layers use, one for each state in the pool.
+        kv_bits: bits per number of quantized K and V; None if they are not quantized.
+        dtype: type of the first K and V, or of the first recurrent state if no layer has K and V.
+        windows: sizes of the layers' sliding windows, in tokens.
         vocab_size: number of logits of a row.
-        adapters: the layers that adapters add to, after :meth:`adapt`.
-        hidden_problem: reason to refuse embeddings: the rows of ``hidden_indices`` are not hidden states. Else None.
+        adapters: layers with LoRA adapters, set by :meth:`adapt`; None before.
+        hidden_problem: reason to refuse embeddings, if the rows of ``hidden_indices`` are not hidden states; else None.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PagedModel:
             refuse_half_experts(model)
             try:
                 for output in opened.outputs if self.pool.is_recurrent else ():
-                    mx.eval(output)  # install_states reads the states; ranks of a pipeline exchange data for them here
+                    mx.eval(output)  # install_states reads the states; here, ranks of a pipeline exchange data for them
                 self.hidden_problem = hidden_states_problem(model, opened)
             except RuntimeError as error:
                 raise forward_fails(error) from error
@@ -111,10 +111,10 @@ class PagedModel:
 
     @contextmanager
     def over(self, pool: StatePool) -> Iterator[None]:
-        """Run over another pool for a while.
+        """Use another pool within a ``with`` block.
 
         Args:
-            pool: has a state for each of the model's layers that keeps the same in some other way, or the same state.
+            pool: pool with a state for each layer: the same state object, or a state of the same layer in another form.
         """
         own = self.pool
         self._keep_in(pool)
@@ -134,19 +134,20 @@ class PagedModel:
         return self._step.recurrence is not None and self.pool.is_recurrent
 
     def drop_recurrence_kernels(self) -> None:
-        """Use MLX's own operations from now on."""
+        """Use MLX's own operations for recurrent layers from now on."""
         self._step.recurrence = None
 
     def release_weights(self) -> None:
-        """See :func:`release_weights`."""
+        """Release the model's weights, as :func:`release_weights` does."""
         release_weights(self.model)
 
     def adapt(self, names: Iterable[str], max_loras: int, max_rank: int) -> AdaptedLayers:
-        """Have adapters add to linear layers, the model's modules of these names; once.
+        """Prepare linear layers for LoRA adapters. Can be called once.
 
         Args:
-            max_loras: adapters at once.
-            max_rank: of their products.
+            names: names of the linear layers in the model.
+            max_loras: maximum number of adapters that are loaded at the same time.
+            max_rank: maximum LoRA rank.
         """
         modules = dict(self.model.named_modules())
         chosen = {name: modules[name] for name in names}
@@ -161,7 +162,7 @@ class PagedModel:
         logits_indices: mx.array | None = None,
         adapters: AdapterRows | None = None,
     ) -> mx.array:
-        """Returns the logits of :meth:`forward`."""
+        """Run :meth:`forward` and return only the logits."""
         return self.forward(input_ids, rows, attention, logits_indices, adapters=adapters)[0]
 
     def forward(
@@ -173,18 +174,18 @@ class PagedModel:
         hidden_indices: mx.array | None = None,
         adapters: AdapterRows | None = None,
     ) -> tuple[mx.array, mx.array | None]:
-        """One forward over a packed batch.
+        """Run a forward pass over a packed batch.
 
         Args:
-            input_ids: [N] int32.
-            rows: of this step.
-            attention: the attention backend's, for ``rows``.
-            logits_indices: [R] int32, rows whose logits are wanted; None: those that sample.
-            hidden_indices: [P] int32, rows whose hidden states are wanted; None: none. They do not go through the head.
-            adapters: which adapter each row goes through; None: none goes through any.
+            input_ids: token ids, [N] int32.
+            rows: rows of this step.
+            attention: attention of the backend for ``rows``.
+            logits_indices: rows whose logits are returned, [R] int32; None for the rows that sample.
+            hidden_indices: rows whose hidden states are returned, [P] int32; None for no rows. They skip the LM head.
+            adapters: LoRA adapter of each row; None if no row has an adapter.
 
         Returns:
-            Logits, [R, vocab_size], and the hidden states that the LM head would be given, [P, hidden_size].
+            Logits, [R, vocab_size], and the hidden states that are the LM head's input, [P, hidden_size].
         """
         step = self._step
         step.rows, step.attention = rows, attention
@@ -197,18 +198,18 @@ class PagedModel:
     def forward_of_arrays(
         self, input_ids: mx.array, positions: mx.array, rows: TracedRows, attention: StepAttention
     ) -> mx.array:
-        """A forward that knows its rows by arrays alone, as a trace does that other steps replay.
+        """Run a forward pass whose rows are given only as arrays, for a trace that other steps will replay.
 
-        Without adapters.
+        LoRA adapters are not supported.
 
         Args:
-            input_ids: [N] int32.
-            positions: [N] int32.
-            rows: with segments where layers are recurrent.
-            attention: over this step's rows.
+            input_ids: token ids, [N] int32.
+            positions: positions of the rows, [N] int32.
+            rows: writes, and segments if layers are recurrent.
+            attention: attention over this step's rows.
 
         Returns:
-            The logits of all rows, [N, vocab_size].
+            Logits of all rows, [N, vocab_size].
         """
         step = self._step
         step.rows, step.attention, step.positions = rows, attention, self._positions(positions)

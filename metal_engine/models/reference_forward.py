@@ -1,4 +1,4 @@
-"""mlx-lm's own forward over its own caches, with attention in float32: what packed forwards are measured by."""
+"""mlx-lm's own forward pass over its own caches, with attention in float32: the reference for packed forward passes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionO
 
 
 class _ExactCache(AttentionOwner):
-    """A cache of mlx-lm's: mlx-lm's attention function is called in float32 over it; all else is the cache's own.
+    """A cache of mlx-lm over which attention is computed in float32. Everything else is delegated to the cache.
 
-    In half precision a CPU rounds scores to it. Of keys with a few large numbers, which biases make, scores are large,
-    and their rounding moves logits by as much as a mistake would.
+    In half precision, a CPU also rounds the scores. Key biases can make a few key elements large. The scores are then
+    large too, and rounding them changes logits as much as a bug would.
     """
 
     def __init__(self, cache: Any) -> None:
@@ -26,24 +26,24 @@ class _ExactCache(AttentionOwner):
         return getattr(self._cache, name)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store K and V, [B, num_kv_heads, T, head_dim]; all that is stored now."""
+        """Store K and V, [B, num_kv_heads, T, head_dim]. Return all stored K and V."""
         keys, values = self._cache.update_and_fetch(keys, values)
         return OwnedKeys(keys, self), values
 
     def attend(self, call: AttentionCall, original: Attention) -> mx.array:
-        """Attention, [B, num_heads, T, v_head_dim], in the queries' dtype."""
+        """Compute attention, [B, num_heads, T, v_head_dim], in the queries' dtype."""
         queries, keys, values = (_in_float32(array) for array in (call.queries, call.keys, call.values))
         out = original(queries, keys, values, None, call.scale, _in_float32(call.mask), _in_float32(call.sinks))
         return out.astype(call.queries.dtype)
 
 
 def _in_float32(part: Any) -> Any:
-    """Numbers in float32; masks of bools and words, and None, as they are."""
+    """Convert numbers to float32. Boolean masks, strings and None are returned unchanged."""
     return part.astype(mx.float32) if isinstance(part, mx.array) and part.dtype != mx.bool_ else part
 
 
 def own_logits(model: nn.Module, tokens: mx.array) -> mx.array:
-    """Logits of a prompt, [T] int32, by an opened model's own forward: [T, vocab_size]."""
+    """Return the logits of a prompt, [T] int32, from an opened model's own forward pass: [T, vocab_size]."""
 
     def exact(cache: Any) -> Any:
         return _ExactCache(cache) if type(cache) in (KVCache, RotatingKVCache) else cache

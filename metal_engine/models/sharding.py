@@ -1,4 +1,4 @@
-"""A rank's share of a model: mlx-lm's own ``shard`` and ``pipeline``, checked by what layers do before and after."""
+"""Divides a model between ranks with mlx-lm's ``shard`` or ``pipeline``, and checks the layers before and after."""
 
 from __future__ import annotations
 
@@ -16,47 +16,52 @@ from metal_engine.models.layer_cache import RecordingCache
 from metal_engine.models.mlx_lm_patch import Recorder, recorded
 from metal_engine.models.recurrent.recording import RecordingState
 
-# What mlx-lm raises where a model cannot be divided.
+# Exceptions that mlx-lm raises for a model that cannot be divided.
 _CANNOT = (ValueError, TypeError, AttributeError, AssertionError, IndexError)
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is shared between ranks.
+    """Sharding of a model between ranks.
 
     Attributes:
-        communication: of the ranks.
-        is_pipeline: whether each has some of the layers, and not some of the heads of every layer.
+        communication: group of the ranks.
+        is_pipeline: True if each rank has some of the layers, False if it has some of the heads of every layer.
     """
 
     communication: mx.distributed.Group
     is_pipeline: bool
 
     def divide(self, model: nn.Module) -> UnshardedModelInfo:
-        """Leave this rank's share in a model, whose weights may be on the disk yet; returns what it was.
+        """Reduce a model to this rank's shard. Return facts about the whole model. Weights may still be on disk.
 
         Raises:
-            UnsupportedModelError: its architecture cannot be shared, or not evenly between so many ranks.
+            UnsupportedModelError: the architecture cannot be divided, or not evenly between this number of ranks.
         """
         return divide_layers(model, self.communication) if self.is_pipeline else divide_heads(model, self.communication)
 
 
 @dataclass(frozen=True)
 class UnshardedModelInfo:
-    """What a model was before it was divided: its layers, and its parameters."""
+    """Facts about a model before its division.
+
+    Attributes:
+        num_layers: number of layers.
+        num_params: number of parameters.
+    """
 
     num_layers: int
     num_params: int
 
 
 def evaluate_one_by_one(model: nn.Module) -> None:
-    """Read a rank's share of the weights: each is there as a whole only for as long as it is cut."""
+    """Load a rank's shard of the weights, one tensor at a time. A full tensor is in memory only while it is sliced."""
     for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
         mx.eval(array)
 
 
 def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedModelInfo:
-    """Leave one rank's share of each layer in a model. Raises what :meth:`Sharding.divide` raises."""
+    """Reduce each layer of a model to one rank's heads. Raises as :meth:`Sharding.divide`."""
     size = group.size()
     if not hasattr(model, "shard"):
         raise UnsupportedModelError("mlx-lm cannot share its layers between ranks (it has no shard())")
@@ -66,7 +71,7 @@ def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedMode
         model.shard(group)
         after = recorded(model)
     except (*_CANNOT, UnsupportedModelError) as error:
-        # What fails may be other than the heads, such as the columns of a matrix.
+        # The failure may concern something else than heads, such as the columns of a matrix.
         for layer, one in enumerate(before):
             if not _has_even_heads(one, size):
                 raise UnsupportedModelError(f"{_uneven(layer, one, size)} ({one_line(error)})") from error
@@ -78,11 +83,11 @@ def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedMode
 
 
 def _is_share(whole: Recorder, share: Recorder, size: int) -> bool:
-    """Whether a layer keeps, and attends with, one of ``size`` equal parts of what the whole one does."""
+    """Return True if a layer of the shard has one of ``size`` equal parts of the whole layer's state and heads."""
     match whole.spec, share.spec:
         case RecurrentSpec(), RecurrentSpec():
             return share.spec.bytes_per_request * size == whole.spec.bytes_per_request
-        case LatentSpec(), LatentSpec():  # which all heads share
+        case LatentSpec(), LatentSpec():  # all heads share the latents
             kept = share.spec == whole.spec
         case KVSpec(), KVSpec():
             widths = (share.spec.head_dim, share.spec.v_head_dim)
@@ -95,7 +100,7 @@ def _is_share(whole: Recorder, share: Recorder, size: int) -> bool:
 
 
 def _has_even_heads(recorder: Recorder, size: int) -> bool:
-    """Whether a layer's heads and KV heads can be dealt out evenly; what is not about heads is not said here."""
+    """Return True if a layer's heads and KV heads divide evenly. Always True for recurrent layers."""
     if not isinstance(recorder, RecordingCache):
         return True
     num_kv_heads = recorder.spec.num_kv_heads if isinstance(recorder.spec, KVSpec) else 0
@@ -107,7 +112,7 @@ def _uneven(layer: int, recorder: Recorder, size: int) -> str:
 
 
 def _heads(recorder: Recorder) -> str:
-    """The heads of a layer, in words."""
+    """Describe the heads of a layer for a message."""
     if not isinstance(recorder, RecordingCache):
         return "a recurrent state"
     if isinstance(recorder.spec, LatentSpec):
@@ -118,7 +123,7 @@ def _heads(recorder: Recorder) -> str:
 
 
 def divide_layers(model: nn.Module, group: mx.distributed.Group) -> UnshardedModelInfo:
-    """Leave one rank's layers in a model. Raises what :meth:`Sharding.divide` raises."""
+    """Reduce a model to one rank's layers. Raises as :meth:`Sharding.divide`."""
     trunk: Any = getattr(model, "model", None)
     if not hasattr(trunk, "pipeline"):
         raise UnsupportedModelError("mlx-lm cannot give its layers to several ranks (its trunk has no pipeline())")
@@ -132,8 +137,8 @@ def divide_layers(model: nn.Module, group: mx.distributed.Group) -> UnshardedMod
         problem = f"{group.size()} machines cannot share its layers ({one_line(error)})"
         raise UnsupportedModelError(problem) from error
     if is_recurrent and not _is_recurrent(model):
-        # What a step may do depends on it, and must be the same everywhere.
-        problem = f"of {group.size()} machines, rank {group.rank()} would have none of its recurrent layers"
+        # The rules for planning steps depend on recurrent layers, and must be the same on all ranks.
+        problem = f"rank {group.rank()} of {group.size()} machines would have none of its recurrent layers"
         raise UnsupportedModelError(problem)
     return whole
 

@@ -1,8 +1,8 @@
 """Attention layers with a softcap on their scores (Gemma 2), which compute attention themselves.
 
-mlx-lm's shared attention function has no softcap, so such a layer multiplies queries and keys in its own code,
-where a paged cache has no part. Over one of our caches it is run here instead, from its own projections. Like
-everything about the seam this is compared with the layer's own way when a model is loaded.
+mlx-lm's shared attention function has no softcap. Such a layer therefore multiplies queries and keys in its own code,
+which cannot use a paged cache. With one of our caches, the code below runs instead, with the layer's projections. The
+check at load compares it with the layer's own code, like everything in the seam.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PARTS = (
 
 
 def open_softcapped_layers(model: nn.Module) -> bool:
-    """Make every layer of that kind attend through our caches; whether there was any."""
+    """Make every softcapped layer attend through our caches. Return True if the model has softcapped layers."""
     layers = [m for m in model.modules() if all(hasattr(m, part) for part in _PARTS)]
     for layer in layers:
         cls = type(layer)
@@ -31,7 +31,7 @@ def open_softcapped_layers(model: nn.Module) -> bool:
 
 
 def _attend_with_softcap(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-    """Rows x [N, 1, hidden_size] -> [N, 1, hidden_size]."""
+    """Map rows x [N, 1, hidden_size] to the layer's outputs [N, 1, hidden_size]."""
     if not isinstance(cache, AttendingCache):
         return super(type(self), self).__call__(x, mask, cache)
     num_rows, length, _ = x.shape

@@ -1,6 +1,6 @@
-"""The module whose output a model's LM head is given. It returns only the rows that a step needs.
+"""Finds the module whose output is the LM head's input, and makes it return only the rows that a step needs.
 
-No architecture is known by name. The module is found by watching the calls of one forward.
+Does not use names of architectures. Finds the module by recording the calls of one forward pass.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 
 MakeCaches = Callable[[], CacheTree]
 
-# The head is given a row and the same row divided by this. Scores of a linear head are divided by it, too. A final
-# norm would undo the division.
+# The head receives a row, and the same row divided by this. The scores of a linear head are then divided by it, too. A
+# final norm would undo the division.
 _SHRINKING = 16
 
-# Layers whose output is one rank's columns only, such as a divided LM head: no hidden states.
+# Layers whose output has only one rank's columns, such as a divided LM head. Their output is not a hidden state.
 _DIVIDED = nn.AllToShardedLinear, nn.QuantizedAllToShardedLinear
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """The last module before the LM head.
+    """Last module before the LM head.
 
     Attributes:
-        module: the module. Its output has one row for each token, [N, 1, width].
+        module: the module. Its output has one row per token, [N, 1, width].
         width: number of values in a row of its output.
         dtype: type of its output.
     """
@@ -50,7 +50,7 @@ def select_rows_before_head(model: nn.Module, step: CurrentStep, make_caches: Ma
     """Make the trunk return only the rows whose logits are needed. The head then skips all other rows.
 
     Raises:
-        UnsupportedModelError: no module's output can be cut to some of its rows.
+        UnsupportedModelError: no module's output can be reduced to some of its rows.
     """
     for trunk in _candidates(model, make_caches()):
         module, original_class = trunk.module, type(trunk.module)
@@ -69,9 +69,9 @@ def select_rows_before_head(model: nn.Module, step: CurrentStep, make_caches: Ma
 
 
 def hidden_problem(model: nn.Module, trunk: Trunk, vocab_size: int, make_caches: MakeCaches) -> str | None:
-    """Return why the trunk's output cannot be used as hidden states. None if the LM head is given that output.
+    """Return the reason why the trunk's output is not hidden states; None if the output is the LM head's input.
 
-    Computes the LM head alone, for three rows.
+    Computes only the LM head, for three rows.
     """
     name = type(trunk.module).__name__
     if trunk.width == vocab_size:
@@ -80,18 +80,18 @@ def hidden_problem(model: nn.Module, trunk: Trunk, vocab_size: int, make_caches:
     output = [mx.concatenate([row, row / _SHRINKING, mx.zeros_like(row)]).astype(trunk.dtype)]
     with _class_of(trunk.module, lambda cls: _returning(cls, output)):
         logits = model(mx.zeros((3, 1), mx.int32), cache=make_caches())
-    output.clear()  # a class lives until the garbage collector runs, with what its functions hold
+    output.clear()  # a class, and everything its functions reference, lives until the garbage collector runs
     whole, shrunk, bias = np.array(logits.reshape(3, -1).astype(mx.float32))
-    # Written so that NaN is refused. A cap on logits makes large scores smaller, so the bound is a wide one.
+    # Written so that NaN is refused. Softcapped logits reduce large scores, so the bound is wide.
     if not np.abs(shrunk - bias).max() < 0.5 * np.abs(whole - bias).max():
         return f"the output of its {name} is normalized once more before its LM head"
     return None
 
 
 def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
-    """Yield modules that are called once and return a row for each token. The module whose call ends last is first.
+    """Yield modules that are called once and return one row per token, latest end of call first.
 
-    Modules with rows as wide as the logits come last, because these modules are the head or contain the head.
+    Modules with rows as wide as the logits come last, because they are the head or contain it.
     """
     ended: list[tuple[nn.Module, Any]] = []
     with _noting_outputs(model, ended):
@@ -105,13 +105,13 @@ def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
         if times[id(module)] == 1 and not isinstance(module, _DIVIDED)
         if isinstance(output, mx.array) and output.ndim == 3 and output.shape[:2] == (2, 1)
     ]
-    ended.clear()  # the class that notes outputs holds this list, and so the weights
+    ended.clear()  # the recording classes hold this list, and therefore the weights
     yield from sorted(found, key=lambda trunk: trunk.width == logits.shape[-1])
 
 
 @contextmanager
 def _noting_outputs(model: nn.Module, ended: list[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """While it lasts, append each call of a module inside ``model`` to ``ended``, with the output, when it ends."""
+    """Append (module, output) to ``ended`` whenever a call of a module inside ``model`` ends."""
     modules = list({id(module): module for module in model.modules() if module is not model}.values())
     classes = [type(module) for module in modules]
     noting = {cls: _noting(cls, ended) for cls in set(classes)}
@@ -137,7 +137,7 @@ def _noting(cls: type[nn.Module], ended: list[tuple[nn.Module, Any]]) -> type[nn
 
 @contextmanager
 def _class_of(module: nn.Module, derive: Callable[[type[nn.Module]], type[nn.Module]]) -> Iterator[None]:
-    """While it lasts, give a module another class."""
+    """Change the class of a module within a ``with`` block."""
     original_class = type(module)
     module.__class__ = derive(original_class)
     try:

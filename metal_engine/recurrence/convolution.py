@@ -1,4 +1,4 @@
-"""A causal depthwise convolution as shifted products: MLX's own on a CPU goes output by output."""
+"""Causal depthwise convolution as shifted products: on a CPU, MLX's own convolution computes output by output."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from metal_engine.device.info import computes_on_cpu
 
 
 def convolve_by_shifts(inputs: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
-    """``nn.Conv1d`` without padding, each channel by itself, but for float32 rounding.
+    """Compute ``nn.Conv1d`` without padding, each channel by itself. Differs only in float32 rounding.
 
     Args:
-        inputs: [b, s + K-1, C].
-        weight: [C, K], the last for a row itself.
-        bias: [C].
+        inputs: inputs, [b, s + K-1, C].
+        weight: weights, [C, K]. The last weight applies to the row itself.
+        bias: biases, [C].
 
     Returns:
-        [b, s, C].
+        Outputs, [b, s, C].
     """
     size = weight.shape[1]
     length = inputs.shape[1] - size + 1
@@ -28,7 +28,7 @@ def convolve_by_shifts(inputs: mx.array, weight: mx.array, bias: mx.array | None
 
 
 def may_shift(conv: nn.Conv1d) -> bool:
-    """Whether :func:`convolve_by_shifts` computes what a module does, and faster: on a CPU, in float32."""
+    """Return True if :func:`convolve_by_shifts` can replace a module and is faster: on a CPU, in float32."""
     is_plain = conv.weight.shape[-1] == 1 and conv.groups == conv.weight.shape[0]
     is_plain = is_plain and conv.stride == 1 and conv.dilation == 1 and conv.padding == 0
     return bool(is_plain and conv.weight.dtype == mx.float32 and computes_on_cpu())

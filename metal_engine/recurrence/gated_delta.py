@@ -1,11 +1,11 @@
-"""The gated delta rule over many tokens in matrix products: on a CPU mlx-lm computes it token by token.
+"""The gated delta rule over many tokens in matrix products: on a CPU, mlx-lm computes it token by token.
 
-The rule, for one head, with state S [Dv, Dk], gate g_t (a number, or one for each of the Dk keys) and step size b_t:
+The rule for one head, with state S [Dv, Dk], gate g_t (a number, or one per key element: Dk numbers) and step size b_t:
 
     S_t = S_(t-1) diag(g_t) + u_t k_t^T        u_t = b_t (v_t - S_(t-1) diag(g_t) k_t)        y_t = S_t q_t
 
-Within a chunk of c tokens, D(i, j) is the product of the gates after j up to i, and P_i that from the chunk's start up
-to i. The u of all its tokens solve a triangular system, and then everything is matrix products:
+For a chunk of c tokens, D(i, j) is the product of the gates after j up to i. P_i is the product from the chunk's start
+up to i. The u of all tokens solve a triangular system. The rest is matrix products:
 
     (I + L) U = diag(b) (V - (K P) S_0^T)      L[i, j] = b_i <k_i D(i, j), k_j> for j < i
     Y = (Q P) S_0^T + M U                      M[i, j] = <q_i D(i, j), k_j> for j <= i
@@ -13,7 +13,7 @@ to i. The u of all its tokens solve a triangular system, and then everything is 
 
 This is the chunkwise form of Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"
 (2024), with the gates of Yang, Kautz and Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024),
-and those for each key of "Kimi Linear: An Expressive, Efficient Attention Architecture" (Kimi Team, 2025).
+and the gates per key element of "Kimi Linear: An Expressive, Efficient Attention Architecture" (Kimi Team, 2025).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from metal_engine.device.info import computes_on_cpu
 from metal_engine.recurrence.decays import decay_between, decay_from_start, decay_to_end
 
 CHUNK = 32  # tokens; a power of two
-MIN_TOKENS = 2  # one alone is faster by itself
+MIN_TOKENS = 2  # one token alone is faster without chunks
 
-# Named before the seam puts ours in its place.
+# Saved before the seam replaces mlx-lm's function.
 _mlx_lm_update = mlx_lm_gated_delta.gated_delta_update
 
 
@@ -46,19 +46,23 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """mlx-lm's function of the same name: same arguments, same results but for float32 rounding.
+    """Replace mlx-lm's function of the same name: same arguments, and results that differ only in float32 rounding.
 
-    In chunks on a CPU, for prompts without a mask; else mlx-lm's own.
+    Computes prompts without a mask in chunks on a CPU. Otherwise calls mlx-lm's function.
 
     Args:
-        q: [B, T, Hk, Dk], normalized as mlx-lm's ``normalize_qk`` does; k likewise.
-        v: [B, T, Hv, Dv]; Hv is a multiple of Hk.
-        a: what gates are made from, [B, T, Hv], or [B, T, Hv, Dk] for gates of each key; with A_log, dt_bias and
-            lower_bound.
-        b: what step sizes are made from, [B, T, Hv]; with allow_neg_eigval they reach 2 instead of 1.
-        state: [B, Hv, Dv, Dk]; None begins a sequence.
-        mask: [B, T], the tokens that are there; None: all.
-        use_kernel: on a GPU, whether mlx-lm takes its kernel.
+        q: queries, [B, T, Hk, Dk], normalized by mlx-lm's ``normalize_qk``.
+        k: keys, [B, T, Hk, Dk], normalized likewise.
+        v: values, [B, T, Hv, Dv]. Hv is a multiple of Hk.
+        a: inputs of the gates, [B, T, Hv], or [B, T, Hv, Dk] for gates per key element.
+        b: inputs of the step sizes, [B, T, Hv].
+        A_log: parameter of the gates.
+        dt_bias: parameter of the gates.
+        state: initial state, [B, Hv, Dv, Dk]; None starts a sequence.
+        mask: [B, T], True for valid tokens; None if all are valid.
+        use_kernel: True if mlx-lm may use its kernel on a GPU.
+        lower_bound: lower bound of the gates' logarithms; None if the model has no such bound.
+        allow_neg_eigval: True if step sizes reach 2 instead of 1.
 
     Returns:
         y, [B, T, Hv, Dv] in q's dtype, and the state after the last token, float32.
@@ -79,31 +83,32 @@ def gated_delta_update(
 def chunked_gated_delta(
     q: mx.array, k: mx.array, v: mx.array, gates: mx.array, beta: mx.array, state: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    """The recurrence over T tokens, T >= 1, computed in float32.
+    """Compute the recurrence over T >= 1 tokens in float32.
 
     Args:
-        q: [B, T, Hk, Dk]; k likewise.
-        v: [B, T, Hv, Dv]; Hv is a multiple of Hk.
-        gates: in [0, 1], [B, T, Hv], or [B, T, Hv, Dk].
+        q: queries, [B, T, Hk, Dk].
+        k: keys, [B, T, Hk, Dk].
+        v: values, [B, T, Hv, Dv]. Hv is a multiple of Hk.
+        gates: gates in [0, 1], [B, T, Hv] or [B, T, Hv, Dk].
         beta: step sizes in [0, 2], [B, T, Hv].
-        state: [B, Hv, Dv, Dk]; None: zeros.
+        state: initial state, [B, Hv, Dv, Dk]; None means zeros.
 
     Returns:
         y, [B, T, Hv, Dv] in q's dtype, and the state after the last token, [B, Hv, Dv, Dk] float32.
     """
     batch, length, k_heads, k_dim = k.shape
     v_heads, v_dim = v.shape[2:]
-    group = v_heads // k_heads  # heads of v that share one of k
+    group = v_heads // k_heads  # value heads that share a key head
 
     def by_head(x: mx.array) -> mx.array:
-        """[B, T, Hk * n, D] -> [B, Hk, n, T, D]."""
+        """Convert [B, T, Hk * n, D] to [B, Hk, n, T, D]."""
         return x.reshape(batch, length, k_heads, x.shape[2] // k_heads, -1).transpose(0, 2, 3, 1, 4)
 
     inputs = [by_head(x) for x in (q, k, v, gates, beta)]
     if state is None:
         state = mx.zeros((batch, v_heads, v_dim, k_dim))
     state = state.astype(mx.float32).reshape(batch, k_heads, group, v_dim, k_dim)
-    state = mx.contiguous(state.swapaxes(-1, -2))  # [B, Hk, group, Dk, Dv], as _chunk wants it
+    state = mx.contiguous(state.swapaxes(-1, -2))  # [B, Hk, group, Dk, Dv], the layout of _chunk
     outputs = []
     for start in range(0, length, CHUNK):
         rows = slice(start, start + CHUNK)
@@ -116,21 +121,22 @@ def chunked_gated_delta(
 def _chunk(
     q: mx.array, k: mx.array, v: mx.array, gates: mx.array, beta: mx.array, *, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """A chunk of c tokens, all float32.
+    """Compute a chunk of c tokens in float32.
 
     Args:
-        q: [B, Hk, 1, c, Dk]; k likewise.
-        v: [B, Hk, group, c, Dv].
-        gates: [B, Hk, group, c, 1 or Dk].
-        beta: [B, Hk, group, c, 1].
-        state: [B, Hk, group, Dk, Dv].
+        q: queries, [B, Hk, 1, c, Dk].
+        k: keys, [B, Hk, 1, c, Dk].
+        v: values, [B, Hk, group, c, Dv].
+        gates: gates, [B, Hk, group, c, 1 or Dk].
+        beta: step sizes, [B, Hk, group, c, 1].
+        state: initial state, [B, Hk, group, Dk, Dv].
 
     Returns:
         y, [B, Hk, group, c, Dv], and the next state.
     """
     kq = mx.stack([k, q], axis=-3)  # [B, Hk, 1, 2, c, Dk]
-    # No factor of a product is a transposed view: OpenBLAS computes small plain products at once, others in two threads
-    # that wait for each other.
+    # No factor of a product is a transposed view. OpenBLAS computes small products of plain matrices directly. For
+    # transposed matrices it uses two threads that wait for each other.
     keys = mx.contiguous(kq[..., :1, :, :].swapaxes(-1, -2))  # [B, Hk, 1, 1, Dk, c]
     products = _products(kq, keys, gates) if gates.shape[-1] == 1 else _products_by_halves(kq, gates)
     from_start, to_end = decay_from_start(gates), decay_to_end(gates)
@@ -144,25 +150,27 @@ def _chunk(
 
 
 def _products(kq: mx.array, keys: mx.array, gates: mx.array) -> mx.array:
-    """<x_i D(i, j), k_j> for x of k and q, [B, Hk, group, 2, c (i), c (j)]; 0 where j is later."""
+    """Return <x_i D(i, j), k_j> for x in (k, q), [B, Hk, group, 2, c (i), c (j)]; 0 for j > i."""
     return (kq @ keys) * decay_between(gates)[..., None, :, :]
 
 
 def _products_by_halves(kq: mx.array, gates: mx.array) -> mx.array:
-    """The same with gates for each key.
+    """Return the result of :func:`_products` for gates per key element.
 
-    D(i, j) is a vector now, and no product of one for i and one for j unless both stay within [0, 1]: a quotient of
-    running products overflows. Through a token between j and i it is one: from j to there, and from there to i. So
-    the second half of a block is multiplied with the first one, through the middle, for blocks of 2, 4, 8, ... tokens.
+    D(i, j) is a vector here. In general it has no factorization f(i) g(j) with both factors in [0, 1]: a quotient of
+    cumulative products overflows. But D(i, j) = D(i, m) D(m, j) for every token m between j and i. The second half of a
+    block is therefore multiplied with the first half, with m in the middle, for blocks of 2, 4, 8, ... tokens.
     """
     size = kq.shape[-2]
     whole = 1 << (size - 1).bit_length()
-    if whole > size:  # with later tokens, which no real one sees
+    if whole > size:  # pad at the end: no valid token reads later tokens
         kq, gates = (mx.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, whole - size), (0, 0)]) for x in (kq, gates))
     *lead, k_dim = gates.shape
     lead = lead[:-1]  # B, Hk, group
-    own = (kq * kq[..., :1, :, :]).sum(axis=-1)[..., None, None]  # where j is i
-    done = mx.broadcast_to(own, (*lead, 2, whole, 1, 1))  # of blocks of `half` tokens: [..., 2, blocks, half, half]
+    own = (kq * kq[..., :1, :, :]).sum(axis=-1)[..., None, None]  # elements with j = i
+    done = mx.broadcast_to(
+        own, (*lead, 2, whole, 1, 1)
+    )  # results in blocks of `half` tokens: [..., 2, blocks, half, half]
     half = 1
     while half < whole:
         blocks = whole // (2 * half)

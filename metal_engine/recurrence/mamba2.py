@@ -1,15 +1,15 @@
-"""Mamba2's recurrence over many tokens on a CPU: mlx-lm's, in chunks as small as a CPU likes.
+"""Mamba2's recurrence over many tokens on a CPU: like mlx-lm's, in chunks small enough for a CPU.
 
 The rule, for one head, with state S [dim, N], gate g_t and input x_t (times its time step):
 
     S_t = S_(t-1) g_t + x_t B_t^T        y_t = S_t C_t
 
-and for a chunk of c tokens, with D(i, j) the product of the gates after j up to i, and P_i from the chunk's start to i:
+For a chunk of c tokens, D(i, j) is the product of the gates after j up to i, and P_i the one from the chunk's start:
 
     Y = (C B^T D) X + P (C S_0^T)        S_c = S_0 P_c + (X D(c, .))^T B
 
-This is the chunkwise form ("SSD") of Dao and Gu, "Transformers are SSMs" (2024). mlx-lm takes 256 tokens at once, which
-makes 256 decays for each token and head, each an exponential; and it reads S_0 in a product for each token.
+This is the chunkwise form ("SSD") of Dao and Gu, "Transformers are SSMs" (2024). mlx-lm takes 256 tokens per chunk. It
+then computes 256 decays for each token and head, each an exponential, and reads S_0 in one product per token.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from metal_engine.device.info import computes_on_cpu
 from metal_engine.recurrence.decays import decay_between, decay_from_start, decay_to_end
 
 CHUNK = 64  # tokens
-MIN_TOKENS = 8  # for fewer, mlx-lm's own is as fast
+MIN_TOKENS = 8  # mlx-lm's function is as fast for fewer tokens
 
-# Named before the seam puts ours in its place.
+# Saved before the seam replaces mlx-lm's function.
 _mlx_lm_update = mlx_lm_ssm.ssm_update
 
 
@@ -40,19 +40,22 @@ def ssm_update(
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """mlx-lm's function of the same name: same arguments, same results but for rounding.
+    """Replace mlx-lm's function of the same name: same arguments, and results that differ only in rounding.
 
-    In small chunks on a CPU, for prompts without mask and lengths; else mlx-lm's own.
+    Computes prompts without mask and lengths in small chunks on a CPU. Otherwise calls mlx-lm's function.
 
     Args:
-        hidden_states: x, [B, T, H, dim].
-        A_log: [H]; D and dt_bias likewise.
-        B: [B, T, groups, N]; C likewise. H is a multiple of the groups.
-        dt: [B, T, H].
-        state: [B, H, dim, N]; None begins a sequence.
+        hidden_states: inputs x, [B, T, H, dim].
+        A_log: logarithms of the decay rates, [H].
+        B: input projections, [B, T, groups, N]. H is a multiple of groups.
+        C: output projections, [B, T, groups, N].
+        D: skip weights, [H].
+        dt: time steps before bias and softplus, [B, T, H].
+        dt_bias: biases of the time steps, [H].
+        state: initial state, [B, H, dim, N]; None starts a sequence.
         time_step_limit: smallest and largest time step.
-        mask: [B, T], the tokens that are there; None: all.
-        lengths: [B], tokens that are left of each sequence; None: all.
+        mask: [B, T], True for valid tokens; None if all are valid.
+        lengths: [B], remaining tokens of each sequence; None if all tokens are valid.
 
     Returns:
         y, [B, T, H, dim], and the state after the last token, float32.
@@ -71,13 +74,14 @@ def ssm_update(
 def chunked_ssm(
     x: mx.array, gates: mx.array, B: mx.array, C: mx.array, state: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    """The recurrence over T tokens, T >= 1, computed in float32.
+    """Compute the recurrence over T >= 1 tokens in float32.
 
     Args:
-        x: [B, T, H, dim], already times the time steps.
-        gates: in [0, 1], [B, T, H].
-        B: [B, T, groups, N]; C likewise. H is a multiple of the groups.
-        state: [B, H, dim, N]; None: zeros.
+        x: inputs multiplied by their time steps, [B, T, H, dim].
+        gates: gates in [0, 1], [B, T, H].
+        B: input projections, [B, T, groups, N]. H is a multiple of groups.
+        C: output projections, [B, T, groups, N].
+        state: initial state, [B, H, dim, N]; None means zeros.
 
     Returns:
         y, [B, T, H, dim] float32, and the state after the last token, [B, H, dim, N] float32.
@@ -101,13 +105,14 @@ def chunked_ssm(
 
 
 def _chunk(x: mx.array, gates: mx.array, B: mx.array, C: mx.array, state: mx.array) -> tuple[mx.array, mx.array]:
-    """A chunk of c tokens, all float32; heads are those of a group, which share B and C.
+    """Compute a chunk of c tokens in float32. Heads are those of one group, which share B and C.
 
     Args:
-        x: [B, groups, c, heads, dim].
-        gates: [B, groups, c, heads, 1].
-        B: [B, groups, c, N]; C likewise.
-        state: [B, groups, heads, dim, N].
+        x: inputs, [B, groups, c, heads, dim].
+        gates: gates, [B, groups, c, heads, 1].
+        B: input projections, [B, groups, c, N].
+        C: output projections, [B, groups, c, N].
+        state: initial state, [B, groups, heads, dim, N].
 
     Returns:
         y, [B, groups, c, heads, dim], and the next state.
@@ -116,7 +121,7 @@ def _chunk(x: mx.array, gates: mx.array, B: mx.array, C: mx.array, state: mx.arr
     from_start, to_end = (d.swapaxes(2, 3) for d in (decay_from_start(by_head), decay_to_end(by_head)))
     weights = (C @ B.swapaxes(-1, -2))[:, :, None] * decay_between(by_head)  # [B, groups, heads, c, c]
     within = (weights @ x.swapaxes(2, 3)).swapaxes(2, 3)
-    # What all heads of a group do with the same B and C is one product.
+    # All heads of a group multiply by the same B and C, so one product computes all of them.
     read = (C @ state.flatten(2, 3).swapaxes(-1, -2)).reshape(x.shape)
     written = (x * to_end).flatten(3, 4).swapaxes(-1, -2) @ B  # [B, groups, heads * dim, N]
     state = state * from_start[:, :, -1, :, :, None] + written.reshape(state.shape)

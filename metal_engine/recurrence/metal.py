@@ -1,15 +1,15 @@
 """Recurrences on Metal: one kernel launch per layer for any mix of segments.
 
-A segment is a request's rows in a step: a fresh prompt, a chunk, a decode. It starts from a row of ``states``, or from
-nothing, and its new state goes to a row of its own in a new array, in the order of the segments::
+A segment consists of a request's rows in a step: a fresh prompt, a chunk, or a decode. It starts from a row of
+``states`` or from a zero state. The new states are written to a new array, in the order of the segments::
 
     cu_seqlens   [B+1] int32   first packed row of each segment, and the end of the last one
-    reads        [B] int32     row of `states` that a segment starts from; -1: it starts from nothing
+    reads        [B] int32     row of `states` with a segment's initial state; -1: a zero state
 
-Several segments may start from the same row. Nothing is written to ``states``.
+Several segments may start from the same row. ``states`` is not modified.
 
-The kernel factory is an argument: ``mx.fast.metal_kernel`` on a Mac, ``tools.metal_sim.metal_kernel`` anywhere. The
-host code is the same.
+The kernel factory is an argument: ``mx.fast.metal_kernel`` on a Mac, ``tools.metal_sim.metal_kernel`` elsewhere. Both
+use the same host code.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ import numpy as np
 
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, DTYPES, kernel_text
 
-MAX_STATE_COLUMNS = 256  # of a recurrent state
-MAX_STATE_PER_LANE = 32  # numbers of a recurrent state that a lane keeps in registers
-MAX_GATES = 1 << 32  # of a step: the kernel numbers them in 32 bits
-SIMD_GROUPS = 4  # of a threadgroup
-KERNEL_SIZES = range(2, 9)  # inputs of an output of a convolution
-ROWS_OF_TILE = 8  # that a thread convolves, one after another: at least a kernel size less one
-MAX_THREADS = 256  # of a threadgroup
+MAX_STATE_COLUMNS = 256  # columns of a recurrent state
+MAX_STATE_PER_LANE = 32  # elements of a recurrent state that a lane keeps in registers
+MAX_GATES = 1 << 32  # gates of a step: the kernel indexes them with 32 bits
+SIMD_GROUPS = 4  # SIMD groups of a threadgroup
+KERNEL_SIZES = range(2, 9)  # supported kernel sizes of a convolution
+ROWS_OF_TILE = 8  # consecutive rows that a thread convolves: at least a kernel size minus one
+MAX_THREADS = 256  # threads of a threadgroup
 
 
 def lanes_of_state_row(columns: int) -> int:
-    """Lanes of a SIMD group that share a row of a state. Fewer lanes have fewer sums to exchange."""
+    """Return how many lanes of a SIMD group share a row of a state. With fewer lanes, fewer sums are exchanged."""
     return 4 if columns <= 4 * MAX_STATE_PER_LANE else 8
 
 
 def _grid(num_segments: int, shape_of_state: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Threads for states of (heads, rows, columns): a SIMD group takes as many rows as its lanes are enough for."""
+    """Return the grid for states of (heads, rows, columns): a SIMD group takes as many rows as fit its lanes."""
     num_heads, rows, columns = shape_of_state
     return 32, -(-rows * lanes_of_state_row(columns) // 32), num_segments * num_heads
 
 
 def _are_columns(columns: int) -> bool:
-    """Whether lanes can share a row of a state with so many columns."""
+    """Return True if lanes can share a row of a state with this many columns."""
     return columns % 32 == 0 and columns <= MAX_STATE_COLUMNS
 
 
 @dataclass(frozen=True)
 class _Segments:
-    """A step's segments, for all its layers: looked through once, and put where kernels take them from."""
+    """Segments of a step, for all its layers: validated once, and padded to arrays that kernels read on the device."""
 
-    given: tuple[mx.array, mx.array]  # cu_seqlens and reads as the caller has them
-    cu_seqlens: mx.array  # [B+1], or DEVICE_ELEMENTS: what is added repeats the end
-    reads: mx.array  # [B], or DEVICE_ELEMENTS: what is added is -1
+    given: tuple[mx.array, mx.array]  # the caller's cu_seqlens and reads
+    cu_seqlens: mx.array  # [B+1], at least DEVICE_ELEMENTS long, padded with the last element
+    reads: mx.array  # [B], at least DEVICE_ELEMENTS long, padded with -1
     count: int
     num_rows: int
-    last_read: int  # the largest of reads
+    last_read: int  # maximum of reads
 
     @classmethod
     def of(cls, cu_seqlens: mx.array, reads: mx.array) -> _Segments:
-        """Raise ValueError where the arrays contradict each other."""
+        """Create the segments. Raises ValueError if the arrays are inconsistent."""
         ends, rows = np.array(cu_seqlens), np.array(reads)
         if ends.dtype != np.int32 or rows.dtype != np.int32 or ends.shape != (len(rows) + 1,) or not len(rows):
             raise ValueError(f"cu_seqlens {ends.shape} {ends.dtype} and reads {rows.shape} {rows.dtype} do not match")
@@ -78,29 +78,29 @@ class _Segments:
         )
 
     def check(self, rows: mx.array, states: mx.array, shape_of_state: tuple[int, ...], dtype: mx.Dtype) -> None:
-        """Raise ValueError unless these are the segments of ``rows`` [N, ...], and ``states`` has what they read."""
+        """Raise ValueError unless ``rows`` [N, ...] match the segments and ``states`` contains the rows they read."""
         if rows.shape[0] != self.num_rows:
             raise ValueError(f"{rows.shape[0]} rows do not belong to segments of {self.num_rows}")
         if states.shape[1:] != shape_of_state or states.dtype != dtype:
             raise ValueError(f"states are {states.shape} {states.dtype}, and one should be {shape_of_state} {dtype}")
-        # A kernel takes no empty array, even where no segment reads it.
+        # A kernel does not accept an empty array, even if no segment reads it.
         if max(self.last_read, 0) >= states.shape[0]:
-            raise ValueError(f"row {self.last_read} is read of {states.shape[0]} states")
+            raise ValueError(f"row {self.last_read} is read, but there are {states.shape[0]} states")
 
 
 class MetalRecurrence:
-    """Launches the kernels of recurrent layers. MLX compiles each variant at its first use.
+    """Launcher of the kernels of recurrent layers. MLX compiles each variant at its first use.
 
-    ``cu_seqlens`` and ``reads`` are made of the host's data and do not change: they are looked through on the host when
-    other ones come than in the call before.
+    ``cu_seqlens`` and ``reads`` must hold host data that does not change. The host validates them if they are other
+    array objects than in the previous call.
 
     Args:
-        kernel_factory: ``mx.fast.metal_kernel`` or the simulator's.
+        kernel_factory: ``mx.fast.metal_kernel`` or the simulator's function.
     """
 
     def __init__(self, kernel_factory: Callable[..., Any] = mx.fast.metal_kernel):
         self._segments: _Segments | None = None
-        # Made of data, once: mx.zeros would be one more kernel for the GPU in every layer.
+        # Created from host data once: mx.zeros would launch one more kernel in every layer.
         self._no_bias = mx.array([0.0], mx.float32)
         self._gated_delta = kernel_factory(
             name="gated_delta",
@@ -122,7 +122,7 @@ class MetalRecurrence:
         )
 
     def does_gated_delta(self, q: mx.array, k: mx.array, v: mx.array, g: mx.array, states_dtype: mx.Dtype) -> bool:
-        """Whether :meth:`gated_delta` computes these. Where it does not, mlx-lm's own functions do."""
+        """Return True if :meth:`gated_delta` supports these arrays. Otherwise mlx-lm's functions compute them."""
         if q.ndim != 3 or q.shape != k.shape or v.ndim != 3 or v.shape[0] != q.shape[0]:
             return False
         if any(array.dtype not in DTYPES for array in (q, k, v)) or g.dtype != mx.float32 or states_dtype != mx.float32:
@@ -144,17 +144,17 @@ class MetalRecurrence:
         cu_seqlens: mx.array,  # [B+1] int32
         reads: mx.array,  # [B] int32
     ) -> tuple[mx.array, mx.array]:
-        """Compute the gated delta rule: mlx-lm's ``gated_delta_ops`` for each segment, all in one launch.
+        """Compute the gated delta rule, mlx-lm's ``gated_delta_ops``, for all segments in one launch.
 
         Returns:
             y [N, Hv, Dv] in q's dtype, and the segments' new states, [B, Hv, Dv, Dk] float32.
 
         Raises:
-            ValueError: the arrays do not fit each other, or :meth:`does_gated_delta` is false for them.
+            ValueError: the arrays do not match, or :meth:`does_gated_delta` is False for them.
         """
         if not self.does_gated_delta(q, k, v, g, states.dtype) or beta.shape != v.shape[:2] or beta.dtype not in DTYPES:
             shapes = ", ".join(f"{array.shape} {array.dtype}" for array in (q, k, v, g, beta, states))
-            raise ValueError(f"the gated delta kernel does not do q, k, v, g, beta and states of {shapes}")
+            raise ValueError(f"the gated delta kernel does not support q, k, v, g, beta and states of {shapes}")
         _, num_k_heads, key_dim = q.shape
         _, num_v_heads, value_dim = v.shape
         segments = self._segments_of(cu_seqlens, reads)
@@ -179,7 +179,7 @@ class MetalRecurrence:
         return y, new_states
 
     def does_ssm_update(self, x: mx.array, B: mx.array, C: mx.array, states_dtype: mx.Dtype) -> bool:
-        """Whether :meth:`ssm_update` computes these. Where it does not, mlx-lm's own functions do."""
+        """Return True if :meth:`ssm_update` supports these arrays. Otherwise mlx-lm's functions compute them."""
         if x.ndim != 3 or B.ndim != 3 or B.shape != C.shape or B.shape[0] != x.shape[0]:
             return False
         if any(array.dtype not in DTYPES for array in (x, B, C)) or states_dtype != mx.float32:
@@ -189,7 +189,7 @@ class MetalRecurrence:
 
     def ssm_update(
         self,
-        x: mx.array,  # [N, H, Dh] float32, float16 or bfloat16, as are A_log, B, C and D, each of its own
+        x: mx.array,  # [N, H, Dh] float32, float16 or bfloat16; A_log, B, C and D each have one of these types
         A_log: mx.array,  # [H]
         B: mx.array,  # [N, G, Ds]; head h has group h // (H / G)
         C: mx.array,  # [N, G, Ds]
@@ -199,18 +199,18 @@ class MetalRecurrence:
         cu_seqlens: mx.array,  # [B+1] int32
         reads: mx.array,  # [B] int32
     ) -> tuple[mx.array, mx.array]:
-        """Compute Mamba2's recurrence: mlx-lm's ``ssm_update`` for each segment, all in one launch.
+        """Compute Mamba2's recurrence, mlx-lm's ``ssm_update``, for all segments in one launch.
 
         Returns:
             y [N, H, Dh] in x's dtype, and the segments' new states, [B, H, Dh, Ds] float32.
 
         Raises:
-            ValueError: the arrays do not fit each other, or :meth:`does_ssm_update` is false for them.
+            ValueError: the arrays do not match, or :meth:`does_ssm_update` is False for them.
         """
         of_heads = A_log.shape == D.shape == x.shape[1:2] and dt.shape == x.shape[:2] and dt.dtype == mx.float32
         if not (of_heads and self.does_ssm_update(x, B, C, states.dtype)):
             shapes = ", ".join(f"{array.shape} {array.dtype}" for array in (x, A_log, B, C, D, dt, states))
-            raise ValueError(f"the Mamba2 kernel does not do x, A_log, B, C, D, dt and states of {shapes}")
+            raise ValueError(f"the Mamba2 kernel does not support x, A_log, B, C, D, dt and states of {shapes}")
         _, num_heads, head_dim = x.shape
         _, num_groups, columns = B.shape
         segments = self._segments_of(cu_seqlens, reads)
@@ -234,15 +234,15 @@ class MetalRecurrence:
         return y, new_states
 
     def does_convolution(self, x: mx.array, weight: mx.array) -> bool:
-        """Whether :meth:`convolve` computes these. Where it does not, ``nn.Conv1d`` does."""
+        """Return True if :meth:`convolve` supports these arrays. Otherwise ``nn.Conv1d`` computes them."""
         if x.ndim != 2 or weight.ndim != 2 or x.dtype not in DTYPES or weight.dtype != x.dtype:
             return False
         return weight.shape[0] == x.shape[1] and weight.shape[1] in KERNEL_SIZES
 
     def convolve(
         self,
-        x: mx.array,  # [N, C] float32, float16 or bfloat16, as are all but the tables
-        weight: mx.array,  # [C, K], the last for a row itself; K 2 to 8
+        x: mx.array,  # [N, C] float32, float16 or bfloat16; weight, bias and states have the same type
+        weight: mx.array,  # [C, K], the last weight for the row itself; K is 2 to 8
         bias: mx.array | None,  # [C]
         states: mx.array,  # [M, K-1, C], oldest input first; M >= 1
         cu_seqlens: mx.array,  # [B+1] int32
@@ -250,20 +250,21 @@ class MetalRecurrence:
         *,
         silu: bool,
     ) -> tuple[mx.array, mx.array]:
-        """Convolve each channel of each segment with the inputs before it, then apply SiLU if told to, in one launch.
+        """Convolve each channel of each segment causally, and apply SiLU if ``silu`` is True, in one launch.
 
-        Sums, bias and SiLU are float32; an output is rounded once. Before a segment that starts from nothing lie zeros.
+        Sums, bias and SiLU are computed in float32. An output is rounded once. A segment with a zero state is preceded
+        by zeros.
 
         Returns:
-            out [N, C], and the segments' new states [B, K-1, C]: their last K-1 inputs, with older ones from what they
-            started from where a segment is shorter.
+            out [N, C], and the segments' new states [B, K-1, C]: the last K-1 inputs of each segment. A shorter segment
+            also keeps inputs of its initial state.
 
         Raises:
-            ValueError: the arrays do not fit each other, or :meth:`does_convolution` is false for them.
+            ValueError: the arrays do not match, or :meth:`does_convolution` is False for them.
         """
         if not self.does_convolution(x, weight) or (bias is not None and bias.shape != x.shape[1:]):
             given = ", ".join(f"{a.shape} {a.dtype}" for a in (x, weight, bias) if a is not None)
-            raise ValueError(f"the convolution kernel does not do x, weight and bias of {given}")
+            raise ValueError(f"the convolution kernel does not support x, weight and bias of {given}")
         num_tokens, num_channels = x.shape
         kernel_size = weight.shape[1]
         segments = self._segments_of(cu_seqlens, reads)

@@ -1,7 +1,6 @@
-"""From a plan to packed arrays: the runner's memory of each request, and one step's int32 arrays.
+"""Turns plans into packed arrays: the runner's table of requests, and the int32 arrays of one step.
 
-Everything per token is a NumPy operation over the whole step; Python loops run over requests only where a
-request is new or changed.
+Work per token is done by NumPy operations over the whole step. Python loops run only over new or changed requests.
 """
 
 from __future__ import annotations
@@ -20,22 +19,25 @@ from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One step's tokens and rows, on the host; arrays are int32. N tokens of B requests, R rows of which sample."""
+    """Tokens and rows of one step, on the host: N tokens of B requests, R rows of which sample.
+
+    All arrays are int32.
+    """
 
     input_ids: np.ndarray  # [N]
     rows: StepRows
-    sample_indices: np.ndarray  # [R] index in RequestTable of the request that samples there
-    pending_rows: np.ndarray  # [P] packed rows whose tokens the step before samples; 0 in `input_ids`
-    pending_samples: np.ndarray  # [P] where they are among that step's samples
-    adapter_slots: np.ndarray  # [B] of the adapter that each request's rows go through, 0: none; [0] if all have none
+    sample_indices: np.ndarray  # [R] index in RequestTable of the request that samples at the row
+    pending_rows: np.ndarray  # [P] packed rows whose tokens the previous step samples; 0 in `input_ids`
+    pending_samples: np.ndarray  # [P] their indices among the previous step's samples
+    adapter_slots: np.ndarray  # [B] LoRA slot of each request, 0: none; [0] if no request has an adapter
 
     def is_continued(self, num_samples: int) -> bool:
-        """Whether the step's tokens are the step before's samples, all of them in their order: decodes that go on."""
+        """Return True if the step's tokens are all samples of the previous step, in order: its decodes continue."""
         order = self.pending_samples
         return len(self.input_ids) == len(order) == num_samples and bool((order[1:] > order[:-1]).all())
 
     def validate(self, num_blocks: int, num_state_slots: int = 0, num_adapter_slots: int = 0) -> None:
-        """Raise ValueError where the arrays contradict each other; a bad batch must not reach a kernel.
+        """Raise ValueError if the arrays are inconsistent, because an invalid batch must not reach a kernel.
 
         Costs a few NumPy passes over N and over the block table.
         """
@@ -51,8 +53,8 @@ class PackedBatch:
             or (self.sample_indices < 0).any()
             or not _sample_apart(self.sample_indices, samples_of)
         ):
-            raise ValueError("bad batch: sample_indices are not distinct indices, one for each request that samples")
-        # Flags instead of np.isin, which takes as long as everything else here together.
+            raise ValueError("bad batch: sample_indices must be distinct indices, one for each sampling request")
+        # Uses flags, because np.isin takes as long as all other checks together.
         samples = np.zeros(self.rows.num_tokens, bool)
         samples[self.rows.logits_indices] = True
         if (
@@ -61,37 +63,37 @@ class PackedBatch:
             or (self.pending_samples < 0).any()
             or not all_distinct(self.pending_samples)
         ):
-            raise ValueError("bad batch: pending_rows are not rows that sample, each after a sample of its own")
+            raise ValueError("bad batch: pending_rows must be sampling rows, each with a different pending sample")
         if len(slots := self.adapter_slots) and (
             len(slots) != self.rows.num_requests or slots.min() < 0 or slots.max() > num_adapter_slots
         ):
-            raise ValueError("bad batch: adapter_slots are not slots of adapters, one for each request")
+            raise ValueError("bad batch: adapter_slots must hold one valid LoRA slot for each request")
 
 
 def _sample_apart(indices: np.ndarray, samples_of: np.ndarray) -> bool:
-    """Whether as many indices as requests sample. ``samples_of`` [R] rises, and most have each request once."""
+    """Return True if there is one distinct index for each sampling request. ``samples_of`` [R] is sorted."""
     if all_distinct(indices):
         return bool((samples_of[1:] != samples_of[:-1]).all())
     return len(np.unique(indices)) == len(np.unique(samples_of))
 
 
 def _all_flagged(flags: np.ndarray, indices: np.ndarray) -> bool:
-    """Whether all of ``indices`` are within ``flags`` and set there."""
+    """Return True if all ``indices`` are in range and their ``flags`` are set."""
     in_range = not len(indices) or (indices.min() >= 0 and indices.max() < len(flags))
     return bool(in_range and flags[indices].all())
 
 
 class RequestTable:
-    """What the runner holds of each request: tokens, block table, sampling parameters, each request at an index.
+    """The runner's data of each request: tokens, block table and sampling parameters. Each request has an index.
 
-    A step may be packed before the samples of the step before are known. Their places are remembered until
-    :meth:`append_tokens` brings the tokens themselves.
+    A step may be packed before the samples of the previous step are known. The table stores the positions of these
+    samples until :meth:`append_tokens` provides the tokens.
 
     Args:
-        max_num_seqs: requests held at once.
-        max_model_len: tokens a request may grow to.
+        max_num_seqs: maximum number of requests.
+        max_model_len: maximum number of tokens of a request.
         block_size: tokens per block.
-        make_writes: how a step's rows are written to their slots.
+        make_writes: builds the writes of a step's rows to their slots.
     """
 
     def __init__(
@@ -99,23 +101,23 @@ class RequestTable:
     ) -> None:
         self.block_size = block_size
         self._make_writes = make_writes
-        # Untouched pages of a zeroed array cost no memory, so sizing for the longest request is free.
+        # Untouched pages of a zeroed array take no memory, so allocating for the longest request costs nothing.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self._block_table = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
-        self._num_tokens = np.zeros(max_num_seqs, np.int32)  # known, i.e. without pending ones
-        self._last_sample = np.full(max_num_seqs, -1, np.int32)  # among the last step's; -1: did not sample
+        self._num_tokens = np.zeros(max_num_seqs, np.int32)  # known tokens, without pending ones
+        self._last_sample = np.full(max_num_seqs, -1, np.int32)  # index among the last samples; -1: did not sample
         self._num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self._num_computed = np.zeros(max_num_seqs, np.int32)
         self._num_blocks = np.zeros(max_num_seqs, np.int32)
-        self._state_reads = np.zeros(max_num_seqs, np.int32)  # slots that the next step goes on from, and leaves
+        self._state_reads = np.zeros(max_num_seqs, np.int32)  # state slots that the next step reads and writes
         self._state_writes = np.zeros(max_num_seqs, np.int32)
-        # By index, of requests with drafts in the last step and a recurrent state: how many tokens they had computed
-        # before it, and the slot that it went on from.
+        # Requests with a recurrent state and with drafts in the last step: index -> (number of tokens computed before
+        # that step, slot of its initial state).
         self._before_drafts: dict[int, tuple[int, int]] = {}
         self.sampling = SamplingTable(max_num_seqs)
-        self.edits: dict[int, RequestEdits] = {}  # by index, of the requests that have any
+        self.edits: dict[int, RequestEdits] = {}  # by index; requests with edits only
         self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_seqs
-        self.pooling: dict[str, PooledPrompt] = {}  # by request id, of the requests to pool
+        self.pooling: dict[str, PooledPrompt] = {}  # by request id; pooling requests only
         self.num_prompt_logprobs_requests = 0
         self._adapter_slots = np.zeros(max_num_seqs, np.int32)
         self._num_with_adapter = 0
@@ -124,9 +126,9 @@ class RequestTable:
 
     def add(self, new: NewRequestData) -> None:
         if new.request_id in self._index_of:
-            raise ValueError(f"bad plan: {new.request_id!r} is new, but held already")
+            raise ValueError(f"bad plan: {new.request_id!r} is new, but is held already")
         if not self._free_indices:
-            raise ValueError(f"bad plan: {new.request_id!r} is one request more than can be held")
+            raise ValueError(f"bad plan: {new.request_id!r} does not fit, the table is full")
         index = self._free_indices.pop()
         self._index_of[new.request_id] = index
         self._token_ids[index, : len(new.token_ids)] = new.token_ids
@@ -159,26 +161,26 @@ class RequestTable:
             self._num_with_adapter -= int(self._adapter_slots[index] > 0)
 
     def index(self, request_id: str) -> int:
-        """Where a request is held, until it is removed."""
+        """Return the index of a request, which is valid until the request is removed."""
         return self._index_of[request_id]
 
     def token_ids(self, index: int, num_drafts: int = 0) -> np.ndarray:
-        """The tokens of a request that are known so far, and so many of its drafts, [T] int32: a view."""
+        """Return a view of a request's known tokens, plus its first ``num_drafts`` drafts, [T] int32."""
         return self._token_ids[index, : self._num_tokens[index] + num_drafts]
 
     def num_prompt_tokens(self, index: int) -> int:
         return int(self._num_prompt_tokens[index])
 
     def num_computed_tokens(self, index: int) -> int:
-        """How many tokens of a request have state, or will have by the steps packed so far."""
+        """Return how many tokens of a request have KV after all steps packed so far."""
         return int(self._num_computed[index])
 
     def slots(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Slots of some positions of a request, [stop - start] int32."""
+        """Return the slots of positions ``start`` to ``stop`` of a request, [stop - start] int32."""
         return slots_of(self._block_table, index, np.arange(start, stop), self.block_size)
 
     def stop_token_ids(self, index: int) -> frozenset[int]:
-        """Tokens that end a request."""
+        """Return the tokens that end a request."""
         return self._stop_token_ids[index]
 
     def _append_blocks(self, index: int, block_ids: list[int]) -> None:
@@ -187,7 +189,10 @@ class RequestTable:
         self._num_blocks[index] = start + len(block_ids)
 
     def append_tokens(self, request_ids: list[str], output: ModelOutput) -> None:
-        """Append what it is given to each of a step's sampling requests that is still held, R of them."""
+        """Append a step's accepted drafts and samples to its R sampling requests.
+
+        Requests that were removed are skipped.
+        """
         for request_id, num_accepted in output.num_accepted_tokens.items():
             if request_id in self._index_of:
                 self._settle_drafts(self._index_of[request_id], num_accepted)
@@ -203,9 +208,9 @@ class RequestTable:
         self._num_tokens[indices] += 1
 
     def _settle_drafts(self, index: int, num_accepted: int) -> None:
-        """Make the first drafts of a request tokens of it, and forget the others, with the blocks only they took.
+        """Append the accepted drafts to a request's tokens. Drop the rejected drafts and the blocks used only by them.
 
-        Where one is rejected, a recurrent state goes back to before them all.
+        If a draft was rejected, a recurrent state returns to the state before all drafts.
         """
         num_tokens = self._num_tokens[index] + num_accepted
         before = self._before_drafts.pop(index, None)
@@ -224,21 +229,21 @@ class RequestTable:
             self.write_drafts(index, drafts)
 
     def write_drafts(self, index: int, drafts: list[int]) -> None:
-        """Write drafts behind a request's known tokens; they count only where a step asks for them."""
+        """Write drafts after a request's known tokens. Only a step that schedules the drafts reads them."""
         start = self._num_tokens[index]
         self._token_ids[index, start : start + len(drafts)] = drafts
 
     def forget_samples(self) -> None:
-        """Forget where the last step's samples are: it will not run, so no later step may ask for them."""
+        """Drop the positions of the last step's samples. That step will not run, so its samples are void."""
         self._last_sample.fill(-1)
 
     def output_positions(self, batch: PackedBatch) -> np.ndarray:
-        """Index of each sample of a batch among the tokens that its request generates, [R]."""
+        """Return the index of each sample of a batch among its request's output tokens, [R]."""
         rows = batch.rows
         return rows.positions[rows.logits_indices] + 1 - self._num_prompt_tokens[batch.sample_indices]
 
     def update(self, plan: SchedulerOutput) -> None:
-        """Bring the table up to date with ``plan``: who comes and goes, and what they are given."""
+        """Update the table for ``plan``: remove and add requests, and append their new blocks and state slots."""
         for request_id in plan.dropped_req_ids:
             self.remove(request_id)
         for new in plan.new_requests:
@@ -249,10 +254,10 @@ class RequestTable:
             self._state_writes[self._index_of[request_id]] = slot
 
     def pack(self, plan: SchedulerOutput) -> PackedBatch:
-        """Lay out the tokens of a plan that :meth:`update` was given, in the plan's order.
+        """Pack the tokens of a plan that :meth:`update` has processed, in the plan's order.
 
         Raises:
-            ValueError: the plan contradicts what is held, or asks for a token that nobody knows or samples.
+            ValueError: the plan contradicts the table, or computes a token that no step has sampled or is sampling.
         """
         packed = list(plan.num_scheduled_tokens)
         num_requests = len(packed)
@@ -263,7 +268,7 @@ class RequestTable:
         else:
             sampled = set(plan.sampled_req_ids)
             samples = np.fromiter(map(sampled.__contains__, packed), bool, num_requests)
-            # Tokens come back in packing order and are told apart by nothing else.
+            # Results are matched to requests only by packing order.
             if [r for r in packed if r in sampled] != plan.sampled_req_ids:
                 raise ValueError("bad plan: sampled_req_ids are not scheduled requests in packing order")
         num_known = self._num_tokens[indices]
@@ -277,7 +282,7 @@ class RequestTable:
         self._num_computed[indices] = rows.seq_lens
         self._state_reads[indices] = rows.state_writes
         input_ids = self.input_ids(indices, rows)
-        input_ids[pending_rows] = 0  # not what a request before it left at the index
+        input_ids[pending_rows] = 0  # do not use tokens that an earlier request left at the index
         sample_indices = indices[rows.sample_requests]
         self._last_sample.fill(-1)
         self._last_sample[sample_indices] = np.arange(len(sample_indices), dtype=np.int32)
@@ -290,12 +295,12 @@ class RequestTable:
         """Lay out tokens of the requests at some indices.
 
         Args:
-            num_computed: [B] int32, tokens of each that come before.
-            query_lens: [B] int32.
-            num_samples: [B], at how many of its last rows each samples.
+            num_computed: [B] int32, number of tokens of each request before these tokens.
+            query_lens: [B] int32, number of tokens of each request to lay out.
+            num_samples: [B], number of last rows of each request that sample.
 
         Raises:
-            ValueError: a request has no blocks for them.
+            ValueError: a request has too few blocks for its tokens.
         """
         seq_lens = num_computed + query_lens
         if (seq_lens > self._num_blocks[indices] * self.block_size).any():
@@ -312,18 +317,18 @@ class RequestTable:
         )
 
     def input_ids(self, indices: np.ndarray, rows: StepRows) -> np.ndarray:
-        """The tokens at some rows, with drafts that were written behind them, [N] int32."""
+        """Return the tokens at some rows, [N] int32, including drafts written by :meth:`write_drafts`."""
         return self._token_ids[indices[rows.request_of_row], rows.positions]
 
     def _pending(self, indices: np.ndarray, rows: StepRows, num_known: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Packed rows [P] whose tokens are not known, and which samples of the step packed last they are.
+        """Return packed rows with unknown tokens [P], and the indices of these tokens among the last step's samples.
 
         Args:
-            num_known: [B] tokens of each request, drafts included.
+            num_known: [B] number of tokens of each request, including drafts.
         """
         pending = np.flatnonzero(rows.seq_lens > num_known)
         samples = self._last_sample[indices[pending]]
-        # A sample continues what had been computed then, so it is the token of a query of one row.
+        # A sample follows all computed tokens, so a query that starts with a pending sample has one row.
         if (rows.query_lens[pending] > 1).any() or (samples < 0).any():
             raise ValueError("bad plan: it computes tokens that are neither known nor being sampled")
         return rows.cu_seqlens_q[1:][pending] - 1, samples

@@ -1,10 +1,12 @@
-"""When the device is given a step that was built while the one before it runs: behind that one, or after its end.
+"""Chooses when to dispatch a step that was built while the previous step runs: queued behind it, or after it ends.
 
-Behind, the device goes on at once. But a step writes to the KV cache in place only where the one before has let go of a
-layer's arrays by then, which on Metal is when the command buffer that reads them is done; MLX writes to a copy else,
-and says nothing. MLX lets its caller go on while up to ten command buffers are unfinished, so steps of about fourteen
-and more copy nothing. How many a model's steps have is known when they run: so some run at the start, on a device that
-is kept busy, and memory tells.
+With queued dispatch, the device starts the next step at once. A step writes to the KV cache in place only if the
+previous step has released a layer's arrays by then. On Metal, this happens when the command buffer that reads them has
+completed. Otherwise MLX silently writes to a copy. MLX blocks its caller while ten command buffers are unfinished, so
+steps of about fourteen or more command buffers copy nothing.
+
+The number of command buffers in a model's steps is only known at run time. A few steps therefore run at startup on a
+busy device, and their peak memory shows whether they made copies.
 """
 
 from __future__ import annotations
@@ -29,68 +31,69 @@ from metal_engine.step import NewRequestData, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-BEHIND = "each step behind the one before"
-AFTER = "each step after the end of the one before"
+BEHIND = "each step is queued while the previous step runs"
+AFTER = "each step is dispatched after the end of the previous step"
 _MAX_ROWS = 32
 _NUM_STEPS = 4
-# Recurrent states take no more, in those steps, than this part of an array of the cache.
+# In the trial steps, recurrent states take at most 1 / _STATES_SHARE of the smallest array of the cache.
 _STATES_SHARE = 8
-# Products that keep a Mac's GPU busy while the host dispatches two steps, for 40 ms of the fastest and 400 of the
-# slowest. They take 64 MiB, and little for what they put out.
+# Matrix products that keep a Mac's GPU busy while the host dispatches two steps: 40 ms on the fastest GPU, 400 ms on
+# the slowest. The input takes 64 MiB, and the outputs are small.
 _BUSY_SHAPE = 512, 1 << 16
 _BUSY_PRODUCTS = 32
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=_NUM_STEPS + 1, ignore_eos=True)
 
 
 def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) -> str:
-    """Have a runner dispatch steps behind others, on a GPU, if that copies nothing; to be called before any step.
+    """Enable queued dispatch in a runner if the device is a GPU and nothing is copied. Call it before the first step.
 
     Returns:
-        How steps are dispatched, and why, in words.
+        Description of the dispatch mode, with the reason.
     """
     if config.device.kind == "cpu":
-        return f"{AFTER}: a CPU gains nothing behind it"
+        return f"{AFTER}: a CPU gains nothing from queued steps"
     if config.ranks:
         return f"{AFTER}: several ranks share the model"
     scheduler, cache = config.scheduler, config.cache
     num_steps = min(_NUM_STEPS, scheduler.max_model_len, cache.num_blocks * cache.block_size)
     if num_steps < 2:
-        return f"{AFTER}: a request has room for one step"
+        return f"{AFTER}: a request fits only one step"
     blocks_of_one = -(-num_steps // cache.block_size)
     num_rows = min(_MAX_ROWS, scheduler.max_num_seqs, cache.num_blocks // blocks_of_one)
     array_bytes = pool.smallest_array_bytes
     if pool.is_recurrent:
-        # A step behind another adds its states to the memory at the peak; they must not pass for a copy.
+        # A queued step adds its states to the peak memory, which must not be mistaken for a copy of the KV cache.
         num_rows = min(num_rows, array_bytes // (_STATES_SHARE * pool.bytes_per_request))
         if num_rows < 1:
-            return f"{AFTER}: beside recurrent states so large, no copy of the KV cache would be seen"
+            return f"{AFTER}: the recurrent states are too large to detect a copy of the KV cache"
     blocks = np.arange(num_rows * blocks_of_one).reshape(num_rows, blocks_of_one).tolist()
     refusal = runner.replay_refusal
     try:
         more = _more_bytes(runner, blocks, num_steps)
         pool.forget_states(set(range(1, num_rows + 1)))
     except Exception as error:
-        logger.exception("no step goes behind another: trying it failed")
-        with suppress(Exception):  # what a stream keeps of the same error is not for the first request's step
+        logger.exception("steps are not queued: the trial failed")
+        with suppress(Exception):  # a stream may raise the error again, which must not fail the first request's step
             synchronize()
         if runner.replay is not None and refusal is None:
-            runner.replay.reset_traces()  # going behind may have been the cause of what it refuses now
-        return f"{AFTER}: trying it behind failed: {type(error).__name__}: {one_line(error)}"
+            runner.replay.reset_traces()  # queued steps may have caused the refusal
+        return f"{AFTER}: the trial of queued steps failed: {type(error).__name__}: {one_line(error)}"
     logger.debug("two steps at a time take %d bytes more; an array of the cache has %d", more, array_bytes)
-    # A copy adds an array, less what else went since the peak of steps one after the other.
+    # A copy adds the size of an array to the peak, minus other memory that was freed since the sequential steps.
     runner.allow_queued_dispatch = more < array_bytes / 2
     return (
         BEHIND
         if runner.allow_queued_dispatch
-        else f"{AFTER}: behind it, {format_size(more)} of the KV cache would be copied"
+        else f"{AFTER}: queued steps would copy {format_size(more)} of the KV cache"
     )
 
 
 def _more_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) -> int:
-    """How much more memory steps take at their peak if they go behind others; the runner has none go behind then.
+    """Return by how many bytes queued dispatch raises the peak memory of steps. Leaves queued dispatch disabled.
 
-    Replayed steps count, too, if there are any: they may have fewer kernels than built ones, and so fewer command
-    buffers. Most steps of the first run that replays are built, and one is traced; all of the second are replayed.
+    Replayed steps are measured too, if the runner replays: they may have fewer kernels than built steps, and so fewer
+    command buffers. In the first run with replay, most steps are built and one is traced. In the second run, all are
+    replayed.
     """
     replays = runner.replays
     matrix = mx.array(np.zeros(_BUSY_SHAPE, np.float16))
@@ -111,10 +114,11 @@ def _more_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) ->
 
 
 def _peak_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int, matrix: mx.array) -> int:
-    """Memory at the peak of steps of requests with these blocks, one ahead; what they write is read by nobody.
+    """Return the peak memory of decode steps, of which two are in flight. Their outputs are discarded.
 
     Args:
-        matrix: what the device is kept busy with.
+        blocks: block ids of each request.
+        matrix: input of the products that keep the device busy.
     """
     req_ids = [f"warm-up {row}" for row in range(len(blocks))]
     peak = 0
@@ -129,7 +133,7 @@ def _peak_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int, ma
             if not in_flight:
                 synchronize()
                 mx.clear_cache()
-                # It stays, with all that comes of it: memory that goes during the steps would hide what they copy.
+                # Keep the products: memory that is freed during the steps would hide copies.
                 products = _keep_busy(matrix)
                 mx.reset_peak_memory()
             in_flight.append(runner.execute(plan))
@@ -158,19 +162,19 @@ def _request(request_id: str, block_ids: list[int], state_slot: int) -> NewReque
 
 
 def _finish(in_flight: deque[PendingStep]) -> None:
-    """Finish them all, those too that come after one that fails; raises the first error."""
+    """Finish all steps, even after a failed step. Raise the first error."""
     error: Exception | None = None
     while in_flight:
         try:
             in_flight.popleft().result()
-        except Exception as failed:  # noqa: BLE001  (raised below; a step on top of one that failed is void)
+        except Exception as failed:  # noqa: BLE001 (raised below; a step built on a failed step is void)
             error = error or failed
     if error is not None:
         raise error
 
 
 def _keep_busy(matrix: mx.array) -> list[mx.array]:
-    """Give the device something to do that takes longer than the host needs for two steps; returns what comes of it."""
+    """Dispatch work that keeps the device busy while the host dispatches two steps. Return its outputs."""
     products = [matrix @ matrix.T for _ in range(_BUSY_PRODUCTS)]
     mx.async_eval(products)
     return products

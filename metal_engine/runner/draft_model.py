@@ -1,15 +1,15 @@
-"""A draft model: says what may follow requests' tokens, over their block tables, with KV of its own.
+"""Draft model: drafts tokens that may follow a request's tokens, with its own KV over the request's block table.
 
-Its KV lies at the slots where the target's does, in arrays of its own. Before the target's step, it computes those of a
-request's tokens that it has no KV of, then its drafts, one after the other::
+Its KV occupies the same slots as the target's KV, in separate arrays. Before the target's step, the draft model first
+computes the tokens without KV, and then the drafts one by one::
 
-    tokens     t0 ... t5 | t6  t7 |                    t6, t7: known since its last step
-    forward 1              t6  t7      -> d0           (where it has fallen behind: a chunk)
+    tokens     t0 ... t5 | t6  t7 |                    t6, t7: new since its last step
+    forward 1              t6  t7      -> d0           (if it misses more tokens: a chunk)
     forward 2                      d0  -> d1
-    target                     t7  d0  d1              which writes to the same slots, of its own arrays
+    target                     t7  d0  d1              writes to the same slots of the target's arrays
 
-Each forward is evaluated before the next one is built, so its writes to the KV are in place, and a draft is known on
-the host when the next one is edited.
+Each forward is evaluated before the next forward is built. Its KV is then written, and the host knows the draft when it
+edits the logits of the next draft.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Turn:
-    """A request's part of a step.
+    """Work for one request in a step.
 
     Attributes:
-        index: in the request table.
-        start, stop: tokens to compute first.
-        num_drafts: wanted; 0 where only their KV is.
-        has_ended: whether nothing more is to be drafted.
+        index: index of the request in the request table.
+        start, stop: range of tokens to compute first.
+        num_drafts: number of wanted drafts; 0 if only KV is wanted.
+        has_ended: True if no more drafts are needed.
     """
 
     request_id: str
@@ -61,7 +61,7 @@ class _Turn:
     has_ended: bool = False
 
     def take(self, draft: int, stop_token_ids: frozenset[int]) -> None:
-        """Take in what was sampled; nothing comes after a token that ends the request, so it is no draft."""
+        """Append a sampled draft, except a token that ends the request."""
         self.has_ended |= draft in stop_token_ids
         if not self.has_ended:
             self.drafts.append(draft)
@@ -69,13 +69,13 @@ class _Turn:
 
 
 class DraftModel:
-    """Drafts for the requests of a :class:`RequestTable`. Belongs to the thread that loaded the model.
+    """Drafts tokens for the requests of a :class:`RequestTable`. Belongs to the thread that loaded the model.
 
     Args:
-        model: attends over KV of every token, and keeps no other state.
-        backend: of its attention.
-        vocab_size: number of the target's logits; its noise is drawn for so many.
-        max_positions: tokens that a request may have for it to draft; None: any.
+        model: model whose only state is KV of every token.
+        backend: attention backend of the model.
+        vocab_size: number of the target's logits, and of the random numbers per sample.
+        max_positions: maximum length of a request that gets drafts, in tokens; None: no limit.
     """
 
     def __init__(
@@ -95,16 +95,19 @@ class DraftModel:
         self._block_size, self._num_blocks = cache_config.block_size, cache_config.num_blocks
         self._vocab_size = vocab_size
         self._max_positions = scheduler_config.max_model_len if max_positions is None else max_positions
-        self._has_kv = np.zeros(cache_config.num_tokens, bool)  # [num_slots] of the token that the target has KV of
-        # By request: from the first, tokens with KV, as far as they were known when it was run the last time.
+        self._has_kv = np.zeros(cache_config.num_tokens, bool)  # [num_slots] KV of the same token as the target
+        # Request id -> number of leading tokens with KV, as known when the model last ran for the request.
         self._num_computed: dict[str, int] = {}
-        self._written: list[np.ndarray] = []  # slots, in this step
+        self._written: list[np.ndarray] = []  # slots written in this step
         self._pool.allocate(cache_config.num_blocks, cache_config.block_size)
 
-    # --- what it has KV of ----------------------------------------------------------------------------------
+    # --- known KV -------------------------------------------------------------------------------------------
 
     def update(self, plan: SchedulerOutput) -> None:
-        """Find out what there is of new requests: cached blocks that were computed here, too. A store has none."""
+        """Update the known KV for ``plan``. Cached blocks of new requests count if this model has computed them, too.
+
+        Blocks loaded from a store have no KV of this model.
+        """
         for request_id in plan.dropped_req_ids:
             self._num_computed.pop(request_id, None)
         if plan.kv_connector_metadata is not None:
@@ -120,7 +123,7 @@ class DraftModel:
         return int(missing[0]) if len(missing) else len(slots)
 
     def packed(self, rows: StepRows) -> None:
-        """The target is about to write these rows: where this model has not, its KV there is of other tokens."""
+        """Mark this model's KV as outdated in the rows that the target will write, except rows just written."""
         self._has_kv[rows.slot_mapping] = False
         for slots in self._written:
             self._has_kv[slots] = True
@@ -128,9 +131,9 @@ class DraftModel:
     # --- a step ---------------------------------------------------------------------------------------------
 
     def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
-        """Compute the drafts that a plan leaves to it, and KV of the tokens that it names; None if it does neither.
+        """Compute the drafts and the KV that a plan requests from this model; None if it requests neither.
 
-        Leaves the KV as it was if it fails, or empty where that is lost.
+        On error, the KV is unchanged, or empty if it was lost.
         """
         self._written.clear()
         began = time.perf_counter()
@@ -153,7 +156,7 @@ class DraftModel:
         return drafting
 
     def _turns(self, table: RequestTable, plan: SchedulerOutput, drafting: Drafting) -> list[_Turn]:
-        """Returns what to compute for each request, as far as a step of this model goes; notes who wants drafts."""
+        """Return the work for each request within the limits of a step. Fill in which requests want drafts."""
         turns = []
         room, work = self._config.max_num_batched_tokens, self._config.max_attention_work
         wanted = {r: len(d) for r, d in plan.scheduled_spec_decode_tokens.items() if d[0] == UNKNOWN_DRAFT}
@@ -167,7 +170,7 @@ class DraftModel:
             elif num_known > self._max_positions:
                 continue
             num_drafts = min(num_drafts, self._max_positions + 1 - num_known)
-            # The newest token was sampled by the target, and may not be what was drafted in its place.
+            # The target has sampled the newest token, which may differ from the draft in its place.
             end = num_known - 1 if num_drafts else table.num_computed_tokens(index)
             start = min(self._first_missing(table, request_id, index, end), num_known - 1)
             num_rows = min(num_known - start, room, max(1, work // num_known))
@@ -180,10 +183,10 @@ class DraftModel:
         return turns
 
     def _first_missing(self, table: RequestTable, request_id: str, index: int, end: int) -> int:
-        """Returns the first token of a request without KV, or ``end``, up to which the target has computed them.
+        """Return a request's first token without KV, or ``end``, the number of tokens that the target has computed.
 
-        Accepted drafts have some, and so do tokens that others have computed who share the request's blocks. What was
-        sampled in place of a rejected draft has none from when the target has written there.
+        Accepted drafts have KV, and so do tokens computed for other requests that share the blocks. A token sampled in
+        place of a rejected draft has no KV once the target has written to its slot.
         """
         start = self._num_computed[request_id]
         if start >= end:
@@ -192,12 +195,15 @@ class DraftModel:
         return start + int(missing[0]) if len(missing) else end
 
     def _claim(self, slots: np.ndarray) -> None:
-        """Some KV is written by the next forward, and by one request: in a layer, all writes come before all reads."""
+        """Mark slots as written by the next forward.
+
+        One request writes them: in a layer, all writes precede all reads.
+        """
         self._written.append(slots)
         self._has_kv[slots] = True
 
     def _chain(self, table: RequestTable, turns: list[_Turn], drafting: Drafting) -> None:
-        """Compute the drafts after the first ones, one of each request at a time."""
+        """Compute the drafts after the first drafts, one for each request per forward."""
         began = time.perf_counter()
         while going := [turn for turn in turns if turn.num_drafts and not turn.has_ended]:
             for turn in going:
@@ -210,14 +216,14 @@ class DraftModel:
         drafting.forward_seconds += time.perf_counter() - began
 
     def _forward(self, table: RequestTable, turns: list[_Turn]) -> None:
-        """Compute some requests' tokens, and sample where drafts are wanted."""
+        """Compute the tokens of some requests, and sample for requests that want drafts."""
         indices = np.array([turn.index for turn in turns], np.int32)
         starts = np.array([turn.start for turn in turns], np.int32)
         query_lens = np.array([turn.stop - turn.start for turn in turns], np.int32)
         drafting = [turn for turn in turns if turn.num_drafts]
         rows = table.rows(indices, starts, query_lens, np.array([turn.num_drafts > 0 for turn in turns], np.int32))
         rows.validate(self._num_blocks)
-        # Logits may be padded, and so may embeddings: a token that is not there is some other one.
+        # The target's token ids may exceed this model's vocabulary, because of padding: clamp them.
         input_ids = np.minimum(table.input_ids(indices, rows), self._model.vocab_size - 1)
         before = self._pool.snapshot()
         try:
@@ -226,18 +232,21 @@ class DraftModel:
         except BaseException:
             self._pool.restore(before)
             raise
-        del before  # no other owner of the arrays that are written to
+        del before  # no other reference to the arrays that are written to
         mx.eval(self._pool.writes_done_marker() if tokens is None else tokens)
         synchronize()
         for turn in turns:
-            # Of its drafts it is not known yet whether they will be tokens of the request.
+            # Exclude drafts, which may not become tokens of the request.
             self._num_computed[turn.request_id] = min(turn.stop, len(table.token_ids(turn.index)))
         if tokens is not None:
             for turn, draft in zip(drafting, np.array(tokens).tolist(), strict=True):
                 turn.take(draft, table.stop_token_ids(turn.index))
 
     def _sample(self, table: RequestTable, turns: list[_Turn], rows: StepRows, logits: mx.array) -> mx.array:
-        """Samples as the target will: with its keys, temperatures, cuts and edits, but for grammars. [R] int32."""
+        """Sample as the target will, except for grammars: same keys, temperatures, cuts and edits.
+
+        Returns [R] int32.
+        """
         indices = np.array([turn.index for turn in turns], np.int32)
         num_prompt_tokens = np.array([table.num_prompt_tokens(turn.index) for turn in turns], np.int32)
         positions = rows.positions[rows.logits_indices] + 1 - num_prompt_tokens
@@ -253,30 +262,33 @@ class DraftModel:
                     request_edits.catch_up(token_ids)
                 edits.add(row, request_edits, token_ids, int(positions[row]), len(turn.drafts))
             except CannotGoOnError:
-                turn.has_ended = True  # the target's step says so
+                turn.has_ended = True  # the target's step reports the error
         if edits.rows:
             logits, at = logits.astype(mx.float32), mx.array(np.array(edits.rows, np.int32))
             logits[at] = edits.apply(logits[at], np.zeros((0, 0), np.int32))
         return sample(logits, table.sampling, indices, positions)
 
     def _as_wide_as_the_targets(self, logits: mx.array) -> mx.array:
-        """[R, V] of any width -> [R, vocab_size]: tokens that either lacks are padding."""
+        """Pad or cut logits to the target's width: [R, V] -> [R, vocab_size].
+
+        Tokens that one model lacks are padding.
+        """
         missing = self._vocab_size - logits.shape[-1]
         if missing <= 0:
             return logits[:, : self._vocab_size]
         return mx.pad(logits, [(0, 0), (0, missing)], constant_values=mx.array(-np.inf, logits.dtype))
 
     def _recover(self, error: Exception) -> None:
-        """See to the KV after a forward that failed; what the target has is not touched by that."""
+        """Restore the KV after a failed forward. The target's KV is not affected."""
         for slots in self._written:
             self._has_kv[slots] = False
         try:
             self._pool.recover(error)
         except KVCacheLostError:
-            logger.warning("the draft model has lost its KV, and computes it again")
+            logger.warning("the draft model has lost its KV and will recompute it")
             self._has_kv.fill(False)
             self._num_computed = dict.fromkeys(self._num_computed, 0)
 
     def release(self) -> None:
-        """Free its KV, in the thread that ran the steps."""
+        """Free the KV. Call it in the thread that ran the steps."""
         self._pool.release()

@@ -1,4 +1,4 @@
-"""Which tokens the grammars of a step allow, computed by other processes while the forward runs."""
+"""Masks of the tokens that grammars allow in a step. Other processes compute them while the forward runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from metal_engine.sampling_params import Grammar
 
 
 class GrammarState:
-    """Where one request's output stands in its grammar.
+    """Position of one request's output in its grammar.
 
     Args:
-        stop_token_ids: tokens that end generation, [S] int32. Before ``min_tokens`` tokens they are allowed only where
-            no other token is.
+        stop_token_ids: tokens that end generation, [S] int32. In the first ``min_tokens`` tokens, they are allowed only
+            if the grammar allows no other token.
     """
 
     def __init__(self, grammar: Grammar, stop_token_ids: np.ndarray, min_tokens: int) -> None:
@@ -25,29 +25,30 @@ class GrammarState:
         self._num_tokens = 0
 
     def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
-        """Go on past generated tokens, and begin to compute what may come next, and after each draft."""
+        """Advance past generated tokens. Start computing the masks of the next token and after each draft."""
         self._matcher.consume(token_ids, drafts)
         self._num_tokens += len(token_ids)
 
     def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
-        """Write which tokens may come next, or after so many drafts: bit ``i % 32`` of word ``i // 32``, [W] int32.
+        """Write the mask of the next token, or of the token after ``num_drafts`` drafts, [W] int32.
 
-        Returns False, without writing, if that is not known at ``deadline``, a time of ``time.monotonic``.
+        Token ``i`` is bit ``i % 32`` of word ``i // 32``. Returns False, without writing, if the mask is not ready at
+        ``deadline``, a time of ``time.monotonic``.
 
         Raises:
-            ValueError: the grammar forbids a token, or got too complex to go on.
+            ValueError: the grammar forbids a token, or has become too complex.
         """
         if not self._matcher.fill_mask(mask, deadline, num_drafts):
             return False
         if self._num_tokens + num_drafts < self._min_tokens:
             others = without(mask, self._stop_token_ids)
-            if others.any():  # else the grammar is at its end
+            if others.any():  # otherwise the grammar is complete
                 mask[:] = others
         return True
 
 
 def without(mask: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-    """A mask without the bits of some tokens: [W] int32, token ids [S] int32 -> [W] int32."""
+    """Return a mask with the bits of some tokens cleared: [W] int32, token ids [S] int32 -> [W] int32."""
     others = mask.copy()
     bits = np.uint32(1) << (token_ids % 32).astype(np.uint32)
     np.bitwise_and.at(others.view(np.uint32), token_ids // 32, ~bits)

@@ -1,8 +1,8 @@
-"""Edits logits as requests ask, before temperature and cuts: biases, exclusions, penalties, structured output.
+"""Edits of logits before temperature and cuts: biases, exclusions, penalties, structured output.
 
-On the host, :class:`RequestEdits` knows what one request asks for and keeps what depends on its tokens. For a step,
-:class:`StepEdits` packs the edits of all requests into padded arrays and applies them in a few operations. Requests
-without edits take no part in any of it.
+:class:`RequestEdits` runs on the host. It holds one request's parameters and the data that depends on its tokens. For a
+step, :class:`StepEdits` packs the edits of all requests into padded arrays and applies them in a few operations.
+Requests without edits are not included.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from metal_engine.sampling_params import SamplingParams, TokenRules
 
 
 class CannotGoOnError(ValueError):
-    """A request must end: its own parameters exclude every token."""
+    """Ends a request whose own parameters exclude every token."""
 
 
 class _Counts:
-    """How often each token is in a request: its distinct tokens, and their counts in the output alone.
+    """Distinct tokens of a request, and how often each occurs in its output.
 
     Args:
-        prompt_token_ids: counted as present, without being output.
+        prompt_token_ids: tokens to include with an output count of 0.
     """
 
     def __init__(self, prompt_token_ids: np.ndarray) -> None:
         distinct = np.unique(prompt_token_ids)
-        self._ids = distinct.astype(np.int32)  # those in use, then places for more
+        self._ids = distinct.astype(np.int32)  # ids in use, followed by spare entries
         self._counts = np.zeros(len(distinct), np.float32)
         self._places = {token_id: i for i, token_id in enumerate(distinct.tolist())}
 
     def add(self, token_ids: Iterable[int]) -> None:
-        """Count tokens of the output."""
+        """Count output tokens."""
         for token_id in token_ids:
             place = self._places.get(token_id)
             if place is None:
@@ -50,7 +50,7 @@ class _Counts:
         return len(self._places)
 
     def after(self, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ``ids`` and ``counts`` as they are when so many more tokens of the output have been counted."""
+        """Return ``ids`` and ``counts`` as they would be after counting ``token_ids`` as output tokens."""
         counts = self.counts.copy()
         new: dict[int, int] = {}
         for token_id in token_ids:
@@ -72,14 +72,14 @@ class _Counts:
 
 
 class RequestEdits:
-    """One request's edits of its logits.
+    """Logits edits of one request.
 
-    Made when the runner is given the request, and again when it resumes after preemption.
+    Created when the runner adds the request, and again when the request resumes after preemption.
 
     Args:
-        rules: what ``params`` mean in the model's tokens.
-        token_ids: all of its tokens so far, [T] int32. :meth:`catch_up` takes in those of them that are output.
-        num_prompt_tokens: how many of them are the prompt.
+        rules: ``params`` resolved for the model's vocabulary.
+        token_ids: all tokens of the request so far, [T] int32. :meth:`catch_up` processes the output tokens among them.
+        num_prompt_tokens: number of prompt tokens at the start of ``token_ids``.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RequestEdits:
         self._num_prompt_tokens = num_prompt_tokens
         self.counts: _Counts | None = None
         if params.has_penalties:
-            # Only the repetition penalty looks at the prompt.
+            # Only the repetition penalty includes the prompt.
             seen = token_ids[: num_prompt_tokens if params.repetition_penalty != 1.0 else 0]
             self.counts = _Counts(seen)
         self.grammar: GrammarState | None = None
@@ -100,11 +100,11 @@ class RequestEdits:
         self._bad_word_lengths = sorted({len(before) for before in rules.bad_words})
 
     def catch_up(self, token_ids: np.ndarray, drafts: Sequence[int] = ()) -> None:
-        """Take in the tokens generated since the last call.
+        """Update token counts and grammar state with the tokens generated since the last call.
 
         Args:
-            token_ids: all of the request's tokens, [T] int32.
-            drafts: tokens that may follow, after each of which one is to be sampled in this step.
+            token_ids: all tokens of the request, [T] int32.
+            drafts: tokens that may follow. The step also samples a token after each draft.
         """
         new = token_ids[self._num_taken_in :].tolist()
         self._num_taken_in = len(token_ids)
@@ -114,14 +114,14 @@ class RequestEdits:
             self.grammar.consume(new, drafts)
 
     def excluded(self, token_ids: np.ndarray, position: int) -> np.ndarray:
-        """Returns the token ids, int32, that may not come next.
+        """Return the ids of tokens that may not come next, int32.
 
         Args:
-            token_ids: the request's tokens as far as they are known here, with the drafts before the row, [T] int32.
+            token_ids: the request's known tokens, followed by the drafts before the row, [T] int32.
             position: index of the next token in the output.
 
         Raises:
-            CannotGoOnError: no other token is allowed.
+            CannotGoOnError: every token is excluded.
         """
         num_output = len(token_ids) - self._num_prompt_tokens
         excluded: list[int] = []
@@ -139,32 +139,32 @@ class RequestEdits:
 
 
 class StepEdits:
-    """The edits of one step, for E rows of logits.
+    """Edits of one step, for E rows of logits.
 
     Attributes:
-        rows: which of the step's rows of logits they are, E of them.
-        grammars: those of the E rows that have a grammar, where each one's output stands in it, and after how many
-            drafts the row comes.
+        rows: indices of the E rows among the step's rows of logits.
+        grammars: rows with a grammar: index among the E rows, position in the grammar, and number of drafts before the
+            row.
     """
 
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.grammars: list[tuple[int, GrammarState, int]] = []
         self._allowed: list[tuple[int, np.ndarray]] = []
-        self._penalties: list[tuple[int, np.ndarray, np.ndarray, SamplingParams]] = []  # row, ids, counts
-        # What to add to single logits, in parts: rows (of E), token ids and values; -inf excludes a token.
+        self._penalties: list[tuple[int, np.ndarray, np.ndarray, SamplingParams]] = []  # index, ids, counts, parameters
+        # Values to add to single logits, in pieces: row (of E), token id and value; -inf excludes a token.
         self._places: list[np.ndarray] = []
         self._ids: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
 
     def add(self, row: int, edits: RequestEdits, token_ids: np.ndarray, position: int, num_drafts: int = 0) -> None:
-        """Take in one row's edits; ``token_ids`` and ``position`` are those of :meth:`RequestEdits.excluded`.
+        """Add one row's edits. :meth:`RequestEdits.excluded` describes ``token_ids`` and ``position``.
 
         Args:
-            num_drafts: how many of ``token_ids`` are drafts, the last ones.
+            num_drafts: number of drafts at the end of ``token_ids``.
 
         Raises:
-            CannotGoOnError: no token is left; the row then takes no part.
+            CannotGoOnError: every token is excluded. The row is then not added.
         """
         excluded = edits.excluded(token_ids, position)
         i = len(self.rows)
@@ -176,7 +176,7 @@ class StepEdits:
         self._ids += [excluded, rules.bias_ids]
         self._values += [np.full(len(excluded), -np.inf, np.float32), rules.biases]
         counts = edits.counts
-        if counts is not None and (counts or num_drafts):  # without tokens there is nothing to penalize
+        if counts is not None and (counts or num_drafts):  # without tokens there are no penalties
             drafts = token_ids[len(token_ids) - num_drafts :].tolist()
             ids_and_counts = counts.after(drafts) if drafts else (counts.ids, counts.counts)
             self._penalties.append((i, *ids_and_counts, edits.params))
@@ -184,10 +184,10 @@ class StepEdits:
             self.grammars.append((i, edits.grammar, num_drafts))
 
     def apply(self, logits: mx.array, masks: np.ndarray) -> mx.array:
-        """The edited logits: [E, V] float32 -> the same.
+        """Return the edited logits: [E, V] float32 -> [E, V] float32.
 
         Args:
-            masks: [G, W] int32, what each of ``grammars`` allows (:meth:`GrammarState.fill_mask`).
+            masks: [G, W] int32, the masks of ``grammars`` (:meth:`GrammarState.fill_mask`).
         """
         if self.grammars:
             at = mx.array(np.array([i for i, _, _ in self.grammars], np.int32))
@@ -205,7 +205,7 @@ class StepEdits:
 
     def _penalized(self, logits: mx.array) -> mx.array:
         at = mx.array(np.array([i for i, _, _, _ in self._penalties], np.int32))
-        # Padding repeats a row's first token, with its own count: it is given the same value twice.
+        # Padding repeats a row's first token with its count, so the same value is written twice.
         ids = mx.array(_padded([ids for _, ids, _, _ in self._penalties]))  # [P, U]
         counts = mx.array(_padded([counts for _, _, counts, _ in self._penalties]))  # [P, U]
         params = [params for _, _, _, params in self._penalties]
@@ -221,7 +221,7 @@ class StepEdits:
 
 
 def _padded(rows: list[np.ndarray]) -> np.ndarray:
-    """Rows of different lengths, at least 1, as one array, filled up with each one's first element."""
+    """Stack rows of different lengths, at least 1. Each row is padded with its first element."""
     length = max(map(len, rows))
     return np.stack([np.concatenate([row, np.full(length - len(row), row[0], row.dtype)]) for row in rows])
 

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens and of the most likely alternatives, of the model's own distribution."""
+"""Log probabilities of tokens and of the most likely alternatives, according to the model's own distribution."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 
 from metal_engine.request import TokenLogprobs
 
-# Rows whose float32 copies exist at once, when a long prompt's logits are looked at.
+# Maximum number of rows with simultaneous float32 copies, for the logits of a long prompt.
 _ROWS_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class LogprobArrays:
-    """Log probabilities of L tokens, on the device until :meth:`on_host`."""
+    """Log probabilities of L tokens, which stay on the device until :meth:`on_host`."""
 
     tokens: mx.array  # [L] int32
     logprobs: mx.array  # [L] float32
@@ -28,7 +28,7 @@ class LogprobArrays:
         return list(vars(self).values())
 
     def on_host(self, num_top: list[int]) -> list[TokenLogprobs]:
-        """Returns one entry for each token, with ``num_top[i]`` alternatives for token i."""
+        """Return one entry for each token, with ``num_top[i]`` alternatives for token i."""
         tokens, logprobs, ranks, top_ids, top_logprobs = (np.array(array).tolist() for array in self.arrays)
         return [
             TokenLogprobs(token, logprob, rank, tuple(zip(ids[:k], values[:k], strict=True)))
@@ -39,11 +39,14 @@ class LogprobArrays:
 
 
 def compute_logprobs(logits: mx.array, tokens: mx.array, num_top: int) -> LogprobArrays:
-    """Log probabilities of ``tokens``, [L] int32, in the rows of ``logits``, [L, V], and of ``num_top`` others."""
+    """Return the log probabilities of ``tokens``, [L] int32, and of the ``num_top`` likeliest tokens of each row.
+
+    ``logits`` is [L, V].
+    """
     parts: list[tuple[mx.array, ...]] = []
     for start in range(0, logits.shape[0], _ROWS_AT_ONCE):
         rows = logits[start : start + _ROWS_AT_ONCE]
-        if parts:  # one after the other: else the copies of all exist at once
+        if parts:  # run the pieces in sequence, so that only one float32 copy exists at a time
             (rows,) = mx.depends([rows], list(parts[-1]))
         parts.append(_part(rows, tokens[start : start + _ROWS_AT_ONCE], num_top))
     if len(parts) == 1:

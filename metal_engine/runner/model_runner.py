@@ -1,4 +1,4 @@
-"""Runs steps: a plan becomes packed arrays, one forward pass, one sampling pass."""
+"""Model runner: turns a plan into packed arrays, one forward pass and one sampling pass."""
 
 from __future__ import annotations
 
@@ -30,27 +30,28 @@ from metal_engine.step import DecodeForward, DecodeOutcome, Drafting, ModelOutpu
 class ModelRunner:
     """Executes plans on a model with a paged KV cache.
 
-    Belongs to the thread that loaded the model: MLX arrays and streams do.
+    Belongs to the thread that loaded the model, because MLX arrays and streams belong to a thread.
 
-    A step is built (its graph made) and dispatched (given to the device). While one runs, the next can be built on top
-    of its unevaluated arrays, its samples among them. That one is dispatched when the first has ended, or behind it,
-    while it runs. A step writes to the KV cache in place if nobody else holds its arrays then, and a command buffer
-    holds what it reads until it is done. So steps go behind others only where they have been seen to copy nothing
-    (:mod:`metal_engine.runner.dispatch`).
+    A step is built (its graph is created) and then dispatched (submitted to the device). While a step runs, the next
+    step can be built on its unevaluated arrays, including its samples. The next step is dispatched after the first step
+    ends, or queued behind the running step. A step writes to the KV cache in place only if no other reference to the
+    arrays exists. A command buffer refers to the arrays that it reads until it has completed. Steps are therefore
+    queued only if a trial has shown that nothing is copied (:mod:`metal_engine.runner.dispatch`).
 
-    On a GPU, steps that are built ahead are dispatched in two parts, for MLX makes its caller wait while the device is
-    far behind: the tokens of the step before are on their way between the two.
+    On a GPU, asynchronously planned steps are dispatched in two parts, because MLX blocks its caller while the device
+    is far behind. Between the two parts, the tokens of the previous step are returned.
 
     Args:
-        outlives_model: the thread goes on when the runner is closed: the weights go then, and the streams stay.
-        share: how the ranks of a group come to the same tokens; None: there is one rank.
-        allow_queued_dispatch: dispatch steps behind others, where nothing of a step is against it.
-        in_parts: dispatch steps in two parts; None: those of a GPU, built ahead, of one rank.
+        outlives_model: True if the thread continues after the runner is closed. Closing then frees the weights and
+            keeps the streams.
+        share: distributes rank 0's tokens to all ranks; None if there is one rank.
+        allow_queued_dispatch: True to queue steps behind running steps, if nothing in a step prevents it.
+        in_parts: True to dispatch steps in two parts. None: only on a GPU, with async scheduling and one rank.
 
     Attributes:
-        allow_queued_dispatch: as above; it may change between steps.
-        replay: traces of decode steps; None where none are replayed.
-        replays: whether decode steps are replayed where they can be; it may change between steps.
+        allow_queued_dispatch: see above; may change between steps.
+        replay: traces of decode steps; None if steps are never replayed.
+        replays: True to replay decode steps if possible; may change between steps.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class ModelRunner:
             cache_config.block_size,
             choose_writes(page_aligned=scheduler_config.page_aligned_scheduling),
         )
-        self._steps: deque[PendingStep] = deque()  # in order; the first one is dispatched, the others may be built only
+        self._steps: deque[PendingStep] = deque()  # steps in flight, in order; only the first must be dispatched
         self._num_state_slots = cache_config.num_state_slots
         self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
         self.replay: DecodeReplay | None = None
@@ -99,13 +100,13 @@ class ModelRunner:
         self._pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
     def execute(self, plan: SchedulerOutput, on_built: Callable[[], None] = lambda: None) -> PendingStep:
-        """Start a step: builds the graph of one forward over every packed row and one sampling pass.
+        """Build and start a step: one forward over every packed row and one sampling pass.
 
         Args:
-            on_built: called when the plan is not refused any more, and nothing of it is evaluated yet.
+            on_built: callback for when the plan has been accepted, before any of its arrays is evaluated.
         """
         if self._steps and not self._runs_ahead:
-            raise RuntimeError("without async scheduling, a step is finished before the next one is started")
+            raise RuntimeError("without async scheduling, finish a step before starting the next step")
         self.dispatch_second_part()
         before = self._pool.snapshot()
         try:
@@ -116,7 +117,7 @@ class ModelRunner:
             del before
             clear_traceback_frames(error)
             raise
-        del before  # the step's own, to let go of
+        del before  # the step holds the only snapshot, and releases it later
         self._steps.append(step)
         on_built()
         if len(self._steps) == 1:
@@ -137,16 +138,16 @@ class ModelRunner:
         return None if self.replay is None else self.replay.refusal
 
     def _build_step(self, plan: SchedulerOutput, before: PoolSnapshot) -> tuple[PendingStep, mx.array | None]:
-        """Build a step's graph on a cache as it is now.
+        """Build a step's graph on the current cache.
 
-        Returns the step, and the logits that it samples from if its sampling is still to be built.
+        Returns the step, and the logits that it samples from if its sampling has not been built yet.
         """
         self._table.update(plan)
         self._pool.begin_step()
         drafting = self._draft(plan)
         drafted = plan if drafting is None else plan.with_drafts(drafting)
         sampling, pooling, logits, decode_forward = self._build(drafted)
-        # Masks are for the host to compute while the device is busy: with the step before, or with this one.
+        # The host computes grammar masks while the device is busy with the previous step or with this step.
         is_built = bool(self._steps) or not sampling.has_masks
         if is_built:
             sampling.build(logits, is_dispatched=False)
@@ -161,23 +162,23 @@ class ModelRunner:
         return step, None if is_built else logits
 
     def _draft(self, plan: SchedulerOutput) -> Drafting | None:
-        """Run the draft model, as far as the plan asks for it."""
+        """Run the draft model as far as the plan requires it."""
         if self._draft_model is None:
             return None
         self._draft_model.update(plan)
         return self._draft_model.draft(self._table, plan)
 
     def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, StepPooling | None, mx.array, DecodeForward | None]:
-        """Build a step's forward as a graph, with its pooling.
+        """Build the graph of a step's forward and pooling.
 
-        Returns its sampling, its pooling, the logits that it samples from, [R + T, vocab_size], and how these came
-        about.
+        Returns the step's sampling, its pooling, the logits that it samples from, [R + T, vocab_size], and whether its
+        forward was replayed.
         """
         batch = self._table.pack(plan)
         batch.validate(self._num_blocks, self._num_state_slots, self._num_adapter_slots)
         if self._draft_model is not None:
             self._draft_model.packed(batch.rows)
-        # A recurrent state that has gone on past a token cannot go back.
+        # A recurrent state that has advanced past a token cannot go back.
         allow_late_masks = not self._pool.is_recurrent
         sampling = StepSampling(self._table, plan, batch, allow_late_masks=allow_late_masks, share=self._share)
         if self._kv_connector is not None:
@@ -206,7 +207,7 @@ class ModelRunner:
         logits_indices: np.ndarray,
         adapters: AdapterRows | None,
     ) -> tuple[mx.array, DecodeForward | None]:
-        """The logits of some rows, [R + T, vocab_size]: replayed, or built as a graph."""
+        """Return the logits of some rows, [R + T, vocab_size], from a replayed or a newly built graph."""
         input_ids = self._input_ids(batch)
 
         def build() -> mx.array:
@@ -237,7 +238,7 @@ class ModelRunner:
         return StepPooling(prompts, scheduled, batch.rows, plan.pooled_req_ids)
 
     def _gather_saves(self) -> StepSaves | None:
-        """Returns the blocks that the step just built saves to a store; None without KV transfer."""
+        """Return the blocks that the newly built step saves to a store; None without KV transfer."""
         if self._kv_connector is None:
             return None
         for index, state in enumerate(self._pool.states):
@@ -245,7 +246,7 @@ class ModelRunner:
         return self._kv_connector.take_saves()
 
     def _input_ids(self, batch: PackedBatch) -> mx.array:
-        """[N]; tokens that the step before samples come from its array of them, which need not be computed yet."""
+        """Return the input tokens, [N]. Tokens that the previous step samples are taken from its unevaluated array."""
         if not len(batch.pending_rows):
             return mx.array(batch.input_ids)
         samples = self._steps[-1].sampling.tokens
@@ -257,17 +258,17 @@ class ModelRunner:
         return input_ids
 
     def _dispatch(self, step: PendingStep, logits: mx.array | None = None) -> None:
-        """Give a step to the device. An error is kept for its :meth:`PendingStep.result`.
+        """Dispatch a step. An error is stored, and raised by :meth:`PendingStep.result`.
 
         Args:
-            logits: what it samples from, if its sampling has not been built yet.
+            logits: logits that the step samples from, if its sampling has not been built yet.
         """
         step.is_dispatched = True
         try:
             self._load(step)
-            step.before = None  # no other owner of the arrays that it writes to
+            step.before = None  # no other reference to the arrays that the step writes to
             if step.shared is not None:
-                # First, and on every rank: from the same graph all of them exchange the same arrays in the same order.
+                # First, and on every rank: with the same graph, all ranks exchange the same arrays in the same order.
                 step.is_async = True
                 mx.async_eval(step.shared)
                 step.shared = None
@@ -283,19 +284,19 @@ class ModelRunner:
                 mx.async_eval(first)
             elif self._runs_ahead:
                 step.is_async = True
-                mx.async_eval(step.root)  # otherwise it is evaluated, and waited for, by result()
+                mx.async_eval(step.root)  # otherwise result() evaluates the step and waits for it
         except Exception as error:  # noqa: BLE001  (raised by result())
             step.error = error
 
     def _left_behind(self, step: PendingStep) -> list[mx.array]:
-        """What a step leaves in the cache, as far as its results do not depend on that."""
-        if not step.results or step.moves_states:  # only intermediate chunks; or states that went to slots
+        """Return arrays whose evaluation completes the step's writes to the cache, if its results do not."""
+        if not step.results or step.moves_states:  # only intermediate chunks, or copied states
             return [self._pool.writes_done_marker()]
-        # Results depend on the recurrent states that a step reads, and not on those that it leaves.
+        # Results depend on the recurrent states that a step reads, but not on the states that it writes.
         return [self._pool.states_done_marker()] if self._pool.is_recurrent else []
 
     def _load(self, step: PendingStep) -> None:
-        """Write what a step loads into the KV cache as the step before has left it."""
+        """Write the KV that a step loads into the cache, as the previous step has left it."""
         if self._kv_connector is not None and step.loads:
             assert step.before is not None
             for index, layer in enumerate(step.before):
@@ -305,7 +306,7 @@ class ModelRunner:
     def finish(self, step: PendingStep) -> ModelOutput:
         """See :meth:`PendingStep.result`."""
         if not self._steps or self._steps[0] is not step:
-            raise RuntimeError("steps are finished in the order in which they were started, and once")
+            raise RuntimeError("finish each step once, in the order in which the steps were started")
         step.dispatch_second_part()
         self._steps.popleft()
         try:
@@ -318,12 +319,12 @@ class ModelRunner:
             raise
 
     def _output(self, step: PendingStep) -> ModelOutput:
-        """Take over what a step has computed."""
+        """Collect the results of a completed step."""
         output = step.sampling.result()
         output.decode_forward = step.decode_forward
         if step.drafting is not None:
             output.drafting = step.drafting
-            # Those that were planned drafts and got none.
+            # Include requests for which the draft model returned no drafts.
             output.num_accepted_tokens = dict.fromkeys(step.drafting.token_ids, 0) | output.num_accepted_tokens
         self._table.append_tokens(step.sampled_req_ids, output)
         if step.pooling is not None:
@@ -333,35 +334,35 @@ class ModelRunner:
         return output
 
     def _recover(self, step: PendingStep, error: Exception) -> None:
-        """After a step that failed: drop those built on top of it, and see to the KV cache.
+        """Recover from a failed step: drop the steps built on it, and restore the KV cache.
 
-        One that runs behind it computes with what it left, and writes that to the cache, which is made anew then.
+        A step queued behind it computes with its invalid output and writes to the cache, which is then reallocated.
         """
         if self.replay is not None:
             behind = [s.decode_forward for s in self._steps if s.is_dispatched and s.decode_forward]
             self.replay.failed(step.decode_forward, behind, error)
-        # All that holds arrays of the cache goes first: there is no room for two.
+        # First release all arrays of the cache: there is no memory for two caches.
         for failed_or_void in (step, *self._steps):
             failed_or_void.release()
         clear_traceback_frames(error)
         self._steps.clear()
         self._table.forget_samples()
         if step.is_async:
-            # An asynchronous evaluation may stop anywhere, and its error come up again: nothing is sure of its arrays.
+            # An asynchronous evaluation may stop anywhere and raise its error again, so its arrays are unreliable.
             self._pool.renew(error)
         self._pool.recover(error)
 
     def forget(self, req_ids: list[str]) -> None:
-        """Drop requests between steps, as the next plan would have it; unknown ones are passed over."""
+        """Drop requests between steps, as the next plan would. Unknown ids are ignored."""
         plan = SchedulerOutput(0, dropped_req_ids=req_ids)
         self._table.update(plan)
         if self._draft_model is not None:
             self._draft_model.update(plan)
 
     def close(self) -> None:
-        """Free the KV cache and the draft model's; the weights too if the thread goes on, and else its streams.
+        """Free the KV caches of the model and the draft model. Call it in the thread that ran the steps.
 
-        In the thread that ran the steps.
+        If the thread continues (``outlives_model``), also free the weights. Otherwise, end the thread's streams.
         """
         self._steps.clear()
         synchronize()
@@ -380,7 +381,7 @@ class ModelRunner:
 
 
 def _is_decode(plan: SchedulerOutput, batch: PackedBatch, logits_indices: np.ndarray) -> bool:
-    """Whether every row samples, once, and nothing is loaded into the cache beneath the step."""
+    """Return True if every row samples once, and the step loads nothing into the cache."""
     num_rows = batch.rows.num_tokens
     kv = plan.kv_connector_metadata
     return len(batch.rows.logits_indices) == len(logits_indices) == num_rows and (

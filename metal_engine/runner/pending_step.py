@@ -1,4 +1,4 @@
-"""A step under way, from its graph to its results."""
+"""A step in flight, from its graph to its results."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from metal_engine.step import DecodeForward, Drafting, ModelOutput
 
 @dataclass(eq=False)
 class PendingStep:
-    """A step under way (:class:`metal_engine.step.StepHandle`).
+    """Step in flight (:class:`metal_engine.step.StepHandle`).
 
     Attributes:
-        finish: what makes the output of a step that has been waited for.
-        sampling: what it does with its logits.
-        pooling: what it does with its hidden states; None if no request is to be pooled.
-        before: the KV cache's arrays as the step found them, until it is dispatched.
-        loads: KV that comes from a store, until it is dispatched.
-        saves: KV that goes to a store.
-        drafting: what the draft model has done for it; None if nothing.
+        finish: callback that builds the `ModelOutput` after the step has completed.
+        sampling: sampling pass of the step.
+        pooling: pooling of the step's hidden states; None if no request is pooled.
+        before: snapshot of the KV cache's arrays before the step; None after the dispatch.
+        loads: KV that is loaded from a store, until the dispatch.
+        saves: KV that is saved to a store.
+        drafting: result of the draft model for this step; None if the model did not run.
         decode_forward: see :class:`metal_engine.step.ModelOutput`.
-        moves_states: whether it copies recurrent states, to slots or into another order.
-        first_part: where it is to be dispatched in two parts, what the first one computes, until the dispatch.
-        is_dispatched: whether it was given to the device, or could not be (``error``).
-        root: what the device computes last, from the dispatch on.
-        has_second_part: whether the second part is still to be dispatched.
-        has_queued_successor: whether the next step was dispatched behind it.
-        error: why it could not be dispatched.
-        is_async: whether some of it was evaluated asynchronously.
-        shared: the logits of a rank's step, until it is dispatched; None if there is one rank.
+        moves_states: True if the step copies recurrent states to slots or into another order.
+        first_part: array that completes the first part of a dispatch in two parts; None after the dispatch.
+        is_dispatched: True if the step was submitted to the device, or its dispatch failed (``error``).
+        root: final arrays of the step, set at the dispatch.
+        has_second_part: True if the second part has not been dispatched yet.
+        has_queued_successor: True if the next step was queued behind this step.
+        error: error of the dispatch.
+        is_async: True if a part of the step was evaluated asynchronously.
+        shared: logits of a rank's step, until the dispatch; None if there is one rank.
     """
 
     finish: Callable[[PendingStep], ModelOutput]
@@ -62,22 +62,25 @@ class PendingStep:
 
     @property
     def results(self) -> list[mx.array]:
-        """What it computes for the host."""
+        """Arrays that the step computes for the host."""
         return self.sampling.arrays + (self.pooling.arrays if self.pooling is not None else [])
 
     @property
     def needs_exclusive_device(self) -> bool:
-        """Whether the device may have no other step.
+        """True if no other step may be on the device at the same time. At least one of these conditions holds:
 
-        KV is written or read beside it; the host makes masks; all that it computes is KV, so that it holds all of that
-        to its end; it copies recurrent states, for which there is no room beside those of another step; or it failed.
+        - The step loads or saves KV.
+        - The host computes grammar masks for the step.
+        - The only output of the step is KV, so it holds the KV arrays until it completes.
+        - The step copies recurrent states, and there is no memory for two such copies.
+        - The step failed.
         """
         has_saves = self.saves is not None and bool(self.saves.arrays)
         is_beside = has_saves or bool(self.loads) or self.sampling.has_masks
         return is_beside or not self.results or self.moves_states or self.error is not None
 
     def dispatch_second_part(self) -> None:
-        """Give the device the second part, if it has the first alone. An error is kept for :meth:`result`."""
+        """Dispatch the second part if only the first part was dispatched. An error is raised by :meth:`result`."""
         if self.has_second_part and self.error is None:
             self.has_second_part = False
             try:
@@ -86,17 +89,17 @@ class PendingStep:
                 self.error = error
 
     def wait(self) -> None:
-        """Wait until the device is done with the step; raises what it raised.
+        """Wait until the device has completed the step, and raise its error if it failed.
 
-        It has let go of all that it read then, too, if no other step is behind it.
+        The step has then also released all arrays that it read, unless another step is queued behind it.
         """
         if self.error is not None:
             raise self.error
-        # NumPy alone would wait as well, but pass over an error of an operation and take what it left.
+        # Conversion to NumPy would also wait, but would ignore the error of an operation and use invalid data.
         try:
             mx.eval(self.root)
         except Exception:
-            # Streams that met the same error would raise it in the step after this one.
+            # Streams with the same error would raise it in the next step.
             with suppress(Exception):
                 synchronize()
             raise
@@ -104,23 +107,23 @@ class PendingStep:
             synchronize()
 
     def release(self) -> None:
-        """Drop all arrays: each that was not computed holds those of the KV cache. The step is of no more use."""
+        """Drop all arrays: each unevaluated array refers to arrays of the KV cache. The step is then unusable."""
         self.before = self.first_part = self.root = self.shared = self.saves = None
         self.sampling.release()
         if self.pooling is not None:
             self.pooling.release()
 
     def result(self) -> ModelOutput:
-        """Wait for the step, dispatch the next one, and return the output of this one.
+        """Wait for the step, dispatch the next step, and return the output of this step.
 
         Raises:
-            KVCacheLostError: it failed, and the KV cache with it.
+            KVCacheLostError: the step failed and the KV cache is lost.
         """
         return self.finish(self)
 
 
 def clear_traceback_frames(error: BaseException) -> None:
-    """Drop the variables of functions that an error has left: arrays among them hold those of the KV cache."""
+    """Clear the local variables of an error's stack frames, which may refer to arrays of the KV cache."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

@@ -1,18 +1,19 @@
-"""Runs decode steps by replaying a graph that MLX has traced, instead of building the same graph in Python again.
+"""Runs decode steps by replaying a graph that MLX has traced, instead of building the graph in Python again.
 
-A step all of whose rows sample (decodes, and verifications of drafts) has the same graph as another one but for its
-sizes. So sizes are rounded up, and a trace is kept for each combination of them::
+The graphs of two steps in which every row samples (decodes, and verifications of drafts) differ only in their sizes.
+Sizes are therefore rounded up to size classes, and a trace is kept for each combination of size classes::
 
-    rows           | r0 r1 r2 r3 r4 .. .. .. |    padded: rows of requests of one token, in the trash block
-    block tables   | as wide as a power of two blocks
-    states         | s0 s1 s2 s3 s4 .. .. .. |    recurrent ones: padded rows have any
-    tables of attention: see the backend's ``tables``
+    rows           | r0 r1 r2 r3 r4 .. .. .. |    padding: rows of requests of one token, in the padding block
+    block tables   | width: a power of two blocks
+    states         | s0 s1 s2 s3 s4 .. .. .. |    recurrent states; padding rows have arbitrary states
+    attention tables: see the backend's ``tables``
 
-What changes from step to step goes in as arrays, the KV cache too, and comes out: a trace holds no pool, and the writes
-stay in place as in a step that is built. It does hold the model's weights, so it must not outlive the model.
+Everything that changes from step to step, including the KV cache, is an argument and a result of the trace. A trace
+therefore does not refer to the pool, and writes are in place as in a built step. A trace does refer to the model's
+weights, so it must not outlive the model.
 
-Recurrent states go in as the step before has left them, if it had the same rows. Only where that differs, they are
-gathered first, by operations of their own.
+If the previous step had the same rows, recurrent states are passed in as that step has left them. Otherwise they are
+first gathered by separate operations.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from metal_engine.step import DecodeForward, DecodeOutcome
 
 logger = logging.getLogger(__name__)
 
-# A trace of a model with 30 layers takes 1.3 MB of memory and some 20 ms to make.
+# A trace of a model with 30 layers takes 1.3 MB of memory and about 20 ms to create.
 MAX_TRACES = 32
-# How often a combination of sizes comes before it is traced: those between two batch sizes come once or twice.
+# A combination of sizes is traced when it occurs for the third time. Sizes between two batch sizes occur once or twice.
 TRACE_AT = 3
 MIN_TABLE_BLOCKS = 16
 
@@ -60,12 +61,13 @@ class DecodeReplay:
     Belongs to the thread that runs the steps.
 
     Args:
-        padding_block: a block of the pool that no request has: where padded rows leave their K and V.
-        max_num_seqs: requests at once. No more have room for recurrent states, those of padded rows among them.
+        padding_block: padding block: a block of the pool that no request uses, for the K and V of padding rows.
+        max_num_seqs: maximum number of requests in a step. It limits padding, because there is no memory for the
+            recurrent states of more requests.
         trace_at: see ``TRACE_AT``.
 
     Attributes:
-        refusal: why nothing is replayed, in a few words; None as long as nothing speaks against it.
+        refusal: short reason why replay is disabled; None while it is enabled.
     """
 
     def __init__(
@@ -85,16 +87,16 @@ class DecodeReplay:
         self._trace_at = trace_at
         self._asked: Hashable | None = None if self._pool.has_tokens else ()
         self._traces: OrderedDict[Hashable, _Trace] = OrderedDict()  # least recently used first
-        self._num_seen: Counter[Hashable] = Counter()  # by sizes that have no trace
-        self._broken: set[Hashable] = set()  # sizes whose trace raised when it was replayed: they are built
-        self._num_runs = 0  # of functions that are traced
+        self._num_seen: Counter[Hashable] = Counter()  # by sizes without a trace
+        self._broken: set[Hashable] = set()  # sizes whose trace raised when replayed: they are built
+        self._num_runs = 0  # number of times that a traced function has run as Python code
         self.refusal = self._refusal_of_model()
 
     def _refusal_of_model(self) -> str | None:
         return NO_REPLAY_WITHOUT_KERNEL if self._backend is None else None
 
     def reset_traces(self) -> None:
-        """Forget all traces, and what failed: it was no fault of theirs."""
+        """Delete all traces and clear recorded failures, because replay did not cause them."""
         self._traces.clear()
         self._num_seen.clear()
         self._broken.clear()
@@ -105,26 +107,26 @@ class DecodeReplay:
         return len(self._traces)
 
     def drop_traces(self) -> None:
-        """Let go of all traces, and of the weights with them; those that are needed again are made again."""
+        """Delete all traces, which releases the weights they refer to. Traces are recreated on demand."""
         self._traces.clear()
 
     def learn(self, attention: StepAttention) -> None:
-        """See in a step that was built what the layers ask of attention."""
+        """Record from a built step which attention variants the model's layers use."""
         if self._asked is None and isinstance(attention, ReplayableAttention):
             self._asked = attention.asked or None
 
     def forward(
         self, input_ids: mx.array, rows: StepRows, build: Callable[[], mx.array]
     ) -> tuple[mx.array, DecodeOutcome]:
-        """A step all of whose rows sample.
+        """Run the forward of a step in which every row samples.
 
         Args:
             input_ids: [N] int32.
-            rows: validated.
-            build: makes the graph of the step, where it is not replayed.
+            rows: validated rows.
+            build: builds the graph of the step if it is not replayed.
 
         Returns:
-            Its logits, [N, vocab_size], and how they came about.
+            The step's logits, [N, vocab_size], and the outcome: replayed, traced, or the reason why it was built.
         """
         if self.refusal is not None or self._backend is None:
             return build(), "refused"
@@ -143,7 +145,7 @@ class DecodeReplay:
             try:
                 logits = self._run(trace, input_ids, larger, tables)[: rows.num_tokens]
                 return logits, "replayed" if self._num_runs == num_runs else self._not_replayed()
-            except Exception as error:  # noqa: BLE001  (raised again by what is built, unless it is the trace that fails)
+            except Exception as error:  # noqa: BLE001  (raised again by build(), unless the trace is the cause)
                 reason = one_line(error)  # not the error itself: see below
             del self._traces[key]
             self._pool.restore_pending_states(before)
@@ -156,8 +158,8 @@ class DecodeReplay:
         trace = mx.compile(self._function(tables, larger))
         try:
             logits = self._run(trace, input_ids, larger, tables)
-        except Exception as error:  # noqa: BLE001  (raised again by what is built, unless it is tracing that fails)
-            # Not the error itself: its traceback holds the pool's arrays, and the next writes would copy them.
+        except Exception as error:  # noqa: BLE001  (raised again by build(), unless tracing is the cause)
+            # Do not keep the error: its traceback refers to the pool's arrays, so the next writes would copy them.
             reason = one_line(error)
         else:
             self._keep(key, trace)
@@ -168,14 +170,15 @@ class DecodeReplay:
         return built, "refused"
 
     def failed(self, forward: DecodeForward | None, behind: Iterable[DecodeForward], error: Exception) -> None:
-        """See to the traces after a step that failed: the cause may be in one, so all are dropped.
+        """Handle a failed step. A trace may be the cause, so delete all traces.
 
-        Where a trace has run for the first time just then, it is taken for the cause, and nothing is replayed any more:
-        else each step that is traced would fail its requests. A step that is behind one that was built is not to blame.
+        If a trace ran for the first time in the failed step or in a step behind it, the trace is assumed to be the
+        cause, and replay is disabled. Otherwise each newly traced step would fail its requests. If the failed step was
+        built, the steps queued behind it are not assumed to be the cause.
 
         Args:
-            forward: of the step that failed; None if not every row of it sampled.
-            behind: of the steps that were given to the device behind it.
+            forward: forward of the failed step; None if not every row of it sampled.
+            behind: forwards of the steps that were queued behind the failed step.
         """
         self._traces.clear()
         if self.refusal is not None or forward is None or forward.outcome not in ("replayed", "traced"):
@@ -184,38 +187,38 @@ class DecodeReplay:
             self.refuse(f"a step failed that was replayed for the first time ({one_line(error)})")
 
     def _not_replayed(self) -> DecodeOutcome:
-        """What a step was whose trace ran the model's Python: traced anew, or no trace at all."""
+        """Return the outcome of a step whose trace ran the model's Python code: traced again, or MLX does not trace."""
         if _compiles():
             return "traced"
         self.refuse("MLX compiles nothing")
         return "refused"
 
     def refuse(self, why: str) -> None:
-        """Replay nothing any more, and say why."""
+        """Disable replay for a reason."""
         self.refusal = why
         self._traces.clear()
-        logger.warning("decode steps are built one by one, which takes longer on the host: %s", why)
+        logger.warning("decode steps are built instead of replayed, which takes more time on the host: %s", why)
 
     def _is_worth_tracing(self, key: Hashable) -> bool:
         if key in self._broken:
             return False
-        if len(self._num_seen) > 8 * MAX_TRACES:  # sizes are endless
+        if len(self._num_seen) > 8 * MAX_TRACES:  # the number of sizes is unlimited
             self._num_seen.clear()
         self._num_seen[key] += 1
         return self._num_seen[key] >= self._trace_at
 
     def _padded(self, rows: StepRows) -> StepRows | None:
-        """A step as one of few sizes; None where its recurrent states are not for a trace."""
+        """Return the step padded to a size class, or None if a trace cannot handle its recurrent states."""
         if not self._pool.is_recurrent:
             return padded(rows, self._padding_block)
         if not _go_on_alike(rows):
             return None
-        # Requests of one row are no match for those of several.
+        # Padding rows have one row per request, so they do not match requests with several rows.
         room = self._max_num_seqs if rows.num_requests == rows.num_tokens else rows.num_requests
         return padded(rows, self._padding_block, room)
 
     def _function(self, tables: StepTables, rows: StepRows) -> _Trace:
-        """What is traced: a forward over arrays alone, the pool's among them."""
+        """Return the function to trace: a forward whose arguments are all arrays, including the pool's arrays."""
         model, pool, attention_over = self._model, self._pool, tables.attention
         segments = (
             Segments.alike(rows.num_requests, rows.num_tokens // rows.num_requests) if pool.is_recurrent else None
@@ -235,7 +238,7 @@ class DecodeReplay:
         return forward
 
     def _run(self, trace: _Trace, input_ids: mx.array, rows: StepRows, tables: StepTables) -> mx.array:
-        """The logits of a padded step. Where it raises, the pool is as it was, but for recurrent states at hand."""
+        """Return the logits of a padded step. On error, the pool is unchanged, except for pending recurrent states."""
         missing = rows.num_tokens - input_ids.size
         if missing:
             input_ids = mx.concatenate([input_ids, mx.zeros((missing,), mx.int32)])
@@ -243,7 +246,7 @@ class DecodeReplay:
         reads, writes = _state_slots(rows) if self._pool.is_recurrent else ((), ())
         arrays = self._pool.detach_arrays(reads, writes)
         try:
-            # What went in is let go of: writes are in place only if nothing else holds the old arrays.
+            # This releases the arguments, because writes are in place only without another reference to the old arrays.
             logits, arrays = trace(input_ids, positions, slots, tables.arrays, arrays)
         finally:
             self._pool.attach_arrays(arrays, writes)
@@ -257,7 +260,7 @@ class DecodeReplay:
 
 
 def _compiles() -> bool:
-    """Whether MLX traces what it is given; it runs that each time with ``mx.disable_compile``, and says nothing."""
+    """Return True if MLX traces functions. With ``mx.disable_compile`` it silently runs them each time."""
     num_runs = 0
 
     def function(x: mx.array) -> mx.array:
@@ -272,22 +275,22 @@ def _compiles() -> bool:
 
 
 def _go_on_alike(rows: StepRows) -> bool:
-    """Whether all requests have as many rows, and go on from a recurrent state."""
+    """Return True if all requests have the same number of rows and an initial recurrent state."""
     length = rows.num_tokens // rows.num_requests
     return bool((rows.query_lens == length).all() and (rows.state_reads != ZERO_STATE_SLOT).all())
 
 
 def _state_slots(rows: StepRows) -> tuple[Slots, Slots]:
-    """Slots of the recurrent states that requests go on from, and of those that they leave."""
+    """Return the slots of the initial and of the final recurrent states of the requests."""
     return tuple(rows.state_reads.tolist()), tuple(rows.state_writes.tolist())
 
 
 def padded(rows: StepRows, padding_block: int, max_num_requests: int | None = None) -> StepRows:
-    """A step with requests of one token at its end, all in one block, and a wider block table: of a size of few.
+    """Pad a step to a size class, with a wider block table and with one-token requests at its end.
 
     Args:
-        padding_block: the block.
-        max_num_requests: requests that it has at most; None: any number.
+        padding_block: block that all padding requests use.
+        max_num_requests: maximum number of requests after padding; None: no limit.
     """
     missing = size_class(rows.num_tokens) - rows.num_tokens
     if max_num_requests is not None:
@@ -298,7 +301,7 @@ def padded(rows: StepRows, padding_block: int, max_num_requests: int | None = No
     block_table[:num_requests, :num_blocks] = rows.block_table
     if not missing:
         return replace(rows, block_table=block_table)
-    # Not laid out anew, which takes ten times as long.
+    # Extend the existing arrays: a new layout of the step takes ten times as long.
     zeros, numbers = np.zeros(missing, np.int32), np.arange(missing, dtype=np.int32)
     requests, new_rows = num_requests + numbers, rows.num_tokens + numbers
     return replace(

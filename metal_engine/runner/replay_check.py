@@ -1,8 +1,8 @@
 """Compares replayed steps with the same steps built, when a server starts.
 
-A trace is another program than the operations that it was made of: MLX fuses some into kernels of its own, which Metal
-compiles. So a few steps run both ways before any request does. Kernels are compiled then, too, and not at a user's
-third token.
+A trace differs from the operations that it replaces. MLX fuses some operations into new kernels, which Metal compiles.
+Therefore a few steps run both ways before the first request. This also compiles the kernels at startup instead of at a
+user's third token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from metal_engine.step import KVCacheLostError
 
 logger = logging.getLogger(__name__)
 
-# Steps of a few requests, one token each: three, so that rows are padded, too.
+# Steps of three requests with one token each: three, so that padding is tested too.
 _NUM_ROWS = 3
 _NUM_STEPS = 4
 _ATTEMPTS = 3
@@ -35,9 +35,10 @@ _ATTEMPTS = 3
 def check_replay(
     model: PagedModel, backend: AttentionBackend, replay: DecodeReplay, scheduler: SchedulerConfig, cache: CacheConfig
 ) -> None:
-    """Have ``replay`` refuse what it does not compute as steps that are built do; to be called before any request.
+    """Disable ``replay`` if its results differ from the results of built steps. Call it before the first request.
 
-    Writes to the first blocks of the cache, and to the first slots of recurrent states; nobody reads either.
+    Writes to the first blocks of the cache and to the first slots for recurrent states. Their contents are not used
+    later.
     """
     if replay.refusal is not None:
         return
@@ -45,7 +46,7 @@ def check_replay(
     blocks_of_one = -(-num_steps // cache.block_size)
     num_rows = min(_NUM_ROWS, scheduler.max_num_seqs, cache.num_blocks // blocks_of_one)
     block_table = np.arange(num_rows * blocks_of_one, dtype=np.int32).reshape(num_rows, blocks_of_one)
-    # Rounding may send a token to another expert, or K and V to another quantized number. A mistake shows every time.
+    # Rounding can select another expert or another quantized value of K and V. A bug shows in every attempt.
     is_exact = model.dtype == mx.float32 and model.kv_bits is None
     try:
         for seed in range(1 if is_exact else _ATTEMPTS):
@@ -54,14 +55,14 @@ def check_replay(
                 return
     except Exception as error:
         logger.exception("replaying a step failed")
-        replay.refuse(f"trying it failed ({one_line(error)})")
-        clear_traceback_frames(error)  # which hold arrays of the cache
-        with suppress(KVCacheLostError):  # it was empty
+        replay.refuse(f"the trial at startup failed ({one_line(error)})")
+        clear_traceback_frames(error)  # the local variables refer to arrays of the cache
+        with suppress(KVCacheLostError):  # the cache held nothing yet
             model.pool.recover(error)
         return
     finally:
         mx.clear_cache()
-    replay.refuse(f"its logits are off from those of steps that are built by {gap:.1g} of their size")
+    replay.refuse(f"replayed logits differ from the logits of built steps by {gap:.1g} of their size")
 
 
 def _largest_gap(
@@ -73,7 +74,7 @@ def _largest_gap(
     num_steps: int,
     seed: int,
 ) -> float:
-    """Of the steps that are replayed: the largest difference of logits, relative to their size; NaN where one is."""
+    """Return the largest difference of logits of replayed steps, relative to their size; NaN if a difference is NaN."""
     gaps = [0.0]
     num_rows = len(block_table)
     pool, slots = model.pool, tuple(range(1, num_rows + 1))
@@ -87,9 +88,9 @@ def _largest_gap(
         )
         input_ids = mx.array(tokens[step])
         replayed = None
-        if step:  # the first one shows what layers ask of attention, and little else: a row sees one key
-            # Before the built one, so that it finds K and V of its tokens only where it writes them; and after the
-            # states that it has left itself.
+        if step:  # the first step only shows which attention variants the layers use: its rows see one key
+            # Replay before building, so that the replayed step finds K and V of its tokens only if it writes them
+            # itself. It starts from the states that the last replayed step has written.
             built_states = pool.read_states(slots)
             pool.put_states(slots, replayed_states)
             replayed = _replayed(model, replay, input_ids, rows)
@@ -115,7 +116,7 @@ def _built(
 
 
 def _replayed(model: PagedModel, replay: DecodeReplay, input_ids: mx.array, rows: StepRows) -> np.ndarray | None:
-    """None where such a step is built."""
+    """Replay a step and return its logits; None if such steps are not replayed."""
     for _ in range(TRACE_AT):
         logits, outcome = replay.forward(input_ids, rows, lambda: mx.array(0.0))
         if outcome in ("traced", "replayed"):

@@ -1,7 +1,7 @@
 """Sampling: one batched pass over the logits of all requests that sample in a step.
 
-Each control costs only the rows that use it. A row's random draw depends on its own seed and position alone,
-never on what else is in the batch.
+Each sampling parameter costs time only for the rows that use it. A row's random draw depends only on the request's seed
+and the token's position, not on other requests in the batch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from metal_engine.sampling_params import SamplingParams
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _INT32_MAX = (1 << 31) - 1
-# Below this a temperature means greedy, as in vLLM; dividing by much less would overflow float32.
+# A lower temperature means greedy sampling, as in vLLM. Sharding by a much lower temperature would overflow float32.
 _MIN_TEMPERATURE = 1e-5
-_MAX_TEMPERATURE = 1e30  # as good as any larger one, and a float32
+_MAX_TEMPERATURE = 1e30  # larger values have the same effect; fits into a float32
 
 
 class SamplingTable:
-    """Sampling parameters of the requests the runner holds, as arrays over their indices.
+    """Sampling parameters of the runner's requests, as arrays over the indices of the requests.
 
     Args:
-        num_seqs: requests held at once.
+        num_seqs: maximum number of requests.
     """
 
     def __init__(self, num_seqs: int) -> None:
@@ -34,11 +34,11 @@ class SamplingTable:
         self.top_k = np.zeros(num_seqs, np.int32)  # 0: off
         self.min_p = np.zeros(num_seqs, np.float32)
         self.seed = np.zeros(num_seqs, np.uint64)
-        self.logprobs = np.full(num_seqs, -1, np.int32)  # -1: not asked for
+        self.logprobs = np.full(num_seqs, -1, np.int32)  # -1: not requested
         self.prompt_logprobs = np.full(num_seqs, -1, np.int32)
 
     def set(self, index: int, params: SamplingParams, seed: int) -> None:
-        """Fill in one request's; ``seed`` is that of the request's draws, of 64 bits, whatever ``params`` ask for."""
+        """Set the parameters of one request. ``seed`` is the request's 64-bit seed; ``params.seed`` is ignored."""
         temperature = min(params.temperature, _MAX_TEMPERATURE)
         self.temperature[index] = temperature if temperature >= _MIN_TEMPERATURE else 0.0
         self.top_p[index] = params.top_p
@@ -50,15 +50,15 @@ class SamplingTable:
 
 
 def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """A key for each (seed, position): SplitMix64's output function over ``seed + position * golden``.
+    """Return a random key for each (seed, position): SplitMix64's output function of ``seed + position * golden``.
 
     Args:
         seeds: [R] uint64.
-        positions: [R] index of the token among those generated.
+        positions: [R] index of the token among the request's output tokens.
 
     Returns:
-        [R, 2] uint32, as ``mx.random`` takes them. Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom
-        Number Generators" (2014).
+        [R, 2] uint32, in the format of ``mx.random``. Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number
+        Generators" (2014).
     """
     z = seeds + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -68,30 +68,30 @@ def position_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _gumbel(keys: mx.array, vocab_size: int) -> mx.array:
-    """Gumbel noise from one key a row: keys [R, 2] -> [R, vocab_size] float32.
+    """Return Gumbel noise from one key per row: keys [R, 2] -> [R, vocab_size] float32.
 
-    One uniform number in 2**32 is exactly 0 and becomes -inf, which would make the only token that is left
-    look excluded. Every other one gives at least -3.1.
+    One uniform number in 2**32 is exactly 0 and becomes -inf, which could exclude the only remaining token. All other
+    numbers give at least -3.1.
     """
     noise = mx.vmap(lambda key: mx.random.gumbel((vocab_size,), key=key))(keys)
     return mx.maximum(noise, -4.0)
 
 
-# Beyond so many tokens, the k-th largest is found by bisection and not by partial sorting.
+# For a larger k, the k-th largest value is found by bisection instead of partial sorting.
 _SMALL_K = 1024
-# As an integer, the bits of a positive float32 are in the order of the floats; these are infinity's.
+# Bits of infinity. As integers, the bits of positive float32 numbers have the same order as the numbers.
 _INFINITY_BITS = 0x7F800000
 
 
 def _restrict(logits: mx.array, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> mx.array:
-    """Set the logits that top-k, top-p and min-p exclude to -inf: [R, V] float32 -> the same.
+    """Set the logits that top-k, top-p and min-p exclude to -inf: [R, V] float32 -> [R, V] float32.
 
-    As in vLLM, min-p compares with the most likely token before top-k and top-p cut anything, and top-p
-    counts the probability of what top-k left. Tokens as likely as the last one kept are kept, too.
+    As in vLLM, min-p is relative to the most likely token before top-k and top-p, and top-p refers to the probability
+    that top-k leaves. Tokens as likely as the last kept token are kept, too.
     """
     vocab_size = logits.shape[-1]
     top_k = np.where(top_k < vocab_size, top_k, 0)  # 0: off
-    # How far below the most likely token; a limit is the largest distance kept, [R, 1].
+    # Distance of each logit from the largest. A limit is the largest distance to keep, [R, 1].
     below = logits.max(axis=-1, keepdims=True) - logits
     with np.errstate(divide="ignore"):
         limit = mx.array(-np.log(min_p, dtype=np.float32))[:, None]
@@ -99,7 +99,7 @@ def _restrict(logits: mx.array, top_k: np.ndarray, top_p: np.ndarray, min_p: np.
     if len(by_k):
         at = mx.array(by_k.astype(np.int32))
         limit[at] = mx.minimum(limit[at], _kth_smallest(below[at], top_k[by_k]))
-    # Each row's way depends on its own parameters alone, so that its rounding does too.
+    # The method depends only on the row's own parameters, so its rounding does not depend on the batch.
     is_small = (top_k > 0) & (top_k <= _SMALL_K)
     for by_p, mass_limit in (
         (np.flatnonzero((top_p < 1) & is_small), _mass_limit_of_few),
@@ -112,7 +112,7 @@ def _restrict(logits: mx.array, top_k: np.ndarray, top_p: np.ndarray, min_p: np.
 
 
 def _kth_smallest(values: mx.array, k: np.ndarray) -> mx.array:
-    """The k-th smallest of each row: [R, V] float32, not negative; k [R], at least 1 -> [R, 1]."""
+    """Return the k-th smallest value of each row: values [R, V] float32, not negative; k [R], at least 1 -> [R, 1]."""
     if k.max() <= _SMALL_K:
         smallest = _smallest(values, int(k.max()))
         return mx.take_along_axis(smallest, mx.array(k[:, None] - 1), axis=-1)
@@ -121,16 +121,16 @@ def _kth_smallest(values: mx.array, k: np.ndarray) -> mx.array:
 
 
 def _smallest(values: mx.array, k: int) -> mx.array:
-    """The k smallest of each row, in order: [R, V] -> [R, k]."""
+    """Return the k smallest values of each row in order: [R, V] -> [R, k]."""
     return mx.sort(mx.partition(values, k - 1, axis=-1)[:, :k], axis=-1)
 
 
 def _mass_limit(below: mx.array, limit: mx.array, top_p: np.ndarray, _top_k: np.ndarray) -> mx.array:
-    """Returns top-p's limit: the smallest distance within which lies ``top_p`` of the probability that ``limit`` left.
+    """Return the limit for top-p: the smallest distance that keeps ``top_p`` of the probability left by ``limit``.
 
     Args:
-        below: [R, V] float32, distance of each logit from the largest.
-        limit: [R, 1] float32, what is left by other cuts.
+        below: [R, V] float32, distance of each logit from the largest logit.
+        limit: [R, 1] float32, limit of top-k and min-p.
         top_p: [R], less than 1.
 
     Returns:
@@ -142,13 +142,13 @@ def _mass_limit(below: mx.array, limit: mx.array, top_p: np.ndarray, _top_k: np.
 
 
 def _mass_limit_of_few(below: mx.array, limit: mx.array, top_p: np.ndarray, top_k: np.ndarray) -> mx.array:
-    """:func:`_mass_limit` for rows whose ``limit`` leaves few tokens: ``top_k`` [R], and any as likely as the last."""
+    """Compute :func:`_mass_limit` for rows in which ``limit`` leaves ``top_k`` [R] tokens, apart from ties."""
     nearest = _smallest(below, int(top_k.max()))
     last = mx.exp(-limit)
     num_last = (below == limit).sum(axis=-1, keepdims=True)
     weights = mx.where(nearest <= limit, mx.exp(-nearest), 0)
     total = mx.where(nearest < limit, weights, 0).sum(axis=-1, keepdims=True) + last * num_last
-    # A token is kept while the probability of those before it is below top_p: always at least one.
+    # A token is kept if the tokens before it have less probability than top_p: at least one token is kept.
     before = mx.cumsum(weights, axis=-1) - weights
     wanted = mx.array(top_p)[:, None] * total
     kept = ((before < wanted) & (nearest <= limit)).sum(axis=-1, keepdims=True)
@@ -156,12 +156,12 @@ def _mass_limit_of_few(below: mx.array, limit: mx.array, top_p: np.ndarray, top_
 
 
 def _bisect(values: mx.array, is_enough: Callable[[mx.array], mx.array]) -> mx.array:
-    """The smallest limit for which what is within it is enough, exactly: [R, V] float32, not negative -> [R, 1].
+    """Return the smallest limit for which the values within it suffice: [R, V] float32, not negative -> [R, 1].
 
-    Costs 31 passes of comparing and adding, which is less than sorting a vocabulary.
+    The result is exact. Takes 31 passes of comparing and adding, which is less than sorting a vocabulary.
 
     Args:
-        is_enough: [R, V] bool, the values within a limit -> [R, 1] bool; true for all of them.
+        is_enough: function of the values within a limit, [R, V] bool -> [R, 1] bool. True if all values are within it.
     """
     bits = values.view(mx.int32)
     low = mx.full((values.shape[0], 1), -1, mx.int32)  # not enough
@@ -175,13 +175,13 @@ def _bisect(values: mx.array, is_enough: Callable[[mx.array], mx.array]) -> mx.a
 
 
 def sample(logits: mx.array, table: SamplingTable, indices: np.ndarray, positions: np.ndarray) -> mx.array:
-    """Draw one token for each row of logits.
+    """Sample one token for each row of logits.
 
     Args:
         logits: [R, vocab_size], any float dtype.
         table: parameters of all requests.
-        indices: [R] index in ``table`` of the request that each row of logits belongs to.
-        positions: [R] index of the token being drawn among those its request generates.
+        indices: [R] index in ``table`` of the request of each row.
+        positions: [R] index of the sampled token among the request's output tokens.
 
     Returns:
         Token ids, [R] int32. Random rows use the Gumbel-max method.
@@ -193,7 +193,7 @@ def sample(logits: mx.array, table: SamplingTable, indices: np.ndarray, position
     indices = indices[drawn]
     some = mx.array(drawn.astype(np.int32))
     scaled = logits[some].astype(mx.float32)
-    # Relative to the largest, so that no temperature makes one overflow.
+    # Subtract the largest logit, so that no temperature causes an overflow.
     scaled = (scaled - scaled.max(axis=-1, keepdims=True)) / mx.array(table.temperature[indices])[:, None]
 
     top_k, top_p, min_p = table.top_k[indices], table.top_p[indices], table.min_p[indices]

@@ -1,19 +1,20 @@
-"""What the largest step of a model that has not been loaded may take, for whoever has to make room for it."""
+"""Upper estimate of the memory of the largest step of a model before it is loaded, used to make room for the model."""
 
 from __future__ import annotations
 
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS
 from metal_engine.settings.config import DeviceInfo, ModelInfo
 
-# What a step takes at most at one time, in arrays of 4 bytes a number: of the widest part of a layer, of a tile of
-# scores or a span of keys and values, and of states; that a quarter higher. No two architectures take the same.
+# Peak memory of a step, in float32 arrays of these sizes: the widest part of a layer; a tile of scores, or a span of
+# keys and values; the recurrent states. The estimate is a quarter higher, because architectures differ.
 _LAYER_ARRAYS = 8
 _ATTENTION_ARRAYS = 4
 _STATE_ARRAYS = 3
 _MARGIN = 1.25
-# And of all logits, with the costly kind of sampling: 11 measured, 12.8 where the head computes with them.
+# Memory of the most expensive sampling, in float32 arrays of the size of all logits. Measured: 11, or 12.8 if the LM
+# head computes with the logits.
 _LOGITS_ARRAYS = 14
-# Of these, what there may be while the last layer is.
+# Number of these arrays that can exist while the last layer is computed.
 _EARLY_LOGITS_ARRAYS = 2
 _NUMBER_BYTES = 4
 
@@ -21,13 +22,15 @@ _NUMBER_BYTES = 4
 def estimate_step_bytes(
     info: ModelInfo, device: DeviceInfo, block_size: int, kv_bytes: int, num_tokens: int, num_rows: int
 ) -> int:
-    """What measuring a step takes at most: that step, and the cache it runs in as far as it exceeds the model's own.
+    """Return an upper estimate of the memory for measuring a step, in bytes.
+
+    This is the memory of the step. If the step's cache is larger than the model's own cache, the difference is added.
 
     Args:
-        info: of a model that has not been loaded.
-        kv_bytes: of its own cache, which is made later.
-        num_tokens: of the step.
-        num_rows: that sample.
+        info: metadata of a model that has not been loaded.
+        kv_bytes: size of the KV cache that the model will allocate later, in bytes.
+        num_tokens: number of tokens in the step.
+        num_rows: number of rows that sample.
     """
     limits = CPU_LIMITS if device.kind == "cpu" else GPU_LIMITS
     longest = min(num_tokens, info.max_position_embeddings or num_tokens)
@@ -38,9 +41,9 @@ def estimate_step_bytes(
     states = (num_rows + 1) * info.state_bytes_per_request
     layers = int(_MARGIN * (_NUMBER_BYTES * numbers + _STATE_ARRAYS * states))
     logits = _NUMBER_BYTES * num_rows * info.vocab_size
-    if device.kind == "cpu":  # which has given back what layers took when it samples
+    if device.kind == "cpu":  # the CPU has freed the layers' buffers before sampling
         step = max(_LOGITS_ARRAYS * logits, layers + _EARLY_LOGITS_ARRAYS * logits)
-    else:  # what is submitted to a GPU together is held until all of it is done
+    else:  # a GPU holds the buffers of work submitted together until all of it is done
         step = layers + _LOGITS_ARRAYS * logits
     cache = (num_tokens + num_rows * block_size) * info.kv_bytes_per_token + states
     return step + max(0, cache - kv_bytes)

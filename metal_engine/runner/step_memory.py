@@ -1,4 +1,4 @@
-"""Measures the memory of the largest step, beside weights and KV cache: one is run before the KV cache is sized."""
+"""Measures the memory of the largest step, beside weights and KV cache, by running it before the cache is sized."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.sampler import SamplingTable, sample
 from metal_engine.sampling_params import SamplingParams
 
-# A step that takes less is run again: how far MLX is ahead of what is computed, and how many arrays are there at a
-# time, varies most with operations that take next to no time.
+# A step that takes less memory is run again. The lead of MLX's scheduling over the computation determines how many
+# arrays exist at a time, and varies most with very short operations.
 _SMALL_BYTES = 16 << 20
 _NUM_SMALL_RUNS = 5
 
@@ -32,30 +32,31 @@ def measure_step_bytes(
     *,
     agree: Callable[[str, int], int] = lambda what, number: number,
 ) -> int:
-    """Run a step of ``num_tokens`` tokens, of ``num_seqs`` requests that all sample, and look at MLX's peak.
+    """Run a step of ``num_tokens`` tokens, of ``num_seqs`` requests that all sample, and measure MLX's peak memory.
 
-    The first requests bring as many tokens as they can, the others one each, and sampling is of the costly kind.
-    It is a warm-up, too: what is compiled once is compiled. A small one is run again, and what counts is the most that
-    a run took. Leaves ``model`` without a cache.
+    The first requests get as many tokens as possible, and the remaining requests one token each. Sampling uses top-p,
+    the expensive path. The step also serves as a warm-up that compiles kernels. A small step is run several times, and
+    the largest result counts. Leaves ``model`` without a cache.
 
     Args:
-        max_positions: the longest a request may be; None: any.
-        agree: where the model is a rank's share, makes of a number, told under a name, that of all ranks: they run
-            the same steps, as often.
+        max_positions: maximum length of a request; None: no limit.
+        agree: function that returns a number common to all ranks, given its name and this rank's number. All ranks then
+            run the same steps equally often.
 
     Returns:
-        Bytes above what was held before and the step's KV.
+        Bytes beyond the memory in use before and the step's KV.
 
     Raises:
-        ConfigError: there is not enough memory for it.
+        ConfigError: the step does not fit into memory.
     """
     longest = min(max_positions or num_tokens, num_tokens)
-    # Every request has one token. The others are dealt out in turn: how many are left when each one's turn comes.
+    # Every request gets one token. Further tokens go to the first requests; `left` is how many remain before each
+    # request.
     left = num_tokens - num_seqs - np.arange(num_seqs) * (longest - 1)
     seq_lens = (1 + np.clip(left, 0, longest - 1)).astype(np.int32)
     num_blocks = -(-seq_lens // block_size)
     ends = np.cumsum(num_blocks)
-    # Each request's blocks in order; padding repeats its last one.
+    # Each request's blocks in order; padding repeats the last block.
     column = np.minimum(np.arange(num_blocks.max()), num_blocks[:, None] - 1)
     block_table = ((ends - num_blocks)[:, None] + column).astype(np.int32)
     make_writes = choose_writes(page_aligned=False)
@@ -76,7 +77,7 @@ def measure_step_bytes(
             if taken >= _SMALL_BYTES:
                 break
         return taken
-    except (MemoryError, RuntimeError) as error:  # MLX's allocator raises the latter
+    except (MemoryError, RuntimeError) as error:  # MLX's allocator raises RuntimeError
         raise ConfigError(
             "--max-num-batched-tokens",
             f"a step of {num_tokens} tokens does not run on this device; lower --max-num-batched-tokens "
@@ -88,9 +89,9 @@ def measure_step_bytes(
 
 
 def _run_step(model: PagedModel, backend: AttentionBackend, rows: StepRows, sampling: SamplingTable) -> int:
-    """Run a step whose requests all sample; returns the most bytes that MLX held meanwhile.
+    """Run a step whose requests all sample. Return MLX's peak memory during the step, in bytes.
 
-    It finds no freed buffers: MLX gives out one of up to twice the size that is asked for.
+    Clears freed buffers first, because MLX reuses a buffer of up to twice the requested size.
     """
     mx.clear_cache()
     mx.reset_peak_memory()

@@ -1,9 +1,9 @@
-"""What a step does with hidden states: one vector for each prompt that is to be pooled, over as many steps as it takes.
+"""Pooling of hidden states: one vector for each pooled prompt, which may take several steps.
 
-Whatever the pooling type, a vector is the mean of the hidden states of some of the prompt's tokens: of all (MEAN), of
-the last (LAST) or of the first (CLS). A step sums those that it computes on the device; the sums of a prompt's chunks
-meet on the host. A preempted request begins anew, with a sum of its own, so a step that was under way adds nothing
-to it.
+The vector is a mean of hidden states. The pooling type selects the tokens: all tokens of the prompt (MEAN), the last
+token (LAST) or the first token (CLS). A step sums the hidden states of its rows on the device. The host adds up the
+sums of a prompt's chunks. A preempted request starts again with a new sum, so a step that was in flight does not change
+it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.pooling_params import PoolingParams
 
-# A vector of zeros stays one.
+# Lower bound of the norm, so that a zero vector stays zero.
 _TINY = float(np.finfo(np.float32).tiny)
 
 
 class PooledPrompt:
-    """What has been pooled of one prompt, since its request was last admitted.
+    """Running sum of the hidden states of a prompt since its request was last admitted.
 
     Args:
-        params: with nothing left to the checkpoint.
-        num_prompt_tokens: the prompt's length.
+        params: pooling parameters, with the model's defaults filled in.
+        num_prompt_tokens: length of the prompt.
     """
 
     def __init__(self, params: PoolingParams, num_prompt_tokens: int) -> None:
@@ -38,7 +38,7 @@ class PooledPrompt:
         self._count = 0
 
     def wanted(self, start: int, end: int) -> tuple[int, int]:
-        """Positions whose hidden states count, of those from ``start`` to ``end``: first and end, maybe none."""
+        """Return the range of positions between ``start`` and ``end`` whose hidden states count, which may be empty."""
         first = max(start, self._first)
         return first, max(first, min(end, self._end))
 
@@ -48,7 +48,7 @@ class PooledPrompt:
         self._count += count
 
     def vector(self) -> np.ndarray:
-        """The prompt's vector, [D] float32, once all of its tokens have been added."""
+        """Return the prompt's vector, [D] float32. All of its tokens must have been added."""
         assert self._sum is not None and self._count == self._end - self._first, "a part of the prompt was not pooled"
         vector = (self._sum / self._count)[: self.params.dimensions]
         if self.params.normalize:
@@ -58,7 +58,7 @@ class PooledPrompt:
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one prompt whose hidden states this step adds up: a slice of all that are wanted."""
+    """Rows of one prompt whose hidden states this step sums: a slice of the rows given to :meth:`StepPooling.build`."""
 
     prompt: PooledPrompt
     start: int
@@ -66,17 +66,17 @@ class _Part:
 
 
 class StepPooling:
-    """One step's pooling, in the order: construct, :meth:`build`, evaluate, :meth:`result`.
+    """Pooling of one step. Order of use: construct, :meth:`build`, evaluate, :meth:`result`.
 
     Args:
-        prompts: those in this step that are to be pooled, by request id.
+        prompts: pooled prompts in this step, by request id.
         scheduled: the step's requests in packing order.
-        rows: of the step.
-        pooled_req_ids: whose prompts the step completes.
+        rows: packed rows of the step.
+        pooled_req_ids: requests whose prompts the step completes.
 
     Attributes:
-        hidden_indices: packed rows whose hidden states :meth:`build` is to be given, [P] int32.
-        logits_indices: packed rows whose logits it is to be given, [S] int32.
+        hidden_indices: packed rows whose hidden states :meth:`build` needs, [P] int32.
+        logits_indices: packed rows whose logits :meth:`build` needs, [S] int32.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class StepPooling:
         last_rows = [rows.cu_seqlens_q[1 + of_request[request_id]] - 1 for request_id, _ in self._scored]
         self.logits_indices = np.array(last_rows, np.int32)
         self._sums: mx.array | None = None  # [parts, H] float32
-        self._logits: list[mx.array] = []  # one for each that is scored, float32
+        self._logits: list[mx.array] = []  # one array for each scored prompt, float32
 
     def build(self, hidden: mx.array | None, logits: mx.array) -> None:
-        """Build the graph on the hidden states, [P, H], and on the logits, [S, vocab_size], of the rows asked for."""
+        """Build the graph on the hidden states, [P, H], and the logits, [S, vocab_size], of the requested rows."""
         if self._parts:
             assert hidden is not None
-            # One at a time: the float32 copy of a whole chunk's rows would be large.
+            # One prompt at a time, because a float32 copy of all rows of a chunk would be large.
             sums = [hidden[part.start : part.end].astype(mx.float32).sum(axis=0) for part in self._parts]
             self._sums = mx.stack(sums)
         for row, (_, prompt) in enumerate(self._scored):
@@ -116,11 +116,11 @@ class StepPooling:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Arrays to evaluate before :meth:`result`; none if no row of this step counts."""
+        """Arrays to evaluate before :meth:`result`; empty if no row of this step counts."""
         return self._logits if self._sums is None else [self._sums, *self._logits]
 
     def result(self) -> dict[str, np.ndarray]:
-        """What the prompts that the step completes come to, [D] float32 by request id."""
+        """Return the vectors or logits of the prompts that the step completes, [D] float32, by request id."""
         if self._sums is not None:
             for part, total in zip(self._parts, np.array(self._sums), strict=True):
                 part.prompt.add(total, part.end - part.start)
@@ -128,5 +128,5 @@ class StepPooling:
         return {r: logits[r] if r in logits else prompt.vector() for r, prompt in self._done}
 
     def release(self) -> None:
-        """Drop the arrays; there is no result then."""
+        """Drop the arrays. Do not call :meth:`result` afterwards."""
         self._sums, self._logits = None, []

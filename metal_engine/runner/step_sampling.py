@@ -1,4 +1,4 @@
-"""Takes a step from logits to tokens: edits, samples, computes log probabilities, and brings all of it to the host."""
+"""Turns the logits of a step into tokens: edits, sampling, log probabilities, and the transfer to the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from metal_engine.runner.sampler import sample
 from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.step import ModelOutput, PromptLogprobs, SchedulerOutput
 
-# How long the grammars of a step are waited for. Most need a tenth of a millisecond.
+# Maximum wait for the masks of the grammars of a step. Most need a tenth of a millisecond.
 _MASK_SECONDS = 0.02
 
 
@@ -30,25 +30,25 @@ class _PromptRows:
     request_id: str
     start: int  # index of the first predicted token
     rows: np.ndarray  # [T] packed rows
-    targets: np.ndarray  # [T] the tokens they predict
+    targets: np.ndarray  # [T] the tokens that the rows predict
     num_top: int
 
 
 class StepSampling:
-    """One step's sampling, in the order: construct, :meth:`build`, evaluate, :meth:`result`.
+    """Sampling of one step. Order of use: construct, :meth:`build`, evaluate, :meth:`result`.
 
-    Construction brings each sampling request's edits up to date with its tokens, on the host alone.
+    The constructor updates the edits of each sampling request with its tokens, on the host only.
 
     Args:
-        allow_late_masks: whether a token may be computed again, when its grammar has told what may follow; else that is
-            waited for.
-        share: how the ranks of a group come to the same tokens; None: there is one rank.
+        allow_late_masks: True if a token may be recomputed because its grammar mask is late. Otherwise, the step waits
+            for the mask.
+        share: distributes rank 0's tokens to all ranks; None if there is one rank.
 
     Attributes:
-        logits_indices: packed rows whose logits :meth:`build` is to be given, [R + T] int32: those that sample, then
-            those that predict prompt tokens whose probabilities are asked for.
-        has_masks: whether :meth:`build` computes masks on the host, which may take milliseconds.
-        tokens: after :meth:`build`, [R] int32; None if nothing samples.
+        logits_indices: packed rows whose logits :meth:`build` needs, [R + T] int32: rows that sample, then rows that
+            predict prompt tokens with requested log probabilities.
+        has_masks: True if :meth:`build` computes masks on the host, which may take milliseconds.
+        tokens: sampled tokens after :meth:`build`, [R] int32; None if nothing samples.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class StepSampling:
         self._sampling = table.sampling
         self._req_ids = plan.sampled_req_ids
         self._drafts = plan.scheduled_spec_decode_tokens
-        # Of each row of a step with drafts: whose it is, and how many drafts come before it.
+        # For each row of a step with drafts: request id, and number of drafts before the row.
         self._rows: list[tuple[str, int]] = []
         if self._drafts:
             self._rows = [(r, i) for r in self._req_ids for i in range(1 + len(self._drafts.get(r, ())))]
-        self._usable: dict[str, int] = {}  # by request, how many drafts may be accepted, if not all
+        self._usable: dict[str, int] = {}  # request id -> number of drafts that may be accepted, if not all
         self._indices = batch.sample_indices
         self._positions = table.output_positions(batch)
-        # Taken now: the index may be another request's by the time of the result.
-        self._num_top = table.sampling.logprobs[batch.sample_indices]  # [R], -1: not asked for
+        # Copied now, because the index may belong to another request when the result is read.
+        self._num_top = table.sampling.logprobs[batch.sample_indices]  # [R], -1: not requested
         self._errors: dict[str, str] = {}
         self._late: set[str] = set()
         self._num_unmasked = 0
@@ -87,7 +87,7 @@ class StepSampling:
         self._prompt_logprobs: LogprobArrays | None = None
 
     def _row(self, row: int) -> tuple[str, int]:
-        """Whose a row is, and how many drafts come before it."""
+        """Return the request of a row, and the number of drafts before the row."""
         return self._rows[row] if self._drafts else (self._req_ids[row], 0)
 
     def _collect_edits(self, table: RequestTable) -> StepEdits | None:
@@ -109,9 +109,10 @@ class StepSampling:
         return edits if edits.rows else None
 
     def _give_up(self, row: int, message: str) -> None:
-        """Nothing can be sampled at a row: its request ends, or, where drafts come before it, does not get there.
+        """Handle a row at which no token can be sampled. Without drafts before the row, its request fails.
 
-        It is at the row with its next step then, if the drafts before are what it samples.
+        With drafts before the row, the drafts that lead to it are rejected. If the request samples the same tokens, its
+        next step reaches the row without drafts.
         """
         request_id, num_drafts = self._row(row)
         if num_drafts:
@@ -124,20 +125,23 @@ class StepSampling:
         return self._edits is not None and bool(self._edits.grammars)
 
     def _masks(self, edits: StepEdits, logits: mx.array, is_dispatched: bool) -> np.ndarray:
-        """What each grammar of the step allows, [G, W] int32.
+        """Return the masks of the step's grammars, [G, W] int32.
 
-        A request whose grammar fails gets an error; one whose grammar does not tell in time is late.
+        A request whose grammar fails gets an error. A request whose mask is not ready in time is late.
         """
         masks = np.full((len(edits.grammars), -(-logits.shape[-1] // 32)), -1, np.int32)
         late = self._fill(masks, edits, range(len(masks)), time.monotonic() + self._mask_seconds)
         if late and is_dispatched:
-            mx.eval(logits)  # nobody is held up as long as the device is busy
+            mx.eval(logits)  # the wait blocks no other request: the device is busy anyway
             late = self._fill(masks, edits, late, time.monotonic())
         self._late = {self._row(edits.rows[edits.grammars[i][0]])[0] for i in late}
         return masks
 
     def _fill(self, masks: np.ndarray, edits: StepEdits, wanted: Iterable[int], deadline: float) -> list[int]:
-        """Fill in the masks of the grammars ``wanted``; returns those that have not come at ``deadline``."""
+        """Fill in the masks of the grammars ``wanted``.
+
+        Return the grammars whose masks are not ready at ``deadline``.
+        """
         late = []
         for i in wanted:
             row, grammar, num_drafts = edits.grammars[i]
@@ -153,7 +157,7 @@ class StepSampling:
         """Build the graph on the step's logits, [R + T, vocab_size].
 
         Args:
-            is_dispatched: whether the device computes them already.
+            is_dispatched: True if the device is computing the logits already.
         """
         num_sampled = len(self._indices)
         if self._share is not None and not self._share.samples:
@@ -190,23 +194,23 @@ class StepSampling:
 
     @property
     def late_req_ids(self) -> set[str]:
-        """Requests whose grammar has not told in time, after :meth:`build` or :meth:`set_late_requests`."""
+        """Requests whose grammar mask was not ready in time. Valid after :meth:`build` or :meth:`set_late_requests`."""
         return self._late
 
     def set_late_requests(self, request_ids: set[str]) -> None:
-        """Take over whose samples are void from the rank that sampled."""
+        """Set the requests with void samples, as reported by the rank that sampled."""
         self._late = request_ids
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Arrays to evaluate before :meth:`result`; none if all that the step computes is KV."""
+        """Arrays to evaluate before :meth:`result`; empty if the step computes only KV."""
         arrays = [] if self.tokens is None else [self.tokens]
         for logprobs in (self._logprobs, self._prompt_logprobs):
             arrays += [] if logprobs is None else logprobs.arrays
         return arrays
 
     def result(self) -> ModelOutput:
-        """Returns the step's output. To be called when :attr:`arrays` are evaluated."""
+        """Return the step's output. Call it after :attr:`arrays` have been evaluated."""
         output = ModelOutput([] if self.tokens is None else np.array(self.tokens).tolist())
         output.errors, output.late_req_ids = self._errors, self._late
         output.num_unmasked_drafts = self._num_unmasked
@@ -228,20 +232,20 @@ class StepSampling:
         return output
 
     def release(self) -> None:
-        """Drop the arrays; there is no result then."""
+        """Drop the arrays. Do not call :meth:`result` afterwards."""
         self.tokens = self._logprobs = self._prompt_logprobs = None
 
     def _match(self, output: ModelOutput, logprobs: list[TokenLogprobs | None]) -> None:
-        """Keep of the samples of each request those whose drafts before them are accepted.
+        """Keep the samples of each request whose preceding drafts are all accepted.
 
-        A draft is accepted if it is what was sampled in its place, and all before it are::
+        A draft is accepted if it equals the token sampled in its place, and all drafts before it are accepted::
 
             rows      last token   draft 0   draft 1   draft 2
-            samples   = draft 0    = draft 1    x         -        2 accepted, and x follows them
+            samples   = draft 0    = draft 1    x         -        2 accepted, then x
 
         Args:
-            output: has the samples of all rows, [R]; afterwards one of each request.
-            logprobs: of each row, [R].
+            output: output with the samples of all rows, [R]. Afterwards, it has one sample per request.
+            logprobs: log probabilities of each row, [R].
         """
         samples, output.sampled_token_ids = output.sampled_token_ids, []
         first = 0
@@ -271,7 +275,7 @@ def _prompt_rows(table: RequestTable, plan: SchedulerOutput, rows: StepRows) -> 
         if num_top < 0:
             continue
         first = int(rows.cu_seqlens_q[i])
-        start = int(rows.positions[first]) + 1  # the token at position p predicts the one at p + 1
+        start = int(rows.positions[first]) + 1  # the token at position p predicts the token at p + 1
         end = min(int(rows.seq_lens[i]) + 1, table.num_prompt_tokens(index))
         if start < end:
             found.append(

@@ -1,8 +1,8 @@
-"""While a step is traced, a view of a view is made as one of what that is a view of.
+"""Collapses chains of array views while a step is traced: a view of a view becomes a single view of the original array.
 
-mlx-lm's layers reshape, transpose and squeeze rows of one token, one after the other, and none of it moves an element.
-Each is a node of the graph and costs the host over a microsecond in every replay. MLX joins the arithmetic of a trace,
-and not its views. So they are joined as they are made, once for a trace.
+mlx-lm's layers reshape, transpose and squeeze the rows of single tokens several times in succession, without moving an
+element. Each view is a node of the graph and costs the host more than a microsecond in every replay. MLX fuses the
+arithmetic of a trace, but not its views. The views are therefore merged when they are created, once per trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _one_trace_at_a_time = threading.Lock()
 
 @contextmanager
 def fused_views() -> Iterator[None]:
-    """Merge the views that this thread makes; other threads make theirs as ever."""
+    """Merge the views that this thread creates. Other threads are not affected."""
     views = _Views()
     with _one_trace_at_a_time:
         originals = [(owner, name, getattr(owner, name)) for owner, name in (*_SHAPE_AFTER, *_IN_PLACE)]
@@ -36,18 +36,19 @@ def fused_views() -> Iterator[None]:
 
 
 class _Views:
-    """The views that a thread has made, and of what: an array with the same elements in the same order."""
+    """Maps each view that this thread has created to its base array, which has the same elements in the same order."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._bases: dict[int, tuple[mx.array, mx.array]] = {}  # by a view's id, with the view: it keeps its id so
+        self._bases: dict[int, tuple[mx.array, mx.array]] = {}  # id of view -> (view, base); the id stays valid
 
     def function(self, original: _Function, shape_after: Callable[..., _Shape | None] | None) -> _Function:
-        """What takes the place of a function of an array.
+        """Return the replacement of a function of an array.
 
         Args:
-            shape_after: the shape of what it makes, from the array's and the arguments; None if that is not to be
-                merged. No function: ``original`` changes what the array stands for.
+            shape_after: function that returns the result's shape, given the array's shape and the arguments, or None if
+                the call must not be merged. If ``shape_after`` itself is None, ``original`` modifies the array in
+                place.
         """
 
         def merging(array: mx.array, *args: Any, **options: Any) -> Any:
@@ -64,7 +65,7 @@ class _Views:
     def _view(self, array: mx.array, shape: _Shape) -> mx.array:
         _, base = self._bases.get(id(array), (None, None))
         if base is None:
-            base = _reshape(array, array.shape)  # an object that nobody else has, and changes: no operation
+            base = _reshape(array, array.shape)  # own object, safe from in-place operations; adds no operation
         view: mx.array = _reshape(base, shape)
         self._bases[id(view)] = view, base
         return view

@@ -1,4 +1,4 @@
-"""Requests on their way to run: which of them are loading KV from a store, who is next, and what it can begin with."""
+"""Requests on their way to admission: loading KV from a store, or queued. Selects the next request to admit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 from metal_engine.scheduling.waiting_queue import WaitingQueue
 from metal_engine.settings.config import SchedulerConfig
 
-# Waiting requests that one admission looks past, at most: the others' turn is the next one.
+# Maximum number of waiting requests to skip in one admission. The remaining requests are considered next time.
 _MAX_PASSED_OVER = 32
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A waiting request, and the blocks it can begin with; None stands for one that arrived from a store.
+    """Waiting request that may be admitted next.
 
-    ``num_shared_tokens`` counts what is cached of it, without a recurrent state to begin with as well.
+    Attributes:
+        cached: blocks that hold a prefix of the request. A block that arrived from a store is None.
+        num_shared_tokens: number of cached tokens, even if no recurrent state is available to resume after them.
     """
 
     request: Request
@@ -40,23 +42,23 @@ class Candidate:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Tokens that need not be computed, and tokens that must be."""
+        """Number of tokens that need not be computed, and number of tokens that must be computed."""
         return self.num_cached_tokens, self.num_remaining_tokens
 
 
 class Admissions:
-    """Requests that do not run: first those whose KV is loading from a store, then those that wait for their turn.
+    """Requests that are not running: requests that load KV from a store, and requests queued for admission.
 
     Args:
         config: limits on long prompts.
-        prefix_cache: finds what a request can begin with.
+        prefix_cache: finds cached prefixes of requests.
         block_size: tokens per block.
         states: recurrent states of the running requests.
         connector: loads KV from a store; None without KV transfer.
 
     Attributes:
-        loading: by id, in state WAITING_FOR_REMOTE_KVS.
-        waiting: the others, in order of service.
+        loading: requests in state WAITING_FOR_REMOTE_KVS, by id.
+        waiting: all other requests that are not running, in order of service.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Admissions:
     # --- requests come and go -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Take a request in, new or preempted: begin to load its KV where a store may have it, else let it wait."""
+        """Add a new or preempted request. Start loading its KV if a store may have it; otherwise queue the request."""
         connector = self._connector
         if connector is not None and connector.start_load(request, self._prefix_cache.missing(request)):
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -87,7 +89,7 @@ class Admissions:
             self._wait_for_turn(request)
 
     def take_in_loaded(self) -> None:
-        """Let the requests whose loads have ended, whole or not, wait for their turn: each at its place in order."""
+        """Queue the requests whose loads have ended, completely or not. Each keeps its position in the order."""
         if self._connector is None or not self.loading:
             return
         for request_id in self._connector.take_ended_loads():
@@ -100,26 +102,27 @@ class Admissions:
         self.waiting.push(request, is_long=is_long(request.num_tokens - num_cached_tokens, self._config))
 
     def remove(self, request_id: str) -> None:
-        """Take a request out: it runs, or has ended. One that is not there is ignored."""
+        """Remove a request that is admitted or has ended. Unknown ids are ignored."""
         self.waiting.remove(request_id)
         self.loading.pop(request_id, None)
 
-    # --- who is next ----------------------------------------------------------------------------------------
+    # --- selection ------------------------------------------------------------------------------------------
 
     def next(self, prefills: PrefillAllocator) -> Candidate | None:
-        """Returns the request to admit next, which stays here until it is removed; None if none may be now.
+        """Return the request to admit next, or None if no request can be admitted now.
 
-        Long prompts are passed over while as many as may be are in progress, and so are requests that would
-        compute what a running prefill is about to.
+        The caller removes the request from the queue. Two kinds of requests are skipped: long prompts while
+        ``max_long_partial_prefills`` long prompts are in progress, and requests with a prefix that a running prefill
+        is about to compute.
         """
         may_be_long = prefills.num_long < self._config.max_long_partial_prefills
         for _ in range(_MAX_PASSED_OVER):
             request = self.waiting.head(include_long=may_be_long)
             if request is None or request.num_output_placeholders:
-                return None  # the latter: preempted while a step was under way, its token must land first
+                return None  # preempted while a step is in flight: its placeholder token must be filled in first
             candidate = Candidate(request, self._find_cached(request), self._block_size)
             if not may_be_long and is_long(candidate.num_remaining_tokens, self._config):
-                self.waiting.push(request, is_long=True)  # what was cached when it came is so no longer
+                self.waiting.push(request, is_long=True)  # blocks that were cached on arrival have been evicted since
             elif owner := self._find_owner(candidate, prefills):
                 self.waiting.park(request, *owner)
                 self._states.want(*owner)
@@ -131,7 +134,7 @@ class Admissions:
         return None
 
     def _find_owner(self, candidate: Candidate, prefills: PrefillAllocator) -> tuple[Request, int] | None:
-        """The running prefill to wait for, and up to which token; None if there is none, or if it would be in vain."""
+        """Return the running prefill to wait for and the token to wait for. None if waiting would save no work."""
         found = self._prefix_cache.find_owner(candidate.request, candidate.num_cached_tokens, prefills.in_progress)
         if found is None:
             return None
@@ -140,21 +143,21 @@ class Admissions:
         return None if is_past and not self._states.leaves_state_at(owner, num_common) else found
 
     def _find_cached(self, request: Request) -> list[Block | None]:
-        """Returns the blocks that need not be computed: cached here, or (None) arrived from a store."""
+        """Return the blocks that need not be computed. A block that arrived from a store is None."""
         if self._connector is None:
             return self._prefix_cache.find(request)
         arrived = self._connector.arrived(request.request_id)
         return self._prefix_cache.find(request, arrived, self._connector.arrived_state(request.request_id))
 
-    # --- requests that wait for another to compute what both have -------------------------------------------
+    # --- requests that wait until another request has computed their common prefix ---------------------------
 
     def prefixes_computed(self, running: Mapping[str, Request]) -> None:
-        """Let requests go on that waited for a prefix which a running request has computed by now."""
+        """Requeue the requests whose awaited prefix has been computed by a running request."""
         for owner_id in self.waiting.owners:
             self.waiting.unpark(owner_id, running[owner_id].num_computed_tokens)
 
     def release_waiters(self, request_id: str) -> None:
-        """Let requests go on that waited for this one, which computes nothing any more."""
+        """Requeue the requests that waited for a prefix of this request, which has stopped running."""
         self.waiting.unpark(request_id)
 
     # --- tests and debugging --------------------------------------------------------------------------------

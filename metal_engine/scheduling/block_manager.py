@@ -1,6 +1,6 @@
-"""Keeps book of the KV cache's blocks: free ones, those of each request, and what they hold; O(1) per block.
+"""Tracks the KV cache's blocks: free blocks, block tables of requests, and cached prefixes. O(1) per block.
 
-Pure bookkeeping over block ids; the memory itself belongs to the runner.
+Pure bookkeeping of block ids. The runner owns the memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class Block:
     """One block of the KV cache.
 
     Attributes:
-        ref_cnt: how many block tables it stands in.
-        block_hash: the key under which the prefix cache knows its contents, None if it does not; it outlives the last
-            reference, until the block is reused.
+        ref_cnt: number of block tables that contain the block.
+        block_hash: hash under which the prefix cache finds the block's contents; None if the block is not cached. The
+            hash outlives the last reference, until the block is reused.
     """
 
     block_id: int
@@ -26,24 +26,24 @@ class Block:
 
 
 class BlockManager:
-    """Block tables of all running requests over one pool, and the cache of prefixes in the same blocks.
+    """Block tables of all running requests over one pool, and the prefix cache in the same blocks.
 
-    A full block is known by its hash from :meth:`register` on, and tables may share it. When the last table lets it
-    go, it waits in the free queue with its contents, and can be found there until it is reused for something else.
+    :meth:`register` makes a full block available under its hash, so that several tables may share it. When the last
+    table releases the block, it enters the free queue with its contents, and remains available until it is reused.
 
     Args:
-        num_blocks: blocks in the pool.
+        num_blocks: number of blocks in the pool.
         block_size: tokens per block.
 
     Attributes:
-        num_forgets: how often all cached prefixes were forgotten.
+        num_forgets: number of times that all cached prefixes were dropped.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._blocks = [Block(i) for i in range(num_blocks)]
-        # Unreferenced blocks, the next to be reused first. Every operation is O(1), removal from the middle included.
+        # Unreferenced blocks in order of reuse. Every operation is O(1), including removal from the middle.
         self._free = OrderedDict.fromkeys(self._blocks)
         self._tables: dict[str, list[Block]] = {}
         self._cached: dict[bytes, Block] = {}
@@ -59,28 +59,28 @@ class BlockManager:
         return self.num_blocks - len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens take."""
+        """Return the number of blocks that ``num_tokens`` tokens occupy."""
         return -(-num_tokens // self.block_size)
 
     def num_held_tokens(self, request_id: str) -> int:
-        """Tokens that the request's blocks have room for."""
+        """Return the token capacity of the request's blocks."""
         return len(self._tables.get(request_id, ())) * self.block_size
 
     def block_ids(self, request_id: str) -> list[int]:
-        """The request's block table: logical -> physical."""
+        """Return the request's block table: physical block ids in logical order."""
         return [block.block_id for block in self._tables.get(request_id, ())]
 
     def allocate(
         self, request_id: str, num_tokens: int, *, reserve: int = 0, cached: Sequence[Block | None] = ()
     ) -> list[int] | None:
-        """Extend the request's table so that it holds ``num_tokens`` tokens.
+        """Extend the request's table to hold ``num_tokens`` tokens.
 
         Args:
-            reserve: blocks that must stay free beyond that.
-            cached: from :meth:`find_cached`; a new table begins with them, and with new blocks for None.
+            reserve: number of blocks that must remain free afterwards.
+            cached: result of :meth:`find_cached`. A new table starts with these blocks; each None becomes a new block.
 
         Returns:
-            The ids of the blocks added, or None, with nothing changed, if there are too few.
+            The ids of the added blocks. None, without any change, if there are too few free blocks.
         """
         table = self._tables.get(request_id)
         assert table is None or not cached, f"{request_id} has blocks already"
@@ -97,7 +97,7 @@ class BlockManager:
                 del self._free[block]
             block.ref_cnt += 1
         wanted = (*cached, *[None] * num_new)
-        # Requests give back their last block first, so a run of blocks is free in reverse: sorted, it is a run again.
+        # Requests free their last block first, so contiguous blocks are in the free queue in reverse order. Sort them.
         taken = iter(sorted((self._take() for _ in range(wanted.count(None))), key=lambda b: b.block_id))
         new_blocks = [block or next(taken) for block in wanted]
         if table is None:
@@ -107,22 +107,22 @@ class BlockManager:
         return [block.block_id for block in new_blocks]
 
     def _take(self) -> Block:
-        """Returns the next block to reuse; forgets what it held."""
+        """Return the next block to reuse, and drop its cached contents."""
         block, _ = self._free.popitem(last=False)
         self._forget(block)
         block.ref_cnt = 1
         return block
 
     def free(self, request_id: str) -> None:
-        """Give the request's blocks back, its last block first, so that tails are reused before heads.
+        """Free the request's blocks, last block first, so that later blocks are reused before earlier blocks.
 
-        Those that hold no cached prefix are reused before all others.
+        Blocks without a cached prefix are reused before all other blocks.
         """
         for block in reversed(self._tables.pop(request_id, ())):
             self._let_go(block)
 
     def trim(self, request_id: str, num_tokens: int) -> None:
-        """Give back the blocks that the request's first ``num_tokens`` tokens do not take."""
+        """Free the blocks that the request's first ``num_tokens`` tokens do not occupy."""
         table = self._tables[request_id]
         for _ in range(len(table) - self.blocks_for(num_tokens)):
             self._let_go(table.pop())
@@ -142,19 +142,20 @@ class BlockManager:
         return block_hash in self._cached
 
     def is_known(self, block_id: int) -> bool:
-        """Whether a block holds a cached prefix, in use or not."""
+        """True if the block holds a cached prefix, whether or not a request uses it."""
         return self._blocks[block_id].block_hash is not None
 
     def known_blocks(self, start: int, stop: int) -> list[int]:
-        """Returns those of a range of blocks that hold cached prefixes."""
+        """Return the ids of blocks ``start`` to ``stop`` that hold cached prefixes."""
         return [block.block_id for block in self._blocks[start:stop] if block.block_hash is not None]
 
     def find_cached(
         self, block_hashes: Sequence[bytes], max_blocks: int, also: Container[bytes] = ()
     ) -> list[Block | None]:
-        """Returns the blocks for the longest beginning of a chain that is cached here, ``max_blocks`` at most.
+        """Return the blocks of the longest cached prefix of a hash chain, at most ``max_blocks``.
 
-        Hashes in ``also`` are at hand elsewhere and belong to it, too; None stands for a block that is only there.
+        A hash in ``also`` counts as a hit, because its block is available outside the pool. The result contains None
+        for such a block.
         """
         found: list[Block | None] = []
         for block_hash in block_hashes[:max_blocks]:
@@ -165,9 +166,9 @@ class BlockManager:
         return found
 
     def register(self, request_id: str, block_hashes: Sequence[bytes], start: int, stop: int) -> None:
-        """Make blocks ``start`` to ``stop`` of the request's table, which are full, known by their hashes.
+        """Register blocks ``start`` to ``stop`` of the request's table, which are full, under their hashes.
 
-        Where the same contents are cached already, the request's own copy stays unknown.
+        If a block with the same hash is cached already, the request's copy is not registered.
         """
         table = self._tables[request_id]
         for index in range(start, stop):
@@ -177,7 +178,7 @@ class BlockManager:
                 self._cached[block_hash] = block
 
     def forget_cached(self) -> None:
-        """Forget all cached prefixes; block tables stay as they are."""
+        """Drop all cached prefixes. Block tables do not change."""
         self.num_forgets += 1
         for block in list(self._cached.values()):
             self._forget(block)

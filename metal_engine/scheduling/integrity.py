@@ -1,4 +1,4 @@
-"""What holds of a scheduler between steps."""
+"""Scheduler invariants that hold between steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_integrity(scheduler: Scheduler) -> None:
-    """Assert every invariant; for tests and debugging."""
+    """Assert every invariant between steps; for tests and debugging."""
     scheduler.blocks.check_integrity()
     scheduler.states.check_integrity(set(scheduler.running))
     scheduler.admissions.check_integrity(scheduler.running)

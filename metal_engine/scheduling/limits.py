@@ -1,11 +1,12 @@
-"""Limits one request's share of a step: its size is decided here, for running and for waiting requests.
+"""Limits on the token allotment of a request in a step, for running and waiting requests.
 
-Token budget, even shares, block alignment and the cap on attention work meet in :class:`PrefillAllocator`;
-``max_model_len`` is in :func:`num_remaining`, which is all that a decode needs: its share is one token. Which waiting
-request may start, beside how many others and how many long ones, is decided in ``scheduler.py`` and ``admission.py``.
+:class:`PrefillAllocator` applies the token budget, even allotments, block alignment and the cap on attention work.
+:func:`num_remaining` applies ``max_model_len``; decodes need no other limit, because their allotment is one token.
+``scheduler.py`` and ``admission.py`` decide which waiting request may start, given the limits on concurrent prefills
+and on long prompts.
 
-``--async-scheduling`` and ``--page-aligned-scheduling`` change who gets what in one place each:
-:func:`num_remaining` and :func:`chunk_unit`.
+``--async-scheduling`` and ``--page-aligned-scheduling`` change the allotments in one place each: :func:`num_remaining`
+and :func:`chunk_unit`.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.settings.config import SchedulerConfig
 
-# Rows of prompts with log probabilities in a step. With a vocabulary of 262,144 the logits of one row take a megabyte,
-# and there are copies of them: so many rows fit well into what a GPU has left for activations.
+# Maximum number of prompt rows with log probabilities in a step. With a vocabulary of 262,144 the logits of one row
+# take a megabyte, and they are copied. 256 rows fit well into the memory that a GPU has left for activations.
 MAX_PROMPT_ROWS = 256
 
 
 @dataclass(slots=True)
 class StepBudget:
-    """What a step has left to hand out.
+    """Remaining budget of a step.
 
     Attributes:
-        tokens: query rows.
-        attention_work: pairs of a query row and a key it sees; decodes may take it below 0.
-        prompt_rows: rows of prompts whose log probabilities are wanted. Each has logits of its own, as large as the
-            vocabulary.
+        tokens: number of query rows.
+        attention_work: number of pairs of a query row and a key that it attends to. Decodes may make it negative.
+        prompt_rows: number of prompt rows with log probabilities. A row has as many logits as the vocabulary has
+            tokens.
     """
 
     tokens: int
@@ -40,17 +41,17 @@ class StepBudget:
     prompt_rows: int = MAX_PROMPT_ROWS
 
     def take(self, context_len: int, num_rows: int) -> None:
-        """Hand out ``num_rows`` rows of a request after ``context_len`` tokens."""
+        """Subtract ``num_rows`` rows of a request that follow ``context_len`` tokens."""
         self.tokens -= num_rows
         self.attention_work -= attention_work(context_len, num_rows)
 
 
 def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig, blocks: BlockManager) -> None:
-    """Refuse a request of this size if it could never be served; one to pool has no ``max_tokens`` (0).
+    """Raise if a request of this size could never be served. ``max_tokens`` is 0 for a pooling request.
 
     Raises:
-        ContextLengthError: it is longer than ``max_model_len``.
-        PromptError: the prompt is empty, or the request larger than the KV cache.
+        ContextLengthError: the request is longer than ``max_model_len``.
+        PromptError: the prompt is empty, or the request is larger than the KV cache.
     """
     if num_prompt_tokens < 1:
         raise PromptError("the prompt has no tokens")
@@ -61,7 +62,7 @@ def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig,
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: {total} tokens "
             f"together, but the maximum context length is {config.max_model_len} tokens",
         )
-    # The KV of the last token generated is never needed.
+    # The KV of the last generated token is never needed.
     num_blocks = blocks.blocks_for(max(total - 1, num_prompt_tokens))
     if num_blocks > blocks.num_blocks:
         raise PromptError(
@@ -71,10 +72,11 @@ def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig,
 
 
 def num_remaining(request: Request, config: SchedulerConfig) -> int:
-    """Returns how many tokens ``request`` could compute now.
+    """Return how many tokens of ``request`` could be computed now.
 
-    With ``--async-scheduling``, steps under way may still be sampling tokens of it, its placeholders. These count as
-    known tokens; but 0 is returned if they finish the request, or if the next one cannot be sampled without them.
+    With ``--async-scheduling``, steps in flight may still be sampling tokens, which are counted by placeholders.
+    Placeholders count as known tokens. The result is 0 if they complete the request, or if sampling the next token
+    needs their values.
     """
     if request.num_output_placeholders and request.sampling_params.needs_token_on_host:
         return 0
@@ -85,17 +87,17 @@ def num_remaining(request: Request, config: SchedulerConfig) -> int:
 
 
 def is_long(num_remaining_tokens: int, config: SchedulerConfig) -> bool:
-    """Whether a prompt that has so many tokens left to compute counts as long."""
+    """Return True if a prompt with this many tokens left to compute counts as long."""
     return num_remaining_tokens > config.long_prefill_token_threshold
 
 
 def attention_work(context_len: int, num_rows: int) -> int:
-    """Returns how many keys ``num_rows`` rows after ``context_len`` tokens see, all together."""
+    """Return the total number of keys that ``num_rows`` rows after ``context_len`` tokens attend to."""
     return num_rows * context_len + num_rows * (num_rows + 1) // 2
 
 
 def rows_for_work(context_len: int, work: int) -> int:
-    """Returns the most rows after ``context_len`` tokens whose :func:`attention_work` is within ``work``."""
+    """Return the largest number of rows after ``context_len`` tokens with :func:`attention_work` at most ``work``."""
     if work <= 0:
         return 0
     b = 2 * context_len + 1
@@ -103,28 +105,29 @@ def rows_for_work(context_len: int, work: int) -> int:
 
 
 def chunk_unit(config: SchedulerConfig, block_size: int) -> int:
-    """Tokens that chunks come in: whole blocks with ``--page-aligned-scheduling``, single tokens without it.
+    """Return the unit of chunk sizes: a block with ``--page-aligned-scheduling``, otherwise one token.
 
-    The share of a chunk that is not its prompt's last is a multiple of this, and every chunk is charged by it.
+    Chunk sizes are multiples of the unit, except for the last chunk of a prompt. All chunks are charged in whole units.
     """
     return block_size if config.page_aligned_scheduling else 1
 
 
 class PrefillAllocator:
-    """Shares out a step's budget for prefills, as decodes left it.
+    """Divides the budget that decodes leave in a step among prefills.
 
-    First every request taken in gets the smallest share: a block, or what is left of its prompt if that is less.
-    Then :meth:`spread` deals out the rest evenly; what one cannot use goes to the others.
+    Each added request first gets the minimum allotment: a block, or the remaining prompt if that is shorter.
+    :meth:`spread` then divides the remaining budget evenly, and gives tokens that one request cannot use to other
+    requests.
 
     Args:
-        step: what decodes left; reduced by what is given here.
+        step: budget left by decodes. Allotted tokens are subtracted from it.
         prefills: running requests with more than one token left to compute, for :meth:`take_turns`.
-        room: how many tokens of a request may follow so many computed ones in one chunk.
-        take_at_once: called when a prompt is to be computed at once, for lack of a slot; how many tokens that is.
+        room: returns how many tokens of a request may follow a number of computed tokens in one chunk.
+        take_at_once: called to compute a prompt at once if no slot is free. Returns the number of tokens.
 
     Attributes:
-        shares: tokens for each request taken in, in the order of their turns.
-        num_long: of the requests in progress, those whose prompts were long when they came into this step.
+        shares: token allotment of each added request, in order of addition.
+        num_long: number of requests in progress whose prompts counted as long at the start of this step.
     """
 
     def __init__(
@@ -143,13 +146,13 @@ class PrefillAllocator:
         self._room = room
         self._take_at_once = take_at_once
         self._unit = chunk_unit(config, block_size)
-        self._unfinished: list[Request] = []  # taken in, with shares that do not complete their prompts
-        # Running requests without a share in this step; those that have waited longest for one first.
+        self._unfinished: list[Request] = []  # added requests whose allotments do not complete their prompts
+        # Running requests without an allotment in this step, the longest waiting first.
         self._left_out = sorted(prefills, key=lambda r: (r.last_step, r.arrival))
         self.num_long = sum(is_long(num_remaining(r, config), config) for r in prefills)
 
     def take_turns(self) -> None:
-        """Take in the running requests in turn, as many as the budget can give the smallest share."""
+        """Add the running requests in rotation, as long as the budget allows the minimum allotment."""
         left_out, self._left_out = self._left_out, []
         for request in left_out:
             if self.has_room(request, request.num_computed_tokens, num_remaining(request, self._config)):
@@ -158,36 +161,39 @@ class PrefillAllocator:
                 self._left_out.append(request)
 
     def should_admit_first(self, last_admission: int) -> bool:
-        """Whether a waiting request now goes before the running ones, which use up what there is.
+        """Return True if a waiting request is to be admitted before the running prefills use up the budget.
 
-        It does once every running prefill has had a share since step ``last_admission``, the last that admitted
-        somebody. Without such a turn nobody might ever be admitted to a free slot: where the budget serves one request
-        only, or where one block of a long context takes all the attention work of a step.
+        This is the case once every running prefill has had tokens since step ``last_admission``, the last step that
+        admitted a request. Otherwise a free slot might never be filled, if the budget suffices for one request only.
+        For example, one block of a long context can take all the attention work of a step.
         """
         return bool(self._left_out) and last_admission < self._left_out[0].last_step
 
     @property
     def num_partial(self) -> int:
-        """Requests whose prompts this step does not complete."""
+        """Number of requests whose prompts this step does not complete."""
         return len(self._unfinished) + len(self._left_out)
 
     @property
     def num_in_progress(self) -> int:
-        """Requests that take a slot in this step."""
+        """Number of requests that occupy a prefill slot in this step."""
         return len(self.shares) + len(self._left_out)
 
     @property
     def in_progress(self) -> list[Request]:
-        """Requests whose prefill is under way, those that this step admits included."""
+        """Requests whose prefill is in progress, including requests admitted in this step."""
         return [*self.shares, *self._left_out]
 
     def has_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
-        """Returns whether a request can have the smallest share. The first request takes whatever there is."""
+        """Return True if the minimum allotment of a request fits.
+
+        The first request always fits if a token is left.
+        """
         smallest = min(num_remaining_tokens, self._block_size)
         return self.fits(request, num_computed_tokens, smallest) or self._is_first
 
     def has_some_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
-        """Returns whether a request can have any tokens at all, even if they are fewer than the smallest share."""
+        """Return True if the request can have any tokens, even fewer than the minimum allotment."""
         some = min(num_remaining_tokens, self._block_size, self.step.tokens)
         return (some > 0 and self.fits(request, num_computed_tokens, some)) or self._is_first
 
@@ -196,7 +202,7 @@ class PrefillAllocator:
         return not self.shares and self.step.tokens >= self._unit
 
     def fits(self, request: Request, num_computed_tokens: int, num_tokens: int) -> bool:
-        """Whether a share of so many tokens fits into what is left of this step."""
+        """Return True if an allotment of ``num_tokens`` tokens fits into the remaining budget of this step."""
         return (
             self._charge(num_tokens) <= self.step.tokens
             and not (request.needs_prompt_rows and num_tokens > self.step.prompt_rows)
@@ -204,11 +210,11 @@ class PrefillAllocator:
         )
 
     def take(self, request: Request, *, whole: bool = False) -> None:
-        """Take in a new request, for which :meth:`has_room`, and give it the smallest share.
+        """Add a new request that passed :meth:`has_room`, with the minimum allotment.
 
-        With ``whole`` it gets all of its prompt at once, for which :meth:`fits`, or all but the end after its last
-        checkpoint: it has no slot, so its prompt must be complete after this step or the next, and an even part of the
-        budget might not do.
+        With ``whole``, the request gets all of its prompt, which must pass :meth:`fits`, or all tokens up to its last
+        state checkpoint. A request without a slot must complete its prompt within two steps, and an even part of the
+        budget might be too small for this.
         """
         self.num_long += is_long(num_remaining(request, self._config), self._config)
         self._take(request, whole)
@@ -226,8 +232,8 @@ class PrefillAllocator:
             self._unfinished.append(request)
 
     def spread(self) -> None:
-        """Deal out what is left of the budget, evenly among the requests that can still use some."""
-        self._unfinished.sort(key=self._missing)  # those that need least first: what they leave is for the others
+        """Divide the remaining budget evenly among the requests that can use more tokens."""
+        self._unfinished.sort(key=self._missing)  # smallest need first, so that later requests get the unused tokens
         served = self._unfinished
         while served and self.step.tokens:
             in_turn, served = served, []
@@ -244,11 +250,11 @@ class PrefillAllocator:
         return num_remaining(request, self._config) - self.shares[request]
 
     def _extra(self, request: Request, num_parts: int, num_asking: int) -> int:
-        """Returns how much ``request`` can use of an equal part of what is left.
+        """Return how many tokens ``request`` can use of an equal part of the remaining budget.
 
         Args:
-            num_parts: requests that share the tokens and the attention work.
-            num_asking: those of them that share the prompt rows.
+            num_parts: number of requests that share the tokens and the attention work.
+            num_asking: number of these requests that also share the prompt rows.
         """
         missing = self._missing(request)
         room = max(0, self._room(request, request.num_computed_tokens) - self.shares[request])

@@ -1,8 +1,9 @@
-"""Shared prefixes: which blocks a request can begin with, and when its own can be shared.
+"""Prefix cache: finds cached blocks for the prefix of a request, and publishes the request's own full blocks.
 
-A block's K and V depend on its tokens and on every token before them. So its hash covers its tokens and the hash
-of the block before it; the chain begins with what else K and V depend on (the model, an adapter) and with the salt that
-keeps tenants apart. SHA-256, because whoever could make two prefixes collide would read someone else's.
+The K and V of a block depend on its tokens and on all tokens before them. A block's hash therefore covers its tokens
+and the hash of the previous block. The hash chain starts with everything else that determines K and V (model, LoRA
+adapter), and with the salt that isolates tenants. The hash is SHA-256, because a client that could construct a
+collision could read the KV of another tenant.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.settings.config import CacheConfig
 
 
-@lru_cache(maxsize=64)  # the prompts and the outputs of a request share theirs
+@lru_cache(maxsize=64)  # the prompts and outputs of a request use the same root
 def root_hash(model_fingerprint: str, cache_salt: str, adapter_fingerprint: str = "") -> bytes:
-    """Returns the hash with which the chains of one model, one salt and one adapter, or none, begin."""
+    """Return the root of all hash chains of one model, salt and LoRA adapter (or none)."""
     salt = cache_salt.encode("utf-8", "surrogatepass")
     adapter = adapter_fingerprint.encode()
-    # Hashed apart, so that no salt can pretend to be part of the fingerprint.
+    # Each part is hashed separately, so that a salt cannot imitate part of the fingerprint.
     parts = [model_fingerprint.encode(), salt, *([adapter] if adapter else [])]
     return sha256(b"".join(sha256(part).digest() for part in parts)).digest()
 
 
 def extend_block_hashes(request: Request, block_size: int, model_fingerprint: str) -> list[bytes]:
-    """Bring ``request.block_hashes`` up to date with its tokens, hashing only blocks that filled up since."""
+    """Update ``request.block_hashes`` for its current tokens. Hashes only the newly filled blocks."""
     hashes = request.block_hashes
     root = model_fingerprint, request.options.cache_salt, _fingerprint(request.adapter)
     _extend(hashes, request.token_ids, block_size, root)
@@ -46,9 +47,9 @@ def _fingerprint(adapter: Adapter | None) -> str:
 def prompt_block_hashes(
     prompt: list[int], config: CacheConfig, cache_salt: str, adapter: Adapter | None = None
 ) -> list[bytes]:
-    """Returns the hashes of a prompt's full blocks; none if prefixes are not shared.
+    """Return the hashes of a prompt's full blocks; empty if prefix caching is disabled.
 
-    A step must not wait for this: it takes 70 ms for a million tokens, and the outputs of a request share it.
+    Call it outside the engine thread: it takes 70 ms for a million tokens. The outputs of a request share the result.
     """
     hashes: list[bytes] = []
     if config.enable_prefix_caching:
@@ -58,7 +59,7 @@ def prompt_block_hashes(
 
 
 def _extend(hashes: list[bytes], token_ids: list[int], block_size: int, root: tuple[str, str, str]) -> None:
-    """Append the hashes of blocks that filled up; ``root`` is what :func:`root_hash` takes."""
+    """Append the hashes of newly filled blocks. ``root`` holds the arguments of :func:`root_hash`."""
     parent = hashes[-1] if hashes else root_hash(*root)
     for end in range((len(hashes) + 1) * block_size, len(token_ids) + 1, block_size):
         parent = sha256(parent + array("i", token_ids[end - block_size : end]).tobytes()).digest()
@@ -66,22 +67,23 @@ def _extend(hashes: list[bytes], token_ids: list[int], block_size: int, root: tu
 
 
 def _common_length(a: list[bytes], b: list[bytes]) -> int:
-    """Returns how many hashes two chains share: they agree up to a point and differ from there on."""
+    """Return the length of the common prefix of two hash chains. Chains that diverge do not agree again."""
     return bisect_left(range(min(len(a), len(b))), True, key=lambda i: a[i] != b[i])
 
 
 class PrefixCache:
     """Finds and publishes shared prefixes in a block manager's pool.
 
-    Full blocks are published when a step has been planned, for the steps after it: steps run in the order they
-    were planned, so a later one finds the blocks written even if it is planned before this one has run. The same
-    step does not share them; that would hang on every backend writing all rows of a layer before it attends.
+    Full blocks are published once the step that fills them is planned, for use in later steps. Steps run in the order
+    of their planning. A later step therefore finds the blocks written, even if the first step is still in flight while
+    it is planned. A block cannot be shared within the step that fills it. That would require every attention backend to
+    write all rows of a layer before it computes attention.
 
     Args:
-        blocks: the pool.
-        config: whether prefixes are shared, and the model's fingerprint.
-        slots: checkpoints of recurrent states, for models that have such: a prefix without one is of no use.
-        on_publish: called with a request and the range of its blocks that have just been published.
+        blocks: block pool.
+        config: whether prefix caching is enabled, and the model's fingerprint.
+        slots: state checkpoints, for models with recurrent layers: a prefix without a state checkpoint cannot be used.
+        on_publish: callback with a request and the range of its blocks that were just published.
     """
 
     def __init__(
@@ -101,11 +103,11 @@ class PrefixCache:
     def find(
         self, request: Request, also: Container[bytes] = (), also_state: bytes | None = None
     ) -> list[Block | None]:
-        """Returns the cached blocks that a waiting request can begin with; leaves one token to compute at least.
+        """Return the cached blocks that a waiting request can start with. They never cover its last token.
 
         Args:
-            also: hashes of blocks that are at hand elsewhere; None stands for those.
-            also_state: hash of the block for the end of which a recurrent state is at hand elsewhere.
+            also: hashes of blocks that are available outside the pool. The result contains None for such a block.
+            also_state: hash of the last block of a prefix whose recurrent state is available outside the pool.
         """
         found = self._find_blocks(request, also)
         if not self._slots.num_slots:
@@ -115,9 +117,9 @@ class PrefixCache:
         return found[: max(self._slots.longest(hashes, len(found)), num_elsewhere)]
 
     def num_shared(self, request: Request) -> int:
-        """Returns how many tokens of a waiting request are cached, with a recurrent state for the last or without.
+        """Return how many tokens of a waiting request are cached, with or without a state checkpoint after them.
 
-        Asked only where there are such states: 0 for other models.
+        Used only for models with recurrent layers: returns 0 for other models.
         """
         return len(self._find_blocks(request)) * self._block_size if self._slots.num_slots else 0
 
@@ -126,13 +128,13 @@ class PrefixCache:
         return self._blocks.find_cached(hashes, (request.num_tokens - 1) // self._block_size, also)
 
     def missing(self, request: Request) -> Missing:
-        """Returns what a waiting request could begin with and is not cached."""
+        """Return the blocks and the recurrent state of a waiting request's prefix that are not cached."""
         hashes = self._usable_hashes(request)[: (request.num_tokens - 1) // self._block_size]
         blocks = [block_hash for block_hash in hashes if not self._blocks.is_cached(block_hash)]
         if not self._slots.num_slots:
             return Missing((), blocks)
         prefix = hashes[: hashes.index(blocks[0]) if blocks else None]
-        # Where a request leaves a state for the next one (`RequestStates`).
+        # A producer of the same prompt writes a state checkpoint after this many blocks (`RequestStates`).
         wanted = min(request.num_lasting_tokens, request.num_tokens - 1) // self._block_size
         has_state = self._slots.longest(hashes, len(hashes)) >= min(wanted, len(hashes))
         return Missing(prefix, blocks, not has_state, wanted)
@@ -145,7 +147,7 @@ class PrefixCache:
     def find_owner(
         self, request: Request, num_cached_tokens: int, prefills: Iterable[Request]
     ) -> tuple[Request, int] | None:
-        """Returns a prefill that is about to compute at least half of what ``request`` has to, and up to which token.
+        """Return a running prefill that will compute at least half of ``request``'s remaining tokens, and their end.
 
         None if there is none, or if the request must compute every token itself.
         """
@@ -160,9 +162,9 @@ class PrefixCache:
         return None
 
     def publish(self, request: Request) -> None:
-        """Let requests share the running ``request``'s full blocks, as far as their tokens are known.
+        """Publish the full blocks of the running ``request`` whose tokens are known.
 
-        The last token of one with a grammar may be computed again (:attr:`ModelOutput.late_req_ids`).
+        Excludes the last token of a request with a grammar: it may be recomputed (:attr:`ModelOutput.late_req_ids`).
         """
         if not self.is_enabled:
             return
@@ -176,6 +178,6 @@ class PrefixCache:
             request.num_registered_blocks = num_full
 
     def forget(self) -> None:
-        """Forget everything: after a step that failed, blocks may not hold what they should."""
+        """Drop all cached prefixes and state checkpoints. After a failed step, their contents may be wrong."""
         self._blocks.forget_cached()
         self._slots.forget()

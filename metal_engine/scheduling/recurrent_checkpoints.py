@@ -1,15 +1,16 @@
-"""Which state each running request goes on from and leaves, and which of them are kept as checkpoints.
+"""Assigns slots for recurrent states to running requests, and decides which states become state checkpoints.
 
-Checkpoints are taken at the ends of whole blocks, where prefixes are cached:
+State checkpoints are taken at block boundaries, where prefixes are cached:
 
-- before the last tokens of a prompt, for the next turn of a conversation and for a request that comes again;
-- after long instructions, for other conversations with the same;
-- where the prompt leaves a prefix that is cached already, without a checkpoint: others will leave it there, too;
-- where a request that waits for this one's beginning leaves it;
-- every ``CHECKPOINT_INTERVAL`` tokens of a long prompt, and farther apart where that would be more than its share;
-- while an answer is decoded, after its last whole block: the one before is given up for it, as the end is not known.
+- before the last tokens of a prompt, for the next turn of the conversation and for a repeated request;
+- after long instructions, for other conversations with the same instructions;
+- where the prompt diverges from a prefix that is cached without a checkpoint: other prompts will diverge there, too;
+- where a request that waits for this request's prefix diverges from it;
+- every ``CHECKPOINT_INTERVAL`` tokens of a long prompt, or less often if the prompt would exceed its share of slots;
+- after the last full block of the output while it is decoded. Each new checkpoint replaces the previous one, because
+  the end of the output is unknown.
 
-Chunks are cut at these places (:meth:`RequestStates.room`), since only the end of a chunk leaves a state behind.
+Chunks are cut at these positions (:meth:`RequestStates.room`), because only the end of a chunk writes a state.
 """
 
 from __future__ import annotations
@@ -22,36 +23,38 @@ from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.settings.config import CacheConfig
 from metal_engine.step import SchedulerOutput
 
-# Tokens. A request that shares less than this with one before computes at most so many of them again.
+# Tokens. A request that reuses an earlier prefix recomputes at most this many cached tokens.
 CHECKPOINT_INTERVAL = 1024
-# Tokens. Steps with drafts go past the ends of blocks. So far after the last checkpoint of an answer, one stops there.
+# Tokens. Steps with drafts run past block boundaries. This far after the last checkpoint of an output, a step is made
+# to end at a boundary.
 DRAFTS_INTERVAL = 64
-# Tokens. Shorter instructions are computed again by the second conversation that has them: a step more for each new
-# prompt would take longer.
+# Tokens. Shorter instructions get no checkpoint, and the second conversation recomputes them: the additional step for
+# each new prompt would take longer.
 MIN_INSTRUCTIONS = 256
 
 
 @dataclass(slots=True)
 class _Held:
-    """What a running request holds.
+    """State slots of a running request.
 
     Attributes:
-        slot: of its state, from the next step on.
-        stops: prompt positions at which a checkpoint is wanted, beside those of the interval.
-        left: (blocks, slot) of states that it has left behind and whose blocks' hashes are not known yet.
-        interval: tokens between the checkpoints of its prompt that nobody has asked for.
-        spaced: those: position -> hash.
-        is_prompt_scheduled_whole: whether all of its prompt but what follows its last checkpoint was planned at once.
-        latest: hash of the checkpoint that its prompt has left at the last place wanted.
-        rolling: hash of the checkpoint in its answer.
-        is_written: whether there is a state in the slot: one that a planned step leaves, or a loaded one.
-        loaded_blocks: after how many blocks the state that came from a store follows; 0 for none.
-        source: slot that the step planned last goes on from, if the request holds it.
-        before: slot of the state from before drafts; held as long as the request may go on from there again.
-        has_drafts: whether a step is under way that leaves in ``slot`` a state in which drafts may be rejected.
-        is_rejected: whether drafts were: what is in ``slot`` is void, and the next step goes on from ``before``.
-        is_again: whether the step planned last computes accepted drafts again; all of them, or as many as fit into it.
-        kept_at: tokens after which the request has last left a state behind.
+        slot: slot that the next step writes the request's state to.
+        stops: prompt positions where a state checkpoint is wanted, beside the multiples of ``interval``.
+        left: (number of blocks, slot) of written states whose block hashes are not known yet.
+        interval: number of tokens between the periodic checkpoints of the prompt.
+        spaced: periodic checkpoints: position -> hash.
+        is_prompt_scheduled_whole: True if a single step was planned to compute the prompt up to its last checkpoint.
+        latest: hash of the checkpoint at the last wanted position of the prompt.
+        rolling: hash of the checkpoint in the output.
+        is_written: True if ``slot`` holds a state, which a planned step writes or which was loaded from a store.
+        loaded_blocks: number of blocks before the state that was loaded from a store; 0 if none was loaded.
+        source: slot with the initial state of the last planned step; None if the request does not hold that slot.
+        before: slot of the state before the drafts, held while the request may have to resume from it.
+        has_drafts: True while a step in flight writes a state with unverified drafts to ``slot``.
+        is_rejected: True if a draft was rejected: the state in ``slot`` is void, and the next step starts from
+            ``before``.
+        is_again: True if the last planned step recomputes accepted drafts, or the part of them that fits into it.
+        kept_at: number of tokens of the last state that the request kept for a checkpoint.
     """
 
     slot: int
@@ -73,23 +76,23 @@ class _Held:
 
     @property
     def slots(self) -> list[int]:
-        """All slots that the request holds."""
+        """All slots that the request holds, each once."""
         left = [slot for _, slot in self.left]
         before = [] if self.before is None or self.before in left else [self.before]
         return [self.slot, *left, *before]
 
 
 class RequestStates:
-    """Recurrent states of running requests; does nothing for models without.
+    """Recurrent states of running requests. Does nothing for models without recurrent layers.
 
     Args:
-        slots: the pool's, one for each of ``max_num_seqs`` at least: a request is never refused for lack of one.
-        config: tokens per block, and whether prefixes are cached.
-        max_num_seqs: requests that may run at once.
-        connector: takes states to a store, and has some from there; None without KV transfer.
+        slots: state slots, at least ``max_num_seqs``, so that a request is never refused for lack of a slot.
+        config: tokens per block, and whether prefix caching is enabled.
+        max_num_seqs: maximum number of running requests.
+        connector: saves states to a store and loads them; None without KV transfer.
 
     Attributes:
-        interval: ``CHECKPOINT_INTERVAL`` in whole blocks, in tokens.
+        interval: ``CHECKPOINT_INTERVAL`` rounded down to full blocks, in tokens.
     """
 
     def __init__(
@@ -97,28 +100,29 @@ class RequestStates:
     ) -> None:
         self.slots = slots
         self._connector = connector
-        # States to save with the next plan: slot -> hash. One whose slot is written again before is not saved.
+        # States to save with the next plan: slot -> hash. If a slot is overwritten before that, its state is not saved.
         self._saves: dict[int, bytes] = {}
-        # Checkpoints that requests admitted to the step being planned go on from: their slots.
+        # Slots of the checkpoints from which requests resume that were admitted to the step being planned.
         self._read: set[int] = set()
         self._max_num_seqs = max_num_seqs
         self.is_used = slots.num_slots > 0
         self._block_size = config.block_size
         self._keeps_checkpoints = config.enable_prefix_caching and self.is_used
         self.interval = max(1, CHECKPOINT_INTERVAL // config.block_size) * config.block_size
-        # Of one prompt, beside those with a purpose: it must not push out all other conversations'.
+        # Maximum number of periodic checkpoints per prompt, so that one prompt cannot evict the checkpoints
+        # of all other conversations.
         self._max_spaced = max(1, (slots.num_slots - max_num_seqs) // 4)
         self._held: dict[str, _Held] = {}
 
     def begin_step(self) -> None:
-        """A step is being planned."""
+        """Prepare for the planning of a step."""
         self._read.clear()
 
     def can_admit(self, request: Request, num_cached: int) -> bool:
-        """Whether a request with so many cached tokens can have a slot in the step being planned.
+        """Return True if a request with ``num_cached`` cached tokens can get a slot in the step being planned.
 
-        It cannot if its state comes from a store, and the only slot is that of a checkpoint which another request goes
-        on from: states are loaded before a step reads any. The next step can have it.
+        It cannot if its state comes from a store and the only available slot is a checkpoint that another request reads
+        in this step: a step loads states before it reads any. The request can get the slot in the next step.
         """
         block_hash = self._last_hash(request, num_cached)
         is_loaded = self.is_used and block_hash and not self.slots.has_checkpoint(block_hash)
@@ -129,28 +133,29 @@ class RequestStates:
         return request.block_hashes[num_blocks - 1] if num_blocks else b""
 
     def admit(self, request: Request, num_cached: int, num_shared: int) -> tuple[int, int]:
-        """Give a request that is admitted a slot.
+        """Assign a state slot to an admitted request.
 
         Args:
-            num_cached: tokens that it need not compute: up to a checkpoint.
-            num_shared: tokens of it that are cached, with a checkpoint or without.
+            num_cached: number of tokens that need not be computed; they end at a state checkpoint.
+            num_shared: number of the request's tokens that are cached, with or without a state checkpoint.
 
         Returns:
-            The slots that its first step reads from (0: it begins with nothing) and writes to.
+            The slots that the first step reads from (0: zero state) and writes to.
         """
         if not self.is_used:
             return 0, 0
         num_blocks = num_cached // self._block_size
         block_hash = self._last_hash(request, num_cached)
         is_here = self.slots.has_checkpoint(block_hash)
-        # First, so that taking a slot does not evict it, if there is another. It may be the same: a step reads first.
+        # Mark the hit before taking a slot, so that another checkpoint is evicted if possible. Both may be the same
+        # slot: a step reads before it writes.
         read = self.slots.hit(block_hash) if is_here else 0
         self._read.add(read)
         if is_here and request.options.do_remote_decode:
-            self._save(read, block_hash)  # somebody waits for it
+            self._save(read, block_hash)  # another engine waits for the state
         slot = self._take()
         held = self._held[request.request_id] = _Held(slot, self.interval, stops=self._stops(request, num_shared))
-        if num_blocks and not is_here:  # it came from a store, and stays as a checkpoint
+        if num_blocks and not is_here:  # the state comes from a store, and stays as a checkpoint
             assert self._connector is not None
             self._connector.load_state(request, slot)
             read, held.is_written, held.loaded_blocks = slot, True, num_blocks
@@ -165,26 +170,26 @@ class RequestStates:
     def _stops(self, request: Request, num_shared: int) -> tuple[int, ...]:
         if not self._keeps_checkpoints:
             return ()
-        # One token at least is left to compute, and to a request that comes again.
+        # At least one token must be left to compute, also for a repeated request.
         ends = [min(request.num_lasting_tokens, request.num_tokens - 1), num_shared]
         if request.num_instruction_tokens >= MIN_INSTRUCTIONS:
             ends.append(min(request.num_instruction_tokens, request.num_tokens - 1))
         return tuple({end - end % self._block_size for end in ends})
 
     def want(self, request: Request, position: int) -> None:
-        """Have a running request leave a checkpoint on its way: another waits for the prefix that both have."""
+        """Request a state checkpoint at ``position``, because another request waits for this prefix."""
         held = self._held.get(request.request_id)
         if held is not None and self._keeps_checkpoints and not held.is_prompt_scheduled_whole:
             held.stops = (*held.stops, position)
             held.spaced.pop(position, None)
 
     def leaves_state_at(self, request: Request, position: int) -> bool:
-        """Whether a running request leaves a checkpoint there on its way, or none is needed."""
+        """Return True if the request writes a state checkpoint at ``position``, or needs none."""
         held = self._held.get(request.request_id)
         return held is None or position in held.stops or position % held.interval == 0
 
     def room(self, request: Request, num_computed: int) -> int:
-        """Tokens that may follow ``num_computed`` in one chunk: up to the next place of a checkpoint."""
+        """Return how many tokens may follow ``num_computed`` in one chunk: up to the next checkpoint position."""
         if not self._keeps_checkpoints:
             return request.num_tokens
         held = self._held.get(request.request_id)
@@ -193,10 +198,11 @@ class RequestStates:
         return min([interval_end, *(stop for stop in stops if stop > num_computed)]) - num_computed
 
     def take_at_once(self, request: Request, num_computed: int) -> int:
-        """Have a prompt planned at once, for want of a slot; returns the tokens up to its last checkpoint.
+        """Plan a prompt at once, because no prefill slot is free. Return how many tokens to compute in this step.
 
-        What comes after it is as good as nothing, and takes no slot in the next step. Nobody may want another
-        checkpoint there.
+        These are the tokens up to the prompt's last state checkpoint.
+        The few tokens after the checkpoint follow in the next step, and do not occupy a prefill slot. From then on, no
+        additional checkpoint can be requested in the prompt.
         """
         held = self._held.get(request.request_id)
         if held is None or not self._keeps_checkpoints:
@@ -206,18 +212,18 @@ class RequestStates:
         return (last if num_computed < last < request.num_tokens else request.num_tokens) - num_computed
 
     def is_prompt_scheduled_whole(self, request: Request) -> bool:
-        """Whether a running request was planned at once, so that its prompt takes no slot."""
+        """Return True if :meth:`take_at_once` has planned the prompt, which then occupies no prefill slot."""
         held = self._held.get(request.request_id)
         return held is not None and held.is_prompt_scheduled_whole
 
     def plan(self, plan: SchedulerOutput, request: Request) -> None:
-        """Called when a step is to go on with a request, before its tokens are counted as computed."""
+        """Prepare a request's states for its next step. Called before the step's tokens count as computed."""
         held = self._held.get(request.request_id)
         if held is None:
             return
         assert not held.has_drafts, f"{request.request_id} goes on before its drafts are settled"
         held.is_again = (held.is_rejected or held.is_again) and request.num_tokens > request.num_computed_tokens + 1
-        if held.is_rejected:  # back to where its drafts began, and on from there into the other slot
+        if held.is_rejected:  # resume from the state before the drafts, and write to the other slot
             held.is_rejected, held.source = False, held.before
             return
         self._let_go_of_before(held)
@@ -226,7 +232,7 @@ class RequestStates:
             held.is_written = True
             return
         num_blocks = request.num_computed_tokens // self._block_size
-        if not self._has_spare:  # left for requests: it goes on in place
+        if not self._has_spare:  # remaining slots are reserved for requests: overwrite the state in place
             self.slots.drop_checkpoint_in(held.slot)
             self._saves.pop(held.slot, None)
             return
@@ -237,15 +243,16 @@ class RequestStates:
 
     @property
     def _has_spare(self) -> bool:
-        """Whether a slot can be had that no request needs to run."""
+        """True if a slot is available that no request needs in order to run."""
         return self.num_spare > 0
 
     # --- drafts ---
 
     def keep_for_drafts(self, plan: SchedulerOutput, request: Request) -> bool:
-        """Keep the state that a planned step goes on from, since drafts are to be added to it.
+        """Keep the initial state of a planned step, because drafts will be added to the step.
 
-        Returns False if that cannot be: no slot is to be had, or the request does not hold the one that it reads.
+        Return False if that is impossible: no slot is available, or the request does not hold the slot of the initial
+        state.
         """
         held = self._held.get(request.request_id)
         if held is None:
@@ -259,18 +266,18 @@ class RequestStates:
 
     @property
     def num_spare(self) -> int:
-        """Slots that can be had and that no request needs to run."""
+        """Number of available slots that no request needs in order to run."""
         return self.slots.num_available - (self._max_num_seqs - len(self._held))
 
     def may_keep_for_drafts(self, request: Request, num_spare: int) -> bool:
-        """Whether a running request's next step may have drafts, as it stands, with so many slots to spare."""
+        """Return True if the next step of a running request may have drafts, given ``num_spare`` spare slots."""
         held = self._held.get(request.request_id)
         if held is None or held.is_rejected:
             return True
         return held.is_written and (num_spare > 0 or held.before not in (None, *(slot for _, slot in held.left)))
 
     def settle_drafts(self, request: Request, *, is_rejected: bool) -> None:
-        """Called when the drafts of a running request are settled: whether one of them at least was rejected."""
+        """Record the result of a running request's drafts. ``is_rejected``: at least one draft was rejected."""
         held = self._held.get(request.request_id)
         if held is not None:
             held.has_drafts, held.is_rejected = False, is_rejected
@@ -283,24 +290,25 @@ class RequestStates:
             self.slots.give_back(before)
 
     def may_go_back(self, request: Request) -> bool:
-        """Whether drafts of a request are under way, so that what it has computed since may have to be again."""
+        """Return True if the request has drafts in flight, so that it may have to recompute tokens."""
         held = self._held.get(request.request_id)
         return held is not None and held.has_drafts
 
     def is_rejected(self, request: Request) -> bool:
-        """Whether a request's next step computes accepted drafts again, from the state before them, or the rest."""
+        """Return True if the request's next step recomputes accepted drafts, or the rest of them."""
         held = self._held.get(request.request_id)
         return held is not None and (held.is_rejected or held.is_again)
 
     def recomputes_drafts(self, request: Request) -> bool:
-        """Whether the step just planned does so."""
+        """Return True if the step just planned recomputes accepted drafts."""
         held = self._held.get(request.request_id)
         return held is not None and held.before is not None
 
     def draft_room(self, request: Request, num_computed: int) -> int:
-        """Returns how many drafts may follow so many tokens of a request, which are planned, or are with them.
+        """Return how many drafts may follow the first ``num_computed`` tokens, which are planned.
 
-        Fewer than any where the last state that it has left is far behind: the step is to end where a block does.
+        If the request's last checkpoint is far back, the drafts may only fill the current block, so that the step ends
+        at a block boundary.
         """
         held = self._held.get(request.request_id)
         if held is None or not self._keeps_checkpoints:
@@ -311,17 +319,17 @@ class RequestStates:
     # --- checkpoints ---
 
     def _is_kept(self, held: _Held, request: Request) -> bool:
-        """Whether a request's state, as the last step has left it, is to be a checkpoint."""
+        """Return True if the state that the request's last step writes becomes a state checkpoint."""
         computed = request.num_computed_tokens
         if not (self._keeps_checkpoints and held.is_written) or computed % self._block_size:
             return False
         if held.has_drafts or held.is_rejected:
-            return False  # the state is not, or may not be, that of the request's tokens
+            return False  # the state includes, or may include, rejected drafts
         is_stop = computed in held.stops or computed % held.interval == 0
         return is_stop or computed > request.num_prompt_tokens
 
     def publish(self, request: Request) -> None:
-        """Make checkpoints of what a request has left behind at ends of blocks whose hashes are known by now."""
+        """Turn the written states at block boundaries into state checkpoints, if the hashes of the blocks are known."""
         held = self._held.get(request.request_id)
         if held is None:
             return
@@ -330,7 +338,7 @@ class RequestStates:
             num_blocks, slot = held.left[0]
             self._add(held, request, num_blocks, slot)
             if slot == held.before:
-                break  # it may go on from there again
+                break  # the request may have to resume from it
             del held.left[0]
             self.slots.give_back(slot)
         num_blocks = request.num_computed_tokens // self._block_size
@@ -356,17 +364,17 @@ class RequestStates:
             assert held.rolling is not None
             self.slots.drop_checkpoint(held.rolling, unless_hit=True)
         held.rolling = block_hash
-        self.slots.touch(held.latest)  # it outlives this one: with the reasoning stripped, only the prompt's hits
+        self.slots.touch(held.latest)  # it must outlive `rolling`: without the reasoning, only the prompt matches
 
     def _thin(self, held: _Held) -> None:
-        """Give up every second checkpoint of a prompt that has more than its share, unless somebody has used it."""
+        """Drop every second periodic checkpoint if a prompt has too many. Checkpoints that had a hit stay."""
         while len(held.spaced) > self._max_spaced:
             held.interval *= 2
             for position in [position for position in held.spaced if position % held.interval]:
                 self.slots.drop_checkpoint(held.spaced.pop(position), unless_hit=True)
 
     def release(self, request: Request) -> None:
-        """Let go of a request's states; its checkpoints stay. The last one in its answer is saved."""
+        """Release a request's states, but keep its state checkpoints. The last checkpoint in its output is saved."""
         held = self._held.pop(request.request_id, None)
         if held is not None:
             if held.rolling is not None and self.slots.has_checkpoint(held.rolling):
@@ -379,9 +387,9 @@ class RequestStates:
             self._saves[slot] = block_hash
 
     def take_saves(self) -> list[tuple[bytes, int]]:
-        """Returns the states to save with the plan just made: hashes of the blocks that they follow, and slots."""
+        """Return the states to save with the plan just made: hashes of the last blocks of their prefixes, and slots."""
         saves, self._saves = self._saves, {}
-        # Not those that were forgotten since, after a step that failed.
+        # Excludes checkpoints that were dropped since, for example after a failed step.
         return [
             (h, slot) for slot, h in saves.items() if self.slots.has_checkpoint(h) and self.slots.slot_of(h) == slot
         ]

@@ -1,9 +1,9 @@
-"""Who gets how many tokens in the next step.
+"""Scheduler: decides how many tokens each request gets in the next step.
 
-There is no prefill phase and no decode phase: a step hands out tokens, first to requests with one token left to
-compute, then to those with more, running or waiting, until the budget is used up. Fresh prefills, continuation chunks
-and decodes share every step. docs/scheduling.md explains the rules; the limits on a share are in ``limits.py``, who is
-admitted next in ``admission.py``.
+There are no separate prefill and decode phases. A step allots tokens until its budget is used up: first to requests
+with one token left to compute, then to running and waiting requests with more tokens. New prefills, continued chunks
+and decodes share every step. docs/tuning.md explains the rules. ``limits.py`` limits a request's token allotment,
+and ``admission.py`` selects the next request to admit.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 
-# Share of the pool left free when a request is admitted beside others, so that their next tokens do not
-# preempt it at once.
+# Fraction of the block pool that must remain free when a request is admitted beside running requests. Without it, the
+# next tokens of the running requests would preempt the new request at once.
 WATERMARK = 0.01
 
 
 class Scheduler:
-    """Serves requests in order of priority and arrival, over one token budget and one pool of blocks.
+    """Serves requests in order of priority and arrival, within one token budget and one block pool.
 
-    A request is admitted when blocks for all its tokens are free; it then grows block by block. When the pool
-    runs out, the last running request in order is preempted: it loses its blocks, returns to its place among the
-    waiting and is recomputed later. The first in order therefore always advances.
+    A request is admitted when there are enough free blocks for all its tokens. It then allocates block by block. When
+    the pool is exhausted, the last running request in order is preempted: it loses its blocks, returns to its position
+    in the waiting queue, and is recomputed later. The first request in order therefore always makes progress.
 
-    With a connector, a request whose prompt may have KV in a store is set aside (WAITING_FOR_REMOTE_KVS) until it has
-    arrived in host memory, and takes its place in the queue then. It holds no blocks before it is admitted.
+    With a connector, a request whose prompt may have KV in a store first waits in state WAITING_FOR_REMOTE_KVS. Once
+    the KV is in host memory, the request joins the queue at its position. It holds no blocks before admission.
 
-    With a proposer, which takes ``config.speculative``, what is left of a step goes to drafts.
+    With a proposer, which requires ``config.speculative``, drafts use the remaining budget of a step.
     """
 
     def __init__(
@@ -57,28 +57,28 @@ class Scheduler:
         self.prefix_cache = PrefixCache(self.blocks, cache_config, slots, on_publish)
         self.requests: dict[str, Request] = {}
         self.admissions = Admissions(config, self.prefix_cache, cache_config.block_size, self.states, connector)
-        self.running: dict[str, Request] = {}  # in order
+        self.running: dict[str, Request] = {}  # in order of service
         self.speculation = None if proposer is None else Speculation(config, self.blocks, proposer, states=self.states)
         self.num_preemptions = 0
         self._num_arrivals = 0
         self._num_steps = 0
-        self._last_admission = -1  # id of the step that last admitted somebody
+        self._last_admission = -1  # id of the last step that admitted a request
         self._watermark_blocks = int(WATERMARK * cache_config.num_blocks)
-        # What the runner holds, and what it must forget before the next step.
+        # Requests that the runner holds, and requests that it must drop before the next step.
         self.held_by_runner: set[str] = set()
         self._dropped: list[str] = []
-        # Running requests with full blocks that the prefix cache does not know yet; none where nothing is shared.
+        # Running requests with full blocks that are not in the prefix cache yet. Always empty if nothing is cached.
         self._filled: list[Request] = []
         self._shares = self.prefix_cache.is_enabled or self.states.is_used
 
-    # --- requests come and go -------------------------------------------------------------------------------
+    # --- adding and ending requests -------------------------------------------------------------------------
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raises what :func:`check_fits` raises for a request that could never be served."""
+        """Raise as :func:`check_fits` if a request of this size could never be served."""
         check_fits(num_prompt_tokens, max_tokens, self.config, self.blocks)
 
     def add_request(self, request: Request) -> None:
-        """Queue a request for which :meth:`check_fits` holds. Raises ValueError if its id is in use."""
+        """Queue a request that passes :meth:`check_fits`. Raises ValueError if its id is in use."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         request.arrival = self._num_arrivals
@@ -89,7 +89,7 @@ class Scheduler:
         self.admissions.add(request)
 
     def finish_request(self, request_id: str, status: RequestStatus) -> None:
-        """End a request in any state and free its blocks; unknown ids (finished already) are ignored."""
+        """End a request in any state and free its blocks. Unknown ids are ignored: they have finished already."""
         request = self.requests.pop(request_id, None)
         if request is None:
             return
@@ -111,9 +111,9 @@ class Scheduler:
     # --- a step ---------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Plan one step. With ``--async-scheduling``, called again before :meth:`update` for the step before.
+        """Plan one step. With ``--async-scheduling``, called before :meth:`update` for the previous step.
 
-        The plan is empty when all that is left to do waits for steps under way; it need not be executed.
+        The plan is empty if all remaining work waits for steps in flight. An empty plan need not be executed.
         """
         plan = SchedulerOutput(step_id=self._num_steps)
         self._num_steps += 1
@@ -143,25 +143,26 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.add_drafts(plan, budget, self.running)
         self._publish_prefixes()
-        if plan.num_scheduled_tokens:  # an empty plan is not executed, so it must not carry the drops off
+        if plan.num_scheduled_tokens:  # an empty plan is not executed, so it must not contain the dropped ids
             if self.connector is not None:
                 plan.kv_connector_metadata = self.connector.build_connector_meta(self.states.take_saves())
             plan.dropped_req_ids, self._dropped = self._dropped, []
         return plan
 
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
-        """Give running requests in order their next token, with drafts to compute again; returns those with more."""
+        """Schedule decodes of running requests in order, including recomputed drafts. Return the running prefills."""
         prefills = []
         for request in list(self.running.values()):
             if budget.tokens == 0:
                 break
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted for an earlier one in this loop
+                continue  # preempted by an earlier request in this loop
             remaining = num_remaining(request, self.config)
             if remaining > 1 and not self.states.is_rejected(request):
                 prefills.append(request)
             elif (num_rows := min(remaining, budget.tokens)) > 0:
-                # All computed tokens have blocks, so of one row only the first token of a block can need one.
+                # All computed tokens have blocks, so a single row needs a new block only if its token is the first of a
+                # block.
                 if num_rows > 1 or request.num_computed_tokens % self.blocks.block_size == 0:
                     new_block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + num_rows)
                     if new_block_ids is None:
@@ -173,7 +174,7 @@ class Scheduler:
         return [request for request in prefills if request.status is RequestStatus.RUNNING]
 
     def _fill_slots(self, plan: SchedulerOutput, prefills: PrefillAllocator, at_most: int | None = None) -> None:
-        """Admit waiting requests to the free slots for partial prefills, while there is a block for each."""
+        """Admit waiting requests to free prefill slots while there are enough free blocks."""
         num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
         for _ in range(num_free if at_most is None else min(at_most, num_free)):
             candidate = self._next_candidate(prefills)
@@ -184,7 +185,7 @@ class Scheduler:
             prefills.take(candidate.request)
 
     def _use_up(self, plan: SchedulerOutput, prefills: PrefillAllocator) -> None:
-        """Admit further requests to the budget that is left: to slots free by now, or with their whole prompts."""
+        """Admit more requests within the remaining budget: to slots free by now, or if their whole prompts fit."""
         while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
             has_room = prefills.has_some_room if has_slot else prefills.fits
@@ -194,13 +195,13 @@ class Scheduler:
             prefills.spread()
 
     def _next_candidate(self, prefills: PrefillAllocator) -> Candidate | None:
-        """Returns the request to admit next; None if there is none, or nothing left to give it."""
+        """Return the request to admit next, or None if the step's budget or ``max_num_seqs`` does not allow any."""
         if prefills.step.tokens <= 0 or len(self.running) >= self.config.max_num_seqs:
             return None
         return self.admissions.next(prefills)
 
     def _admit(self, plan: SchedulerOutput, candidate: Candidate) -> bool:
-        """Start running a request, if there are blocks for all its tokens."""
+        """Admit a request if there are enough free blocks for all its tokens. Return True if it was admitted."""
         request = candidate.request
         reserve = self._watermark_blocks if self.running else 0
         block_ids = self.blocks.allocate(
@@ -213,7 +214,7 @@ class Scheduler:
         self._append_running(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = candidate.num_cached_tokens
-        # Blocks that come from a store are published with the step that writes them.
+        # Blocks from a store are published in the step that writes them.
         known = candidate.cached
         request.num_registered_blocks = known.index(None) if None in known else len(known)
         is_first_admission = request.num_cached_tokens < 0
@@ -231,14 +232,14 @@ class Scheduler:
         return True
 
     def _append_running(self, request: Request) -> None:
-        """Put a request among the running ones, which stay in order of service."""
+        """Insert a request into the running requests, which stay in order of service."""
         last = next(reversed(self.running.values()), None)
         self.running[request.request_id] = request
-        if last is not None and request.sort_key < last.sort_key:  # others were admitted past it
+        if last is not None and request.sort_key < last.sort_key:  # requests after it in the order were admitted before
             self.running = dict(sorted(self.running.items(), key=lambda pair: pair[1].sort_key))
 
     def _add_to_plan(self, plan: SchedulerOutput, request: Request, share: int) -> None:
-        """Plan ``share`` tokens of a request, and a placeholder for what it comes to if these are its last."""
+        """Plan ``share`` tokens of a request. Add an output placeholder if they include its last known token."""
         self.states.plan(plan, request)
         plan.num_scheduled_tokens[request.request_id] = share
         request.num_computed_tokens += share
@@ -251,9 +252,9 @@ class Scheduler:
             self._filled.append(request)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Returns the new blocks that ``num_tokens`` tokens take; preempts the last requests in order to get them.
+        """Return the new blocks for ``num_tokens`` tokens. Preempts the last requests in order if necessary.
 
-        Returns None if that preempted ``request`` itself.
+        Return None if ``request`` itself was preempted.
         """
         while True:
             new_block_ids = self.blocks.allocate(request.request_id, num_tokens)
@@ -265,7 +266,7 @@ class Scheduler:
                 return None
 
     def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks, and have it computed again later."""
+        """Free a running request's blocks and requeue it, so that it is recomputed later."""
         del self.running[request.request_id]
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -275,23 +276,23 @@ class Scheduler:
         self.admissions.add(request)
 
     def preempt_all(self) -> None:
-        """Have every running request computed again from its start, in the same order: their KV is gone."""
+        """Requeue every running request for recomputation in the same order, because all KV is lost."""
         self.prefix_cache.forget()
         for request in reversed(list(self.running.values())):
             self._preempt(request)
 
     def failed(self, plan: SchedulerOutput | None = None) -> None:
-        """Forget what hangs on a step that has failed, or will not be run; None: on all that have not ended."""
-        self.prefix_cache.forget()  # it shared blocks that may never be written
+        """Discard the effects of a step that has failed or will not run. None: of all steps in flight."""
+        self.prefix_cache.forget()  # the cache may contain blocks that will never be written
         if self.speculation is not None:
             self.speculation.failed(plan)
 
     def refused(self, plan: SchedulerOutput) -> None:
-        """Repeat a plan's drops in the next plan: the runner raised, perhaps before it took them in."""
+        """Repeat the dropped ids of a plan in the next plan: the runner raised, perhaps without dropping them."""
         self._dropped += [r for r in plan.dropped_req_ids if r not in self.held_by_runner]
 
     def cancel(self, plan: SchedulerOutput) -> None:
-        """Take back a plan that will not be run: what it planned is computed again from its start.
+        """Cancel a plan that will not run. Its requests are preempted and recomputed from their start.
 
         Plans made after it must be cancelled too.
         """
@@ -305,7 +306,7 @@ class Scheduler:
             self._preempt(request)
 
     def _release(self, request: Request) -> None:
-        """Free a request's blocks, and let go all that depended on them."""
+        """Free a request's blocks and everything that depends on them."""
         self.blocks.free(request.request_id)
         self.states.release(request)
         request.num_registered_blocks = 0
@@ -322,7 +323,7 @@ class Scheduler:
         self.connector.queue_saves(request, request.block_hashes[start:stop], block_ids)
 
     def _publish_prefixes(self) -> None:
-        """Let later steps share the blocks that this one fills, and the requests go on that waited for them."""
+        """Publish the blocks that this step fills for later steps, and requeue the requests that waited for them."""
         for request in self._filled:
             if not self.states.may_go_back(request):
                 self._publish(request)
@@ -336,17 +337,17 @@ class Scheduler:
     # --- results --------------------------------------------------------------------------------------------
 
     def update(self, plan: SchedulerOutput, model_output: ModelOutput) -> list[RequestOutput]:
-        """Take in what a step sampled and pooled; finish the requests that are done and free their blocks.
+        """Process the tokens and vectors that a step has computed. Finish completed requests and free their blocks.
 
         Returns:
-            The new tokens of each request and whether they end it; text and counts of tokens are not filled in.
+            The new tokens of each request and whether they end it. Text and token counts are not filled in.
         """
         outputs = self._finish_pooled(model_output)
         accepted = {} if self.speculation is None else self.speculation.settle(plan, model_output, self.requests)
         for request_id, token_id in zip(plan.sampled_req_ids, model_output.sampled_token_ids, strict=True):
             request = self.requests.get(request_id)
             if request is None:
-                continue  # aborted, or stopped, while the step was under way
+                continue  # aborted or stopped while the step was in flight
             if request_id in model_output.errors:
                 self.finish_request(request_id, RequestStatus.FINISHED_ERROR)
                 error = model_output.errors[request_id]
@@ -361,7 +362,7 @@ class Scheduler:
             status = request.status_after(token_id)
             is_behind = len(token_ids) > 1 or request.num_computed_tokens == request.num_tokens
             if self._shares and is_behind and request.status is RequestStatus.RUNNING:
-                self._publish(request)  # its last block was computed before its tokens were known
+                self._publish(request)  # its last block was computed before the block's tokens were known
             num_cached, num_external = request.num_cached_tokens, request.num_external_tokens
             output = RequestOutput(request_id, token_ids, num_cached, num_external, request.num_predicted_tokens)
             output.logprobs = model_output.logprobs.get(request_id)
@@ -374,22 +375,22 @@ class Scheduler:
         return outputs
 
     def _take_back_token(self, request: Request) -> None:
-        """Have the last token of a running request computed again."""
+        """Schedule recomputation of a running request's last token."""
         if self.speculation is not None:
             self.speculation.suspend_drafts(request.request_id)
         if request.status is not RequestStatus.RUNNING:
             return
         if self.states.is_used:
-            self._preempt(request)  # its state has gone on, and goes back to a checkpoint at most
+            self._preempt(request)  # a recurrent state can only return to a checkpoint
         else:
             request.num_computed_tokens -= 1
 
     def _finish_pooled(self, model_output: ModelOutput) -> list[RequestOutput]:
-        """End the requests that were to be pooled; they end with their prompts."""
+        """End the pooling requests whose prompts the step has completed."""
         outputs = []
         for request_id, pooled in model_output.pooled.items():
             request = self.requests.get(request_id)
-            if request is not None:  # else aborted while the step was under way
+            if request is not None:  # otherwise aborted while the step was in flight
                 num_cached, num_external = request.num_cached_tokens, request.num_external_tokens
                 output = RequestOutput(request_id, [], num_cached, num_external, finish_reason="stop", pooled=pooled)
                 output.num_prompt_tokens = request.num_prompt_tokens

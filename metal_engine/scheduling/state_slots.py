@@ -1,10 +1,11 @@
-"""Keeps book of the slots of recurrent states: of running requests, and of checkpoints that later requests go on from.
+"""Tracks the slots of recurrent states: states of running requests, and state checkpoints for later requests.
 
-A recurrent layer keeps no more of a prompt than the state after its last token. So a cached prefix is of use only where
-its state was kept, too: a *checkpoint*, which is a slot handed over. The request that has filled it goes on in another
-one, and nothing is copied. Checkpoints have slots beside those of requests, and the one unused for longest gives way.
+A recurrent layer stores only the state after a prompt's last token. A cached prefix can therefore be used only if the
+state at its end was kept, as a *state checkpoint*. No state is copied for this: the slot becomes the checkpoint, and
+the request that filled it continues in another slot. There are more slots than requests. The least recently used
+checkpoint is evicted first.
 
-Pure bookkeeping over slot numbers; the memory itself belongs to the runner.
+Pure bookkeeping of slot numbers. The runner owns the memory.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collections.abc import Sequence
 
 
 class StateSlots:
-    """Slots 1 to ``num_slots``, each free, or held: by a request, as a checkpoint, or both.
+    """Slots 1 to ``num_slots``. Each slot is free, or in use by a request, a state checkpoint, or both of them.
 
     Args:
-        num_slots: 0 for models that carry no state from token to token.
+        num_slots: number of slots; 0 for models without recurrent layers.
 
     Attributes:
-        num_hits: how often a request went on from a checkpoint.
-        num_evictions: checkpoints that gave way.
+        num_hits: number of times that a request resumed from a state checkpoint.
+        num_evictions: number of evicted state checkpoints.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -29,14 +30,14 @@ class StateSlots:
         self._free = list(range(num_slots, 0, -1))
         self._num_holders = [0] * (num_slots + 1)
         self._num_taken = 0
-        self._checkpoints: OrderedDict[bytes, int] = OrderedDict()  # the one unused for longest first
+        self._checkpoints: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._was_hit: set[bytes] = set()
         self.num_hits = 0
         self.num_evictions = 0
 
     @property
     def stats(self) -> dict[str, int]:
-        """What :class:`metal_engine.scheduling.stats.SchedulerStats` says of them."""
+        """Fields of :class:`metal_engine.scheduling.stats.SchedulerStats` about state slots."""
         return {
             "num_state_slots": self.num_slots,
             "num_checkpoints": len(self._checkpoints),
@@ -46,20 +47,20 @@ class StateSlots:
 
     @property
     def num_available(self) -> int:
-        """Slots that :meth:`take` has to give: free ones, and those of checkpoints that no request holds."""
+        """Number of slots that :meth:`take` can return: free slots, and slots of checkpoints that no request holds."""
         return self.num_slots - self._num_taken
 
     @property
     def next_slot(self) -> int:
-        """The slot that :meth:`take` gives next; there must be one available."""
+        """Slot that :meth:`take` returns next. At least one slot must be available."""
         return self._free[-1] if self._free else self._checkpoints[self._unused_for_longest()]
 
     def _unused_for_longest(self) -> bytes:
-        # One that a request holds, too, would free nothing.
+        # Evicting a checkpoint whose slot a request also holds would not free the slot.
         return next(h for h, slot in self._checkpoints.items() if self._num_holders[slot] == 1)
 
     def take(self) -> int:
-        """Returns a slot for a request; there must be one available."""
+        """Return a slot for a request. At least one slot must be available."""
         if not self._free:
             self.num_evictions += 1
             self.drop_checkpoint(self._unused_for_longest())
@@ -69,7 +70,7 @@ class StateSlots:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """Called when a request holds a slot no longer."""
+        """Release a slot that a request holds."""
         self._num_taken -= 1
         self._let_go(slot)
 
@@ -82,30 +83,30 @@ class StateSlots:
     # --- checkpoints ---
 
     def longest(self, block_hashes: Sequence[bytes], max_blocks: int) -> int:
-        """Blocks of the longest beginning of a chain, ``max_blocks`` at most, after which there is a checkpoint."""
+        """Return the length of the longest prefix with a state checkpoint, in blocks, at most ``max_blocks``."""
         return next((n for n in range(max_blocks, 0, -1) if block_hashes[n - 1] in self._checkpoints), 0)
 
     def has_checkpoint(self, block_hash: bytes) -> bool:
         return block_hash in self._checkpoints
 
     def slot_of(self, block_hash: bytes) -> int:
-        """The slot of a checkpoint."""
+        """Return the slot of a state checkpoint."""
         return self._checkpoints[block_hash]
 
     def hit(self, block_hash: bytes) -> int:
-        """Returns the slot of a checkpoint that a request is about to go on from."""
+        """Return the slot of a state checkpoint from which a request resumes, and count the hit."""
         self._checkpoints.move_to_end(block_hash)
         self._was_hit.add(block_hash)
         self.num_hits += 1
         return self._checkpoints[block_hash]
 
     def touch(self, block_hash: bytes) -> None:
-        """Count a checkpoint as used now; one that is not there is ignored."""
+        """Mark a state checkpoint as just used. Unknown hashes are ignored."""
         if block_hash in self._checkpoints:
             self._checkpoints.move_to_end(block_hash)
 
     def add_checkpoint(self, block_hash: bytes, slot: int) -> bool:
-        """Make what a slot holds the checkpoint of a prefix; returns False if there is one already."""
+        """Make the slot the state checkpoint of a prefix. Return False if another slot is its checkpoint already."""
         if block_hash in self._checkpoints:
             self._checkpoints.move_to_end(block_hash)
             return self._checkpoints[block_hash] == slot
@@ -115,22 +116,22 @@ class StateSlots:
         return True
 
     def drop_checkpoint(self, block_hash: bytes, *, unless_hit: bool = False) -> None:
-        """Forget a checkpoint; one that is not there is ignored."""
+        """Drop a state checkpoint, with ``unless_hit`` only if no request has used it. Unknown hashes are ignored."""
         if block_hash in self._checkpoints and not (unless_hit and block_hash in self._was_hit):
             self._let_go(self._checkpoints.pop(block_hash))
 
     def drop_checkpoint_in(self, slot: int) -> None:
-        """Forget the checkpoint in a slot, if there is one: what the slot holds is about to change."""
+        """Drop the state checkpoint in a slot, if there is one, because the slot is about to be overwritten."""
         for block_hash in [h for h, held in self._checkpoints.items() if held == slot]:
             self.drop_checkpoint(block_hash)
 
     def forget(self) -> None:
-        """Forget all checkpoints."""
+        """Drop all state checkpoints."""
         for block_hash in list(self._checkpoints):
             self.drop_checkpoint(block_hash)
 
     def check_integrity(self, held: Sequence[int]) -> None:
-        """Assert every invariant; ``held`` has the slots that requests hold. For tests and debugging."""
+        """Assert every invariant; for tests and debugging. ``held`` lists the slots that requests hold."""
         holders = [0] * (self.num_slots + 1)
         for slot in (*held, *self._checkpoints.values()):
             assert 1 <= slot <= self.num_slots

@@ -1,4 +1,4 @@
-"""What a scheduler has under way, in numbers."""
+"""Snapshot of a scheduler's requests, blocks and state checkpoints as numbers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """A snapshot of the scheduler, for the log, ``/health`` and live views.
+    """Snapshot of the scheduler for the log, ``/health`` and live views.
 
-    ``num_loading`` counts those of the waiting requests whose KV is on its way from a store. ``num_state_slots`` counts
-    slots of recurrent states, 0 for models without; ``num_checkpoints`` those that hold one, ``checkpoint_hits`` how
-    often a request went on from one, ``checkpoint_evictions`` how often one gave way.
+    Attributes:
+        num_waiting: number of waiting requests, including requests that load KV from a store.
+        num_preemptions: total number of preemptions since the start.
+        num_loading: number of waiting requests whose KV is being loaded from a store.
+        num_state_slots: number of slots for recurrent states; 0 for models without recurrent layers.
+        num_checkpoints: number of slots that hold a state checkpoint.
+        checkpoint_hits: number of times that a request resumed from a state checkpoint.
+        checkpoint_evictions: number of evicted state checkpoints.
     """
 
     num_running: int

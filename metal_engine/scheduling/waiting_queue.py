@@ -1,4 +1,7 @@
-"""Requests that wait to be admitted, by priority and arrival; finding the next costs the same however many wait."""
+"""Queue of requests waiting for admission, ordered by priority and arrival.
+
+Finding the next request takes the same time in a queue of any length.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +22,35 @@ class _Entry:
 class WaitingQueue:
     """Waiting requests in order of their sort keys.
 
-    Long prompts stand apart, so that short ones can be found past them; each keeps its place. A request may
-    also be parked until another one has computed a prefix that both have: then nobody computes it twice.
+    Long prompts are in a separate heap, so that short prompts behind them can be found. Each keeps its position. A
+    request can also be parked until a running request has computed their common prefix, so that the prefix is computed
+    only once.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
-        # Heaps of entries, short prompts and long ones. One that is not in `_entries` is void and keeps no request,
-        # which would keep its adapter's slot.
+        # Heaps of entries: short prompts, long prompts. An entry that is not in `_entries` is void. Its `request` is
+        # None, because a reference to the request would keep the slot of the request's LoRA adapter in use.
         self._heaps: tuple[list[_Entry], list[_Entry]] = ([], [])
-        # Id of a request that computes -> heap of (tokens it must have computed, the entry that waits for that).
+        # Owner's request id -> heap of (number of tokens the owner must have computed, parked entry).
         self._parked: dict[str, list[tuple[int, _Entry]]] = {}
-        self._num_void = 0  # in the heaps, and parked
+        self._num_void = 0  # void entries in the heaps and among the parked entries
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them in order; O(n log n), for tests and debugging."""
+        """Iterate over all requests in order. O(n log n); for tests and debugging."""
         return iter([e.request for e in sorted(self._entries.values()) if e.request is not None])
 
     def push(self, request: Request, *, is_long: bool) -> None:
-        """Put a request in, or back to its place."""
+        """Insert a request, or reinsert it at its position."""
         self.remove(request.request_id)
         entry = self._entries[request.request_id] = _Entry(request.sort_key, request, is_long)
         heapq.heappush(self._heaps[is_long], entry)
 
     def remove(self, request_id: str) -> None:
-        """Take a request out, and keep nothing of it; one that is not there is ignored."""
+        """Remove a request and all references to it. Unknown ids are ignored."""
         if (entry := self._entries.pop(request_id, None)) is None:
             return
         entry.request = None
@@ -66,7 +70,7 @@ class WaitingQueue:
         self._num_void = 0
 
     def head(self, *, include_long: bool) -> Request | None:
-        """The first request, or the first with a short prompt."""
+        """Return the first request, or the first request with a short prompt if ``include_long`` is False."""
         entries = [e for heap in self._heaps[: 1 + include_long] if (e := self._first(heap)) is not None]
         return min(entries).request if entries else None
 
@@ -85,11 +89,11 @@ class WaitingQueue:
 
     @property
     def owners(self) -> list[str]:
-        """Ids of the requests that others are parked with."""
+        """Ids of the running requests whose progress parked requests wait for."""
         return list(self._parked)
 
     def unpark(self, owner_id: str, num_computed_tokens: int | None = None) -> None:
-        """Put back the requests that waited for so many of the owner's tokens, or fewer; all if None is given."""
+        """Requeue the requests that waited for the owner's first ``num_computed_tokens`` tokens or fewer. None: all."""
         parked = self._parked.get(owner_id)
         if parked is None:
             return
@@ -103,10 +107,10 @@ class WaitingQueue:
             del self._parked[owner_id]
 
     def check_integrity(self, num_computed_tokens: Mapping[str, int]) -> None:
-        """Assert that every request can be found, or is parked with a running one that has yet to get there.
+        """Assert that every request is in a heap, or is parked until a running request has computed more tokens.
 
         Args:
-            num_computed_tokens: of each running request.
+            num_computed_tokens: number of computed tokens, by the id of each running request.
         """
         assert self._parked.keys() <= num_computed_tokens.keys(), "parked with a request that computes nothing"
         for owner_id, parked in self._parked.items():

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and nothing that another file could do."""
+"""The HTTP application: combines routes and middleware from the other modules."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 def create_app(
     engine: AsyncEngine, names: Sequence[str], args: ServerArgs | None = None, answer_format: AnswerFormat | None = None
 ) -> FastAPI:
-    """The application for an engine that has been started; whoever started it also shuts it down.
+    """Create the application for a started engine. The caller also shuts the engine down.
 
     Args:
-        names: what the model is called in the API; answers carry the first. ``*`` stands for any other name; alone,
-            it leaves the model its own.
-        args: of which the application takes those that are about requests.
-        answer_format: how the model writes tool calls and reasoning; without it, answers are plain text.
+        names: names of the model in the API. Responses contain the first one. ``*`` stands for any other name; alone,
+            it keeps the model's own name.
+        args: settings of the server. The application uses those about requests.
+        answer_format: format in which the model writes tool calls and reasoning. Without it, outputs are plain text.
     """
     args = args or ServerArgs()
     workers = Workers()
@@ -62,12 +62,14 @@ def create_app(
 
 
 def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -> FastAPI:
-    """The application for models; whoever has them loaded also shuts them down.
+    """Create the application for one or several models. The caller also shuts the models down.
 
     Args:
-        discover: finds models that have come since the server began; without it, none is loaded for being told to.
+        discover: function that finds models added after the server started. Without it, clients cannot load or unload
+            models.
     """
-    # A redirect would lead to whatever name the request gives as its host; FastAPI's pages load scripts from elsewhere.
+    # A redirect would lead to the host name that the request contains. FastAPI's own pages load scripts from other
+    # servers.
     app = FastAPI(
         title="metal-engine",
         version=__version__,
@@ -100,10 +102,10 @@ def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -
 
 
 def _add_lora(app: FastAPI, served: ServedModel, args: ServerArgs) -> None:
-    """What clients may do with adapters. Raises ConfigError for settings that cannot work."""
+    """Add the routes that load and unload LoRA adapters. Raises ConfigError for inconsistent settings."""
     adapters = served.engine.adapters
     if adapters is not None and (taken := [name for name in served.names if adapters.find(name)]):
-        raise ConfigError(LORA_MODULES, f"has {taken[0]!r}, which is a name of the model itself")
+        raise ConfigError(LORA_MODULES, f"contains {taken[0]!r}, which is also a name of the model")
     if args.lora_dir is None:
         return
     folder = existing_folder("--lora-dir", args.lora_dir)
@@ -113,13 +115,13 @@ def _add_lora(app: FastAPI, served: ServedModel, args: ServerArgs) -> None:
 
 
 def _add_gates(app: FastAPI, args: ServerArgs, lifecycle: Lifecycle, metrics: ServerMetrics) -> None:
-    # The last one added is the first to see a request.
+    # The middleware that is added last processes a request first.
     app.add_middleware(limit_body, max_bytes=args.max_body_size, read_seconds=args.timeout_read)
     app.add_middleware(own_origins_only, args=args, guarded_paths=(WATCH,))
     if args.api_key:
         app.add_middleware(require_api_key, api_keys=args.api_key)
     if args.allowed_origins:
-        # Browsers ask without a key what they may send, so this comes before the key.
+        # CORS preflight requests of browsers have no key, so this middleware runs before the check of the key.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(args.allowed_origins),

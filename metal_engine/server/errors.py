@@ -1,4 +1,4 @@
-"""Every error leaves the server in OpenAI's shape, wherever it comes from."""
+"""Error responses in the shape of OpenAI's API, or of the API that the request's path belongs to."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from metal_engine.engine.engine_thread import EngineDeadError
 from metal_engine.server.protocol import ErrorBody, ErrorDetail
 from metal_engine.text.long_text import TextTooLongError
 
-# Where an error's code is left in the ASGI scope, for whoever counts errors by their cause.
+# Key in the ASGI scope for the code of an error, which metrics count by cause.
 ERROR_CODE = "metal_engine.error_code"
 
 
-# Characters of a message: it may quote what the client sent.
+# Maximum length of a message in characters. A message may quote the request.
 _MAX_ERROR = 1000
 
 
 class APIError(HTTPException):
-    """An error to tell the client. FastAPI lets it through wherever it is raised.
+    """Error to report to the client. FastAPI passes it on wherever it is raised.
 
     Args:
         status: HTTP status.
-        message: what is wrong.
-        where: what the message is to begin with: ``param``, and where in it, as in ``messages[0].role``.
-        param: the request field at fault, if one is; without it, the one that ``where`` begins with.
-        code: OpenAI's machine-readable code, if there is one for it.
-        headers: to send with it.
+        message: description of the problem.
+        where: beginning of the message: ``param`` and the place in it, as in ``messages[0].role``.
+        param: request field at fault, if any. Default: the field that ``where`` begins with.
+        code: machine-readable code of OpenAI, if there is one for this error.
+        headers: additional response headers.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class APIError(HTTPException):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, where + message, headers)
-        # JSON may smuggle in lone surrogates, which could not be sent back.
+        # Escapes in JSON can produce lone surrogates, which cannot be encoded in a response.
         self.message = (where + message)[:_MAX_ERROR].encode("utf-8", "replace").decode("utf-8")
         self.where = where
         self.param = param or re.split(r"[.\[]", where)[0] or None
@@ -62,19 +62,19 @@ class APIError(HTTPException):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None, *, where: str = "") -> APIError:
-    """A 400."""
+    """Return an error with status 400."""
     return APIError(400, message, where=where, param=param, code=code)
 
 
 def invalid_prompt(error: ValueError, param: str) -> APIError:
-    """A 400 for what the tokenizer refuses."""
+    """Return an error with status 400 for a prompt that the tokenizer has rejected."""
     code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
     return invalid(f": {error}", code=code, where=param)
 
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Within it, an error gives the field at fault by the name under which the client knows it, if ``names`` has it."""
+    """Within this context, replace the field at fault of an error by the client's name from ``names``."""
     try:
         yield
     except APIError as error:
@@ -86,12 +86,12 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-# What an error tells of a name or a path that is not there.
+# Maximum length of a model name or path in an error message.
 _MAX_NAME = 200
 
 
 def model_not_found(model: str, served: Sequence[str]) -> APIError:
-    """A 404 for a model that is none of those served, which it names."""
+    """Return an error with status 404 for an unknown model. The message lists the served models."""
     shown = model[:_MAX_NAME] + "..." * (len(model) > _MAX_NAME)
     there = ", ".join(f"`{name}`" for name in served)
     message = f"The model `{shown}` does not exist. This server has {there}."
@@ -99,7 +99,7 @@ def model_not_found(model: str, served: Sequence[str]) -> APIError:
 
 
 def model_not_loaded() -> APIError:
-    """A 503 for a request that loads no model and names one that is not loaded."""
+    """Return an error with status 503 for a request that cannot load a model and names a model that is not loaded."""
     problem = "the model is not loaded, and a GET request does not load it: send a prompt first"
     return APIError(503, problem, param="model", code="model_not_loaded")
 
@@ -108,7 +108,7 @@ SHUTTING_DOWN = "shutting_down"
 
 
 def shutting_down() -> APIError:
-    """A 503 for a request that comes when the server is about to end, or that has not begun by then."""
+    """Return an error with status 503 for a request that arrives during shutdown, or has not begun by then."""
     headers = {"connection": "close", "retry-after": "1"}
     return APIError(503, "the server is shutting down", code=SHUTTING_DOWN, headers=headers)
 
@@ -119,7 +119,7 @@ def engine_dead(error: BaseException) -> APIError:
 
 
 def to_api_error(error: Exception) -> APIError:
-    """What to tell the client about an exception raised while its request was served."""
+    """Convert an exception raised while a request was served to an error for its client."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, HTTPException):
@@ -128,9 +128,9 @@ def to_api_error(error: Exception) -> APIError:
         return from_validation(error.errors())
     if isinstance(error, EngineDeadError):
         return engine_dead(error)
-    if isinstance(error, RecursionError):  # deep enough to parse, too deep to look at
+    if isinstance(error, RecursionError):  # shallow enough to parse, too deep to walk
         return invalid("the body is nested too deeply")
-    # Its text may hold anything; the log has it.
+    # The exception's text may contain anything, so only the log has it.
     return APIError(500, "internal error", code="internal_error")
 
 
@@ -146,13 +146,13 @@ _OLLAMA_PATHS = "/api/"
 
 
 def anthropic_error(error: APIError) -> dict[str, Any]:
-    """The error in Anthropic's shape."""
+    """Return the body of the error in the shape of Anthropic's API."""
     kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def error_response(error: APIError, scope: Scope) -> JSONResponse:
-    """The error as a response, in the shape that the clients of the request's path know."""
+    """Return the error as a response in the shape of the API that the request's path belongs to."""
     scope[ERROR_CODE] = error.code
     path: str = scope["path"]
     content: dict[str, Any] = error.body.model_dump()
@@ -164,14 +164,14 @@ def error_response(error: APIError, scope: Scope) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer with :class:`ErrorBody` whatever a route raises, and where there is no route."""
+    """Register handlers that turn every exception of a route, and requests without a route, into an error response."""
     for kind in (HTTPException, RequestValidationError, EngineDeadError, RecursionError, Exception):
         app.add_exception_handler(kind, _on_error)
 
 
 async def _on_error(request: Request, error: Exception) -> JSONResponse:
     api_error = to_api_error(error)
-    if api_error is not error and api_error.status_code in (404, 405):  # Starlette's, which say no more than that
+    if api_error is not error and api_error.status_code in (404, 405):  # raised by Starlette without details
         api_error.message += f": {request.method} {request.url.path[:_MAX_NAME]}"
     return error_response(api_error, request.scope)
 
@@ -183,10 +183,10 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def validated(model: type[ModelT], value: Any) -> ModelT:
-    """A body that FastAPI does not validate: one that is large, or is made here of what came in another form.
+    """Validate a body that FastAPI does not validate: a large body, or one converted from another API's format.
 
     Raises:
-        APIError: 400, naming the field at fault.
+        APIError: status 400, naming the field at fault.
     """
     try:
         return model.model_validate(value)
@@ -195,7 +195,10 @@ def validated(model: type[ModelT], value: Any) -> ModelT:
 
 
 def from_validation(errors: Sequence[Any]) -> APIError:
-    """One 400 for what pydantic found wrong with a body; names the first field at fault."""
+    """Return one error with status 400 for all problems that pydantic found in a body.
+
+    Names the first field at fault.
+    """
     first = errors[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
@@ -204,7 +207,7 @@ def from_validation(errors: Sequence[Any]) -> APIError:
     if not path:
         return invalid("the body must be a JSON object, sent with `Content-Type: application/json`")
     param = str(path[0])
-    # A field that may have several types gives one error for each of them.
+    # A field with a union type yields one error for each type.
     about_param = [e for e in errors if e["loc"][1:2] == path[:1]]
     reasons = dict.fromkeys(e["msg"] for e in about_param)
     place = _dotted(path) if len(reasons) == 1 else param
@@ -213,7 +216,7 @@ def from_validation(errors: Sequence[Any]) -> APIError:
 
 
 def _dotted(path: Sequence[str | int]) -> str:
-    """``("messages", 0, "role")`` -> ``messages[0].role``."""
+    """Return the path of a field as text: ``("messages", 0, "role")`` -> ``messages[0].role``."""
     text = str(path[0])
     for part in path[1:]:
         text += f"[{part}]" if isinstance(part, int) else f".{part}"

@@ -1,4 +1,4 @@
-"""Answers whose JSON is made in parts: log probabilities may be a hundred thousand objects, of a kilobyte each."""
+"""Responses whose JSON is made in parts, because log probabilities can be a hundred thousand objects of 1 kB each."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from pydantic import BaseModel
 
 
 class Placeholder(BaseModel):
-    """Stands in an answer where JSON comes that was made apart."""
+    """Placeholder in a response for JSON that is made separately."""
 
     placeholder: str
 
 
 class JSONParts:
-    """Parts of one answer's JSON, made before the rest."""
+    """JSON parts of one response that are made before the remaining response."""
 
     def __init__(self) -> None:
-        self._nonce = uuid.uuid4().hex  # so that no text of the answer is taken for a place
+        self._nonce = uuid.uuid4().hex  # no text of the response can equal a placeholder
         self._parts: list[tuple[bytes, bytes]] = []
 
     def add(self, json: bytes) -> Placeholder:
-        """Takes a part; returns what stands for it in the answer. Parts must come in the answer's order."""
+        """Store a part and return its placeholder for the response.
+
+        Add the parts in the response's order.
+        """
         placeholder = Placeholder(placeholder=f"{self._nonce}-{len(self._parts)}")
         self._parts.append((placeholder.model_dump_json().encode(), json))
         return placeholder
 
     def encode(self, answer: BaseModel) -> bytes:
-        """The answer as JSON, with every part in its place."""
+        """Return the response as JSON, with each placeholder replaced by its part."""
         rest = answer.model_dump_json().encode()
         pieces: list[bytes] = []
         for place, json in self._parts:
@@ -38,15 +41,15 @@ class JSONParts:
         return b"".join([*pieces, rest])
 
 
-_IDS_AT_ONCE = 1 << 16  # token ids made JSON in one call: 5 ms
+_IDS_AT_ONCE = 1 << 16  # token ids serialized in one call: 5 ms
 
 
 def ids_json(ids: Sequence[int]) -> bytes:
-    """A JSON array of any number of token ids."""
+    """Serialize token ids as a JSON array, in pieces."""
     parts = (ids[start : start + _IDS_AT_ONCE] for start in range(0, len(ids), _IDS_AT_ONCE))
     return b"[" + b",".join(",".join(map(str, part)).encode("ascii") for part in parts) + b"]"
 
 
 def array(slices: Iterable[bytes]) -> bytes:
-    """One JSON array of the elements of several, each encoded without spaces around it."""
+    """Join several JSON arrays to one. Each must be encoded without spaces around it."""
     return b"[" + b",".join(part[1:-1] for part in slices if len(part) > 2) + b"]"

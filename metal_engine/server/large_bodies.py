@@ -1,8 +1,9 @@
-"""Large request bodies, read and validated in pieces, so that no other thread waits long for Python's lock.
+"""Reads and validates large request bodies in pieces, so that no thread holds Python's global lock (GIL) for long.
 
-The event loop and the engine's steps share that lock with the thread that prepares a request, and one call into C
-keeps it until it returns: parsing a million numbers takes 50 ms, validating 500,000 messages a second. Code in Python
-gives it away every 5 ms. So a large body is taken apart in Python, and C sees pieces of a few milliseconds each.
+The event loop and the engine thread share the GIL with the thread that prepares a request. A call into C holds the GIL
+until it returns: parsing a million numbers takes 50 ms, and validating 500,000 messages takes a second. Python code
+releases the GIL every 5 ms. Therefore, a large body is split up in Python, and each call into C processes a piece that
+takes a few milliseconds.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from pydantic import ValidationError, WrapValidator
 
 from metal_engine.sizes import num_characters, parts
 
-# A body is large from so many bytes on, or so many commas, or objects and arrays, for each of which validation may make
-# an object of its own: what has fewer is parsed and validated within 10 ms.
+# A body is large if it has at least this many bytes, commas, or objects and arrays. Validation may create a Python
+# object for each object or array. A smaller body is parsed and validated within 10 ms.
 LARGE_BYTES = 1 << 20
 LARGE_COMMAS = 1 << 14
 LARGE_CONTAINERS = 1 << 13
 ALWAYS_SMALL_BYTES = 1 << 15
-# Elements validated in one call: 10 ms of the slowest kind, tools.
+# Number of list elements validated in one call: 10 ms for tools, the slowest kind.
 _ELEMENTS_AT_ONCE = 1 << 11
-# Characters of an array of numbers, or of a text, parsed in one call: 2 ms; looked through in one call: 3 ms.
+# Number of characters of a number array or a text parsed in one call: 2 ms.
 _CHARACTERS_AT_ONCE = 1 << 16
 _BYTES_AT_ONCE = 1 << 20
-# What a body may hold: each bound is 20 to 40 MiB of Python's objects, those that validation makes of them included.
+# Limits on the content of a body. Each allows 20 to 40 MiB of Python objects, including those that validation makes.
 MAX_CONTAINERS = 1 << 15
 MAX_INTEGERS = 1 << 20
 MAX_VALUES = 1 << 18
-MAX_MEMBERS = 1 << 15  # pydantic looks at all members of an object in one go
-# Python keeps all characters of a text as wide as the widest: this is one copy, and a body is parsed with two.
+MAX_MEMBERS = 1 << 15  # pydantic processes all members of an object in one call
+# Size of one copy of a body as a Python str, whose characters are all as wide as the widest. Parsing needs two copies.
 MAX_TEXT_BYTES = 24 << 20
-# Of a JSON value within a body that is made JSON again: a text of that length takes 20 ms.
+# Maximum length of a JSON value inside a body that is serialized again. Serializing that many characters takes 20 ms.
 MAX_WITHIN = 1 << 21
-# Of texts of JSON within a body: what so many characters hold takes 6 MiB at most, and need not be counted.
+# Total length of JSON texts inside a body up to which their values are not counted: the values take at most 6 MiB.
 _SMALL_TEXTS = 1 << 18
 
 _INTEGERS = re.compile(rf"[-\d\s,]{{0,{_CHARACTERS_AT_ONCE}}}", re.ASCII)
 _LONG_NUMBER = re.compile(r"-?\d[\d.eE+-]{4400}")
 _SPACE = re.compile(r"[ \t\n\r]*")
-# Whole characters and escapes of a text; two escapes that make one character stay together.
+# Complete characters and escapes of a text. Both escapes of a surrogate pair stay together.
 _TEXT = re.compile(
     r"""(?: [^"\\\x00-\x1f]++
         | \\ ["\\/bfnrt]
@@ -54,23 +55,23 @@ _TEXT = re.compile(
         )*+""",
     re.VERBOSE,
 )
-# Escapes and raw bytes that might make lone surrogates; characters of four bytes, and of two, as Python keeps them.
-# Patterns of their own: an alternation of both takes four times as long.
+# Escapes and raw bytes that may produce lone surrogates; and characters that make Python store 4 or 2 bytes per
+# character. The patterns are separate because an alternation of both takes four times as long.
 _HIGH_ESCAPE = re.compile(rb"\\u[dD][89abAB]")
 _MAYBE_SURROGATE = (_HIGH_ESCAPE, re.compile(rb"\xed[\xa0-\xbf]"))
 _WIDTHS = (
     (4, (_HIGH_ESCAPE, re.compile(rb"[\xf0-\xf4]"))),
     (2, (re.compile(rb"\\u(?!00)"), re.compile(rb"[\xc4-\xef]"))),
 )
-_LONGEST_MARK = 5  # bytes that these patterns look at
+_LONGEST_MARK = 5  # maximum length of a match of these patterns in bytes
 
 
 class TooComplexError(ValueError):
-    """A body with more in it than any request needs."""
+    """Raised for a body with more content than any request needs."""
 
 
 def is_large(body: bytes) -> bool:
-    """Whether a body must be read and validated in pieces, outside the event loop."""
+    """Return True if a body must be read and validated in pieces, outside the event loop."""
     if len(body) < ALWAYS_SMALL_BYTES:
         return False
     if len(body) >= LARGE_BYTES or body.count(b",") >= LARGE_COMMAS:
@@ -79,16 +80,16 @@ def is_large(body: bytes) -> bool:
 
 
 class PiecewiseDecoder(json.JSONDecoder):
-    """Python's own JSON decoder, in Python but for pieces of texts and of arrays of integers.
+    """JSON decoder in pure Python that uses C only for pieces of texts and of integer arrays.
 
     Raises:
-        TooComplexError: there is more than the limits above allow.
+        TooComplexError: the body exceeds one of the limits above.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._num_containers = self._num_integers = self._num_values = 0
-        self._keys: dict[str, str] = {}  # of which there is one each, however often they come
+        self._keys: dict[str, str] = {}  # one shared str for each key
         self.parse_array = self._array
         self.parse_object = self._object
         self.parse_string = self._string
@@ -139,7 +140,7 @@ class PiecewiseDecoder(json.JSONDecoder):
                 raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
             comma = at
             at = _end_of_space(text, at + 1)
-            if text[at : at + 1] == "}" and sys.version_info >= (3, 13):  # as Python's own decoder says since then
+            if text[at : at + 1] == "}" and sys.version_info >= (3, 13):  # Python's own decoder does this from 3.13 on
                 raise json.JSONDecodeError("Illegal trailing comma before end of object", text, comma)
 
     def _array(self, text_and_start: tuple[str, int], _scan: Any) -> tuple[list[Any], int]:
@@ -154,13 +155,14 @@ class PiecewiseDecoder(json.JSONDecoder):
             if not is_last:
                 piece, comma, _ = piece.rpartition(",")
                 end = at + len(piece)
-                if not comma or len(match.group()) < _CHARACTERS_AT_ONCE:  # it has other things than integers
+                # the array contains other values than integers
+                if not comma or len(match.group()) < _CHARACTERS_AT_ONCE:
                     return JSONArray(text_and_start, self._scan)
             try:
                 numbers = json.loads(f"[{piece}]")
             except json.JSONDecodeError as error:
                 raise json.JSONDecodeError(error.msg, text, at + error.pos - 1) from None
-            if values and not numbers:  # nothing after a comma
+            if values and not numbers:  # nothing follows the comma
                 raise json.JSONDecodeError("Expecting value", text, end)
             self._num_integers += len(numbers)
             if self._num_integers > MAX_INTEGERS:
@@ -177,7 +179,8 @@ class PiecewiseDecoder(json.JSONDecoder):
             match = _TEXT.match(text, at, at + _CHARACTERS_AT_ONCE)
             assert match is not None
             end = match.end()
-            if end == at or end < at + _CHARACTERS_AT_ONCE - 12 or text[end : end + 1] == '"':  # its end, or a mistake
+            # end of the text, or a syntax error
+            if end == at or end < at + _CHARACTERS_AT_ONCE - 12 or text[end : end + 1] == '"':
                 try:
                     piece, after = scanstring(text, at, strict)
                 except json.JSONDecodeError as error:
@@ -218,38 +221,42 @@ def _decoded(body: bytes) -> str:
 
 
 def loads(body: bytes, **options: Any) -> Any:
-    """:func:`json.loads` for large bodies; in a thread. Raises what :class:`PiecewiseDecoder` raises, too."""
+    """Parse a large body like :func:`json.loads`. Call it in a thread. Also raises TooComplexError."""
     _check_width(body)
     return json.loads(_decoded(body), cls=PiecewiseDecoder, **options)
 
 
 class TextsDecoder(PiecewiseDecoder):
-    """Decodes the JSON texts within one body: the limits hold for all of them together."""
+    """Decodes the JSON texts inside one body. The limits apply to all these texts together."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_characters = 0
 
     def loads(self, text: str) -> Any:
-        """:func:`json.loads`. Raises what :class:`PiecewiseDecoder` raises, too."""
+        """Parse one text like :func:`json.loads`. Also raises TooComplexError."""
         self._num_characters += len(text)
         is_small = len(text) <= ALWAYS_SMALL_BYTES and self._num_characters <= _SMALL_TEXTS
         return json.loads(text) if is_small else self.decode(text)
 
 
 def dumps(value: Any) -> str:
-    """:func:`json.dumps` in pieces, but for texts. Raises TooComplexError for more than ``MAX_WITHIN`` characters."""
+    """Serialize a value like :func:`json.dumps`, in pieces except for strings.
+
+    Raises:
+        TooComplexError: the result would have more than ``MAX_WITHIN`` characters.
+    """
     count = num_characters(value, limit=MAX_WITHIN)
     if count > MAX_WITHIN:
         raise TooComplexError(f"has more than {MAX_WITHIN} characters")
-    if count <= MAX_WITHIN >> 2:  # in C: a tenth of the time, 5 ms at most
+    if count <= MAX_WITHIN >> 2:  # the C encoder takes a tenth of the time, at most 5 ms
         return json.dumps(value)
     return "".join(json.JSONEncoder().iterencode(value))
 
 
 def check_unicode(body: bytes, value: Any) -> None:
-    """Raise UnicodeError if a text in a JSON value is not valid Unicode; ``body`` is what the value was read from."""
-    if not _has(_MAYBE_SURROGATE, body):  # rare, so that most values are not looked at
+    """Raise UnicodeError if a string in a JSON value is not valid Unicode. ``body`` is the JSON text of the value."""
+    if not _has(_MAYBE_SURROGATE, body):  # usual case: skip the walk over the value
         return
     for one in parts(value):
         if isinstance(one, str):
@@ -269,7 +276,7 @@ def _in_pieces(value: Any, validate: Any) -> Any:
 
 
 def _moved(error: ValidationError, start: int) -> ValidationError:
-    """The error of a piece as that of the whole list; ``start`` is where the piece begins."""
+    """Return the error of a piece, with ``start``, the piece's position in the list, added to its indices."""
     details: list[Any] = []
     for one in error.errors(include_url=False)[:10]:
         index, *rest = one["loc"]
@@ -278,5 +285,5 @@ def _moved(error: ValidationError, start: int) -> ValidationError:
     return ValidationError.from_exception_data(error.title, details)
 
 
-# For lists that may be long.
+# Annotation for lists that may be long.
 IN_PIECES = WrapValidator(_in_pieces)

@@ -1,4 +1,4 @@
-"""The server's end: requests under way finish, new ones are told to go elsewhere."""
+"""Shutdown of the server: requests in flight may finish, and new requests are rejected."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from metal_engine.server.workers import Weight, Workers
 
 logger = logging.getLogger(__name__)
 
-# After requests were cut: time for their last events to be written.
+# Seconds in which aborted requests can write their last events.
 _LAST_WRITES_SECONDS = 1.0
 
 
 class Lifecycle:
-    """Counts the requests that generate, and sees them off when the server stops. Belongs to the event loop.
+    """Counts POST requests, and drains them when the server stops. Must be used in the event loop's thread.
 
     Args:
-        cut_requests: ends every request, now and from now on, with a message.
+        cut_requests: function that ends every current and future request with a message.
 
     Attributes:
-        num_active: number of POST requests whose answer is not complete.
+        num_active: number of POST requests whose response is incomplete.
         num_begun: number of POST requests so far.
     """
 
@@ -37,13 +37,13 @@ class Lifecycle:
         self._idle.set()
         self.draining = False
         self.cut = False
-        # Called when the server is about to end: to end streams that are no request's.
+        # Functions to call when the server is about to end. They end streams that do not belong to a POST request.
         self.at_end: list[Callable[[], None]] = []
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests and wait for those under way; what is left at ``timeout`` is cut.
+        """Reject new requests and wait for those in flight. Abort the remaining requests after ``timeout`` seconds.
 
-        Grammars are not waited for: their requests have not begun.
+        Requests that wait for a grammar to be compiled have not begun. The server drops them at once.
         """
         self.draining = True
         self._workers.drop(Weight.COMPILING)
@@ -56,7 +56,7 @@ class Lifecycle:
         self._end()
 
     async def cut_all(self) -> None:
-        """End every request with an error, and give the errors a moment to be written."""
+        """End every request with an error, and wait a moment until the errors are written."""
         self.draining = self.cut = True
         self._cut_requests("the server is shutting down")
         self._end()
@@ -73,7 +73,7 @@ class Lifecycle:
         return self._idle.is_set()
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
-        """``app``, with its generating requests counted, and refused once the server is stopping."""
+        """Wrap ``app``: count its POST requests, and reject them once the server is stopping."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["method"] != "POST":
@@ -88,7 +88,7 @@ class Lifecycle:
             try:
                 await app(scope, receive, send)
             except asyncio.CancelledError:
-                # A client that reads too slowly for its last event; a traceback would tell nothing.
+                # A client that reads too slowly to get its last event. A traceback would not help.
                 if not self.cut:
                     raise
             finally:

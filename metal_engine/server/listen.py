@@ -1,4 +1,7 @@
-"""The socket a server listens on, taken before the model is loaded: a port in use is noticed at once."""
+"""Socket that the server listens on.
+
+Bound before the model is loaded, to detect a port in use at once.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from metal_engine.settings.args import ServerArgs
 
 @dataclass(frozen=True)
 class Listener:
-    """A bound socket, not listening yet.
+    """Bound socket that does not listen yet.
 
     Attributes:
         url: URL that clients use.
         limits: bounds on connections.
-        tls: uvicorn's options for TLS; none without TLS.
+        tls: options for TLS that uvicorn takes; empty without TLS.
     """
 
     socket: socket.socket
@@ -35,11 +38,11 @@ class Listener:
 
 @contextmanager
 def listen(args: ServerArgs) -> Iterator[Listener]:
-    """Bind what ``args`` ask for: ``--uds``, or ``--host`` and ``--port``.
+    """Bind the address in ``args``: ``--uds``, or ``--host`` and ``--port``.
 
     Raises:
-        ConfigError: the address is in use, forbidden or no address, the certificate cannot be used, or the process may
-            open too few files; the message names the flag.
+        ConfigError: the address is in use, forbidden or invalid, the certificate cannot be used, or the process may
+            open too few files. The message names the flag.
     """
     limits, tls = connection_limits(args), tls_options(args)
     scheme = "http" if args.ssl_certfile is None else "https"
@@ -51,7 +54,7 @@ def listen(args: ServerArgs) -> Iterator[Listener]:
         bound.close()
         if args.uds is not None and made is not None:
             with suppress(OSError):
-                # Something else may have been put there meanwhile: another server's socket.
+                # Another server may have created its socket at the same path in the meantime.
                 if os.path.samestat(os.lstat(args.uds), made):
                     os.unlink(args.uds)
 
@@ -60,7 +63,7 @@ def tls_options(args: ServerArgs) -> dict[str, Any]:
     """Return uvicorn's options for TLS; an empty dict without TLS.
 
     Raises:
-        ConfigError: the files cannot be read or used.
+        ConfigError: a certificate or key file cannot be read or used.
     """
     if args.ssl_certfile is None:
         return {}
@@ -97,12 +100,12 @@ def _bind_tcp(host: str, port: int, scheme: str) -> tuple[socket.socket, str]:
 
 def _bind_problem(error: OSError, host: str, port: int) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
-        problem = f"--port {port} is in use on {host}: stop what listens there, or choose another --port"
+        problem = f"--port {port} is in use on {host}: stop the process that listens there, or choose another --port"
         return ConfigError("--port", problem)
     if error.errno in (errno.EACCES, errno.EPERM):
         return ConfigError("--port", f"{port} may not be listened on: {error.strerror}; choose one above 1023")
     if error.errno == errno.EADDRNOTAVAIL:
-        return ConfigError("--host", f"{host} is no address of this machine")
+        return ConfigError("--host", f"{host} is not an address of this machine")
     return ConfigError("--port", f"cannot listen on --host {host} --port {port}: {error.strerror}")
 
 
@@ -118,7 +121,7 @@ def _bind_unix(path: str) -> tuple[socket.socket, str]:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket that a server left behind; one that answers stays, and so does anything else."""
+    """Remove the socket of a server that has ended. Keep a socket on which a server responds, and any other file."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return

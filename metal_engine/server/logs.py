@@ -1,4 +1,4 @@
-"""Logs that machines read: the id of the request on every line, one JSON object a line where asked for."""
+"""Log output with the request's id on every line, optionally with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import time
 from contextvars import ContextVar
 from typing import Any
 
-# What is known of the request that is being served: its id, and what the line about its end tells.
+# Facts about the request being served: its id, and the fields of the log line that is written at its end.
 current_request: ContextVar[dict[str, Any] | None] = ContextVar("current_request", default=None)
 
 
 def note(**facts: Any) -> None:
-    """Add to what the log will tell about the request that is being served."""
+    """Add fields to the log line that is written at the end of the current request."""
     request = current_request.get()
     if request is not None:
         request.update(facts)
 
 
 class RequestIdFilter(logging.Filter):
-    """Gives each record a ``request_id``: that of the request being served, or ``-``."""
+    """Gives each record a ``request_id``: the id of the request being served, or ``-``."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         request = current_request.get()
@@ -30,7 +30,7 @@ class RequestIdFilter(logging.Filter):
 
 
 class JSONFormatter(logging.Formatter):
-    """A record as one JSON object on one line; a record's ``facts`` become members of it."""
+    """Formats a record as one JSON object on one line. The record's ``facts`` become members of the object."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

@@ -1,4 +1,4 @@
-"""Loading and unloading LoRA adapters while the server runs: vLLM's routes."""
+"""Routes of vLLM that load and unload LoRA adapters while the server runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_PATH = 4096
 
 
 class LoadLoRABody(BaseModel):
-    """``POST /v1/load_lora_adapter``: ``lora_path`` is below --lora-dir."""
+    """``POST /v1/load_lora_adapter``. ``lora_path`` is a path below --lora-dir."""
 
     lora_name: str = Field(min_length=1, max_length=MAX_NAME)
     lora_path: str = Field(min_length=1, max_length=_MAX_PATH)
@@ -27,14 +27,14 @@ class LoadLoRABody(BaseModel):
 
 
 class UnloadLoRABody(BaseModel):
-    """``POST /v1/unload_lora_adapter``: ``lora_int_id`` has no effect."""
+    """``POST /v1/unload_lora_adapter``. ``lora_int_id`` has no effect."""
 
     lora_name: str = Field(min_length=1, max_length=MAX_NAME)
     lora_int_id: int | None = None
 
 
 def add_lora_routes(app: FastAPI, served: ServedModel, lora_dir: Path) -> None:
-    """Let clients load adapters of a folder."""
+    """Add routes with which clients load and unload adapters from ``lora_dir``."""
     one_at_a_time = asyncio.Lock()
 
     @app.post("/v1/load_lora_adapter", tags=["models"], response_class=PlainTextResponse)

@@ -1,8 +1,8 @@
-"""The wire format: OpenAI's request and response bodies, field for field.
+"""Wire format of the OpenAI API: request and response bodies, field for field.
 
-Types are strict (``"16"`` is no number, ``true`` no integer). What a field may hold beyond its type is
-checked where it is used; fields that are not declared here are kept, and
-:mod:`metal_engine.server.generation.parameters` judges them.
+Types are strict: ``"16"`` is not accepted as a number, and ``true`` is not accepted as an integer. Limits on a field's
+value beyond its type are checked where the value is used. Undeclared fields are kept, and
+:mod:`metal_engine.server.generation.parameters` decides about them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
-from typing_extensions import TypedDict  # typing's own, which pydantic takes from Python 3.12 on
+from typing_extensions import TypedDict  # typing's own TypedDict works with pydantic only from Python 3.12 on
 
 from metal_engine.server.json_parts import Placeholder
 from metal_engine.server.large_bodies import IN_PIECES
 from metal_engine.server.usage import Usage
 
 T = TypeVar("T")
-# One error for a list or an object, not one for each of its 100,000 elements.
+# Reports one error for a list or an object, instead of one for each of its 100,000 elements.
 LongList = Annotated[list[T], Field(fail_fast=True), IN_PIECES]
 LongDict = Annotated[dict[str, T], Field(fail_fast=True)]
 
 
 class RequestModel(BaseModel):
-    """What clients send: fields that are not declared are kept."""
+    """Base class of request bodies. Undeclared fields are kept."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -38,14 +38,14 @@ class StreamOptions(RequestModel):
 
 
 class KVTransferParams(RequestModel):
-    """What another engine has to do with the prompt's KV: compute it for this one, or wait for it from this one."""
+    """KV transfer with another engine, which has computed the prompt's KV or will use the KV computed here."""
 
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
 
 
 class GenerationBody(RequestModel):
-    """What completions and chat completions have in common. ``None`` always means the default."""
+    """Fields that completions and chat completions share. ``None`` always means the default."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -82,9 +82,9 @@ class GenerationBody(RequestModel):
     user: str | None = None
 
     prompt_field: ClassVar[str] = "prompt"
-    """Name of the field that has the prompt."""
+    """Name of the field that contains the prompt."""
     logprobs_field: ClassVar[str] = "logprobs"
-    """Name of the field that has the number of alternatives."""
+    """Name of the field that contains the number of alternatives."""
 
     @property
     def max_tokens_field(self) -> str:
@@ -93,17 +93,17 @@ class GenerationBody(RequestModel):
 
     @property
     def token_limit(self) -> int | None:
-        """Tokens to generate at most; None for as many as fit."""
+        """Maximum number of tokens to generate; None if only the context length limits it."""
         raise NotImplementedError
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives to each output token whose log probabilities are wanted; None for no log probabilities."""
+        """Number of alternatives to return for each output token; None for no log probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the prompt."""
+        """Number of alternatives to return for each prompt token; None for no log probabilities."""
         return self.prompt_logprobs
 
     @property
@@ -126,13 +126,13 @@ class CompletionBody(GenerationBody):
 
     @property
     def is_echo_only(self) -> bool:
-        """The prompt is wanted back, and nothing else."""
+        """True if the client wants only the prompt back."""
         return bool(self.echo) and self.max_tokens == 0
 
     @property
     def token_limit(self) -> int | None:
         if self.is_echo_only:
-            return 1  # the least that can be generated; it is not shown
+            return 1  # smallest possible output; it is not shown
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
@@ -189,7 +189,7 @@ class PredictionPart(RequestModel):
 
 
 class Prediction(RequestModel):
-    """A text that much of the answer is expected to be."""
+    """Text that the output is expected to contain for the most part (predicted outputs)."""
 
     type: Literal["content"]
     content: str | LongList[PredictionPart]
@@ -235,7 +235,7 @@ ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionLogprobs(BaseModel):
-    """One entry for each token; of the first token of a prompt nothing is known."""
+    """Parallel lists with one entry for each token. The first token of a prompt has no log probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -266,12 +266,12 @@ class PromptLogprob(BaseModel):
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
-_Placeholder = SkipJsonSchema[Placeholder]  # clients never see it
+_Placeholder = SkipJsonSchema[Placeholder]  # internal, so it stays out of the OpenAPI schema
 _TokenIds = Annotated[list[int] | _Placeholder | None, Field(exclude_if=lambda value: value is None)]
 
 
 class CompletionChoice(BaseModel):
-    """One prompt's text, or, in a stream, the next piece of it."""
+    """Output for one prompt. In a stream, the next piece of that output."""
 
     index: int
     text: str
@@ -284,13 +284,13 @@ class CompletionChoice(BaseModel):
 
 
 class KVTransferHandover(BaseModel):
-    """What the engine that is to go on with the prompt is told, as its request's ``kv_transfer_params``."""
+    """``kv_transfer_params`` for the request to the engine that continues with this prompt."""
 
     do_remote_prefill: Literal[True] = True
 
 
 class _Answer(BaseModel):
-    """What whole answers and chunks of them have in common."""
+    """Fields that full responses and stream chunks share."""
 
     id: str
     object: str
@@ -303,14 +303,14 @@ class _Answer(BaseModel):
 
 
 class Completion(_Answer):
-    """A whole completion, or, in a stream, one chunk of it (the two have the same shape)."""
+    """Full completion, or one chunk of a streamed completion. Both have the same shape."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
 
 
 class FunctionCall(BaseModel):
-    """``arguments`` are a JSON object, as text."""
+    """Function call. ``arguments`` is the text of a JSON object."""
 
     name: str
     arguments: str
@@ -323,7 +323,10 @@ class ToolCall(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """``reasoning_content`` is ``reasoning`` by its older name; both are left out if there is none."""
+    """Assistant message.
+
+    ``reasoning_content`` is the older name of ``reasoning``. Both are left out if there is none.
+    """
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -363,7 +366,7 @@ class ToolCallDelta(TypedDict, total=False):
 
 
 class Delta(TypedDict, total=False):
-    """What a chunk adds to the message: only fields that it adds to are there."""
+    """Additions of a chunk to the message. Fields without an addition are left out."""
 
     role: Literal["assistant"]
     content: str
@@ -395,6 +398,6 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error, whatever its cause."""
+    """Body of every error response."""
 
     error: ErrorDetail

@@ -1,4 +1,4 @@
-"""Running the application: readiness, signals, the engine's death, and the status the process ends with."""
+"""Runs the application: readiness, signals, a stopped engine, and the exit status of the process."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ from metal_engine.settings.args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-# Between the engine's death and the end of the process: requests are told, probes see /health turn red.
+# Seconds from the engine's death to the end of the process. Requests get an error, and /health reports it to probes.
 DEATH_GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.1
-# After the second signal, however stuck the event loop may be.
+# Seconds from the second signal to the end of the process, even if the event loop is stuck.
 _FORCED_EXIT_SECONDS = 2.0
-# What uvicorn waits for connections after their requests have been answered or cut.
+# Seconds that uvicorn waits for connections to close after their requests have ended.
 _CONNECTION_SECONDS = 2
 _ENGINE_STOP_SECONDS = 10.0
 
 
 class Server(uvicorn.Server):
-    """uvicorn, draining on the first signal, stopping at once on the second, and ending with its engine.
+    """uvicorn server that drains on the first signal, stops at once on the second, and ends when its engine dies.
 
     Args:
-        prepare: what is to be done before anybody is let in; what it raises ends the server.
-        shutdown_timeout: seconds that requests under way may take to finish when the server stops.
-        death_grace: seconds for which a server whose engine has died still answers.
+        prepare: work to do before the first connection is accepted. An exception from it ends the server.
+        shutdown_timeout: seconds that requests in flight may take to finish when the server stops.
+        death_grace: seconds for which the server still responds after its engine has died.
         log_stats_interval: seconds between log lines about the engine; 0 for none.
         limits: bounds on connections.
-        options: uvicorn's options: :attr:`Listener.tls`, and ``host`` and ``port`` if ``run`` is given no sockets.
+        options: options of uvicorn: :attr:`Listener.tls`, and ``host`` and ``port`` if ``run`` gets no sockets.
 
     Attributes:
-        connections: those that are open.
-        exit_status: what the process should end with.
+        connections: open connections.
+        exit_status: exit status for the process.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 timeout_keep_alive=limits.keep_alive_seconds,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=_CONNECTION_SECONDS,
-                log_config=None,  # the process has one logging set-up, the command line's
+                log_config=None,  # the command line configures logging for the process
                 access_log=False,
                 lifespan="off",
                 **options,
@@ -107,11 +107,11 @@ class Server(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The port listened on; differs from the one asked for if that was 0."""
+        """Port that the server listens on. Differs from the requested port if that was 0."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     async def startup(self, sockets: Any = None) -> None:
-        """Begin to accept connections, in place of uvicorn's own way, which takes any number of them."""
+        """Start to accept connections. Replaces uvicorn's own method, which does not limit their number."""
         if self._prepare is not None:
             await self._prepare()
         self._loop = asyncio.get_running_loop()
@@ -138,22 +138,22 @@ class Server(uvicorn.Server):
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
-        self._tasks.add(task)  # the loop itself holds tasks only weakly
+        self._tasks.add(task)  # the event loop holds only weak references to tasks
         task.add_done_callback(self._tasks.discard)
 
     # --- the end ---
 
     async def stop(self) -> None:
-        """Drain, then end."""
+        """Drain, then end the server."""
         await self._lifecycle.drain(self._shutdown_timeout)
         self.should_exit = True
 
     def close_workers(self) -> None:
-        """End the threads that work for requests, when it has ended."""
+        """Stop the worker threads, after the server has ended."""
         self._models.workers.close()
 
     async def stop_now(self) -> None:
-        """Cut what runs and end."""
+        """Abort all requests in flight, then end the server."""
         await self._lifecycle.cut_all()
         self.should_exit = self.force_exit = True
 
@@ -170,14 +170,14 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM are :meth:`stop` and then :meth:`stop_now`, not the end of the process."""
+        """Within this context, SIGINT and SIGTERM call :meth:`stop`, and then :meth:`stop_now`."""
         is_main = threading.current_thread() is threading.main_thread()
         with _handled_by(self._on_signal) if is_main else nullcontext():
             yield
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._num_signals += 1
-        if self._loop is None or self._num_signals > 2:  # not up yet, so there is nothing to drain; or told twice
+        if self._loop is None or self._num_signals > 2:  # not started, so there is nothing to drain; or third signal
             os._exit(128 + number)
         if self._num_signals == 1:
             self._loop.call_soon_threadsafe(self._spawn, self.stop())
@@ -191,7 +191,7 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM are a function's to handle; afterwards, whose they were before."""
+    """Within this context, ``handler`` handles SIGINT and SIGTERM. The previous handlers are restored at the end."""
     earlier = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -201,10 +201,12 @@ def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[No
 
 
 def quit_on_signals() -> AbstractContextManager[None]:
-    """SIGINT and SIGTERM end the process at once, with 128 + signal: for while a model loads.
+    """Within this context, SIGINT and SIGTERM end the process at once with status 128 + signal.
 
-    Python's own KeyboardInterrupt may be lost in a finalizer, and leaving in the usual way would tear MLX down under
-    the thread that loads.
+    Used while a model loads.
+
+    Python's own KeyboardInterrupt may be lost in a finalizer. A regular exit would tear down MLX while the loading
+    thread still uses it.
     """
 
     def quit_(number: int, _frame: FrameType | None) -> None:
@@ -222,13 +224,13 @@ def run_server(
     on_ready: Callable[[str], None],
     answer_format: AnswerFormat | None = None,
 ) -> int:
-    """Serve an engine that has been started, until a signal or its death; then shut it down.
+    """Serve a started engine until a signal arrives or the engine dies. Then shut the engine down.
 
     Returns:
-        The status to end the process with: 0, 1 if the engine died, 128 + signal after a second signal.
+        Exit status for the process: 0, 1 if the engine died, or 128 + signal after a second signal.
 
     Raises:
-        ConfigError: another process has begun to listen on the address.
+        ConfigError: another process has started to listen on the address.
     """
     app = create_app(engine, names, args, answer_format)
     models: Models = app.state.models
@@ -244,10 +246,10 @@ def run_registry(
     prepare: Callable[[], Awaitable[None]],
     discover: Discover | None,
 ) -> int:
-    """Serve several models until a signal; then shut them down. Returns and raises as :func:`run_server`.
+    """Serve several models until a signal arrives, then shut them down. Returns and raises as :func:`run_server`.
 
     Args:
-        prepare: loads what is to be loaded before anybody is let in.
+        prepare: coroutine function that loads the initial models before the first connection is accepted.
         discover: see :func:`app_of`.
     """
     models = MultiModel(registry, args, Workers())
@@ -276,7 +278,8 @@ def _server(
 
 
 def _run(server: Server, listener: Listener, shut_down: Callable[[float], bool]) -> int:
-    # What is loaded stays: the collector would look through it now and then, for 50 ms that no thread can interrupt.
+    # Everything loaded so far stays in memory. Without `freeze`, the garbage collector would scan it from time to time,
+    # holding the GIL for 50 ms.
     gc.collect()
     gc.freeze()
     try:
@@ -285,15 +288,15 @@ def _run(server: Server, listener: Listener, shut_down: Callable[[float], bool])
         shut_down(_ENGINE_STOP_SECONDS)
         problem = f"cannot listen on {listener.url}: {error.strerror}; choose another --port"
         raise ConfigError("--port", problem) from error
-    except (ConfigError, ModelLoadError):  # of what was to be prepared
+    except (ConfigError, ModelLoadError):  # raised by `prepare`
         server.close_workers()
         shut_down(_ENGINE_STOP_SECONDS)
         raise
     server.close_workers()
     stopped = shut_down(0.5 if server.force_exit else _ENGINE_STOP_SECONDS)
     if not stopped:
-        # Leaving in the usual way would tear MLX down under the thread that is still within a step.
-        logger.warning("the step under way has not ended; leaving it")
+        # A regular exit would tear down MLX while the engine thread is still in a step.
+        logger.warning("the step in flight has not finished; exiting without it")
         sys.stderr.flush()
         os._exit(server.exit_status)
     return server.exit_status

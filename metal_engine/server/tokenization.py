@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize``, ``/tokenizer_info``: vLLM's, for clients that count or cut before they ask."""
+"""vLLM's routes ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, for clients that count or truncate tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, LongList, RequestModel
 from metal_engine.server.workers import Weight
 
-# Tokens whose texts are asked for: each is a text of its own, or may be a hundred characters.
+# Maximum number of tokens whose texts a client may request. Each is a separate string and can have a hundred
+# characters.
 MAX_TEXTS = 1 << 18
 _AT_ONCE = 1 << 15
 
 
 class TokenizeBody(RequestModel):
-    """``POST /tokenize``: a ``prompt``, or ``messages`` with whatever else shapes a chat's prompt."""
+    """``POST /tokenize``: a ``prompt``, or ``messages`` with the other fields that affect the prompt of a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -35,7 +36,10 @@ class TokenizeBody(RequestModel):
 
 
 class Tokens(BaseModel):
-    """``token_strs`` are the vocabulary's own spellings, if they were asked for."""
+    """Response of ``/tokenize``.
+
+    ``token_strs`` contains the vocabulary's own spellings, if the client requested them.
+    """
 
     count: int
     max_model_len: int
@@ -60,9 +64,9 @@ class AddedToken(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """``GET /tokenizer_info``: as ``tokenizer_config.json`` has it, other special tokens too.
+    """``GET /tokenizer_info``: fields of ``tokenizer_config.json``, including additional special tokens.
 
-    ``added_tokens_decoder`` is by token id.
+    The keys of ``added_tokens_decoder`` are token ids.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -92,7 +96,7 @@ def add_tokenization_routes(app: FastAPI, models: Models) -> None:
     @app.get("/tokenizer_info", tags=["tokens"], response_model=TokenizerInfo)
     async def tokenizer_info(request: Request) -> Response:
         served = models.find_loaded(request.query_params.get("model"))
-        if served is None:  # a GET loads nothing: any web page can have a browser send it
+        if served is None:  # a GET must not load a model, because any web page can make a browser send one
             raise model_not_loaded()
         return Response(await served.workers.run(Weight.LIGHT, _info, served), media_type="application/json")
 
@@ -132,7 +136,7 @@ def _tokenized(served: ServedModel, body: TokenizeBody) -> bytes:
 
 
 def _array(values: Sequence[Any]) -> bytes:
-    """A JSON array, made in pieces of 3 ms."""
+    """Serialize a JSON array in pieces of 3 ms."""
     starts = range(0, len(values), _AT_ONCE)
     return array(to_json(values[start : start + _AT_ONCE]) for start in starts)
 

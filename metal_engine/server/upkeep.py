@@ -1,4 +1,4 @@
-"""Work that a server does now and then beside requests: it returns freed memory, and adapts the BLAS to the load."""
+"""Periodic work of the server: returns freed memory to the system, and adapts the number of BLAS threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request has used, in tokens: OpenAI's ``usage``."""
+"""Token counts of a request: OpenAI's ``usage``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 
 class PromptTokensDetails(BaseModel):
-    """``kv_store_tokens`` of the cached ones came from a KV store, the others were in the KV cache."""
+    """Cached prompt tokens. ``kv_store_tokens`` of them came from a KV store, the others from the KV cache."""
 
     cached_tokens: int = 0
     kv_store_tokens: int = 0
@@ -17,9 +17,9 @@ class CompletionTokensDetails(BaseModel):
 
 
 class PredictedTokensDetails(CompletionTokensDetails):
-    """For a request with a prediction: how many of its tokens were proposed and accepted, and proposed and rejected.
+    """Token counts of a request with a prediction: accepted and rejected tokens of the prediction.
 
-    Only the accepted ones are among ``completion_tokens``.
+    Only the accepted tokens are part of ``completion_tokens``.
     """
 
     accepted_prediction_tokens: int = 0

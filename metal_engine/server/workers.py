@@ -1,4 +1,7 @@
-"""Threads for what would hold up the event loop: reading large bodies, rendering and tokenizing prompts, compiling."""
+"""Threads for work that would block the event loop.
+
+Examples are reading large bodies, rendering and tokenizing prompts, and compiling grammars.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,16 @@ from metal_engine.server.large_bodies import ALWAYS_SMALL_BYTES
 
 T = TypeVar("T")
 
-# Bytes from which work on a text takes long: a tokenizer needs 0.1 s for so many.
+# Minimum size of a text for heavy work. A tokenizer takes 0.1 s for this size.
 HEAVY_BYTES = 1 << 18
 
 
 class Weight(enum.Enum):
-    """Which threads do a piece of work, so that quick work never queues behind slow work; and how many there are.
+    """Kind of work. Each kind has its own threads, so that quick work never queues behind slow work.
 
-    Threads that run Python take turns of 5 ms with the event loop, so few are heavy. Compiling waits for processes, and
-    who asks for a grammar that is known must not wait for those who ask for others.
+    The second part of a value is the number of threads. Threads that run Python code alternate with the event loop
+    every 5 ms, so only few are for heavy work. Compiling waits for other processes. Its many threads allow a
+    request for a known grammar to run beside slow ones.
     """
 
     LIGHT = ("light", 4)
@@ -33,15 +37,15 @@ class Weight(enum.Enum):
 
     @classmethod
     def of(cls, num_bytes: int) -> Weight:
-        """Of work on a text or a body of so many bytes."""
+        """Return the weight of work on a text or a body of ``num_bytes`` bytes."""
         return cls.HEAVY if num_bytes >= HEAVY_BYTES else cls.LIGHT
 
 
 class Workers:
-    """Runs work in threads, and drops work whose client has disconnected. Belongs to the event loop.
+    """Runs work in threads and drops work whose client has disconnected. Must be used in the event loop's thread.
 
     Attributes:
-        num_heavy: number of pieces of heavy work so far.
+        num_heavy: number of heavy pieces of work so far.
     """
 
     def __init__(self) -> None:
@@ -59,8 +63,11 @@ class Workers:
         return any(weight is Weight.HEAVY for weight, _ in self._in_flight.values())
 
     async def run(self, weight: Weight, work: Callable[..., T], *args: object) -> T:
-        """Returns ``work(*args)``. Cancelling takes it out of the queue, or makes
-        :func:`metal_engine.cancellation.is_cancelled` true within it."""
+        """Return ``work(*args)``, computed in a thread of its weight.
+
+        Cancelling this coroutine removes queued work from the queue. In running work, it makes
+        :func:`metal_engine.cancellation.is_cancelled` return True.
+        """
         if weight in self._dropped:
             raise shutting_down()
         left = threading.Event()
@@ -74,7 +81,7 @@ class Workers:
         except Cancelled as cancelled:  # dropped
             raise shutting_down() from cancelled
         except asyncio.CancelledError as cancelled:
-            if left.is_set():  # dropped, before it began
+            if left.is_set():  # dropped before it began
                 raise shutting_down() from cancelled
             left.set()
             future.cancel()
@@ -83,7 +90,10 @@ class Workers:
             del self._in_flight[left]
 
     def drop(self, weight: Weight) -> None:
-        """End work of a kind, from now on: who waits for it is told that the server shuts down."""
+        """Cancel work of a kind and reject it from now on.
+
+        Its callers get the error that the server is shutting down.
+        """
         self._dropped.add(weight)
         for left, (kind, future) in list(self._in_flight.items()):
             if kind is weight:
@@ -91,11 +101,13 @@ class Workers:
                 future.cancel()
 
     async def run_if_large(self, num_bytes: int, work: Callable[..., T], *args: object) -> T:
-        """Returns ``work(*args)``, which takes 10 ms at most for ``ALWAYS_SMALL_BYTES``: in a thread for more."""
+        """Return ``work(*args)``. Runs in a thread for more than ``ALWAYS_SMALL_BYTES``: up to that, work takes at most
+        10 ms.
+        """
         return work(*args) if num_bytes <= ALWAYS_SMALL_BYTES else await self.run(Weight.of(num_bytes), work, *args)
 
     def close(self) -> None:
-        """Drop everything: what is queued, and what is under way as soon as it notices."""
+        """Drop all work: queued work at once, and running work as soon as it checks for cancellation."""
         for weight in Weight:
             self.drop(weight)
         for pool in self._pools.values():

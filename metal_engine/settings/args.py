@@ -1,6 +1,6 @@
-"""What the user asked for, in the command, the environment or a file: one field a setting.
+"""Settings from the command line, the environment or a file, with one field for each setting.
 
-None stands for "auto"; :mod:`metal_engine.settings.resolve` settles what that comes to.
+None stands for "auto". :mod:`metal_engine.settings.resolve` replaces it by a value.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
-# The runner keeps an entry for each sequence; this is far beyond what a device computes at once.
+# Maximum of --max-num-seqs. The runner keeps an entry for each sequence. Devices compute far fewer at once.
 MAX_NUM_SEQS = 65_536
 
 GIB = 1 << 30
 
-# Among the names that a model is served by: every other name.
+# In --served-model-name: every other name.
 ANY_NAME = "*"
-# Headings in `--help` and in docs/cli.md, below which the settings stand.
+# Headings of groups of settings in `--help` and in docs/cli.md.
 MODEL, MEMORY = attention_args.MODEL, memory_args.MEMORY
 SCHEDULING, KV_TRANSFER = step_args.SCHEDULING, "KV transfer"
 SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "Answers", "Logging"
@@ -37,9 +37,9 @@ SERVER, SECURITY, LIMITS, ANSWERS, LOGGING = "Server", "Security", "Limits", "An
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs(LoRAArgs, rank_args.RankArgs):
-    """Settings as the user gave them; ``None`` means "auto".
+    """Settings of the engine as the user gave them. ``None`` means "auto".
 
-    Field names are the command-line flags with underscores, and mean what they mean in vLLM.
+    Field names are the command-line flags with underscores, with the same meaning as in vLLM.
     """
 
     model: str
@@ -55,10 +55,10 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     download_dir: str | None = setting(
         None, "Folder for downloaded repositories. Default: the hub's cache.", group=MODEL, listing=HELP_ALL
     )
-    trust_remote_code: bool = setting(False, "Run code that the model's repository brings along.", group=MODEL)
+    trust_remote_code: bool = setting(False, "Run Python code from the model's repository.", group=MODEL)
     generation_config: str = setting(
         "auto",
-        "Where sampling defaults come from: auto (the model's own generation_config.json), vllm (no file), or a folder "
+        "Source of the sampling defaults: auto (the model's own generation_config.json), vllm (no file), or a folder "
         "with such a file.",
         group=MODEL,
         listing=HELP_ALL,
@@ -68,55 +68,56 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     )
     allow_special_tokens_in_content: bool = setting(
         False,
-        "Read <|im_end|> and the like in a message as control tokens. Else they are text: nobody can forge a turn.",
+        "Read <|im_end|> and other special tokens in a message as control tokens. Otherwise they are plain text, so "
+        "that message content cannot forge a chat turn.",
         group=MODEL,
         listing=FILE,
     )
     dtype: str = setting(
         "auto",
-        "Type of the weights: auto (as stored; float32 on a CPU), float32, float16 or bfloat16.",
+        "Data type of the weights: auto (as stored; float32 on a CPU), float32, float16 or bfloat16.",
         group=MODEL,
         choices=DTYPES,
     )
     seed: int = setting(0, "Seed for requests that do not set one.", group=MODEL, listing=HELP_ALL, ge=0, lt=2**64)
     max_model_len: int | None = setting(
         None,
-        "Longest request in tokens, prompt and output together. Default: what the model was trained for, "
-        "or what the KV cache holds if that is less.",
+        "Maximum length of a request in tokens, prompt and output together. Default: the model's context length, or "
+        "the capacity of the KV cache if that is less.",
         group=MEMORY,
         kind="count",
         ge=1,
     )
     max_num_seqs: int | None = setting(
         None,
-        "Most requests that run at once. Default: 256 on Metal, 64 on a CPU, or as many recurrent states as fit into a "
-        "third of the pool's memory; never more than tokens per step.",
+        "Maximum number of requests that run at once. Default: 256 on Metal, 64 on a CPU, or fewer if their recurrent "
+        "states would take more than a third of the pool's memory; at most the tokens per step.",
         group=SCHEDULING,
         ge=1,
         le=MAX_NUM_SEQS,
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        "Most tokens that one step computes. Default: 2,048 on Metal, about a second's work on a CPU.",
+        "Maximum number of tokens that one step computes. Default: 2,048 on Metal, about one second of work on a CPU.",
         group=SCHEDULING,
         kind="count",
         ge=1,
     )
-    block_size: int = setting(16, "Tokens in a block of the KV cache.", group=MEMORY, listing=HELP_ALL, ge=1)
+    block_size: int = setting(16, "Number of tokens in a block of the KV cache.", group=MEMORY, listing=HELP_ALL, ge=1)
     num_gpu_blocks_override: int | None = setting(
         None, "Size of the KV cache in blocks, instead of in bytes.", group=MEMORY, listing=HELP_ALL, ge=1
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "Size of the KV cache, recurrent states included, as in 2GiB. Default: what --gpu-memory-utilization leaves "
-        "on Metal; on a CPU 2 GiB, at most a quarter of the free memory.",
+        "Size of the KV cache including recurrent states, as in 2GiB. Default: on Metal, the remaining memory within "
+        "--gpu-memory-utilization; on a CPU, 2 GiB but at most a quarter of the free memory.",
         group=MEMORY,
         kind="size",
         ge=1,
     )
     gpu_memory_utilization: float = setting(
         0.9,
-        "Share of the device's memory that weights, KV cache and activations may take together (Metal).",
+        "Fraction of the device's memory for weights, KV cache and activations together (Metal).",
         group=MEMORY,
         gt=0,
         le=1,
@@ -126,22 +127,21 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     attention_tuning: str = attention_args.ATTENTION_TUNING
     kv_cache_dtype: str = setting(
         "auto",
-        "Type in which K and V are kept: auto (as the model computes them), int8 or int4 with a scale and a bias for "
-        "each 64 numbers: 1.9 and 3.6 times the tokens of 16 bits in the same memory (see docs/quantized-kv.md).",
+        "Data type of the KV cache: auto (as the model computes K and V), int8 or int4. Quantized caches have a scale "
+        "and a bias for each 64 elements, and hold 1.9 or 3.6 times the tokens of 16 bits (see "
+        "docs/tuning.md).",
         group=MEMORY,
         choices=KV_CACHE_DTYPES,
     )
-    enable_prefix_caching: bool = setting(
-        True, "Compute a beginning that several requests share only once.", group=MEMORY
-    )
+    enable_prefix_caching: bool = setting(True, "Compute a prefix that several requests share only once.", group=MEMORY)
     kv_cache_dir: str | None = setting(
         None,
-        "Directory that keeps the KV cache across restarts, so that a prompt seen before is not computed again.",
+        "Directory in which the KV cache survives restarts, so that the KV of a known prompt is not computed again.",
         group=KV_TRANSFER,
     )
     kv_cache_dir_size: int = setting(
         20 * GIB,
-        "Largest size of that directory. What was used longest ago is removed first.",
+        "Maximum size of --kv-cache-dir. The least recently used data is removed first.",
         group=KV_TRANSFER,
         listing=HELP_ALL,
         kind="size",
@@ -149,8 +149,8 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     )
     kv_transfer_config: str | None = setting(
         None,
-        "Where KV is loaded from and saved to, as JSON: kv_connector, kv_role, kv_connector_extra_config, "
-        "kv_load_failure_policy (see docs/kv-transfer.md).",
+        "Connector that loads and saves KV, as JSON: kv_connector, kv_role, kv_connector_extra_config, "
+        "kv_load_failure_policy (see docs/several-macs.md).",
         group=KV_TRANSFER,
         listing=HELP_ALL,
     )
@@ -162,32 +162,32 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     pipeline_parallel_size: int = rank_args.PIPELINE_PARALLEL_SIZE
     distributed_timeout_seconds: float = rank_args.DISTRIBUTED_TIMEOUT_SECONDS
     max_num_partial_prefills: int = setting(
-        4, "Most prompts that are computed side by side.", group=SCHEDULING, listing=HELP_ALL, ge=1
+        4, "Maximum number of prompts in concurrent prefill.", group=SCHEDULING, listing=HELP_ALL, ge=1
     )
     max_long_partial_prefills: int = setting(
-        1, "Most long prompts among those computed side by side.", group=SCHEDULING, listing=HELP_ALL, ge=1
+        1, "Maximum number of long prompts in concurrent prefill.", group=SCHEDULING, listing=HELP_ALL, ge=1
     )
     long_prefill_token_threshold: int = setting(
         0,
-        "A prompt is long if it has more tokens than this left to compute. 0 means as many as a step has.",
+        "A prompt is long if more tokens than this are left to compute. 0 means the number of tokens per step.",
         group=SCHEDULING,
         listing=HELP_ALL,
         ge=0,
     )
     page_aligned_scheduling: bool = setting(
-        False, "Cut long prompts at the ends of blocks only.", group=SCHEDULING, listing=HELP_ALL
+        False, "Split long prompts only at the ends of blocks.", group=SCHEDULING, listing=HELP_ALL
     )
     scheduling_policy: str = setting(
         "fcfs",
-        "Who goes first: fcfs (who came first), or priority (the request's own, lower first).",
+        "Order of requests: fcfs (by arrival), or priority (by the request's priority, lower values first).",
         group=SCHEDULING,
         listing=HELP_ALL,
         choices=SCHEDULING_POLICIES,
     )
     max_attention_work: int | None = setting(
         None,
-        "Most attention work in a step, counted in pairs of a token and a token that it sees. "
-        "Default: about a second's work.",
+        "Maximum attention work in a step, counted in pairs of a query token and a key token that it attends to. "
+        "Default: about one second of work.",
         group=SCHEDULING,
         listing=FILE,
         ge=1,
@@ -196,15 +196,15 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     replay_decodes: str = step_args.REPLAY_DECODES
     speculative_config: str | None = setting(
         None,
-        "How to propose tokens ahead of the model, as JSON: method (ngram or draft_model), num_speculative_tokens; "
-        "prompt_lookup_max, prompt_lookup_min; model, revision (see docs/speculation.md). Answers stay the same.",
+        "Speculative decoding, as JSON: method (ngram or draft_model), num_speculative_tokens; prompt_lookup_max, "
+        "prompt_lookup_min; model, revision (see docs/tuning.md). Outputs do not change.",
         group=SCHEDULING,
         kind="json",
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.speculative_config, dict):  # as vLLM's LLM takes it
+        if isinstance(self.speculative_config, dict):  # format of vLLM's LLM
             object.__setattr__(self, "speculative_config", json.dumps(self.speculative_config))
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
@@ -215,49 +215,51 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs(SettingsBase):
-    """Settings of ``metal-engine serve`` beside the engine's."""
+    """Settings of ``metal-engine serve`` in addition to the engine's."""
 
-    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all.", group=SERVER)
-    port: int = setting(8000, "Port to listen on; 0 takes any free one.", group=SERVER, ge=0, le=65535)
+    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 stands for all addresses.", group=SERVER)
+    port: int = setting(8000, "Port to listen on; 0 selects a free port.", group=SERVER, ge=0, le=65535)
     uds: str | None = setting(
         None, "Unix domain socket to listen on instead of --host and --port.", group=SERVER, listing=HELP_ALL
     )
     served_model_name: tuple[str, ...] = setting(
         (),
-        "Name of the model in the API, instead of MODEL; * takes any name. Several: behind MODEL, or by repeating the "
-        "flag; answers carry the first.",
+        "Name of the model in the API, instead of MODEL; * stands for any name. Give several names after the flag, "
+        "behind MODEL, or repeat the flag. Responses contain the first name.",
         group=SERVER,
     )
     api_key: tuple[str, ...] = setting(
         (),
-        "Key that clients must send, as `Authorization: Bearer KEY` or `x-api-key: KEY`; /health and /ready stay open. "
-        "Repeat the flag for several. Others can read a command line: METAL_ENGINE_API_KEY is safer.",
+        "Key that clients must send, as `Authorization: Bearer KEY` or `x-api-key: KEY`; /health and /ready need no "
+        "key. Repeat the flag for several keys. Other users can see the command line, so METAL_ENGINE_API_KEY is "
+        "safer.",
         group=SECURITY,
         secret=True,
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
-        "Origins whose web pages may call the server (CORS), as in https://chat.example; * allows all. Repeat the flag "
-        "for several.",
+        "Origins whose web pages may call the server (CORS), as in https://chat.example; * allows all. Repeat the "
+        "flag for several origins.",
         group=SECURITY,
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
-        "Host names under which clients may call a server that has no key. Addresses, localhost, --host and the "
-        "machine's own name are always allowed; * allows any. Repeat the flag for several.",
+        "Host names under which clients may call a server without a key. Addresses, localhost, --host and the "
+        "machine's own name are always allowed; * allows any. Repeat the flag for several names.",
         group=SECURITY,
     )
     max_connections: int = setting(
         0,
-        "Most connections at once. Then a new one takes the place of one that waits for its client, or is refused "
-        "(/health and /ready have a few of their own). 0 means 4,096, or what the limit of open files leaves.",
+        "Maximum number of connections. Beyond it, a new connection replaces one that waits for its client, or is "
+        "rejected (/health and /ready have a few extra connections). 0 means 4,096, or fewer if the limit of open "
+        "files is low.",
         group=LIMITS,
         listing=FILE,
         ge=0,
     )
     timeout_read: float = setting(
         15.0,
-        "Seconds that a client may take to send a request's headers, or to go on with its body.",
+        "Seconds within which a client must send a request's headers, or the next part of its body.",
         group=LIMITS,
         listing=FILE,
         gt=0,
@@ -265,34 +267,34 @@ class ServerArgs(SettingsBase):
     )
     timeout_write: float = setting(
         60.0,
-        "Seconds that an answer waits for a client that does not read it.",
+        "Seconds after which the response to a client that does not read is dropped.",
         group=LIMITS,
         listing=FILE,
         gt=0,
         lt=inf,
     )
     timeout_keep_alive: float = setting(
-        5.0, "Seconds that a connection stays open between requests.", group=LIMITS, listing=FILE, gt=0, lt=inf
+        5.0, "Seconds after which an idle connection is closed.", group=LIMITS, listing=FILE, gt=0, lt=inf
     )
     max_num_queued_reqs: int = setting(
         2048,
-        "Most requests that may wait; further ones get 503 with Retry-After. One with many prompts is handed over "
-        "little by little, and counts as twice --max-num-seqs at most. 0 means no limit.",
+        "Maximum number of waiting requests; further requests get 503 with Retry-After. A request with many prompts "
+        "is submitted in portions, and counts as at most twice --max-num-seqs. 0 means no limit.",
         group=LIMITS,
         listing=HELP_ALL,
         ge=0,
     )
     max_num_queued_tokens: int = setting(
         0,
-        "Most prompt tokens of requests that have no output yet; further requests get 503 with Retry-After. "
-        "0 means no limit.",
+        "Maximum number of prompt tokens of requests without output; further requests get 503 with Retry-After. 0 "
+        "means no limit.",
         group=LIMITS,
         listing=FILE,
         ge=0,
     )
     request_timeout: float = setting(
         0.0,
-        "Seconds after which a request ends with an error (504). 0 means never.",
+        "Seconds after which a request ends with an error (504). 0 means no limit.",
         group=LIMITS,
         listing=HELP_ALL,
         ge=0,
@@ -305,16 +307,16 @@ class ServerArgs(SettingsBase):
     ssl_certfile: str | None = setting(None, "Certificate (PEM) to serve TLS with.", group=SECURITY, listing=HELP_ALL)
     ssl_ca_certs: str | None = setting(
         None,
-        "Certificate authorities (PEM). Clients must show a certificate from one of them.",
+        "Certificate authorities (PEM). Clients must present a certificate from one of them.",
         group=SECURITY,
         listing=FILE,
     )
     max_body_size: int = setting(
-        16 << 20, "Largest request body, as in 16MiB.", group=LIMITS, listing=HELP_ALL, kind="size", ge=1
+        16 << 20, "Maximum size of a request body, as in 16MiB.", group=LIMITS, listing=HELP_ALL, kind="size", ge=1
     )
     shutdown_timeout: float = setting(
         30.0,
-        "Seconds that running requests get to finish after SIGTERM or SIGINT.",
+        "Seconds within which running requests may finish after SIGTERM or SIGINT.",
         group=SERVER,
         listing=HELP_ALL,
         ge=0,
@@ -322,38 +324,36 @@ class ServerArgs(SettingsBase):
     )
     lora_dir: str | None = setting(
         None,
-        "Folder whose adapters clients may load and unload while the server runs (/v1/load_lora_adapter), with "
-        "--enable-lora. Default: they may not.",
+        "Folder with LoRA adapters that clients may load and unload while the server runs (/v1/load_lora_adapter). "
+        "Requires --enable-lora. Default: clients may not load adapters.",
         group=LORA,
         listing=HELP_ALL,
     )
     strict_params: bool = setting(
         False,
-        "Refuse requests with unknown parameters instead of ignoring those parameters.",
+        "Reject requests with unknown parameters instead of ignoring those parameters.",
         group=ANSWERS,
         listing=HELP_ALL,
     )
     enable_auto_tool_choice: bool = setting(
-        True,
-        "Let the model decide by itself whether to call a tool (tool_choice auto).",
-        group=ANSWERS,
-        listing=HELP_ALL,
+        True, "Let the model decide whether to call a tool (tool_choice auto).", group=ANSWERS, listing=HELP_ALL
     )
     tool_call_parser: str = setting(
         "auto",
-        "Format in which the model writes tool calls: auto (what its tokenizer says), none, or a name.",
+        "Format in which the model writes tool calls: auto (detected from its tokenizer), none, or a name.",
         group=ANSWERS,
         choices=TOOL_PARSER_CHOICES,
     )
     reasoning_parser: str = setting(
         "auto",
-        "Format in which the model writes its reasoning: auto (what its tokenizer says), none, or a name.",
+        "Format in which the model writes its reasoning: auto (detected from its tokenizer), none, or a name.",
         group=ANSWERS,
         choices=REASONING_PARSER_CHOICES,
     )
     sse_keep_alive: float = setting(
         15.0,
-        "Seconds of silence after which a stream gets a comment, so that nobody cuts it. 0 means never.",
+        "Interval in seconds of comments in a stream without events, so that proxies keep the connection open. 0 "
+        "means never.",
         group=ANSWERS,
         listing=FILE,
         ge=0,
@@ -361,17 +361,17 @@ class ServerArgs(SettingsBase):
     )
     max_stored_responses: int = setting(
         1000,
-        "Most responses of /v1/responses kept in memory for previous_response_id. 0 keeps none.",
+        "Maximum number of responses of /v1/responses in memory for previous_response_id. 0 stores no responses.",
         group=ANSWERS,
         listing=FILE,
         ge=0,
     )
     log_level: str = setting(
-        "info", "Least severe messages to log: debug, info, warning or error.", group=LOGGING, choices=LOG_LEVELS
+        "info", "Minimum severity of log messages: debug, info, warning or error.", group=LOGGING, choices=LOG_LEVELS
     )
     log_format: str = setting(
         "text",
-        "Form of log lines: text, or json (one object a line).",
+        "Format of log lines: text, or json (one object per line).",
         group=LOGGING,
         listing=HELP_ALL,
         choices=LOG_FORMATS,
@@ -388,7 +388,7 @@ class ServerArgs(SettingsBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ConfigError("--ssl-certfile", "and --ssl-keyfile need each other")
+            raise ConfigError("--ssl-certfile", "and --ssl-keyfile must be set together")
         if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_keyfile_password) is not None:
             raise ConfigError("ssl-ca-certs", "and ssl-keyfile-password need --ssl-certfile")
         if isinstance(self.api_key, str):

@@ -1,4 +1,4 @@
-"""Settings of what computes attention."""
+"""Settings of the attention backend and its tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of ``metal-engine chat`` beside the engine's."""
+"""Settings of ``metal-engine chat`` in addition to the engine's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ API_KEY_HELP = "Key of the server. The variable METAL_ENGINE_API_KEY is safer th
 
 @dataclass(frozen=True, kw_only=True)
 class ChatArgs(SettingsBase):
-    """Settings of ``metal-engine chat`` beside the engine's."""
+    """Settings of ``metal-engine chat`` in addition to the engine's."""
 
     host: str = setting(ServerArgs.host, HOST_HELP)
     port: int = setting(ServerArgs.port, PORT_HELP, ge=0, le=65535)
@@ -36,12 +36,14 @@ class ChatArgs(SettingsBase):
     )
     top_p: float | None = setting(
         None,
-        "Sample from the most likely tokens whose probability reaches this together. Default: the model's "
-        "recommendation, or 0.95 if the model has no recommended sampling. A server uses its own default.",
+        "Sample from the most likely tokens with this total probability. Default: the model's recommendation, or 0.95 "
+        "if the model has no recommended sampling. A server uses its own default.",
     )
-    max_tokens: int | None = setting(None, "Longest answer in tokens. Default: as many as fit.", kind="count")
+    max_tokens: int | None = setting(
+        None, "Maximum length of an answer in tokens. Default: as many as fit.", kind="count"
+    )
     log_level: str = setting(
-        "warning", "Least severe messages to log: debug, info, warning or error.", choices=LOG_LEVELS
+        "warning", "Minimum severity of log messages: debug, info, warning or error.", choices=LOG_LEVELS
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the engine runs with: plain data, nothing "auto" any more. :mod:`metal_engine.settings.resolve` makes it."""
+"""Resolved configuration of the engine: plain data, without "auto". :mod:`metal_engine.settings.resolve` creates it."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from dataclasses import dataclass, field
 
 from metal_engine.settings.args import GIB
 
-# Left free on a GPU beside what was measured: for the allocator's rounding up, and attention over longer contexts.
+# Memory that stays free on a GPU for allocator rounding and for attention over longer contexts than measured.
 MARGIN_BYTES = GIB // 4
-# What :attr:`EngineConfig.replay` is where decode steps are replayed.
+# Value of :attr:`EngineConfig.replay` if decode steps are replayed.
 REPLAYS = "on"
-# Why a model's decode steps are not.
+# Reason why a model's decode steps are not replayed.
 NO_REPLAY_WITHOUT_KERNEL = "the kernel does not compute all of its attention"
-# Recurrent states of a request that a step has at hand beside its slots: what it goes on from, what it leaves, and a
-# copy on the way to another order of the requests.
+# Number of recurrent states that a step holds for each request, in addition to its slots: the initial state, the final
+# state, and a copy for reordering requests.
 IN_FLIGHT_STATES = 3
-# And with drafts: what was before them, on its way to its slot; what rejected ones have left; and, where verifications
-# are replayed, what each request leaves by itself before a trace gives it back as one array.
+# Additional states with drafts: the state before the drafts, on its way to its slot; the state after rejected drafts;
+# and, if verifications are replayed, each request's output state before a trace returns all of them as one array.
 IN_FLIGHT_STATES_OF_DRAFTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolerConfig:
-    """How a checkpoint wants its hidden states to be pooled; by default as vLLM pools those of a chat model.
+    """Pooling of hidden states as the checkpoint demands it. The default is vLLM's pooling for chat models.
 
     Attributes:
         pooling_type: ``LAST``, ``MEAN`` or ``CLS`` (:class:`metal_engine.pooling_params.PoolingParams`).
-        normalize: whether vectors are scaled to length 1.
-        is_embedder: whether the checkpoint says that it is an embedding model.
-        matryoshka_dimensions: the only lengths that vectors may be cut to, beside their own; none: any.
-        problem: why vectors of this checkpoint cannot be computed here; None if they can be.
+        normalize: True if vectors are scaled to length 1.
+        is_embedder: True if the checkpoint declares itself an embedding model.
+        matryoshka_dimensions: allowed lengths of truncated vectors. An empty tuple allows any length.
+        problem: reason why vectors of this checkpoint are not supported; None for no problem.
     """
 
     pooling_type: str = "LAST"
@@ -41,10 +41,10 @@ class PoolerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RerankerConfig:
-    """How a checkpoint scores a document: the logits of two tokens after a prompt that asks whether it answers a query.
+    """Scoring of a document by a reranker: the logits of two tokens after a prompt about a query and the document.
 
-    The prompt is ``prefix``, then ``pair`` with ``{instruction}``, ``{query}`` and ``{document}`` in it, then
-    ``suffix``; each is tokenized by itself. Token ids are those of the answers yes and no.
+    The prompt consists of ``prefix``, of ``pair`` with ``{instruction}``, ``{query}`` and ``{document}`` filled in, and
+    of ``suffix``. Each part is tokenized separately. The two token ids stand for the answers yes and no.
     """
 
     true_token_id: int
@@ -59,17 +59,20 @@ class RerankerConfig:
 class ModelInfo:
     """Facts about a loaded model that the control plane needs.
 
-    ``kv_bytes_per_token`` counts K and V over all layers, in bytes; ``state_bytes_per_request`` recurrent states, which
-    are of one size however long a request is. ``layer_width`` counts the numbers that the widest module of a layer
-    makes of a token, experts together. ``kv_dtype`` says in what K and V are kept, as ``bfloat16`` or ``int8``;
-    ``unquantized_kv_bytes_per_token`` what they would take if they were not quantized, None if they are not.
-    ``max_position_embeddings`` is the context length the checkpoint was trained for, in tokens, if it says.
-    ``vocab_size`` is the number of rows of the LM head.
-    ``num_heads`` counts the query heads of a layer.
-    ``default_sampling`` has the sampling parameters that the checkpoint recommends, for requests that give none.
-    ``hidden_size`` is the length of a hidden state, 0 if the configuration does not say. ``reranker`` is None for
-    models that are none. ``can_generate`` is false for checkpoints without an LM head. ``adapter_bytes`` is the memory
-    of all adapters that there may be at once.
+    Attributes:
+        vocab_size: number of rows of the LM head.
+        kv_bytes_per_token: size of K and V of a token over all layers, in bytes.
+        kv_dtype: type in which K and V are stored, such as ``bfloat16`` or ``int8``.
+        unquantized_kv_bytes_per_token: size of K and V without quantization, in bytes; None if they are not quantized.
+        state_bytes_per_request: size of a request's recurrent states in bytes, independent of its length.
+        max_position_embeddings: context length for which the checkpoint was trained, in tokens, if known.
+        num_heads: number of query heads of a layer.
+        default_sampling: recommended sampling parameters of the checkpoint, for requests without parameters.
+        hidden_size: length of a hidden state; 0 if the configuration does not contain it.
+        layer_width: number of elements that the widest module of a layer computes for a token, summed over experts.
+        reranker: configuration of a reranker; None for other models.
+        can_generate: False for checkpoints without an LM head.
+        adapter_bytes: memory for the maximum number of LoRA adapters, in bytes.
     """
 
     name: str
@@ -97,10 +100,11 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """Facts about the device, in bytes where they are sizes.
+    """Facts about the device. Sizes are in bytes.
 
-    ``memory_bytes`` is what a process may use: the recommended working set on Metal, available RAM on a CPU.
-    ``compute`` names what does the matrix products (a GPU, or a BLAS library).
+    Attributes:
+        compute: name of the GPU or BLAS library that computes matrix products.
+        memory_bytes: memory that a process may use: the recommended working set on Metal, available RAM on a CPU.
     """
 
     kind: str  # "metal" | "cpu"
@@ -111,17 +115,17 @@ class DeviceInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are proposed. Names and meanings are vLLM's.
+    """Settings of speculation. Names and meanings are vLLM's.
 
     Attributes:
-        method: ``ngram``: what followed the last tokens where they stood before, in the prompt or the output.
-            ``draft_model``: what a smaller model says.
-        num_speculative_tokens: drafts of a request in a step, at most.
-        prompt_lookup_max: last tokens that are compared.
-        prompt_lookup_min: of them, those that must agree.
-        model: the draft model.
-        revision: of it, on the hub.
-        max_draft_len: tokens of a request, drafts among them, that the draft model was trained for; None: any.
+        method: ``ngram`` proposes the tokens that followed an earlier occurrence of the last tokens, in the prompt or
+            output. ``draft_model`` proposes the tokens of a smaller model.
+        num_speculative_tokens: maximum number of drafts of a request in a step.
+        prompt_lookup_max: maximum number of last tokens to compare.
+        prompt_lookup_min: minimum number of last tokens that must match.
+        model: name of the draft model.
+        revision: revision of the draft model on the hub.
+        max_draft_len: context length of the draft model in tokens, including drafts; None for no limit.
     """
 
     method: str
@@ -133,15 +137,16 @@ class SpeculativeConfig:
     max_draft_len: int | None = None
 
 
-# Rows that sample in a step of few requests with drafts: the logits of one are as large as the vocabulary.
+# Maximum number of sampling rows in a step with drafts and few requests. Each row has a logit for every token of
+# the vocabulary.
 _MAX_ROWS_WITH_DRAFTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits the scheduler holds. Tokens are counted per step, sequences at any one time.
+    """Limits of the scheduler. Token limits apply to a step, sequence limits to any point in time.
 
-    docs/scheduling.md says what those after ``max_model_len`` do; by their defaults here they limit nothing.
+    docs/tuning.md describes the fields after ``max_model_len``. Their defaults here impose no limit.
     """
 
     max_num_batched_tokens: int
@@ -149,16 +154,16 @@ class SchedulerConfig:
     max_model_len: int
     max_num_partial_prefills: int = 1
     max_long_partial_prefills: int = 1
-    long_prefill_token_threshold: int = 1 << 62  # a prompt with more tokens left than this is long
+    long_prefill_token_threshold: int = 1 << 62  # a prompt is long if more tokens than this are left
     page_aligned_scheduling: bool = False
     scheduling_policy: str = "fcfs"
-    max_attention_work: int = 1 << 62  # (query row, visible key) pairs of a step
-    async_scheduling: bool = False  # a step is planned before the tokens of the one before it are known
-    speculative: SpeculativeConfig | None = None  # tokens are proposed, and computed before they are sampled
+    max_attention_work: int = 1 << 62  # maximum number of (query row, visible key) pairs in a step
+    async_scheduling: bool = False  # plan a step before the tokens of the previous step are known
+    speculative: SpeculativeConfig | None = None  # settings of speculation; None without it
 
     @property
     def max_sample_rows(self) -> int:
-        """Rows of a step that sample, at most."""
+        """Maximum number of rows of a step that sample."""
         if self.speculative is None:
             return self.max_num_seqs
         num_rows = self.max_num_seqs * (1 + self.speculative.num_speculative_tokens)
@@ -167,13 +172,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache: ``num_blocks`` blocks of ``block_size`` tokens, shared by all layers' tables.
+    """Paged KV cache: ``num_blocks`` blocks of ``block_size`` tokens, shared by all layers' tables.
 
-    ``model_fingerprint`` names what K and V depend on besides tokens: cached prefixes are found under it.
-    ``num_state_slots`` counts recurrent states, of requests and of checkpoints; 0 for models without.
-    ``kv_room_bytes`` is the memory there was for the blocks, which take less by a part of one; 0 where they are given.
-    ``num_padding_blocks`` more blocks, behind the others, are no request's: replayed decode steps write there what
-    their padding computes. With 0 no step is replayed. They are in the memory there was, too.
+    Attributes:
+        model_fingerprint: identifier of everything besides tokens that K and V depend on. Part of the keys of cached
+            prefixes.
+        num_state_slots: number of slots for recurrent states of requests and of state checkpoints; 0 for models
+            without.
+        kv_room_bytes: memory available for the blocks in bytes, including an unused rest; 0 if ``num_blocks`` was
+            given.
+        num_padding_blocks: number of padding blocks after the other blocks, within the same memory. Replayed decode
+            steps write the KV of padding rows there. If it is 0, no step is replayed.
     """
 
     block_size: int
@@ -191,13 +200,12 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLayers:
-    """How many layers' attention our Metal kernel computes, and how many MLX's operations do, the portable path.
+    """Number of layers whose attention our Metal kernel computes, or MLX's operations (the portable path).
 
-    ``not_covered`` says what it is about layers that keeps them from the kernel where others, or none, have it; empty
-    where nobody asked for it.
-
-    ``tuning`` describes the choices of attention tuning; empty without tuning. ``tuned`` has a name for each choice
-    other than the default.
+    Attributes:
+        not_covered: reasons why some layers do not use the kernel; empty if the kernel was not requested.
+        tuning: description of the choices of attention tuning; empty without tuning.
+        tuned: names of the choices that differ from the default.
     """
 
     metal: int = 0
@@ -209,9 +217,11 @@ class AttentionLayers:
 
 @dataclass(frozen=True)
 class CommandBufferLimits:
-    """What a command buffer of Metal's may have before MLX commits it: kernels, and elements of arrays in 2**20.
+    """Maximum size of a Metal command buffer before MLX commits it.
 
-    None: as many as MLX has it by itself.
+    Attributes:
+        max_ops: number of kernels; None for MLX's own limit.
+        max_mb: number of array elements in units of 2**20; None for MLX's own limit.
     """
 
     max_ops: int | None
@@ -225,12 +235,13 @@ class CommandBufferLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """A rank of an engine: the machine it is on, and its share of the model.
+    """A rank of an engine: its host, and its shard of the model.
 
     Attributes:
-        host: the machine's name.
-        weight_bytes: of its weights; ``peak_bytes`` what MLX held at most while they were read.
-        num_layers: that it computes, or has a share of.
+        host: host name.
+        weight_bytes: size of the rank's weights in bytes.
+        peak_bytes: peak memory of MLX while the weights were loaded, in bytes.
+        num_layers: number of layers of which the rank computes all or a part.
     """
 
     host: str
@@ -241,9 +252,9 @@ class RankInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything resolved; nothing is "auto" any more.
+    """Complete configuration, without "auto".
 
-    Where several ranks share the model, its sizes are those of the rank that has most; ``ranks`` says more.
+    If several ranks share the model, sizes are the maximum over all ranks. ``ranks`` has the sizes of each rank.
     """
 
     model: ModelInfo
@@ -253,28 +264,28 @@ class EngineConfig:
     attention_backend: str
     seed: int
     attention_layers: AttentionLayers = AttentionLayers()
-    step_bytes: int = 0  # what the largest step takes besides weights and KV cache, measured
-    draft: ModelInfo | None = None  # the model that proposes tokens
-    command_buffers: CommandBufferLimits | None = None  # None: MLX's own, or no Metal
-    kv_role: str | None = None  # what the engine does with a KV store, as vLLM calls it; None without one
-    ranks: tuple[RankInfo, ...] = ()  # that share the model; none where there is one
-    dispatch: str = ""  # with --async-scheduling: when the device is given a step, in words
+    step_bytes: int = 0  # measured memory of the largest step in addition to weights and KV cache
+    draft: ModelInfo | None = None  # draft model for speculation
+    command_buffers: CommandBufferLimits | None = None  # None for MLX's own limits, or without Metal
+    kv_role: str | None = None  # vLLM's name of the engine's role with a KV store; None without a store
+    ranks: tuple[RankInfo, ...] = ()  # ranks that share the model; empty without distribution
+    dispatch: str = ""  # description of the time of dispatch with --async-scheduling
     wire_memory: bool = True  # --wire-memory
-    replay: str = "off"  # whether decode steps are replayed: REPLAYS, or "off", with why where they cannot be
+    replay: str = "off"  # REPLAYS if decode steps are replayed, or "off", with the reason if replay is impossible
 
     @property
     def weight_bytes(self) -> int:
-        """Of the model, and of its draft model."""
+        """Size of the weights of the model and its draft model, in bytes."""
         return self.model.weight_bytes + (0 if self.draft is None else self.draft.weight_bytes)
 
     @property
     def saves_kv(self) -> bool:
-        """Whether KV goes to a store."""
+        """True if the engine saves KV to a store."""
         return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def attention(self) -> str:
-        """What computes attention, in words."""
+        """Description of the backend that computes attention."""
         layers = self.attention_layers
         if not layers.not_covered:
             return self.attention_backend
@@ -283,7 +294,7 @@ class EngineConfig:
 
     @property
     def attention_tuning(self) -> str:
-        """The choices of attention tuning, in words. Empty without tuning."""
+        """Description of the choices of attention tuning. Empty without tuning."""
         return self.attention_layers.tuning
 
     @property
@@ -298,7 +309,7 @@ class EngineConfig:
 
     @property
     def num_tokens_unquantized(self) -> int | None:
-        """Tokens that the KV cache would hold if it were not quantized; None where it is not."""
+        """Number of tokens that a quantized KV cache would hold without quantization; None for other caches."""
         models = [self.model] if self.draft is None else [self.model, self.draft]
         if all(model.unquantized_kv_bytes_per_token is None for model in models):
             return None
@@ -311,7 +322,7 @@ class EngineConfig:
 
     @property
     def state_bytes(self) -> int:
-        """Recurrent states: in their slots, and at hand in a step."""
+        """Size of the recurrent states, in their slots and during a step, in bytes."""
         if not self.cache.num_state_slots:
             return 0
         num_in_flight = IN_FLIGHT_STATES
@@ -322,6 +333,6 @@ class EngineConfig:
 
     @property
     def peak_bytes(self) -> int:
-        """What MLX holds at most: weights, adapters, KV cache, recurrent states and the largest step."""
+        """Peak memory of MLX: weights, adapters, KV cache, recurrent states and the largest step, in bytes."""
         weights = self.weight_bytes + self.model.adapter_bytes
         return weights + self.kv_bytes + self.state_bytes + self.step_bytes

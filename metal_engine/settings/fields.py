@@ -1,7 +1,7 @@
-"""Dataclass fields that users can set, declared once each, and how a text becomes the value of one.
+"""Dataclass fields that users can set, declared once each, and parsers for their values.
 
-A field made with :func:`setting` carries its help text and how to read it, so every command, the documentation
-and the error messages are made from one declaration. :mod:`metal_engine.settings.sources` reads what users gave.
+A field made with :func:`setting` contains its help text and its kind of value. Commands, documentation and error
+messages are generated from this one declaration. :mod:`metal_engine.settings.sources` reads the users' values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less tha
 
 
 def flag(name: str) -> str:
-    """The command-line flag of a field: ``max_model_len`` -> ``--max-model-len``."""
+    """Return the command-line flag of a field: ``max_model_len`` -> ``--max-model-len``."""
     return "--" + name.replace("_", "-")
 
 
@@ -49,18 +49,18 @@ def setting(
     listing: Listing = Listing.HELP,
     **bounds: float,
 ) -> Any:
-    """A dataclass field that users can set.
+    """Create a dataclass field that users can set.
 
     Args:
-        default: ``None`` usually means "auto"; the help text says what that comes to.
+        default: default value. ``None`` usually means "auto", which the help text explains.
         help: one sentence or two, for ``--help`` and the documentation.
-        kind: ``size`` for a number of bytes that may be given as ``2GiB``, ``count`` for one of tokens that may be
-            given as ``4k``; else the annotation says it.
+        kind: ``size`` for bytes, which accepts ``2GiB``, or ``count`` for tokens, which accepts ``4k``. Default: the
+            kind in the field's annotation.
         choices: the only values accepted.
-        secret: its value appears in no message.
-        group: heading in ``--help`` below which it stands; by default the command's.
+        secret: True to keep the value out of all messages.
+        group: heading in ``--help`` above the setting. Default: the command's heading.
         listing: place that lists the setting.
-        bounds: what a number must be: at least ``ge``, more than ``gt``, at most ``le``, less than ``lt``.
+        bounds: bounds of a number: at least ``ge``, more than ``gt``, at most ``le``, less than ``lt``.
     """
     metadata = {"help": help, "kind": kind, "choices": choices, "secret": secret, "group": group}
     return dataclasses.field(default=default, metadata={**metadata, "listing": listing, "bounds": bounds})
@@ -68,8 +68,10 @@ def setting(
 
 @dataclass(frozen=True)
 class Setting:
-    """A field that users can set. ``kind`` is str, int, count (an int), float, bool, size (bytes), list (of texts) or
-    json (a text that is JSON)."""
+    """A field that users can set.
+
+    ``kind`` is str, int, count (an int), float, bool, size (bytes), list (of strings) or json (a string of JSON).
+    """
 
     name: str
     kind: str
@@ -107,7 +109,7 @@ class Setting:
 
     @property
     def metavar(self) -> str:
-        """The word that stands for the value in ``--help``."""
+        """Placeholder of the value in ``--help``."""
         if self.choices:
             return "NAME"
         return {"int": "N", "count": "N", "float": "X", "size": "BYTES", "bool": "", "json": "JSON"}.get(
@@ -115,7 +117,7 @@ class Setting:
         )
 
     def check(self, value: Any, source: str) -> None:
-        """Raises ConfigError where a value is none of the choices or out of bounds; its ``flag`` is ``source``."""
+        """Raise ConfigError, with ``source`` as its flag, if a value is not a choice or out of bounds."""
         wanted = ""
         if self.choices and value not in self.choices:
             wanted = f"one of {', '.join(self.choices)}"
@@ -126,7 +128,7 @@ class Setting:
 
 
 class SettingsBase:
-    """Base of the dataclasses of settings: each value is one of the choices and within the bounds of its field."""
+    """Base class of settings. Checks that each value is a valid choice and within the bounds of its field."""
 
     def __post_init__(self) -> None:
         for one in settings_of(type(self)):
@@ -134,7 +136,7 @@ class SettingsBase:
 
 
 def settings_of(*classes: type) -> list[Setting]:
-    """The settings of dataclasses, in order of declaration."""
+    """Return the settings of dataclasses, in order of declaration."""
     return [_setting(field) for cls in classes for field in dataclasses.fields(cls) if "help" in field.metadata]
 
 
@@ -145,7 +147,7 @@ def _setting(field: dataclasses.Field[Any]) -> Setting:
 
 
 def make_args(cls: type, values: Mapping[str, Any]) -> Any:
-    """The dataclass ``cls`` out of those of ``values`` that belong to it."""
+    """Create a dataclass ``cls`` from the ``values`` of its own fields."""
     names = {field.name for field in dataclasses.fields(cls)}
     return cls(**{name: value for name, value in values.items() if name in names})
 
@@ -158,33 +160,33 @@ _FALSE = ("false", "no", "off", "0")
 
 
 def parse_size(text: str) -> int:
-    """Bytes: ``4096``, ``512MB`` (decimal), ``2GiB`` or ``2Gi`` (binary), or as :func:`parse_count` has it.
+    """Parse a number of bytes: ``4096``, ``512MB`` (decimal), ``2GiB`` or ``2Gi`` (binary), or as :func:`parse_count`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text has another format.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     if match is None or (match[3] and not match[2]):
-        raise ValueError(f"{text!r} is no size such as 2GiB, 512MB or 1073741824")
+        raise ValueError(f"{text!r} is not a size such as 2GiB, 512MB or 1073741824")
     if match[2] and not match[3] and not text.strip().lower().endswith("b"):
         return parse_count(text)
     return _multiplied(match[1], 1024 if match[3] else 1000, match[2])
 
 
 def parse_count(text: str) -> int:
-    """A whole number: ``4096``, ``4k`` (4,000) or ``4K`` (4,096), and so with m, g and t; as vLLM reads them.
+    """Parse an integer as vLLM does: ``4096``, ``4k`` (4,000) or ``4K`` (4,096). The prefixes m, g and t work alike.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text has another format.
     """
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtKMGT]?)", text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no number such as 4096, 4k or 4K")
+        raise ValueError(f"{text!r} is not a number such as 4096, 4k or 4K")
     return _multiplied(match[1], 1024 if match[2].isupper() else 1000, match[2].lower())
 
 
 def format_size(num_bytes: int) -> str:
-    """Bytes for people to read: ``1.25 GiB``, ``61.0 GiB``, ``300 MiB``."""
+    """Format a number of bytes: ``1.25 GiB``, ``61.0 GiB``, ``300 MiB``."""
     gib = num_bytes / (1 << 30)
     if gib >= 1:
         return f"{gib:.2f} GiB" if gib < 10 else f"{gib:.1f} GiB"
@@ -199,10 +201,10 @@ def _multiplied(number: str, base: int, prefix: str) -> int:
 
 
 def parse(setting: Setting, value: Any, source: str) -> Any:
-    """A value out of what was given: a text, or what YAML made of it.
+    """Parse a value from text or from YAML.
 
     Raises:
-        ConfigError: it is not of the setting's kind, or not allowed; its ``flag`` is ``source``.
+        ConfigError: the value has another kind than the setting, or is not allowed. The error's ``flag`` is ``source``.
     """
     read, wanted = _KINDS[setting.kind]
     try:
@@ -216,22 +218,24 @@ def parse(setting: Setting, value: Any, source: str) -> Any:
 def read_object(
     flag_: str, where: str, given: Any, settings: Iterable[Setting], required: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The values of a JSON object, by key, each as its setting is read from a text or from YAML.
+    """Return the parsed values of a JSON object, by key.
 
     Args:
-        flag_: what an error names as what to change.
-        where: what the object is, in an error.
-        required: keys that must be there.
+        flag_: flag to name in errors.
+        where: description of the object for errors.
+        given: the JSON object.
+        settings: allowed keys with the kinds of their values.
+        required: keys that must be present.
 
     Raises:
-        ConfigError: it is no object, a key is not known or missing, or a value not allowed.
+        ConfigError: ``given`` is not an object, a key is unknown or missing, or a value is not allowed.
     """
     if not isinstance(given, dict):
         raise ConfigError(flag_, f"{where} must be a JSON object")
     known = {one.name: one for one in settings}
     for key in given:
         if key not in known:
-            raise ConfigError(flag_, f"{where} has no {key!r}; it may have {', '.join(known)}")
+            raise ConfigError(flag_, f"{where} has the unknown key {key!r}; valid keys are {', '.join(known)}")
     for key in required:
         if given.get(key) in (None, ""):
             raise ConfigError(flag_, f"{where} needs {key!r}")
@@ -243,7 +247,7 @@ def _got(setting: Setting, value: Any) -> str:
 
 
 def _scalar(make: Callable[[Any], Any], *types: type) -> Callable[[Any], Any]:
-    """Returns a parser of texts and of the types that YAML may make of them."""
+    """Return a parser that accepts values of ``types``: strings, and the types that YAML converts them to."""
 
     def read(value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, types):
@@ -276,7 +280,7 @@ def _parse_json(value: Any) -> str:
     return json.dumps(value) if isinstance(value, dict) else _parse_str(value)
 
 
-# Kind of a setting -> how it is read, and what it must be.
+# Maps a kind of setting to its parser and its description for errors.
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "str": (_parse_str, "a text"),
     "int": (_parse_int, "a whole number"),

@@ -1,4 +1,4 @@
-"""Settings of LoRA adapters, and what ``--lora-modules`` says."""
+"""Settings of LoRA adapters, and the parser of ``--lora-modules``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from metal_engine.settings.model_names import check_name
 
 LORA = "LoRA adapters"
 MODULES = "--lora-modules"
-# Adapters and rank where the settings leave them open and adapters may come while the engine runs; vLLM's rank.
+# Defaults of --max-loras and --max-lora-rank with --enable-lora. The rank is vLLM's default.
 _MAX_LORAS, _MAX_LORA_RANK = 8, 16
 MAX_NAME = 256
 
 
 @dataclass(frozen=True)
 class LoRAModule:
-    """An adapter of ``--lora-modules``: its name, the folder of its files, and what it says it is an adapter of."""
+    """An adapter of ``--lora-modules``: its name, its folder, and the declared name of its base model."""
 
     name: str
     path: str
@@ -33,21 +33,21 @@ _KEYS = [Setting("name", "str"), Setting("path", "str"), Setting("base_model_nam
 # Fields of :class:`metal_engine.settings.args.EngineArgs`.
 LORA_MODULES: Any = setting(
     (),
-    "LoRA adapter to serve under a name of its own: name=path of its folder (PEFT's or mlx-lm's), or JSON with "
-    "name, path and base_model_name. Repeat the flag for several.",
+    "LoRA adapter to serve under its own name: name=path of its folder (format of PEFT or mlx-lm), or JSON with "
+    "name, path and base_model_name. Repeat the flag for several adapters.",
     group=LORA,
 )
 ENABLE_LORA: Any = setting(
     False,
-    "Take adapters while the engine runs, too: memory is kept for --max-loras of them. Without it, "
-    "--lora-modules are all there are.",
+    "Allow loading LoRA adapters while the engine runs, with reserved memory for --max-loras adapters. Without "
+    "it, only --lora-modules are available.",
     group=LORA,
     listing=HELP_ALL,
 )
 MAX_LORAS: Any = setting(
     None,
-    "Most adapters at once, all of which may be in one step. Default: as many as --lora-modules; "
-    f"{_MAX_LORAS} at least with --enable-lora.",
+    "Maximum number of LoRA adapters at once, also within one step. Default: the number of --lora-modules; "
+    f"at least {_MAX_LORAS} with --enable-lora.",
     group=LORA,
     listing=HELP_ALL,
     ge=1,
@@ -55,8 +55,8 @@ MAX_LORAS: Any = setting(
 )
 MAX_LORA_RANK: Any = setting(
     None,
-    "Largest rank of an adapter; all take memory for it. Default: that of --lora-modules; "
-    f"{_MAX_LORA_RANK} at least with --enable-lora.",
+    "Maximum rank of a LoRA adapter; each adapter takes memory for this rank. Default: maximum of --lora-modules; "
+    f"at least {_MAX_LORA_RANK} with --enable-lora.",
     group=LORA,
     listing=HELP_ALL,
     ge=1,
@@ -65,7 +65,7 @@ MAX_LORA_RANK: Any = setting(
 
 
 class LoRAArgs(SettingsBase):
-    """What the settings of adapters come to; names and meanings are vLLM's."""
+    """Base class with the settings of LoRA adapters. Their names and meanings are vLLM's."""
 
     lora_modules: tuple[str, ...]
     enable_lora: bool
@@ -75,37 +75,37 @@ class LoRAArgs(SettingsBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         given: Any = self.lora_modules
-        if isinstance(given, Mapping):  # as a program may have it
+        if isinstance(given, Mapping):  # format of Python callers
             given = tuple(json.dumps({"name": name, "path": str(path)}) for name, path in given.items())
         object.__setattr__(self, "lora_modules", (given,) if isinstance(given, str) else tuple(given))
         names = [module.name for module in self.adapters]
         if len(set(names)) != len(names):
-            raise ConfigError(MODULES, "has a name twice")
+            raise ConfigError(MODULES, "contains a name twice")
         if self.max_loras is not None and self.max_loras < len(names):
-            raise ConfigError("--max-loras", f"{self.max_loras} is less than the {len(names)} of {MODULES}")
+            raise ConfigError("--max-loras", f"{self.max_loras} is less than the {len(names)} adapters of {MODULES}")
 
     @property
     def adapters(self) -> list[LoRAModule]:
-        """What ``lora_modules`` says. Raises ConfigError where it is not right."""
+        """Parsed entries of ``lora_modules``. Raises ConfigError for an invalid entry."""
         return [_module(text) for text in self.lora_modules]
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the model is to be made for adapters."""
+        """True if the model is loaded with support for LoRA adapters."""
         return self.enable_lora or bool(self.lora_modules)
 
     def num_slots(self) -> int:
-        """Adapters at once."""
+        """Return the maximum number of adapters at once."""
         return self.max_loras or max(len(self.lora_modules), _MAX_LORAS if self.enable_lora else 0)
 
     def largest_rank(self, ranks: list[int]) -> int:
-        """The rank that all adapters take memory for.
+        """Return the rank for which every adapter takes memory.
 
         Args:
-            ranks: of those of ``lora_modules``.
+            ranks: ranks of the adapters in ``lora_modules``.
 
         Raises:
-            ConfigError: one is larger than ``max_lora_rank``.
+            ConfigError: a rank is larger than ``max_lora_rank``.
         """
         largest = max(ranks, default=0)
         if self.max_lora_rank is not None and largest > self.max_lora_rank:

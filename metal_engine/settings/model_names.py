@@ -1,4 +1,4 @@
-"""Checks the names of models and adapters: answers, logs, web pages and shell lines carry them."""
+"""Checks the names of models and adapters, which appear in responses, logs, web pages and shell commands."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def problem_of_name(name: str) -> str:
 
 
 def check_name(flag: str, name: str) -> None:
-    """Raises ConfigError for a name of ``flag`` that has characters that are not visible."""
+    """Raise ConfigError if a name given with ``flag`` has invisible characters."""
     if problem := problem_of_name(name):
         raise ConfigError(flag, problem)

@@ -1,4 +1,4 @@
-"""Settings for several models in one server, and what these may take of a device's memory."""
+"""Settings for several models in one server, and the division of the device's memory among them."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from metal_engine.settings.speculative import speculative_config
 
 # Heading in `--help` and in docs/cli.md.
 MODELS = "Several models"
-# Of the free memory, on a CPU, where other programs want some too.
+# Fraction of the free memory for models on a CPU, where other programs need memory too.
 _CPU_SHARE = 0.75
-# Of the memory for all models, what each one's KV cache takes; bytes at most on a CPU.
+# Fraction of the memory for all models that each model's KV cache takes; and its maximum on a CPU in bytes.
 _KV_SHARE, _CPU_KV_BYTES = 1 / 8, 2 * GIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryArgs(SettingsBase):
-    """Settings of ``metal-engine serve`` for several models, which come and go."""
+    """Settings of ``metal-engine serve`` for several models, which are loaded and unloaded."""
 
     models_dir: str | None = setting(
         None,
-        "Folder of models: each folder in it with a config.json, and each .gguf file, is served by its name, and "
-        "loaded when a request asks for it.",
+        "Folder of models. Each folder in it with a config.json, and each .gguf file, is served under its name, and "
+        "loaded on its first request.",
         group=MODELS,
     )
     models_memory: int | None = setting(
         None,
-        "Memory that all loaded models may take together, as in 48GiB: weights, KV caches and largest steps. Each has "
-        "a KV cache of --kv-cache-memory-bytes; by default an eighth of this, on a CPU 2 GiB at most. Default: what "
-        "--gpu-memory-utilization says on Metal, three quarters of the free memory on a CPU.",
+        "Memory for all loaded models together, as in 48GiB: weights, KV caches and largest steps. Each model has a "
+        "KV cache of --kv-cache-memory-bytes, or else an eighth of this memory (on a CPU at most 2 GiB). Default: the "
+        "limit of --gpu-memory-utilization on Metal, three quarters of the free memory on a CPU.",
         group=MODELS,
         kind="size",
         ge=1,
     )
     keep_alive: float = setting(
         0.0,
-        "Seconds after its last request after which a model is unloaded. 0 means when another needs its memory.",
+        "Seconds without a request after which a model is unloaded. 0 unloads a model only if another model needs its "
+        "memory.",
         group=MODELS,
         listing=HELP_ALL,
         ge=0,
@@ -50,23 +51,23 @@ class RegistryArgs(SettingsBase):
     )
     enable_model_loading: bool = setting(
         False,
-        "Let clients load and unload models, those of --models-dir that have come since too: POST /v1/models/load and "
-        "/v1/models/unload.",
+        "Let clients load and unload models with POST /v1/models/load and /v1/models/unload, including models added "
+        "to --models-dir after the start.",
         group=MODELS,
         listing=HELP_ALL,
     )
 
     @property
     def is_wanted(self) -> bool:
-        """Whether models are to come and go even if there is only one."""
+        """True if models are loaded and unloaded on demand, even if there is only one."""
         return bool(self.models_dir or self.models_memory or self.keep_alive or self.enable_model_loading)
 
 
 def models_memory(args: EngineArgs, registry_args: RegistryArgs, device: DeviceInfo) -> int:
-    """Bytes that all loaded models may take together.
+    """Return the memory for all loaded models together, in bytes.
 
     Raises:
-        ConfigError: they are more than there are.
+        ConfigError: ``--models-memory`` exceeds the memory that is available for models.
     """
     most = device.memory_bytes
     if device.kind != "cpu":
@@ -75,15 +76,15 @@ def models_memory(args: EngineArgs, registry_args: RegistryArgs, device: DeviceI
     if wanted is None:
         return int(most * _CPU_SHARE) if device.kind == "cpu" else most
     if wanted > most:
-        problem = f"{format_size(wanted)} are more than the {format_size(most)} that there are for models"
+        problem = f"{format_size(wanted)} is more than the {format_size(most)} that are available for models"
         raise ConfigError("--models-memory", problem)
     return wanted
 
 
 def refuse_for_one_model(args: EngineArgs) -> None:
-    """Raise ConfigError for settings of a model that has the device for itself."""
+    """Raise ConfigError for settings that require the only model of a server."""
     if args.async_scheduling:
-        raise ConfigError("--async-scheduling", "is for one model: several take turns, step by step")
+        raise ConfigError("--async-scheduling", "is for one model: the steps of several models alternate on the device")
     if args.num_ranks > 1:
         raise ConfigError(args.ranks_flag, "is for one model that stays loaded, not for models loaded on demand")
     if args.has_adapters:

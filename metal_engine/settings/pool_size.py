@@ -1,4 +1,4 @@
-"""How large the pools are: blocks of the KV cache, and slots of recurrent states beside them."""
+"""Computes the sizes of the pools: blocks of the KV cache, and slots of recurrent states."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from metal_engine.settings.config import (
 )
 from metal_engine.settings.fields import format_size
 
-# On a CPU the pool is made of ordinary memory that other programs want too.
+# Maximum on a CPU, where the pool is ordinary memory that other programs need too.
 _CPU_POOL_BYTES = 2 * GIB
-# Tokens of context for a model that does not say what it was trained for, if the user does not either.
+# Context length in tokens if neither the model's files nor the user specify one.
 _UNKNOWN_CONTEXT = 4096
-# Slots of a request: its state, and where prefixes are cached the checkpoints that follow its prompt and its answer.
+# Slots of a request: its state, and with prefix caching the state checkpoints after its prompt and its output.
 _SLOTS_PER_REQUEST, _SLOTS_WITHOUT_CACHING = 3, 1
-# And the state from before drafts, which may be rejected.
+# Additional slot with speculation: the state before the drafts, which may be rejected.
 _SLOTS_FOR_DRAFTS = 1
-# Of the memory for KV cache and states: most that the states of requests take where their number is not given, and most
-# that checkpoints beside them take.
+# Maximum fractions of the memory for KV cache and states: for the states of requests, if --max-num-seqs is not given;
+# and for additional state checkpoints.
 _REQUESTS_SHARE, _CHECKPOINTS_SHARE = 1 / 3, 1 / 6
 _MAX_CHECKPOINTS = 256
-# Blocks of models that keep nothing of a token: they are counted and hashed, and take no memory on the device.
+# Maximum number of blocks for models without KV. Their blocks are counted and hashed, but take no device memory.
 _MAX_EMPTY_BLOCKS = 1 << 16
 
 
 @dataclass(frozen=True)
 class PoolSize:
-    """Blocks of the KV cache, and slots of recurrent states; no slots for models without such.
+    """Number of KV cache blocks and recurrent state slots. Models without recurrent state have no slots.
 
     Attributes:
-        kv_room_bytes: memory that there was for the blocks; 0 where their number is given.
+        kv_room_bytes: memory available for the blocks in bytes; 0 if the number of blocks was given.
     """
 
     num_blocks: int
@@ -45,12 +45,12 @@ class PoolSize:
 
 
 def requested_context_length(args: EngineArgs, model: ModelInfo) -> int:
-    """Returns the length asked for, in tokens, or the checkpoint's context length."""
+    """Return the requested context length in tokens, or else the checkpoint's context length."""
     return args.max_model_len or model.max_position_embeddings or _UNKNOWN_CONTEXT
 
 
 def affordable_states(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
-    """Returns how many requests may run at once for the memory that their recurrent states take."""
+    """Return the maximum number of concurrent requests for which there is memory for recurrent states."""
     if not model.state_bytes_per_request:
         return 1 << 62
     share = int(_pool_bytes(args, model, device, 0) * _REQUESTS_SHARE)
@@ -63,7 +63,7 @@ def _slots_per_request(args: EngineArgs) -> int:
 
 
 def _states_per_request(args: EngineArgs) -> int:
-    """Of a request in its slots, and at hand in a step."""
+    """Return the number of a request's recurrent states, in its slots and during a step."""
     num_drafted = IN_FLIGHT_STATES_OF_DRAFTS if args.speculative_config is not None else 0
     return _slots_per_request(args) + IN_FLIGHT_STATES + num_drafted
 
@@ -76,13 +76,13 @@ def pool_size(
     step_bytes: int,
     num_padding_blocks: int = 0,
 ) -> PoolSize:
-    """Divide the memory that weights and a step leave between states and KV.
+    """Divide the memory that remains beside weights and a step between states and KV.
 
     Args:
-        num_padding_blocks: blocks beside those of requests; a number of blocks that is given does not have them.
+        num_padding_blocks: number of padding blocks, in addition to those of requests and to a given number of blocks.
 
     Raises:
-        ConfigError: there is not enough; the message names the flag to change.
+        ConfigError: there is not enough memory. The message names the flag to change.
     """
     pool_bytes = _pool_bytes(args, model, device, step_bytes)
     num_slots = 0
@@ -93,8 +93,8 @@ def pool_size(
             room, more = _room(args, pool_bytes, model, step_bytes), _raise_flag(args, device)
             raise ConfigError(
                 "--max-num-seqs",
-                f"{max_num_seqs} requests at once take {format_size(state_bytes)} for their recurrent states "
-                f"({format_size(model.state_bytes_per_request)} each, and copies under way), and {room}; "
+                f"the recurrent states of {max_num_seqs} concurrent requests take {format_size(state_bytes)} "
+                f"({format_size(model.state_bytes_per_request)} each, and copies during a step), and {room}; "
                 f"lower --max-num-seqs, or raise {more}",
             )
         num_checkpoints = 0
@@ -139,31 +139,31 @@ def _num_blocks(
 
 
 def _pool_bytes(args: EngineArgs, model: ModelInfo, device: DeviceInfo, step_bytes: int) -> int:
-    """Bytes for the KV cache and recurrent states."""
+    """Return the memory for the KV cache and recurrent states in bytes."""
     if args.kv_cache_memory_bytes is not None:
         return args.kv_cache_memory_bytes
     if device.kind == "cpu":
-        # The weights are loaded already, so what is left of the memory is what is available.
+        # The weights are loaded already, so memory_bytes does not include their memory.
         return min(_CPU_POOL_BYTES, device.memory_bytes // 4)
     budget = int(device.memory_bytes * args.gpu_memory_utilization)
     return budget - model.weight_bytes - model.adapter_bytes - step_bytes - MARGIN_BYTES
 
 
 def _raise_flag(args: EngineArgs, device: DeviceInfo) -> str:
-    """What to change for more of them."""
+    """Return the flags to change for a larger pool."""
     if args.kv_cache_memory_bytes is not None or device.kind == "cpu":
         return "--kv-cache-memory-bytes"
     return "--gpu-memory-utilization, or lower --max-num-batched-tokens"
 
 
 def _room(args: EngineArgs, pool_bytes: int, model: ModelInfo, step_bytes: int) -> str:
-    """Says how much memory there is for the KV cache, and why."""
+    """Describe how much memory there is for the KV cache, and why."""
     room = format_size(max(pool_bytes, 0))
     if args.kv_cache_memory_bytes is not None:
         return f"{room} are given"
     step = f" and a step ({format_size(step_bytes)})" if step_bytes else ""
     adapters = f", adapters ({format_size(model.adapter_bytes)})" if model.adapter_bytes else ""
-    return f"{room} are left beside the weights ({format_size(model.weight_bytes)}){adapters}{step}"
+    return f"{room} remain beside the weights ({format_size(model.weight_bytes)}){adapters}{step}"
 
 
 def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> None:
@@ -171,11 +171,11 @@ def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> N
         named = pool_flag(args)
         raise ConfigError(
             named,
-            f"a KV cache of {format_size(pool_bytes)} is more than the {format_size(device.memory_bytes)} of memory "
-            f"there are; lower {named}",
+            f"a KV cache of {format_size(pool_bytes)} exceeds the {format_size(device.memory_bytes)} of memory; "
+            f"lower {named}",
         )
 
 
 def pool_flag(args: EngineArgs) -> str:
-    """The flag that sets the size of the KV cache."""
+    """Return the flag that sets the size of the KV cache."""
     return "--kv-cache-memory-bytes" if args.num_gpu_blocks_override is None else "--num-gpu-blocks-override"

@@ -1,4 +1,4 @@
-"""Settings of a model that several processes share, each of which is a rank of its group."""
+"""Settings of a model that several processes, called ranks, share."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ TENSOR, PIPELINE = "--tensor-parallel-size", "--pipeline-parallel-size"
 # Fields of :class:`metal_engine.settings.args.EngineArgs`.
 TENSOR_PARALLEL_SIZE: Any = setting(
     1,
-    "Ranks that share every layer of the model. Each is a process: on the machines of mlx.launch, or else started on "
-    "this machine (see docs/distributed.md).",
+    "Number of ranks that share every layer of the model. Each rank is a process, started by mlx.launch on its "
+    "machines, or else on this machine (see docs/several-macs.md).",
     group=RANKS,
     ge=1,
     le=256,
 )
 PIPELINE_PARALLEL_SIZE: Any = setting(
     1,
-    "Ranks that have some layers of the model each, and compute one after the other: for a model that one machine "
-    "has no memory for.",
+    "Number of ranks that each compute some layers of the model, one rank after the other. For models that "
+    "exceed the memory of one machine.",
     group=RANKS,
     listing=HELP_ALL,
     ge=1,
@@ -32,7 +32,7 @@ PIPELINE_PARALLEL_SIZE: Any = setting(
 )
 DISTRIBUTED_TIMEOUT_SECONDS: Any = setting(
     30.0,
-    "Seconds of silence after which a rank counts as lost. Then all ranks end.",
+    "Seconds without a message after which a rank counts as lost. All ranks then end.",
     group=RANKS,
     listing=FILE,
     gt=0,
@@ -41,7 +41,7 @@ DISTRIBUTED_TIMEOUT_SECONDS: Any = setting(
 
 
 class RankArgs(SettingsBase):
-    """What the settings of ranks come to; names and meanings are vLLM's."""
+    """Base class with the settings of ranks. Their names and meanings are vLLM's."""
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
@@ -57,7 +57,9 @@ class RankArgs(SettingsBase):
         if self.num_ranks == 1:
             return
         if self.tensor_parallel_size > 1 and self.pipeline_parallel_size > 1:
-            raise ConfigError(PIPELINE, f"{self.pipeline_parallel_size} is for models without {TENSOR}: choose one")
+            raise ConfigError(
+                PIPELINE, f"{self.pipeline_parallel_size} does not work with {TENSOR}: remove one of the two flags"
+            )
         others = {
             "--speculative-config": self.speculative_config,
             "--kv-cache-dir": self.kv_cache_dir,
@@ -69,16 +71,16 @@ class RankArgs(SettingsBase):
             self.refuse_with_ranks(flag, value)
 
     def refuse_with_ranks(self, flag: str, value: object) -> None:
-        """Raises ConfigError where a setting that is for one rank has a value, and there are several."""
+        """Raise ConfigError if a setting that supports only one rank has a value, and there are several ranks."""
         if value and self.num_ranks > 1:
-            raise ConfigError(flag, f"does not work with {self.ranks_flag}: leave out one of them")
+            raise ConfigError(flag, f"does not work with {self.ranks_flag}: remove one of the two flags")
 
     @property
     def num_ranks(self) -> int:
-        """Processes that share the model."""
+        """Number of processes that share the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def ranks_flag(self) -> str:
-        """The setting that says that there are several."""
+        """Flag that sets the number of ranks, for messages."""
         return TENSOR if self.tensor_parallel_size > 1 else PIPELINE

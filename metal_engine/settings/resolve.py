@@ -1,6 +1,6 @@
-"""Makes what the engine runs with out of what the user asked for: settles every "auto".
+"""Converts the user's settings to the engine's configuration: replaces every "auto" by a value.
 
-That takes facts about the loaded model and the device. Both are given as plain data, so this module imports neither.
+Requires facts about the loaded model and the device. They are plain data, so this module imports neither.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from metal_engine.settings.config import (
 from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, requested_context_length
 from metal_engine.settings.speculative import speculative_config
 
-# A step on a CPU should take about a second at most; two laptop-class cores reach about this rate.
+# A step on a CPU should take at most about a second. Two laptop-class cores reach about this rate.
 _CPU_FLOPS = 1.5e11
 _CPU_STEP_SECONDS = 1.0
-# The most time that attention takes in a step, and the rates that turn it into pairs of a query row and a key:
+# Maximum time of attention in a step, and the rates that convert it to pairs of a query row and a key:
 # seconds for one pair in one head of one layer on such a CPU, and FLOP/s that even a small GPU reaches.
 _ATTENTION_SECONDS = 1.0
 _CPU_SECONDS_PER_SCORE = 10e-9
@@ -44,15 +44,17 @@ def resolve_config(
     attention_layers: AttentionLayers = _NO_LAYERS,
     draft: ModelInfo | None = None,
 ) -> EngineConfig:
-    """Settle every "auto", now that model and device are known.
+    """Replace every "auto" by a value for this model and device.
 
     Args:
-        attention_backend: its name; ``attention_layers`` says what serves which layers.
-        measure_step: runs a step of (tokens, requests) and returns the bytes it took besides weights and KV cache.
-        draft: the draft model of ``--speculative-config``.
+        attention_backend: name of the attention backend.
+        measure_step: function that runs a step of (tokens, requests), and returns the memory that the step takes
+            in addition to weights and KV cache, in bytes.
+        attention_layers: kernel that computes the attention of each layer.
+        draft: draft model of ``--speculative-config``; None without one.
 
     Raises:
-        ConfigError: the settings cannot work together; the message names the flag to change.
+        ConfigError: the settings conflict. The message names the flag to change.
     """
     scheduler = _scheduler(args, model, device, draft)
     max_num_seqs = scheduler.max_num_seqs
@@ -85,16 +87,16 @@ def resolve_config(
 
 
 def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> tuple[int, int, int]:
-    """What is known of a model without a draft model before its weights are read.
+    """Return sizes that are known before the weights are read, for a model without a draft model.
 
     Returns:
-        Bytes of the KV cache; tokens of the largest step, and rows that sample in it.
+        Size of the KV cache in bytes, number of tokens in the largest step, and number of its rows that sample.
 
     Raises:
         ConfigError: as :func:`resolve_config`.
     """
     scheduler = _scheduler(args, model, device, None)
-    attention_backend = "mlx" if device.kind == "cpu" else "metal"  # where it takes more
+    attention_backend = "mlx" if device.kind == "cpu" else "metal"  # the backend that needs more memory
     num_padding_blocks = int(_replay(args, attention_backend, _NO_LAYERS) == REPLAYS)
     pool = pool_size(args, model, device, scheduler.max_num_seqs, 0, num_padding_blocks)
     kv_bytes = (pool.num_blocks + num_padding_blocks) * args.block_size * model.kv_bytes_per_token
@@ -109,20 +111,20 @@ def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: Mo
     if budget < max_num_seqs:
         raise ConfigError(
             "--max-num-batched-tokens",
-            f"{budget} is less than --max-num-seqs {max_num_seqs}: decodes could take every "
-            f"token of every step, and prompts would wait for them to end",
+            f"{budget} is less than --max-num-seqs {max_num_seqs}: decodes could take all "
+            f"tokens of every step, so that prompts would wait until requests end",
         )
     if args.page_aligned_scheduling and budget < max_num_seqs + args.block_size:
         raise ConfigError(
             "--page-aligned-scheduling",
             f"needs --max-num-batched-tokens of at least --max-num-seqs + --block-size "
-            f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could leave less than a block for ever, "
-            "and prompts would starve",
+            f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could always leave less than a "
+            "block, so that prompts would starve",
         )
     return SchedulerConfig(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
-        max_model_len=0,  # the KV cache says
+        max_model_len=0,  # replaced below
         max_num_partial_prefills=args.max_num_partial_prefills,
         max_long_partial_prefills=args.max_long_partial_prefills,
         long_prefill_token_threshold=args.long_prefill_token_threshold or _long_threshold(args, budget),
@@ -135,10 +137,10 @@ def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: Mo
 
 
 def plans_ahead(args: EngineArgs, device_kind: str) -> bool:
-    """Whether steps are planned one ahead.
+    """Return True if each step is planned while the previous one runs.
 
-    By default where a device of its own computes them. On a CPU, host and model share the cores. A draft model runs in
-    no step that is planned ahead, and several ranks have not been measured on Macs.
+    This is the default on a GPU. On a CPU, host and model share the cores. A draft model cannot run in a step that is
+    planned ahead, and several ranks have not been measured on Macs.
     """
     if args.async_scheduling is not None:
         return args.async_scheduling
@@ -148,8 +150,8 @@ def plans_ahead(args: EngineArgs, device_kind: str) -> bool:
 
 
 def _replay(args: EngineArgs, attention_backend: str, attention_layers: AttentionLayers) -> str:
-    """Whether decode steps are replayed, as :attr:`EngineConfig.replay` has it."""
-    # On a CPU a step takes so long that building it does not count; MLX's operations change with every length.
+    """Return the value of :attr:`EngineConfig.replay`: whether decode steps are replayed."""
+    # On a CPU, building a graph takes little of a step's time. MLX's attention operations differ with every length.
     if args.replay_decodes == "never" or (args.replay_decodes == "auto" and attention_backend != "metal"):
         return "off"
     if args.num_ranks > 1:
@@ -167,7 +169,7 @@ def _speculative(args: EngineArgs, draft: ModelInfo | None) -> SpeculativeConfig
 
 
 def _with_draft(model: ModelInfo, draft: ModelInfo | None) -> ModelInfo:
-    """A model, with what its draft model takes beside it: both have KV of every token, in the same blocks."""
+    """Return the model with its draft model's memory added. Both store the KV of every token in the same blocks."""
     if draft is None:
         return model
     return replace(
@@ -178,19 +180,19 @@ def _with_draft(model: ModelInfo, draft: ModelInfo | None) -> ModelInfo:
 
 
 def check_kv_cache(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> int:
-    """Refuses settings of the KV cache that cannot work, before a model's weights are read.
+    """Check the settings of the KV cache before a model's weights are read.
 
     Args:
-        model: as its configuration and the headers of its weights say.
-        device: as it is before the weights are in its memory.
+        model: facts from the model's configuration and the headers of its weights.
+        device: facts about the device before the weights are in its memory.
 
     Returns:
-        Tokens for which the KV cache will have room at most; what a step takes is not known yet.
+        Maximum capacity of the KV cache in tokens. The memory for a step is still unknown and not subtracted.
 
     Raises:
-        ConfigError: the settings cannot work; the message names the flag to change.
+        ConfigError: the settings conflict, or there is not enough memory. The message names the flag to change.
     """
-    if device.kind == "cpu":  # the memory that will be left
+    if device.kind == "cpu":  # memory that remains after loading the weights
         device = replace(device, memory_bytes=max(0, device.memory_bytes - model.weight_bytes))
     pool = pool_size(args, model, device, args.max_num_seqs or 1, 0)
     cache = CacheConfig(block_size=args.block_size, num_blocks=pool.num_blocks)
@@ -199,7 +201,7 @@ def check_kv_cache(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> in
 
 
 def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
-    """Tokens per step: 2,048 on a GPU; on a CPU the power of two whose matrix products take about a second."""
+    """Return the tokens per step: 2,048 on a GPU, or the power of two that takes about a second on a CPU."""
     if device.kind != "cpu":
         return 2048
     tokens = _CPU_FLOPS * _CPU_STEP_SECONDS / (2 * model.num_params)
@@ -207,12 +209,12 @@ def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
 
 
 def _long_threshold(args: EngineArgs, budget: int) -> int:
-    """A prompt is long if it takes more than a step. With one slot none is, and prompts go strictly in order."""
+    """Return the length of long prompts: more than a step. With one prefill slot, no prompt is long."""
     return budget if args.max_num_partial_prefills > 1 else 1 << 62
 
 
 def _attention_work(model: ModelInfo, device: DeviceInfo) -> int:
-    """Pairs of a query row and a visible key that a step may have, so that attention takes about a second."""
+    """Return the number of pairs of a query row and a visible key whose attention takes about a second."""
     if device.kind == "cpu":
         seconds_per_pair = _CPU_SECONDS_PER_SCORE * model.num_layers * model.num_heads
     else:
@@ -221,16 +223,18 @@ def _attention_work(model: ModelInfo, device: DeviceInfo) -> int:
 
 
 def _fingerprint(args: EngineArgs, model: ModelInfo) -> str:
-    """Names what K and V depend on besides the tokens, as far as it has a name; it does not look at the weights."""
+    """Return an identifier of everything besides tokens that K and V depend on, except the weights' values."""
     return repr((args.model, args.revision, model.model_type, model.dtype, model.num_params, args.block_size))
 
 
 def _max_model_len(args: EngineArgs, model: ModelInfo, cache: CacheConfig) -> int:
-    """Returns the length asked for, or the checkpoint's context length; never more tokens than the pool holds."""
+    """Return the requested context length, or the checkpoint's, but at most the number of tokens in the pool."""
     limit = model.max_position_embeddings
     wanted = requested_context_length(args, model)
     if limit is not None and wanted > limit:
-        raise ConfigError("--max-model-len", f"{wanted} exceeds the {limit} tokens that {model.name} was trained for")
+        raise ConfigError(
+            "--max-model-len", f"{wanted} exceeds the {limit} tokens of context that {model.name} was trained for"
+        )
     if wanted <= cache.num_tokens:
         return wanted
     if args.max_model_len is not None:

@@ -1,4 +1,4 @@
-"""Where users give settings: the command line, then the environment, then a YAML file; the first that has one wins."""
+"""Reads settings from the command line, the environment and a YAML file, in this order of precedence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from metal_engine.errors import ConfigError
 from metal_engine.settings.fields import ENV_PREFIX, Setting, flag, parse
 
-# Variables with the prefix that are no flags: they are read before or beside any command.
+# Variables with the prefix that do not correspond to a flag.
 OTHER_VARIABLES = {
     "METAL_ENGINE_CACHE": "Folder for downloads, instead of the user's cache directory.",
     "METAL_ENGINE_BLAS": "BLAS library to load on Linux instead of the bundled OpenBLAS; `none` loads none.",
@@ -31,15 +31,15 @@ def read_settings(
     *,
     known: Iterable[Setting] = (),
 ) -> dict[str, Any]:
-    """Returns the values of those ``settings`` that were given anywhere, by name.
+    """Return the values of all ``settings`` that were given in any of the sources, by name.
 
     Args:
-        command_line: field name -> what was given there; ``None`` means not given.
-        known: settings of other commands, which the file and the environment may hold as well.
+        command_line: map from a field's name to its value on the command line; ``None`` means not given.
+        known: settings of other commands, which the file and the environment may also contain.
 
     Raises:
-        ConfigError: an unknown key or variable, a flag that was removed, or a value of the wrong kind; the message
-            says where.
+        ConfigError: an unknown key or variable, a removed flag, or a value of the wrong kind. The message names its
+            source.
     """
     settings = list(settings)
     _refuse_removed_flags(settings, command_line)
@@ -77,10 +77,10 @@ def _top_level_keys(node: Any) -> list[str]:
 
 
 def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
-    """A YAML file's settings by field name; keys may be written with hyphens or underscores.
+    """Return a YAML file's settings by field name. Keys may have hyphens or underscores.
 
     Raises:
-        ConfigError: it cannot be read, is no mapping, or has a key that is no setting.
+        ConfigError: the file cannot be read, is not a mapping, or has an unknown key.
     """
     import yaml
 
@@ -96,7 +96,7 @@ def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError("--config", f"{path} must hold `flag: value` lines, not a {type(content).__name__}")
+        raise ConfigError("--config", f"{path} must contain `flag: value` lines, not a {type(content).__name__}")
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -105,7 +105,7 @@ def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]
         if name not in known:
             similar = _similar(name, known)
             raise ConfigError(None, f"{path}: unknown setting {str(key)!r}{similar.replace('_', '-')}")
-        if keys.count(name) > 1:  # written with hyphens or underscores; YAML itself keeps the last
+        if keys.count(name) > 1:  # spelled with hyphens and with underscores
             raise ConfigError(None, f"{path}: {key!r} is given twice")
         if value is not None:
             values[name] = value

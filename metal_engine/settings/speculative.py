@@ -1,4 +1,4 @@
-"""What ``--speculative-config`` may say, checked before anything is loaded."""
+"""Parses and checks ``--speculative-config`` before anything is loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from metal_engine.settings.config import ModelInfo, SpeculativeConfig
 from metal_engine.settings.fields import Setting, read_object
 
 FLAG = "--speculative-config"
-# As vLLM's: what is compared where the request for speculation does not say.
+# Default of prompt_lookup_max and prompt_lookup_min, the same as vLLM's.
 _PROMPT_LOOKUP = 5
 _MAX_DRAFTS = 64
 _MAX_NGRAM = 64
@@ -34,10 +34,10 @@ _REQUIRED = {
 
 
 def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
-    """The configuration that the settings ask for; None without speculation.
+    """Return the configuration of speculation; None without speculation.
 
     Raises:
-        ConfigError: the JSON is not right, or other settings exclude it; the message names the flag to change.
+        ConfigError: the JSON is not valid, or conflicts with other settings. The message names the flag to change.
     """
     if args.speculative_config is None:
         return None
@@ -47,7 +47,7 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
         raise ConfigError(FLAG, f"is not JSON: {error}") from error
     method = _method(given)
     values = read_object(FLAG, FLAG, given, _SETTINGS[method], required=_REQUIRED[method])
-    # One of them alone stands for both.
+    # A single given value sets both.
     longest = values.get("prompt_lookup_max", values.get("prompt_lookup_min", _PROMPT_LOOKUP))
     shortest = values.get("prompt_lookup_min", longest)
     if shortest > longest:
@@ -63,28 +63,31 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
 
 
 def _method(given: Any) -> str:
-    """The method that was asked for; one that is not built is refused before its own keys are."""
+    """Return the method. Unknown methods are rejected before their other keys are checked."""
     method = given.get("method") if isinstance(given, dict) else None
     if not method:
-        return "ngram"  # what is wrong is said of its keys
+        return "ngram"  # the check of the keys reports the missing method
     if not isinstance(method, str) or method not in _SETTINGS:
-        raise ConfigError(FLAG, f"has the method {method!r}, but there are only {' and '.join(_SETTINGS)}")
+        raise ConfigError(FLAG, f"has the unknown method {method!r}; the methods are {' and '.join(_SETTINGS)}")
     return method
 
 
 def check_draft_model(draft: ModelInfo) -> None:
-    """Refuse a draft model whose state cannot go back past rejected drafts."""
+    """Raise ConfigError if the draft model's state cannot be reset to a position before rejected drafts."""
     if draft.state_bytes_per_request:
         raise ConfigError(
-            FLAG, f"has the model {draft.name}, whose recurrent states cannot go back past drafts: choose another one"
+            FLAG,
+            f"has the model {draft.name}, whose recurrent states cannot be reset after rejected drafts: choose another "
+            "model",
         )
 
 
 def check_draft_vocabulary(draft_name: str, draft: Mapping[str, int], name: str, vocabulary: Mapping[str, int]) -> None:
-    """Refuse a draft model whose token ids stand for other tokens. Ids that only one of the two has do not matter.
+    """Raise ConfigError if some token ids have another meaning in the draft model. Ids of only one model are ignored.
 
     Args:
-        draft, vocabulary: token ids of the draft model and of the model, by token.
+        draft: map from each token of the draft model to its id.
+        vocabulary: map from each token of the model to its id.
     """
     tokens = {token_id: token for token, token_id in vocabulary.items()}
     differing = {i: token for token, i in draft.items() if tokens.get(i, token) != token}
@@ -93,6 +96,7 @@ def check_draft_vocabulary(draft_name: str, draft: Mapping[str, int], name: str,
     first = min(differing)
     raise ConfigError(
         FLAG,
-        f"has the model {draft_name}, whose vocabulary is not that of {name}: token {first} is {differing[first]!r}, "
-        f"and not {tokens[first]!r}; {len(differing)} of them differ. Choose one with the same vocabulary",
+        f"has the model {draft_name}, whose vocabulary differs from that of {name}: token {first} is "
+        f"{differing[first]!r}, not {tokens[first]!r}. Differing tokens: {len(differing)}. "
+        "Choose a draft model with the same vocabulary",
     )

@@ -1,4 +1,4 @@
-"""Settings of how a step gets to the device: what the host has done by then, and what it need not do."""
+"""Settings of how the host plans, builds and dispatches steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ SCHEDULING = "Scheduling"
 # Fields of :class:`metal_engine.settings.args.EngineArgs`.
 ASYNC_SCHEDULING: Any = setting(
     None,
-    "Plan the next step while the device still computes the last one. Default: on with Metal for one model on one "
-    "machine without a draft model, else off.",
+    "Plan the next step while the device computes the current one. Default: on with Metal for one model on one "
+    "machine without a draft model, otherwise off.",
     group=SCHEDULING,
     listing=HELP_ALL,
 )
 REPLAY_DECODES: Any = setting(
     "auto",
-    "Replay a traced graph in decode steps, which saves the host's time: always, never, or auto: on Metal.",
+    "Replay a traced graph in decode steps, which saves CPU time: always, never, or auto (on Metal only).",
     group=SCHEDULING,
     listing=FILE,
     choices=("auto", "always", "never"),

@@ -1,4 +1,4 @@
-"""What serves which layer: the kernel where it does, MLX's operations elsewhere, decided at load and said aloud."""
+"""Choice of the attention backend for each layer at load time: the kernel where it works, else MLX's operations."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ program_source:88:14: error: use of undeclared identifier 'simdgroup_multiply'
     ^
 program_source:120:3: error: no matching function for call to 'fma'
 """
-# MLX raises this one as a ValueError.
+# MLX raises this error as a ValueError.
 TOO_MANY_THREADS = "Thread group size (256) is greater than  the maximum allowed threads per threadgroup (192)."
 
 
-# No group of the position part begins where lanes load one.
+# The quantization groups of the position part are not aligned with a lane's loads.
 QUANTIZED = kv_cache_spec(LatentSpec(40, 24, mx.float16), "int8")
 assert isinstance(QUANTIZED, QuantizedKVSpec)
 
@@ -62,7 +62,7 @@ def kind(head_dim: int = 64, dtype: mx.Dtype = mx.float16, **more: Any) -> Atten
 
 
 def failing(error: Exception, **template: Any) -> Callable[..., Any]:
-    """A factory of kernels that do not build for some template arguments, for any if none is given."""
+    """Return a factory of kernels that fail to build for the given template arguments, or for all if none are given."""
 
     def factory(**constructor: Any) -> Callable[..., Any]:
         kernel = metal_kernel(**constructor)
@@ -122,7 +122,7 @@ def test_without_metal_all_layers_are_portable(caplog: pytest.LogCaptureFixture)
 def test_what_is_not_covered_goes_the_portable_way(
     uncovered: AttentionKind, block_size: int, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And says so once, however many layers there are."""
+    """One warning covers all such layers."""
     kinds = [kind(), uncovered, kind(), uncovered]
     chosen = auto().for_layers(kinds, block_size)
     assert isinstance(chosen.backend, MixedBackend) and chosen.backend.name == "metal"
@@ -137,7 +137,7 @@ def test_what_is_not_covered_goes_the_portable_way(
 
 @pytest.mark.parametrize("error", [RuntimeError(COMPILE_ERROR), ValueError(TOO_MANY_THREADS)])
 def test_what_does_not_build_goes_the_portable_way(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    """Metal's text is logged whole, with what to do. By name, the kernel is wanted or nothing."""
+    """Metal's message is logged whole, with advice. An explicit ``metal`` setting raises an error instead."""
     factory = failing(error, HAS_WINDOW=True)
     kinds = [kind(), kind(has_window=True), kind(has_window=True)]
     chosen = auto(factory).for_layers(kinds, 16)
@@ -165,7 +165,7 @@ def test_each_cause_counts_its_own_layers(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_merge_that_does_not_build_is_found_at_load() -> None:
-    """Serving first needs it when a context is long: long after load."""
+    """Serving needs the merge kernel only for long contexts, long after load."""
 
     def factory(**constructor: Any) -> Callable[..., Any]:
         wanted = failing(RuntimeError("merge")) if constructor["name"] == "merge_splits" else metal_kernel
@@ -195,8 +195,10 @@ def test_wrong_results_are_found_at_load(
 
 
 def tensor_kernel(call: Callable[..., list[mx.array]]) -> Callable[..., Any]:
-    """A factory whose kernel on tensor operations is ``call``, with the kernel that the simulator has as its first
-    argument. Its names go to ``factory.launched``.
+    """Return a factory whose kernel on tensor operations is ``call``.
+
+    The first argument of ``call`` is the simulator's kernel. Names of launched kernels are appended to
+    ``factory.launched``.
     """
 
     def factory(**constructor: Any) -> Callable[..., Any]:
@@ -215,7 +217,10 @@ def tensor_kernel(call: Callable[..., list[mx.array]]) -> Callable[..., Any]:
 
 
 def test_tensor_operations_that_work_are_used(caplog: pytest.LogCaptureFixture) -> None:
-    """Tried over several tiles and stages, beside what every kernel is tried with. Other layers go on as ever."""
+    """Tensor operations are tried with several tiles and stages, in addition to every kernel's trials.
+
+    Other layers are unaffected.
+    """
     queries: list[int] = []
 
     def call(kernel: Callable[..., Any], **launch: Any) -> list[mx.array]:
@@ -250,7 +255,7 @@ def be_wrong(_: Callable[..., Any], **launch: Any) -> list[mx.array]:
 def test_tensor_operations_that_do_not_work_leave_the_kernel(
     call: Callable[..., list[mx.array]], is_strict: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All layers go on with the kernel of other GPUs, none with MLX's operations; one word about it."""
+    """All layers use the kernel for other GPUs and none uses MLX's operations. There is one warning."""
     factory = tensor_kernel(call)
     choice = BackendChoice(MetalBackend(factory, tensor_ops=True), is_strict)
     chosen = choice.for_layers([kind(), kind(64, mx.float32), kind()], 16)
@@ -285,8 +290,10 @@ def test_tensor_operations_are_tried_where_the_device_has_them(has: bool, monkey
 
 @pytest.mark.parametrize("block_size, dtype", [(8, mx.float32), (32, mx.bfloat16)])
 def test_the_trial_runs_what_serving_runs(block_size: int, dtype: mx.Dtype) -> None:
-    """A decode of one row alone, a step with a chunk, a forced split and its merge; at the server's block size, dtype
-    and group, with the window, the softcap and the sinks that layers have."""
+    """The trial runs a decode of one row, a step with a chunk, and a forced split with its merge.
+
+    It uses the server's block size, dtype and group, and the layers' window, softcap and sinks.
+    """
     launches: list[tuple[str, dict[str, Any], dict[str, mx.array]]] = []
 
     def factory(**constructor: Any) -> Callable[..., Any]:
@@ -314,7 +321,7 @@ def test_the_trial_runs_what_serving_runs(block_size: int, dtype: mx.Dtype) -> N
 
 
 def test_each_layer_of_a_step_goes_its_way() -> None:
-    """Both are right, and each is computed by what was chosen for it."""
+    """The chosen backend computes each layer. Both layers give right results."""
     choice = auto()
     chosen = choice.for_layers([kind(64, mx.float32), kind(520, mx.float32)], 16)
     assert isinstance(chosen.backend, MixedBackend)
@@ -345,7 +352,7 @@ def _record_heads(backend: Any, name: str, seen: list[str]) -> None:
 
 
 def test_a_failure_in_a_step_is_not_a_reason_to_change() -> None:
-    """What was decided at load stays: the error of a later step is the step's."""
+    """The choice made at load stays. An error in a later step fails only that step."""
     chosen = auto(failing(RuntimeError("out of luck"), HAS_SOFTCAP=True)).for_layers([kind(), kind(520)], 16)
     assert chosen.layers.metal == 1
     step = make_step([(1, 5)], head_dim=64, dtype=mx.float16)
@@ -372,15 +379,15 @@ def test_kinds_of_layers() -> None:
     assert {k.sinks for k in kinds_of("gpt_oss")} == {mx.float32}
     assert kinds_of("deepseek_v3") == [AttentionKind(LatentSpec(16, 4, mx.float32), 4, mx.float32)] * 4
     assert {k.spec.head_dim for k in kinds_of("gemma4")} == {8, 16}
-    assert len(kinds_of("gemma4")) == 6  # of which 2 have no keys of their own
-    assert len(kinds_of("qwen3_next")) == 2  # the others are recurrent
+    assert len(kinds_of("gemma4")) == 6  # 2 of the 6 have no keys of their own
+    assert len(kinds_of("qwen3_next")) == 2  # the other layers are recurrent
     assert kinds_of("mamba2") == []
 
 
 def test_a_model_that_does_not_run_is_refused_as_by_the_check(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one line; a text of many lines is in the log."""
+    """The error is one line. The full text is logged."""
 
     def fail(*_: object) -> None:
         raise RuntimeError(COMPILE_ERROR)
@@ -399,7 +406,7 @@ def test_a_model_that_does_not_run_is_refused_as_by_the_check(
 
 @pytest.mark.parametrize("block_size, used, num_tokens", [(8, 8, 16), (16, 16, 24), (32, 32, 40), (256, 32, 40)])
 def test_the_check_uses_the_servers_blocks(block_size: int, used: int, num_tokens: int) -> None:
-    """Requests reach into a second block, in chunks and with a decode of one row."""
+    """Requests extend into a second block, in chunks and with a decode of one row."""
     steps: list[StepRows] = []
 
     class Recording(PortableBackend):
@@ -417,7 +424,7 @@ def test_the_check_uses_the_servers_blocks(block_size: int, used: int, num_token
 
 
 def test_greedy_tokens_of_a_model_with_both_kinds_of_layers() -> None:
-    """gemma4's full layers have larger heads than its windows: one backend does not know them."""
+    """gemma4's full-attention layers have larger heads than its windowed layers. One backend does not support them."""
     config = configuration("gemma4_text") | {"head_dim": 64, "global_head_dim": 520}
     paged = PagedModel(random_model(config))
     kinds = attention_kinds(paged)
@@ -448,7 +455,10 @@ def test_greedy_tokens_of_a_model_with_both_kinds_of_layers() -> None:
 def test_loading_a_model(
     setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is refused that MLX's operations do; ``metal`` by name is strict. doctor says what computes."""
+    """With ``auto``, all layers that MLX's operations support load.
+
+    ``metal`` is strict. doctor reports the backend of each layer.
+    """
     folder = write_checkpoint(tmp_path, config={"head_dim": 6})
     choice = strict() if setting == "metal" else auto()
     monkeypatch.setattr("metal_engine.attention.choice.choose_backend", lambda *_: choice)

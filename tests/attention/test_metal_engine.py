@@ -1,4 +1,4 @@
-"""The simulated kernel inside the engine: greedy tokens, and real activations of the demo model."""
+"""Simulated kernel inside the engine: greedy tokens, and real activations of the demo model."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def make_engine(
 
 @pytest.mark.parametrize("sliding", [False, True])
 def test_greedy_tokens_equal_mlx_ops(sliding: bool) -> None:
-    """Chunked (budget 24), mixed, and preempted (the blocks do not suffice for all requests at once)."""
+    """Steps are chunked (budget 24) and mixed.
+
+    The blocks are too few for all requests, which causes preemptions.
+    """
     config: dict[str, object] = {**SHAPE}
     if sliding:  # two kinds of layers: full attention, and a window
         config |= {
@@ -93,7 +96,7 @@ def test_greedy_tokens_equal_mlx_ops(sliding: bool) -> None:
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", pytest.param("int4", marks=pytest.mark.full)])
 def test_greedy_tokens_over_quantized_keys_and_values(kv_cache_dtype: str) -> None:
-    """A step's own rows are read as they are stored, in chunks and in company."""
+    """Rows of the current step are read in quantized form too, in chunks and in mixed batches."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(1, 256, n).tolist() for n in (37, 3, 18)]
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -111,7 +114,7 @@ def test_greedy_tokens_over_quantized_keys_and_values(kv_cache_dtype: str) -> No
 
 @pytest.mark.metal
 def test_greedy_tokens_on_a_mac() -> None:
-    """The same through the real compiler and GPU, again chunked, mixed and preempted."""
+    """Same test with the real compiler and GPU, again chunked, mixed and preempted."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(1, 256, n).tolist() for n in (37, 3, 18, 50, 9, 1)]
     params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
@@ -125,7 +128,7 @@ def test_greedy_tokens_on_a_mac() -> None:
 
 
 def test_a_shape_that_the_kernel_does_not_do_is_named_at_load() -> None:
-    """head_dim 18: the check at load passes on what the backend says, and no other backend is taken instead."""
+    """head_dim 18: the check at load passes the backend's message on. No other backend is used instead."""
     paged = PagedModel(tiny_model(hidden_size=72))
     with pytest.raises(UnsupportedAttentionError, match=r"head_dim 18.*--attention-backend mlx") as caught:
         check_paged_model(paged, backend(), 256)
@@ -134,7 +137,7 @@ def test_a_shape_that_the_kernel_does_not_do_is_named_at_load() -> None:
 
 @dataclass
 class _Recorder:
-    """Keeps what one layer of one step was given."""
+    """Backend that records the inputs of a layer in each step."""
 
     inner: AttentionBackend
     name: str = "recorder"
@@ -146,7 +149,7 @@ class _Recorder:
 
         class Recording:
             def attend(self, q, state, **options):
-                # Copies: states are written in place by later steps.
+                # Copied, because later steps write the states in place.
                 blocks = state.block_arrays()
                 arrays = [mx.array(np.array(a)) for a in (q, blocks["keys"], blocks["values"])]
                 recorder.seen.append((PackedStep(rows, *arrays), options))
@@ -157,7 +160,7 @@ class _Recorder:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_real_activations_of_the_demo_model(demo_path: Path, dtype: mx.Dtype) -> None:
-    """q, K and V of the first and the last layer from a step with decodes, a chunk and a fresh prompt."""
+    """Compares q, K and V of the first and the last layer, from a step with decodes, a chunk and a fresh prompt."""
     paged = PagedModel(load_gguf_model(demo_path, dtype=mx.float32, dequantize=True)[0])
     tokenizer = Tokenizer(load_gguf_tokenizer(demo_path), gguf_eos_token_ids(read_gguf_header(demo_path)))
     recorder = _Recorder(PortableBackend())

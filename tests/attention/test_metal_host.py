@@ -1,4 +1,4 @@
-"""The host side of the metal backend: shapes, variants, tables, what is compiled."""
+"""Host side of the metal backend: shapes, variants, tables and compiled kernels."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_unsupported_shapes_are_named(change, message):
 
 
 def all_shapes():
-    """Every supported head_dim, and the wide, narrow and latent ones, with few and many heads, in every dtype."""
+    """Yield every supported head_dim, and wide, narrow and latent heads, with few and many heads, in every dtype."""
     for dtype in DTYPES:
         for group in (1, 8, 9, 16, 17, 24, 25, 128):
             for dim in range(8, 513, 4):
@@ -72,7 +72,7 @@ def all_shapes():
 
 
 def group_fits(shape):
-    """Whether a decode of so many query heads must be one item that goes the direct way."""
+    """Return True if a decode with this many query heads must be one work item with the direct method."""
     widest = max(shape.head_dim, shape.v_head_dim)
     return shape.group <= (24 if widest <= 256 or (widest <= 576 and shape.dtype.size == 2) else 16)
 
@@ -104,7 +104,7 @@ def test_the_work_of_every_shape_fits(cut):
         if group_fits(shape) and cut.most_strips == 3 and cut.staged_parts:
             assert shape.group <= 8 * variant.strips  # a decode reads each key once, and stages none
         if shape.is_latent:
-            assert variant.k_columns == variant.v_columns  # the same registers
+            assert variant.k_columns == variant.v_columns  # K and V are in the same registers
             if shape.head_dim > shape.v_head_dim:
                 assert not any(d % variant.rest_columns for d in (*rows, shape.head_dim - shape.v_head_dim))
         assert variant.parts > 1 or widest < 192
@@ -122,7 +122,7 @@ def test_the_work_of_every_shape_fits(cut):
     [
         (128, mx.float16, 8),  # 16 bytes
         (128, mx.float32, 4),
-        (100, mx.float16, 4),  # 200 bytes are no multiple of 16
+        (100, mx.float16, 4),  # 200 bytes are not a multiple of 16
         (112, mx.bfloat16, 4),  # 14 loads of 16 bytes would be two fragments more
         (120, mx.float16, 8),
     ],
@@ -132,7 +132,7 @@ def test_lanes_load_as_much_as_they_can(head_dim, dtype, columns):
 
 
 def test_no_simd_group_has_too_much_of_a_wide_head():
-    """Sixteen fragments of the output and of the queries, eighteen of a latent, of up to 16 query heads."""
+    """Sixteen fragments of output and queries, or eighteen for a latent, with up to 16 query heads."""
     for dtype in DTYPES:
         for group in (1, 8, 16):
             for dims in ((192, 192), (192, 128), (256, 256), (512, 512)):
@@ -157,7 +157,7 @@ def test_step_and_arrays_must_agree():
         attention.attend(step.q[:2], step.state, scale=1.0)
     with pytest.raises(ValueError, match="float16"):
         attention.attend(step.q.astype(mx.float16), step.state, scale=1.0)
-    with pytest.raises(ValueError, match="does not go with keys"):
+    with pytest.raises(ValueError, match="does not match keys"):
         attention.attend(step.q[..., :32], step.state, scale=1.0)
     with pytest.raises(ValueError, match="window"):
         attention.attend(step.q, step.state, scale=1.0, window=0)
@@ -165,7 +165,10 @@ def test_step_and_arrays_must_agree():
 
 @pytest.mark.parametrize("segments", [[(1, 1)], [(1, 9), (2, 20)], [(1, 1100)], [(3, 40)] * 9])
 def test_small_steps_run_the_same_kernel_as_large_ones(segments):
-    """MLX puts inputs below 8 elements in constant memory: another signature, so one more compilation in serving."""
+    """MLX puts inputs of fewer than 8 elements in constant memory.
+
+    This changes the signature and would need a compilation.
+    """
     attention = MetalBackend(metal_kernel, target_threadgroups=1000)
     sizes: dict[str, set[int]] = {}
     for name in ("attention", "merge"):
@@ -185,12 +188,12 @@ def test_small_steps_run_the_same_kernel_as_large_ones(segments):
 
 
 def arrays_in_memory(unit, tmp_path):
-    """Arrays of threads that are left when clang has optimised a translation unit."""
+    """Return arrays in thread memory that remain after clang has optimised a translation unit."""
     source, ir = tmp_path / "kernel.cl", tmp_path / "kernel.ll"
     source.write_text(unit)
     flags = ["-w", "-target", "spir64", "-O2", "-emit-llvm", "-S", str(source), "-o", str(ir)]
     assert run_clang([*language_flags(), *flags]).returncode == 0
-    # [2 x float] is how the simulator hands a product's result over.
+    # The simulator returns a product's result as [2 x float].
     return re.findall(r"alloca \[(?!2 x float\]).*", ir.read_text())
 
 
@@ -205,17 +208,16 @@ def arrays_in_memory(unit, tmp_path):
     ids=str,
 )
 def test_arrays_stay_in_registers(shape, monkeypatch, tmp_path):
-    """A GPU's registers have no indices: optimised, the kernel must hold no array in memory.
+    """Registers of a GPU cannot be indexed, so the optimised kernel must not have arrays in memory.
 
-    Neither of matrices nor of pieces on their way to the stage: where these are in registers, their loads are under way
-    together.
+    This holds for matrices, and for pieces loaded for the stage: loads into registers can be in flight together.
     """
     units = []
     monkeypatch.setattr("tools.metal_sim.kernel.build", lambda unit, name: units.append(unit) or build(unit, name))
     step = make_step([(1, 7)], dtype=mx.float16, **shape)
     MetalBackend(metal_kernel).for_step(step.rows).attend(step.q, step.state, scale=1.0)
     assert not arrays_in_memory(units[0], tmp_path)
-    # That is so because of the requests to unroll.
+    # The unroll requests are necessary for this.
     rolled = arrays_in_memory(units[0].replace("#pragma clang loop unroll(full)", ""), tmp_path)
     assert sum("simdgroup_matrix" in array for array in rolled) >= 3
 
@@ -229,7 +231,7 @@ def test_tables_are_made_once_per_kind_of_layer():
 
 
 def test_kernels_are_in_the_wheel(tmp_path):
-    """Built as pip builds it, unpacked, and used from there."""
+    """The wheel is built as by pip, unpacked, and used from there."""
     build = "import hatchling.build, sys; print(hatchling.build.build_wheel(sys.argv[1]))"
     done = subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

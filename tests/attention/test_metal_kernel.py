@@ -1,4 +1,4 @@
-"""The Metal kernel, run by the simulator, against float64 NumPy attention; and the memory it reads."""
+"""The Metal kernel in the simulator, compared with float64 NumPy attention, and the memory that it reads."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ GROUPS = (1, 2, 3, 4, 7, 8, 16, 20, 24, 48, 128)
 
 # (query_len, kv_len)
 SMALL_MIX = [(1, 1), (1, 7), (5, 18), (33, 33), (1, 130)]
-FEW = [(1, 130), (4, 29), (1, 9)]  # of many heads
+FEW = [(1, 130), (4, 29), (1, 9)]  # for many heads
 BIG_MIX = [(1, 4096), (129, 463), (512, 2048)]
 SERVING_MIX = [(1, 20 + 13 * i) for i in range(16)] + [(17, 90), (8, 40), (30, 200)] + [(12, 12), (65, 65)]
 
 
 def pairwise(*factors):
-    """Rows such that every pair of values of two factors occurs in one: greedy, deterministic."""
+    """Return rows in which every pair of values of two factors occurs. Greedy and deterministic."""
     pairs = {
         (i, a, j, b) for i, j in itertools.combinations(range(len(factors)), 2) for a in factors[i] for b in factors[j]
     }
@@ -52,10 +52,10 @@ def pairs_in(rows, *, of):
 
 
 def some_of(rows):
-    """Few rows with every pair of values but those of head_dim and group, of which there are most.
+    """Return a few rows with every pair of values, except pairs of head_dim and group, which are too many.
 
-    The data type and the head_dim decide how rows are laid out and loaded, the data type and the group how rows
-    are dealt to fragments.
+    The data type and head_dim determine how rows are laid out and loaded. The data type and the group determine how
+    rows are assigned to fragments.
     """
     of = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
     chosen, missing = [], pairs_in(rows, of=of)
@@ -91,13 +91,13 @@ def test_shapes(dtype, head_dim, block_size, group):
     )
 
 
-# (head_dim, V head_dim, query heads, KV heads); a latent's V is part of K
+# (head_dim, V head_dim, query heads, KV heads). The V of a latent is part of K.
 UNEVEN = [(192, 128, 4, 4), (128, 192, 8, 1), (64, 512, 2, 2), (100, 36, 20, 1), (40, 8, 4, 2)]
 LATENTS = [(576, 512, 16, 1), (576, 512, 20, 1), (320, 256, 128, 1), (48, 32, 4, 1), (100, 36, 24, 1), (64, 64, 12, 1)]
 
 
 OF_ANOTHER_SIZE = [
-    # Each shape in one dtype in every run.
+    # Every run tests each shape in one dtype.
     pytest.param(dtype, is_latent, shape, marks=[] if i % 3 == j else [pytest.mark.full])
     for i, (is_latent, shape) in enumerate([(False, s) for s in UNEVEN] + [(True, s) for s in LATENTS])
     for j, dtype in enumerate(DTYPES)
@@ -161,9 +161,9 @@ def test_masks_and_options_of_other_heads(heads, window):
 @pytest.mark.parametrize("tokens", [2, 5, 7, 20])
 @pytest.mark.parametrize("context", [107, 110, 111])
 def test_few_tokens_at_the_edge_of_a_window(tokens, context):
-    """The first token's window begins where a fragment of keys does (107 - 100 + 1 = 8), or does not.
+    """The first token's window begins at the start of a fragment of keys (107 - 100 + 1 = 8), or inside a fragment.
 
-    Keys that only some of the tile's tokens see must not pass for keys that all see.
+    Keys that only some tokens of the tile see must not be treated as visible to all tokens.
     """
     for num_heads in (1, 2):
         step = make_step([(tokens, context)], num_heads=num_heads, num_kv_heads=1, head_dim=64, window=100)
@@ -211,14 +211,14 @@ def test_context_of_131072():
 
 @pytest.mark.parametrize("target", [1, 1000])
 def test_splits_do_not_change_the_result(target):
-    """No splits at all, and as many as there can be, with a window that leaves whole splits empty for some rows."""
+    """Tests no splits, and the maximum number of splits with a window that leaves whole splits empty for some rows."""
     launches = check([(1, 3000), (6, 2600)], num_heads=4, num_kv_heads=2, target_threadgroups=target)
     assert len(launches) == (1 if target == 1 else 2)
     check([(20, 1700)], num_heads=2, num_kv_heads=1, window=1650, target_threadgroups=target)
 
 
 def test_a_split_decode_beside_much_other_work():
-    # 17 tiles of each KV head, twice as many as the GPU asks for.
+    # 17 tiles of each KV head, twice as many as the GPU needs.
     launches = check([(1, 3000), *[(33, 33)] * 8], num_heads=4, num_kv_heads=2, target_threadgroups=16)
     assert len(launches) == 2
 
@@ -239,7 +239,7 @@ def test_every_row_by_itself():
     ids=str,
 )
 def test_alone_equals_in_company(heads):
-    """A decode in a mixed batch gets exactly what it gets alone: the choices are per segment."""
+    """A decode in a mixed batch gets the same bits as alone, because choices are made per segment."""
     step = make_step([(1, 99), (20, 41), (1, 700), (64, 0)], **heads)
     packed, _ = attend(step, scale=0.125)
     starts = step.rows.cu_seqlens_q
@@ -262,7 +262,7 @@ def test_alone_equals_in_company(heads):
     ids=str,
 )
 def test_a_request_has_the_same_bits_in_any_company_with_any_cut(cut, heads):
-    """Each cut gives right answers, with bits of its own. A kind of layer has one cut for all steps."""
+    """Each cut gives right outputs with its own rounding. Layers of one kind use the same cut in all steps."""
     step = make_step([(1, 699), (20, 41), (1, 5), (64, 0), (1, 2600)], **{"head_dim": 64} | heads)
     kind = AttentionKind.of(step.q, step.state, None, None, None)
     default = backend(16)
@@ -285,7 +285,7 @@ def test_a_request_has_the_same_bits_in_any_company_with_any_cut(cut, heads):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("window, softcap", [(None, None), (100, 30.0)])
 def test_on_a_mac(dtype, head_dim, window, softcap):
-    """The real compiler and the real GPU; equal to the reference and to the simulator's bounds."""
+    """The real compiler and GPU stay within the simulator's error bounds against the reference."""
     step = make_step(
         [(n, kv - n) for n, kv in SERVING_MIX + BIG_MIX], num_heads=8, num_kv_heads=2, head_dim=head_dim,
         dtype=DTYPES[dtype], window=window, shared_blocks=1,

@@ -1,4 +1,4 @@
-"""What the simulated kernel reads, and how often its threads wait for each other."""
+"""Memory reads and barriers of the simulated kernel."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 from metal_engine.attention.metal.variants import GROUPS, AttentionShape, KernelVariant, variant_of
 from tests.support.simulated import check
 
-STAGE_KEYS = 32  # at most, as in paged_attention.metal
+STAGE_KEYS = 32  # maximum, as in paged_attention.metal
 
 
 @dataclass(frozen=True)
 class Heads:
-    """A layer's heads, in float16."""
+    """Heads of a layer, in float16."""
 
     head_dim: int
     v_head_dim: int
@@ -25,7 +25,7 @@ class Heads:
 
     @property
     def bytes_of_a_key(self) -> int:
-        """Of K and V of all KV heads; of a latent once."""
+        """Bytes of a key and its value in all KV heads. A latent counts once."""
         return (self.head_dim + (0 if self.is_latent else self.v_head_dim)) * self.num_kv_heads * 2
 
     @property
@@ -42,12 +42,12 @@ def kv_read(launches):
 
 
 def visible_keys(segments, window=None):
-    """Keys that some row of each request sees."""
+    """Return the number of keys that some row of each request sees."""
     return sum(kv if window is None else min(kv, n + window - 1) for n, kv in segments)
 
 
 DECODES = [(1, kv) for kv in (300, 77, 1, 640)]
-# The heads of real models, with no more rows in a token than a tile has.
+# Heads of real models for which a tile has room for the rows of one token.
 DECODED = [
     *(Heads(64, 64, 2 * group, 2) for group in (1, 2, 4, 8, 9, 16, 24, 25, 64)),
     *(Heads(dim, dim, 4, 2) for dim in (32, 80, 96, 100, 112, 120, 128, 160, 192, 256, 512)),
@@ -72,7 +72,7 @@ def those_in_full(heads):
 def test_decode_reads_every_key_once_per_kv_head(heads):
     bound = visible_keys(DECODES) * heads.bytes_of_a_key
     assert kv_read(heads.launches(DECODES)) == bound
-    # And the same for decodes beside chunks and fresh prompts.
+    # Decodes read the same bytes in a batch with chunks and fresh prompts.
     others = [(50, 130), (64, 64)]
     assert kv_read(heads.launches(DECODES + others)) - kv_read(heads.launches(others)) == bound
 
@@ -85,7 +85,7 @@ def test_more_heads_than_a_tile_has_rows_read_once_per_tile(tiles, heads):
 
 @pytest.mark.parametrize("heads", [Heads(64, 64, 4, 1), Heads(256, 256, 4, 1)], ids=["64", "256"])
 def test_windowed_decode_reads_the_window(heads):
-    for kv in (5000, 5003):  # the window begins within a fragment, and with one
+    for kv in (5000, 5003):  # the window begins inside a fragment, or at its start
         assert kv_read(heads.launches([(1, kv)], window=256)) == 256 * heads.bytes_of_a_key
 
 
@@ -99,7 +99,7 @@ def test_prefill_reads_less_than_half_the_square():
 
 @pytest.mark.parametrize("heads", those_in_full(DECODED))
 def test_decode_waits_once_for_the_keys_that_are_held(heads):
-    """And never where a SIMD group needs nobody else's scores."""
+    """A decode needs no barrier if no SIMD group reads another group's scores."""
     variant = heads.variant
     if heads.num_heads // heads.num_kv_heads > 8 * variant.strips:
         pytest.skip("more rows than go the direct way")
@@ -115,7 +115,7 @@ def test_decode_waits_once_for_the_keys_that_are_held(heads):
 
 @pytest.mark.parametrize("heads", [Heads(64, 64, 2, 1), Heads(256, 256, 2, 1)], ids=["64", "256"])
 def test_prefill_waits_four_times_a_stage(heads):
-    """Parts need no barrier of their own to add their scores."""
+    """Adding scores of SIMD parts needs no further barrier."""
 
     def barriers(stages):
         (launch,) = heads.launches([(10, stages * STAGE_KEYS)], target_threadgroups=1)

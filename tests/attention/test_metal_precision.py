@@ -1,4 +1,4 @@
-"""How exact the simulated kernel is where numbers are extreme."""
+"""Accuracy of the simulated kernel for extreme numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.support.simulated import attend, backend, every_row_by_itself, relati
 from tools.fixtures.packed_step import make_step
 from tools.metal_sim import FlushingKernel
 
-NO_SPLIT, SPLITS = 1, 1000  # threadgroups that are asked for
+NO_SPLIT, SPLITS = 1, 1000  # requested number of threadgroups
 
 
 def test_large_scores_and_equal_scores():
-    """Softmax at its ends: one key that takes all the weight, and all keys alike."""
+    """The extremes of softmax: one key with all the weight, and equal weights of all keys."""
     step = make_step([(9, 70)], num_heads=2, num_kv_heads=1, head_dim=64)
     for scale in (50.0, 0.0):
         out, _ = attend(step, scale=scale)
@@ -37,7 +37,7 @@ HEADS = {
 @pytest.mark.parametrize("target", [NO_SPLIT, SPLITS])
 @pytest.mark.parametrize("segments", [[(1, 1500)], [(40, 1400)]], ids=["decode", "chunk"])
 def test_large_negative_scores(heads, target, segments):
-    """All keys near -1e4: nothing in the kernel or the merge may take them for keys that are not seen."""
+    """All scores are near -1e4. The kernel and the merge must not treat these keys as masked."""
     step = make_step(segments, num_kv_heads=1, poison=False, **HEADS[heads])
     step = step.with_scores(-9_997.0, -10_000.0)
     out, launches = attend(step, target, scale=1.0)
@@ -48,7 +48,7 @@ def test_large_negative_scores(heads, target, segments):
 
 @cache
 def flushing_backend(target_threadgroups: int) -> MetalBackend:
-    """On a device whose float16 has no subnormal numbers."""
+    """Return a backend on a device that flushes subnormal float16 numbers to zero."""
     return MetalBackend(FlushingKernel, target_threadgroups)
 
 
@@ -56,9 +56,9 @@ def flushing_backend(target_threadgroups: int) -> MetalBackend:
 @pytest.mark.parametrize("flushes", [False, True])
 @pytest.mark.parametrize("heads, length", [("direct", 1), ("direct", 20), ("latent", 1)])
 def test_many_keys_of_small_weight(heads, length, flushes, distance):
-    """One key that takes nearly all of the weight and has no value, and 3,000 keys that each have e^-distance of it.
+    """One key with value zero has nearly all of the weight. 3,000 other keys have e^-distance of its weight each.
 
-    In float16 such weights would be subnormal or zero.
+    In float16, such weights would be subnormal or zero.
     """
     step = make_step([(length, 3001)], num_kv_heads=1, dtype=mx.float16, poison=False, **HEADS[heads])
     values = np.array(step.v_cache.astype(mx.float32)) * 100 + 100
@@ -73,7 +73,10 @@ def test_many_keys_of_small_weight(heads, length, flushes, distance):
 
 
 def test_sinks_take_part_in_the_small_weights():
-    """The sum of weights has the factor that keeps them from vanishing, and the sink must have it too."""
+    """The sum of weights has a factor that keeps small weights from vanishing.
+
+    The sink's weight needs the same factor.
+    """
     sinks = np.array([17.0, -3.0], np.float32)
     for target in (NO_SPLIT, SPLITS):
         step = make_step([(1, 3000), (20, 1500)], num_kv_heads=1, dtype=mx.float16, poison=False, **HEADS["direct"])

@@ -1,4 +1,4 @@
-"""The Metal kernel over quantized K and V: against float64 over what the layer keeps, and the bytes that it reads."""
+"""The Metal kernel on quantized K and V: compared with float64 on the dequantized cache, and the bytes it reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 MIX = [(1, 1), (1, 7), (5, 18), (33, 33), (1, 130)]
 Quantized = tuple[int, int]  # bits, group size
 
-# (head_dim, V head_dim, query heads, KV heads), group size; a latent's V is part of K. Each bits in every run.
+# (head_dim, V head_dim, query heads, KV heads), group size. The V of a latent is part of K. Each run tests all bits.
 HEADS: list[tuple[tuple[int, int, int, int], int]] = [
     ((64, 64, 4, 2), 64),
     ((128, 128, 8, 2), 64),
@@ -75,7 +75,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("heads, group_size, bits, dtype, is_latent", SHAPES)
 def test_shapes(heads: tuple[int, int, int, int], group_size: int, bits: int, dtype: str, is_latent: bool) -> None:
-    """Decodes, chunks and a fresh prompt. NaN lies in every slot that must not be read."""
+    """Tests decodes, chunks and a fresh prompt. Slots that must not be read contain NaN."""
     head_dim, v_head_dim, num_heads, num_kv_heads = heads
     check(
         MIX if num_heads <= 40 else [(1, 130), (2, 20)],
@@ -125,9 +125,9 @@ def test_long_contexts_in_blocks_of_other_sizes(quantized: Quantized, block_size
 @pytest.mark.parametrize("quantized", [(8, 64), (4, 64)], ids=str)
 @pytest.mark.parametrize("dtype", [mx.float16, pytest.param(mx.bfloat16, marks=pytest.mark.full)], ids=str)
 def test_numbers_are_those_of_mlx(quantized: Quantized, dtype: mx.Dtype) -> None:
-    """The same bits as over a cache of the numbers that mx.dequantize gives, rounded to the layer's type.
+    """The kernel gives the same bits as on a cache of mx.dequantize's numbers, rounded to the layer's type.
 
-    The work is shared out in the same way, with heads of this size.
+    With heads of this size, both kernels distribute the work in the same way.
     """
     step = make_step([(1, 99), (20, 41), (1, 700), (64, 0)], head_dim=64, dtype=dtype, quantized=quantized)
     keys, values = (array.astype(dtype) for array in step._kept)
@@ -160,7 +160,7 @@ def test_alone_equals_in_company(heads: dict[str, Any]) -> None:
 
 # --- bytes ---
 
-# Of what a float16 cache would have read: by bits and group size.
+# Allowed bytes relative to a float16 cache, by bits and group size.
 ALLOWED = {(8, 64): 0.55, (4, 64): 0.30, (8, 32): 0.5625, (4, 32): 0.3125}
 DECODES = [(1, kv) for kv in (300, 77, 1, 640)]
 CACHES = ("k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases")
@@ -191,7 +191,7 @@ def kv_read(launches: list[LaunchCounts]) -> int:
     ids=str,
 )
 def test_bytes_that_are_read(heads: tuple[int, int, int, int], quantized: Quantized) -> None:
-    """By decodes, beside chunks and fresh prompts, and by these: each has so much less to read than float KV has."""
+    """Decodes alone, decodes in a batch, and chunks read at most the allowed share of the bytes of float KV."""
     head_dim, v_head_dim, num_heads, num_kv_heads = heads
     is_latent = head_dim in (576, 320)
     options: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "is_latent": is_latent}
@@ -204,13 +204,13 @@ def test_bytes_that_are_read(heads: tuple[int, int, int, int], quantized: Quanti
     assert of_others[1] <= ALLOWED[quantized] * of_others[0]
     in_float = of_all[0] - of_others[0]
     assert of_all[1] - of_others[1] <= ALLOWED[quantized] * in_float
-    # Once, but for latents of more query heads than a threadgroup has registers for.
+    # Each key is read once, except for latents with more query heads than fit into a threadgroup's registers.
     of_a_key = (head_dim + (0 if is_latent else v_head_dim)) * num_kv_heads * 2
     assert in_float <= sum(kv for _, kv in DECODES) * of_a_key * -(-num_heads // 24)
 
 
 def published_shapes() -> set[AttentionShape]:
-    """Attention of published checkpoints, with the groups that they are quantized in."""
+    """Return the attention shapes of published checkpoints, with their quantization groups."""
     layers = {layer for found in layers_by_model().values() for layer in found if isinstance(layer, Attention)}
     return {
         AttentionShape(mx.float16, dim, a.v_head_dim, a.num_heads, a.num_kv_heads, 16, a.is_latent, bits, group_size)
@@ -223,7 +223,7 @@ def published_shapes() -> set[AttentionShape]:
 
 
 def test_bytes_of_published_shapes() -> None:
-    """All are within the bounds, also where SIMD groups share out the columns of a head."""
+    """All shapes are within the bounds, even if SIMD groups divide the columns of a head."""
     shapes = published_shapes()
     assert {(s.head_dim, s.v_head_dim, s.group) for s in shapes} > {(128, 128, 24), (192, 128, 16), (320, 256, 32)}
     over = {}
@@ -284,22 +284,20 @@ def test_the_work_of_every_shape_fits() -> None:
         for name in ("staged_parts", "bk"):
             assert getattr(variant, name) == getattr(plain, name)
         assert variant.strips == (min(plain.strips, 2) if shape.is_latent else plain.strips)
-        if (
-            variant.strips == plain.strips and variant.parts != plain.parts
-        ):  # of which some would have had parts of the same group
+        if variant.strips == plain.strips and variant.parts != plain.parts:  # SIMD parts would otherwise share a group
             assert variant.parts < plain.parts and shape.dtype.size == 2
             assert shape.v_head_dim % (plain.parts * shape.group_size)
         assert variant.held * variant.strips <= HELD_FRAGMENTS
         for columns in (variant.k_columns, variant.rest_columns, variant.v_columns):
             assert columns * shape.bits in (16, 32, 64)
-        # A chunk lies in one group.
+        # A chunk must be in one quantization group.
         assert shape.group_size % (4 * variant.k_columns) == 0
         assert not shape.is_latent or shape.v_head_dim % (4 * variant.rest_columns) == 0
-        # Pieces of a group lie in one SIMD group, on their way to the stage.
+        # Pieces of a group must be loaded by one SIMD group on their way to the stage.
         if variant.staged_parts:
             piece = 16 // shape.dtype.size
             assert variant.bk * shape.head_dim // piece % 32 == variant.bk * shape.v_head_dim // piece % 32 == 0
-        # Of a fragment's row each of four lanes has a quarter; and a scale and a bias.
+        # Each of four lanes holds a quarter of a fragment's row, with a scale and a bias.
         loaded = variant.held * (shape.head_dim // variant.parts * shape.bits // (4 * 32) + 2)
         assert variant.held == 1 or loaded <= 32
 
@@ -327,7 +325,7 @@ def test_fewer_bits_leave_room_for_more_keys(bits: int, held: int) -> None:
     ids=str,
 )
 def test_arrays_stay_in_registers(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is loaded, too, until it is unpacked."""
+    """Loaded integers stay in registers too, until they are unpacked."""
     units: list[str] = []
     monkeypatch.setattr("tools.metal_sim.kernel.build", lambda unit, name: units.append(unit) or build(unit, name))
     group_size = 64 if shape["head_dim"] % 64 == 0 else 32
@@ -337,7 +335,7 @@ def test_arrays_stay_in_registers(shape: dict[str, Any], monkeypatch: pytest.Mon
 
 
 def test_the_load_check_runs_quantized_layers(caplog: pytest.LogCaptureFixture) -> None:
-    """At their shapes, bits and dtype. (tests/attention/test_choice.py has what no kernel does.)"""
+    """The check uses the layers' shapes, bits and dtype. tests/attention/test_choice.py has unsupported layers."""
     launches: list[tuple[str, dict[str, Any]]] = []
 
     def factory(**constructor: Any) -> Any:
@@ -373,7 +371,7 @@ def test_a_wrong_kernel_is_found_at_load(wrong: str) -> None:
 
 # --- mutants ---
 
-# Bias left out, a number of the wrong group, of another tensor, off at a head's edge; direct and staged.
+# Missing bias, a number of the wrong group or tensor, and an error at a head's edge, in the direct and staged method.
 SAMPLE = [
     next(i for i, m in enumerate(MUTANTS) if m.new == new)
     for new in ("float(integer) * scale", "rows.scales[0]", "v_rows = {v_cache, k_scales", "chunk", "numbers[0]")

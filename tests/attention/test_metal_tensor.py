@@ -1,4 +1,4 @@
-"""Prefill on Metal's tensor operations: the kernel with the simulator's stand-in, and which steps take it."""
+"""Prefill on Metal's tensor operations: the kernel with the simulator's stand-in, and the steps that use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tools.metal_sim.build import build
 from tools.metal_sim.tensor_mutants import LAYOUTS, MUTANTS, caught, factory_in
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
-TOLERANCE = {mx.float16: 1e-3, mx.bfloat16: 8e-3}  # of a row by itself
+TOLERANCE = {mx.float16: 1e-3, mx.bfloat16: 8e-3}  # relative error of a single row
 HEADS = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 64}
 OPTIONS: dict[str, Any] = {"scale": 0.125, "window": 100, "softcap": 20.0}
 
@@ -38,10 +38,10 @@ def attend(step: PackedStep, layout: int, target: int = 96, **options: Any) -> t
 
 
 def check(step: PackedStep, layout: int, target: int = 96, sinks: mx.array | None = None, **options: Any) -> np.ndarray:
-    """Compare each row with float64. NaN lies in every slot that must not be read."""
+    """Compare each row with float64. Slots that must not be read contain NaN."""
     out, _ = attend(step, layout, target, sinks=sinks, **options)
     expected = step.reference(sinks=None if sinks is None else np.array(sinks.astype(mx.float32)), **options)
-    # Of rows next to nothing float16 keeps a few bits: of these the error counts beside 1e-3.
+    # float16 stores rows near zero with few bits, so the error of a small row is relative to 1e-3.
     sizes = np.maximum(np.linalg.norm(expected, axis=-1), 1e-3)
     assert (np.linalg.norm(out - expected, axis=-1) / sizes).max() <= TOLERANCE[step.q.dtype]
     return out
@@ -68,7 +68,7 @@ def test_where_elements_lie_changes_no_bit() -> None:
 
 
 def test_a_request_alone_and_in_company_gets_the_same_bits() -> None:
-    """A decode, too, goes through the same kernel in either step. And keys are shared out at the edges of a window."""
+    """A decode also uses this kernel in both steps. Keys are divided at the edges of a window."""
     step = make_step([(1, 99), (20, 41), (9, 107), (64, 0)], window=100, dtype=mx.float16, **HEADS)
     sinks = sinks_of(mx.float16)
     packed = check(step, 1, sinks=sinks, **OPTIONS)
@@ -94,20 +94,20 @@ def test_quantized_keys_and_values(quantized: tuple[int, int], head_dim: int) ->
 
 
 def test_products_and_barriers_are_counted() -> None:
-    """One tile of 64 rows over the 115 keys of the window and 16 tokens."""
+    """The step is one tile of 64 rows, with the 115 keys of the window and 16 tokens."""
     step = make_step([(16, 176)], window=100, dtype=mx.float16, **HEADS)
     _, launches = attend(step, 1, sinks=sinks_of(mx.float16), **OPTIONS)
     stages, rows, head_dim = 2, 64, 64
     assert launches[0].products == stages * 64 * rows * (head_dim + head_dim) // 8**3
     in_a_stage, before, after = 5, 1, 1
-    of_results = 1 + 2 * (head_dim // 32) - 1  # 32 columns leave at a time
+    of_results = 1 + 2 * (head_dim // 32) - 1  # 32 columns are written at a time
     assert launches[0].barriers == before + in_a_stage * stages + after + of_results
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_arrays_stay_in_registers(head_dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As of the ordinary kernel; [16 x float] is how the simulator hands a product's sums over."""
+    """As for the ordinary kernel. The simulator passes a product's sums as [16 x float]."""
     units: list[str] = []
     monkeypatch.setattr("tools.metal_sim.kernel.build", lambda unit, name: units.append(unit) or build(unit, name))
     step = make_step([(1, 7)], dtype=mx.float16, head_dim=head_dim)
@@ -169,7 +169,7 @@ def test_shapes_that_fit() -> None:
         for v_head_dim in (head_dim, 64)
         if fits_tensor_ops(shape(mx.float16, head_dim, v_head_dim))
     }
-    dims = range(16, 145, 16)  # wider heads are shared out between SIMD groups
+    dims = range(16, 145, 16)  # wider heads are divided between SIMD groups
     assert fitting == {(dim, 64) for dim in dims} | {(dim, dim) for dim in dims if dim % 32 == 0}
     assert fits_tensor_ops(shape(mx.bfloat16, 128))
     assert not fits_tensor_ops(shape(mx.float32, 128))
@@ -177,7 +177,7 @@ def test_shapes_that_fit() -> None:
 
 
 class Calls:
-    """A factory of kernels that note their names and compute nothing."""
+    """Factory of kernels that record their names and compute nothing."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -194,7 +194,7 @@ class Calls:
 
 
 def test_each_shape_has_one_kernel() -> None:
-    """Of the ordinary one nothing changes, not even a word that needs Metal 4."""
+    """The ordinary kernel's source stays free of anything that needs Metal 4."""
     ordinary, calls = Calls(), Calls()
     without, having = MetalBackend(ordinary), MetalBackend(calls, tensor_ops=True)
     assert not without.has_tensor_ops and having.has_tensor_ops

@@ -1,4 +1,4 @@
-"""Work items of the attention kernel: what they cover, how they are split, and what a split costs."""
+"""Work items of the attention kernel: coverage of keys, splits, and the cost of a split."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORTY_CORES = 8 * 40
 
 
 def splits_of_decode(keys: int, **options: int | None) -> list[int]:
-    """Lengths of the splits of a decode, in the order of the keys."""
+    """Return the lengths of a decode's splits in the order of the keys."""
     (splits,) = splits_of_tiles(Options(**options).plan(rows_of([(1, keys)]))).values()
     return [end - begin for begin, end in splits]
 
@@ -43,7 +43,10 @@ options = st.builds(
 @example(segments=[(1, 513)], options=Options())
 @example(segments=[(1, 1000), (300, 1300), (1, 1), (1, 1030)], options=Options(target_threadgroups=FORTY_CORES))
 def test_plans(segments: list[tuple[int, int]], options: Options) -> None:
-    """Every key of every tile once; even splits of whole stages; longest first; alone as in company."""
+    """Items cover every key of every tile once, are split evenly in whole stages, and are sorted by length.
+
+    The batch does not matter.
+    """
     check_plan(rows_of(segments), options)
 
 
@@ -76,7 +79,7 @@ def test_mutants(mutant: Mutant) -> None:
     ],
 )
 def test_splits_of_a_decode_on_40_cores(keys: int, splits: list[int]) -> None:
-    """8 KV heads of 4 query heads each."""
+    """Decodes with 8 KV heads of 4 query heads each."""
     assert splits_of_decode(keys, target_threadgroups=FORTY_CORES) == splits
 
 
@@ -86,7 +89,7 @@ def test_a_long_decode_has_as_many_threadgroups_as_the_device_asks_for() -> None
 
 @pytest.mark.parametrize("others", [[(2048, 2048)], [(256, 256)], [(1, 500)] * 63], ids=str)
 def test_a_long_context_is_split_in_company_too(others: list[tuple[int, int]]) -> None:
-    """Or one threadgroup would still run when all others have long finished."""
+    """An unsplit context would keep one threadgroup busy long after the end of all other threadgroups."""
     items = Options().plan(rows_of([(1, 131_072), *others]))
     lengths = items.table[:, 4] - items.table[:, 3]
     # No item is longer than two fair shares of the step.
@@ -96,7 +99,7 @@ def test_a_long_context_is_split_in_company_too(others: list[tuple[int, int]]) -
 @pytest.mark.parametrize("group, most", [(1, 1 / 32), (4, 1 / 14), (8, 1 / 14), (16, 1 / 7)])
 @pytest.mark.parametrize("keys", [512, 577, 1000, 4096, 20_000])
 def test_what_merging_64_decodes_moves(group: int, most: float, keys: int) -> None:
-    """Outputs and log-sum-exps of the splits, written and read, beside K and V of head_dim 64 in half precision."""
+    """Bytes of the splits' outputs and log-sum-exps are compared with K and V of head_dim 64 in half precision."""
     items = Options(group=group, target_threadgroups=FORTY_CORES).plan(rows_of([(1, keys + i) for i in range(64)]))
     assert items.is_split
     partial_bytes = 2 * items.num_partial_rows * 8 * (64 + 1) * 4
@@ -131,7 +134,10 @@ def test_a_decode_beside_40_others_has_the_bits_it_has_alone(keys: int, window: 
 
 
 def test_layers_of_one_step_have_plans_of_their_own() -> None:
-    """Of other groups and stages: a plan of short stages, taken by a layer of long ones, would let zeros be keys."""
+    """Layers differ in groups and stages.
+
+    A plan of short stages for a layer with long ones would read zeros as keys.
+    """
     segments = [(1, 599), (3, 1000), (20, 41)]
     stages = ((4, 256, mx.float32), (4, 64, mx.float32), (1, 64, mx.float16), (8, 64, mx.float16))
     attention = None

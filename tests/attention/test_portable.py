@@ -1,4 +1,4 @@
-"""The portable attention backend against a float64 NumPy attention, and what it reads, computes and holds."""
+"""The portable attention backend compared with float64 NumPy attention, and its reads, computation and memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tools.fixtures.packed_step import PackedStep, kv_state, make_step
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 1.5e-2}
 
-# Makes small inputs go through several tiles, spans, pieces and batches.
+# Makes small inputs use several tiles, spans, pieces and batches.
 TINY = Limits(scores=1, span=1, tile_rows=5, small_area=24, group_slack=8, group_waste=0.5, min_keys=7)
-# The same, but nothing with several rows is batched.
+# The same, except that segments with several rows are not batched.
 TILED = Limits(scores=1, span=1, tile_rows=3, small_area=0, group_slack=0, group_waste=0.0, min_keys=16)
 # Decodes on two streams.
 LANES = replace(TINY, lane_elements=0)
@@ -42,9 +42,10 @@ MIXED = [(1, 37), (19, 0), (1, 64), (12, 50), (3, 20), (1, 15), (41, 3), (2, 2)]
 
 
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The largest norm-relative error of any row and head. NaN counts as infinite.
+    """Return the largest norm-relative error of any row and head. NaN counts as infinite.
 
-    Values may cancel to almost nothing in a row; its error is then relative to the average row's norm.
+    The values of a row can cancel to almost nothing. The error of such a row is relative to the average norm of all
+    rows.
     """
     difference = np.linalg.norm(actual - expected, axis=-1)
     norm = np.linalg.norm(expected, axis=-1)
@@ -72,7 +73,7 @@ def test_dtypes(limits: Limits | None, dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 150])
 def test_larger_pieces(window: int | None, dtype: mx.Dtype) -> None:
-    """Pieces of so many scores that the CPU takes its vectorized 2^x."""
+    """Pieces have enough scores for the CPU's vectorized 2^x."""
     step = make_step([(1, 700), (150, 300), (12, 999), (100, 0), (1, 650)], dtype=dtype, window=window)
     check(step, None, window=window)
 
@@ -107,7 +108,8 @@ def test_softcap_and_sinks(limits: Limits | None) -> None:
         sink_array = mx.array(sinks).astype(dtype)
         options = {"scale": 0.25, "window": 9, "softcap": 5.0}
         actual = step.attend(limits, sinks=sink_array, **options)
-        # The third sink outweighs all keys; compare with the rest's scale, not with its own tiny output.
+        # The third sink outweighs all keys. Compare with the scale of the other heads, not with this head's tiny
+        # output.
         expected = step.reference(sinks=sinks, **options)
         assert error(actual[:, :3], expected[:, :3]) < 1e-5
         assert np.abs(actual[:, 3]).max() < 1e-10
@@ -135,10 +137,10 @@ def test_what_is_read_in_place_is_not_gathered() -> None:
     lengths = [900, 1500, 3000, 639]
     step = make_step([(1, n - 1) for n in lengths], num_heads=9, num_kv_heads=3, head_dim=8, poison=False)
     table = step.rows.block_table
-    table[0, :57] = np.arange(57)  # all in order
-    table[1, :94] = [*range(100, 150), *range(250, 206, -1)]  # the first half
-    table[2, :188] = np.arange(600, 600 - 2 * 188, -2)  # nothing
-    table[3, :40] = np.arange(60, 100)  # in order, but few
+    table[0, :57] = np.arange(57)  # fully consecutive
+    table[1, :94] = [*range(100, 150), *range(250, 206, -1)]  # consecutive in the first half
+    table[2, :188] = np.arange(600, 600 - 2 * 188, -2)  # not consecutive
+    table[3, :40] = np.arange(60, 100)  # consecutive, but short
     work = PortableBackend(CPU_LIMITS).for_step(step.rows).work(None, DIMS)
     (runs,) = [group.runs for group in work.run_decodes if len(group.runs) == 1 and group.rest is None]
     assert runs == [[(0, 900)]]
@@ -154,7 +156,7 @@ def test_long_runs_are_read_in_parts() -> None:
     step = make_step([(1, 199), (1, 299), (1, 5)], poison=False, dtype=mx.float16)
     table = step.rows.block_table
     table[0, :13] = np.arange(13)
-    table[1, :19] = [*range(5, 15), *range(25, 16, -1)]  # the rest is too much to gather
+    table[1, :19] = [*range(5, 15), *range(25, 16, -1)]  # the remaining slots are too many to gather
     (decodes,) = PortableBackend(limits).for_step(step.rows).work(None, Dims(4, 2, 16)).run_decodes
     assert decodes.runs == [[(slot, min(40, 200 - slot)) for slot in range(0, 200, 40)]]
     check(step, limits)
@@ -162,7 +164,7 @@ def test_long_runs_are_read_in_parts() -> None:
 
 
 def test_large_scores() -> None:
-    """Weights far below the largest vanish without overflow or NaN. (Scores of 1,000s: float32 is coarse.)"""
+    """Weights far below the largest weight vanish without overflow or NaN. float32 is coarse for scores of 1,000s."""
     step = make_step(MIXED)
     for limits in (None, TINY):
         assert error(step.attend(limits, scale=200.0), step.reference(scale=200.0)) < 2e-4
@@ -240,7 +242,7 @@ DIMS = Dims(9, 3, 64)
 
 
 def work_of(segments: list[tuple[int, int]], window: int | None = None) -> tuple[int, int, int]:
-    """(units, keys gathered, scores computed) with the CPU's limits, whatever machine this is."""
+    """Return (units, keys gathered, scores computed) with the CPU's limits on any machine."""
     work = PortableBackend(CPU_LIMITS).for_step(make_step(segments, head_dim=1).rows).work(window, DIMS)
     return len(work.units), work.keys_gathered, work.scores_computed
 
@@ -286,13 +288,13 @@ def test_two_streams_only_for_many_keys_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("low", [1, 100, 1000])
 def test_decodes_gather_what_is_there(low: int) -> None:
-    """Padding costs at most an eighth of the real keys, or group_slack (for each batch)."""
+    """Padding costs at most an eighth of the real keys, or group_slack for each batch."""
     rng = np.random.default_rng(low)
     lengths = rng.integers(low, 3 * low + 50, 64)
     units, gathered, scored = work_of([(1, int(n) - 1) for n in lengths])
     per_batch = CPU_LIMITS.group_slack // 4  # a decode's key costs 4 units
     assert gathered == scored <= lengths.sum() + max(units * per_batch, lengths.sum() // 8)
-    # Batches, not requests: all but a few are at least half full.
+    # The units are batches, not requests. Nearly all are at least half full.
     assert units <= 4 + gathered * 192 // (CPU_LIMITS.span // 2)
 
 
@@ -315,11 +317,15 @@ def test_a_window_limits_what_is_gathered_and_computed() -> None:
 
 @pytest.mark.parametrize("segments", [[(8192, 0)], [(1024, 0)] * 8], ids=["1x8192", "8x1024"])
 def test_peak_memory(segments: list[tuple[int, int]]) -> None:
-    """No [N, N] array: 8,192 tokens have scores of 805 MB for 3 heads in float32 (8 x 1,024: 101 MB).
+    """No [N, N] array exists: for 8,192 tokens, scores of 3 heads in float32 would take 805 MB (8 x 1,024: 101 MB).
 
-    Held at once: four arrays of 8,192 rows of 3 * 64 float32 (6.3 MB each: q scaled, the tiles' rows,
-    their outputs, the packed copy), the gathered K and V of two spans (at most 4 MB each), and tiles
-    of scores (1.5 MB). MLX runs ahead of its CPU worker by up to 100 ops: three tiles of 6 temporaries each.
+    In memory at the same time:
+
+    - four arrays of 8,192 rows of 3 * 64 float32, 6.3 MB each (scaled q, the tiles' rows, their outputs, packed copy)
+    - the gathered K and V of two spans, at most 4 MB each
+    - tiles of scores, 1.5 MB each
+
+    MLX runs ahead of its CPU worker by up to 100 ops, which is three tiles of 6 temporaries each.
     """
     step = make_step(segments, num_heads=3, num_kv_heads=1, head_dim=64, poison=False)
     attention = PortableBackend(CPU_LIMITS).for_step(step.rows)
@@ -333,7 +339,7 @@ def test_peak_memory(segments: list[tuple[int, int]]) -> None:
 
 
 def test_attend_builds_a_graph_and_holds_no_cache() -> None:
-    """The next write to the cache is in place although the plan lives on: only its owner holds the cache."""
+    """The next write to the cache is in place while the plan still exists: only the owner references the cache."""
     step = make_step([(64, 900), (1, 500)], **HEADS)
     attention = PortableBackend().for_step(step.rows)
     cache = mx.zeros((4096, 16, 3, 64))  # 50 MB

@@ -1,4 +1,4 @@
-"""Attention over tables that other steps share: of any step with the same sizes, and the same as over its own plan."""
+"""Attention with tables shared by steps of equal sizes gives the same result as with a step's own plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from metal_engine.attention.portable.groups import CPU_LIMITS
 from tests.support.simulated import backend, relative_error
 from tools.fixtures.packed_step import PackedStep, make_step
 
-# Decodes, of which long ones are split; and verifications of drafts, of which some are several tiles.
+# Decodes, some of them split, and verifications of drafts, some of them with several tiles.
 DECODES = [(1, 7), (1, 900), (1, 60), (1, 3), (1, 1301), (1, 0), (1, 16)]
 OTHER_DECODES = [(1, 5), (1, 1305), (1, 0), (1, 908), (1, 80), (1, 15), (1, 1)]
 VERIFICATIONS = [(4, 60), (1, 900), (3, 7), (2, 15)]
@@ -61,7 +61,7 @@ def test_a_step_may_use_the_launches_of_another(
 
 
 def test_empty_items_fill_the_kernel_s_tables() -> None:
-    """So that the test above is about them."""
+    """This shows that the test above covers empty items."""
     step = make_step(DECODES)
     tables = make_tables(backend(), step, {})
     items = np.array(tables.arrays[1])
@@ -69,11 +69,11 @@ def test_empty_items_fill_the_kernel_s_tables() -> None:
 
 
 def test_nothing_is_planned_inside() -> None:
-    """What a trace does not get as an array would be the same in every replay."""
+    """A value that a trace does not receive as an array would be constant in every replay."""
     step = make_step(DECODES)
     for chosen in (backend(), PortableBackend()):
         tables = make_tables(chosen, step, {})
-        with pytest.raises(RuntimeError, match="which no layer has asked for before"):
+        with pytest.raises(RuntimeError, match="which no layer has requested before"):
             attend(tables.attention(tables.arrays), step, {"window": 5})
 
 

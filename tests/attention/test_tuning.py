@@ -1,4 +1,4 @@
-"""The choice among cuts of the kernel's work, by a fake clock: what is measured, kept, believed and dropped."""
+"""Choice among cuts of the kernel's work with a fake clock: measuring, storing, validating and discarding results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MACHINE = {"gpu": "M1, 8 cores", "macos": "26.2", "mlx": "0.32.4", "kernels": "0
 MS = 1e-3
 SHORT_STEPS = (((1, 16_383),), ((1, 1023),) * 4, ((40, 0),))
 
-# Seconds of a launch, by its template arguments and its work items.
+# Seconds of a launch, from its template arguments and number of work items.
 Cost = Callable[[dict[str, Any], int], float]
 
 
@@ -81,7 +81,7 @@ class FakeGpu:
 
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeGpu]:
-    """Makes a fake GPU on which no candidate is tried, and whose clock counts MLX's operations, too."""
+    """Return a function that makes a fake GPU. Candidates are not tried, and the clock counts MLX's operations too."""
 
     def make(cost: Cost, mlx: float = 1.0) -> FakeGpu:
         gpu = FakeGpu(cost, mlx)
@@ -117,7 +117,7 @@ def same(template: dict[str, Any], num_items: int) -> float:
 
 
 def test_the_fastest_is_chosen(on: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In steps that look like serving."""
+    """Candidates are measured in steps that resemble serving."""
     steps = tuning.STEPS
     gpu = on(by_held(held_2=3 * MS, held_1=2 * MS))
     monkeypatch.setattr(tuning, "STEPS", steps)
@@ -127,7 +127,7 @@ def test_the_fastest_is_chosen(on: Any, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_kind_of_candidate_can_win(on: Any, tmp_path: Path) -> None:
-    """Fewer and more threadgroups a core, rows of a tile, the direct way alone: whatever the kernel's arguments say."""
+    """Candidates with fewer or more threadgroups per core, other tile rows, or only the direct method can win."""
     costs: dict[Cut, Cost] = {
         Cut(threadgroups_per_core=16): lambda template, num_items: (
             MS / num_items if template["STAGED_PARTS"] == 1 else MS
@@ -138,7 +138,7 @@ def test_every_kind_of_candidate_can_win(on: Any, tmp_path: Path) -> None:
     }
     for number, (cut, cost) in enumerate(costs.items()):
         assert choose(on(cost), tmp_path / str(number))[0].cut == cut
-    # 16 query heads of a KV head go direct in two strips, or are staged.
+    # 16 query heads of a KV head use the direct method in two strips, or the staged method.
     many = replace(KIND, num_heads=32)
     (choice,) = choose(on(lambda template, _: MS * template["STRIPS"]), tmp_path / "many", (many,))
     assert choice.cut == Cut(most_strips=1)
@@ -304,7 +304,7 @@ def test_models_of_a_start_share_the_time(on: Any, tmp_path: Path) -> None:
 
 
 def test_each_candidate_has_a_turn_of_its_own(on: Any, tmp_path: Path) -> None:
-    """Other models' steps go on between candidates."""
+    """Steps of other models run between candidates."""
     gpu = on(same)
     turns: list[int] = []
     is_open = False
@@ -400,7 +400,7 @@ def test_a_choice_is_written_in_one_step(
     before = path.read_bytes()
 
     def fail(source: str, target: Path) -> None:
-        written = json.loads(Path(source).read_text())  # whole by now
+        written = json.loads(Path(source).read_text())  # complete at this point
         assert len(written["choices"]) == 2 and target == path
         raise OSError("no space left on device")
 
@@ -419,7 +419,7 @@ def test_a_cache_that_is_not_a_folder_is_told(on: Any, tmp_path: Path, caplog: p
 
 
 def test_the_first_process_decides(on: Any, tmp_path: Path) -> None:
-    """Two processes measure the same at the same time: both have the choice that was kept first."""
+    """Two processes measure at the same time. Both use the choice that was stored first."""
     gpu = on(same)
     first = TunedChoice(Cut(most_held=1), 1.25)
 
@@ -482,7 +482,7 @@ def test_layers_have_what_was_chosen_for_their_kind(untried: None, on: Any, tmp_
 
 
 def test_kinds_with_different_cuts_share_no_work_items(on: Any) -> None:
-    """A step plans for each cut, whichever layer is first."""
+    """A step has a plan for each cut, in any order of the layers."""
     gpu = on(same)
     metal = gpu.backend().with_cuts({KIND: Cut(threadgroups_per_core=4)})
     step = make_step([(1, 3000)], num_heads=4, num_kv_heads=2, head_dim=64, dtype=mx.float16)
@@ -511,7 +511,7 @@ def test_mlx_s_operations_compute_what_they_compute_faster(untried: None, on: An
 
 
 def test_all_ranks_have_what_rank_0_decides(untried: None, on: Any, tmp_path: Path) -> None:
-    """Rank 1 does not measure. Kinds of layers that rank 0 lacks have the default."""
+    """Rank 1 does not measure. Kinds of layers that rank 0 lacks use the default."""
     cost = by_held(held_2=3 * MS, held_1=2 * MS)
     told: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Prompts have the lengths that were asked for, and the same seed gives the same prompts."""
+"""Tests that prompts have the requested lengths, and that the same seed gives the same prompts."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_sharegpt(tmp_path: Path, tiny: PromptTokenizer) -> None:
 def test_files_that_are_something_else(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="is no custom file"):
+    with pytest.raises(ConfigError, match="is not a valid custom file"):
         requests(None, dataset_name="custom", dataset_path=str(path), num_prompts=1)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""`metal-engine bench throughput` and `latency` on the demo model: what they count is what was asked."""
+"""Tests `metal-engine bench throughput` and `latency` on the demo model: counts match the settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tests.support.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-# An engine tries its largest step when it starts, and clears its KV cache: seconds for the default sizes on a CPU.
+# An engine runs its largest step at its start, and clears its KV cache. The default sizes take seconds on a CPU.
 SMALL = [
     *("--max-num-batched-tokens", "64", "--max-num-seqs", "4"),
     *("--max-model-len", "1024", "--num-gpu-blocks-override", "64"),
@@ -45,7 +45,7 @@ def test_latency(demo_path: Path, tmp_path: Path) -> None:
 
 
 def test_quantized_kv(tmp_path: Path) -> None:
-    """The engine has the type that was asked for: of a large pool, 40 bytes of 64 numbers instead of 256."""
+    """The engine uses the requested type. A large pool takes 40 bytes for 64 numbers instead of 256."""
     model = str(write_checkpoint(tmp_path / "model", config={"head_dim": 64}))
     sizes = ["--batch-size", "1", "--input-len", "8", "--output-len", "2", "--num-iters", "1", *SMALL]
     sizes += ["--num-gpu-blocks-override", "2048"]

@@ -1,4 +1,4 @@
-"""`metal-engine bench serve` against a live server: what it counts, what it notices, what it leaves behind."""
+"""Tests `metal-engine bench serve` against a live server: its counts, its errors, and its files."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_refused_requests_are_failures(served: Served, tokenizer_folder: str) ->
 
 
 def test_an_answer_that_ends_early_is_noticed(echoing: Served, tokenizer_folder: str) -> None:
-    """The server stops at an end-of-sequence token although it was asked not to."""
+    """The server stops at an end-of-sequence token, although the request has ignore_eos."""
     settings = {"input_len": 4, "output_len": 30, "extra_body": '{"ignore_eos": false}'}
     failed = bench_serve(args(echoing.url, tokenizer_folder, num_warmups=0, **settings))
     assert failed.num_failed == 12
@@ -119,7 +119,7 @@ USAGE = json.dumps({"choices": [], "usage": {"prompt_tokens": 20, "completion_to
 
 @contextmanager
 def answering(events: list[str]) -> Iterator[str]:
-    """A server that streams the same events to everybody."""
+    """Server that streams the same events to every client."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -159,7 +159,7 @@ def answering(events: list[str]) -> Iterator[str]:
         ([chunk("a"), chunk("b"), USAGE, "[DONE]"], "no finish_reason"),
         ([chunk("", "length"), USAGE, "[DONE]"], "no text"),
         ([chunk("a"), '{"error": {"message": "boom"}}'], "boom"),
-        ([chunk("a", "length"), USAGE.replace('s": 2,', 's": 3,'), "[DONE]"], "3 tokens, but 2 were asked for"),
+        ([chunk("a", "length"), USAGE.replace('s": 2,', 's": 3,'), "[DONE]"], "3 tokens, but 2 were requested"),
         ([chunk("a", "length"), USAGE.replace("20", "11"), "[DONE]"], "11 prompt tokens were read"),
         (["{"], "JSON"),
     ],
@@ -186,7 +186,7 @@ def test_files_are_tried_before_anything_is_sent(tokenizer_folder: str, tmp_path
     for settings, message in (
         ({"save_result": str(tmp_path)}, "--save-result must name a file"),
         ({"save_result": str(tmp_path / "file" / "run.json")}, r"cannot write to .*file \(--save-result\)"),
-        ({"plot": str(tmp_path / "run.nothing")}, "--plot must name a file of a kind"),
+        ({"plot": str(tmp_path / "run.nothing")}, "--plot must be a file of a supported type"),
         ({"plot": str(tmp_path / "file" / "run.png")}, r"cannot write to .*file \(--plot\)"),
         ({"save_result": str(tmp_path / "new" / "run.json")}, "no server"),
     ):
@@ -220,7 +220,7 @@ def test_what_the_server_accepts_is_told(
     printed = capsys.readouterr().out
     counts = summary.speculation
     assert counts is not None and counts.num_accepted_tokens > 100
-    # Those of the warm-up are not among them.
+    # The counts exclude the warm-up.
     assert counts.num_accepted_tokens < sum(metrics.num_accepted_tokens)
     assert counts.num_draft_tokens < metrics.num_draft_tokens
     assert f"Acceptance rate (%):{counts.acceptance_rate:>38.2f}" in printed

@@ -1,4 +1,4 @@
-"""The benchmark's statistics against NumPy, its arrivals against the distribution's own moments."""
+"""Tests the benchmark's statistics against NumPy, and its arrivals against the moments of the distribution."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_arrivals(burstiness: float) -> None:
     gaps = np.diff(times)
     assert times[0] == 0.0 and (gaps >= 0).all()
     assert gaps.mean() == pytest.approx(1 / 8, rel=0.04)
-    # Of a gamma distribution of shape k: standard deviation over mean is k ** -0.5.
+    # In a gamma distribution of shape k, the standard deviation divided by the mean is k ** -0.5.
     assert gaps.std() / gaps.mean() == pytest.approx(burstiness**-0.5, rel=0.04)
     assert (arrival_times(50_000, 8.0, burstiness, seed=0) == times).all()
 

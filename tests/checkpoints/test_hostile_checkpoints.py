@@ -1,4 +1,4 @@
-"""Directories that nobody's converter has written: each is refused in one line, with work bounded by its bytes."""
+"""Directories that no converter would write: each is refused in one line, with work limited by its bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def configure(**entries: Any) -> Damage:
 
 
 def weights(header: bytes | dict[str, Any], data: bytes = b"1234", length: int | None = None) -> Damage:
-    """A safetensors file; its header says it has ``length`` bytes."""
+    """A safetensors file whose header claims to have ``length`` bytes."""
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     claimed = len(encoded) if length is None else length
     return write("model.safetensors", struct.pack("<Q", claimed) + encoded + data)
@@ -60,7 +60,7 @@ def weights_in_a_pipe(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.unlink()
     os.mkfifo(path)
-    # Held open, and with something to read: without the check the test would end with another message, not hang.
+    # Held open with data to read, so that without the check, the test would fail with another message and not hang.
     os.write(os.open(path, os.O_RDWR), checkpoint._LFS_POINTER)
 
 
@@ -78,7 +78,7 @@ def edit_tokenizer(**entries: Any) -> Damage:
 
 
 def edit_model(**words: int) -> Damage:
-    """More words in the tokenizer's vocabulary."""
+    """Adds words to the tokenizer's vocabulary."""
 
     def damage(folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -100,7 +100,7 @@ def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
 
 DOUBLE = replace({"String": "a"}, "aa")
 PADDED = {"direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "!", "pad_to_multiple_of": None}
-# A special token that the table beside it does not have.
+# A template with a special token that is missing from its table.
 BROKEN_TEMPLATE = {
     "type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": "<none>", "type_id": 0}}],
@@ -124,27 +124,27 @@ CASES: dict[str, tuple[Damage, str]] = {
     "huge shape": (weights({"a": tensor((1 << 62, 1 << 62))}), "overflow"),
     "huge and empty shape": (weights({"a": tensor((0, 1 << 62), (0, 0))}, b""), "shape that no array can have"),
     "100,000 dimensions": (weights({"a": tensor((1,) * 100_000)}), "shape that no array can have"),
-    "beyond the file": (weights({"a": tensor((1 << 38,), (0, 1 << 40))}), "cut short or no safetensors"),
+    "beyond the file": (weights({"a": tensor((1 << 38,), (0, 1 << 40))}), "truncated or is not a safetensors"),
     "overlapping": (weights({"a": tensor(), "b": tensor()}), "invalid offset"),
     "a name twice": (
         weights(b'{"a":%b,"a":%b}' % ((json.dumps(tensor()).encode(),) * 2)),
         "the weights have only 1 tensors",
     ),
-    "index leads out": (listing("../../../../etc/passwd"), "no name of a file beside it"),
-    "index is absolute": (listing("/etc/passwd"), "no name of a file beside it"),
-    "index lists a list": (listing(["model.safetensors"]), "no name of a file beside it"),
-    "index lists a long name": (listing("m" * 5000), "no name of a file beside it"),
-    "index lists an end of text": (listing("a\0b"), "no name of a file beside it"),
-    "weights in a pipe": (weights_in_a_pipe, "no regular file"),
-    "weights in a folder": (weights_in_a_folder, "no regular file"),
+    "index leads out": (listing("../../../../etc/passwd"), "not the name of a file beside it"),
+    "index is absolute": (listing("/etc/passwd"), "not the name of a file beside it"),
+    "index lists a list": (listing(["model.safetensors"]), "not the name of a file beside it"),
+    "index lists a long name": (listing("m" * 5000), "not the name of a file beside it"),
+    "index lists an end of text": (listing("a\0b"), "not the name of a file beside it"),
+    "weights in a pipe": (weights_in_a_pipe, "not a regular file"),
+    "weights in a folder": (weights_in_a_folder, "not a regular file"),
     "more layers than tensors": (configure(num_hidden_layers=2000), "do not belong together"),
     "more layers in a section": (configure(text_config={"num_layers": 2000}), "do not belong together"),
-    "a size in words": (configure(hidden_size="many"), "hidden_size is 'many', which is no size"),
-    "a negative size": (configure(max_position_embeddings=-1), "which is no size"),
-    "a size beyond MLX": (configure(vocab_size=10**15), "which is no size"),
-    "a window in words": (configure(sliding_window="wide"), "which is no size"),
-    "section is a list": (configure(text_config=[1]), "text_config is no JSON object"),
-    "quantization is a text": (configure(quantization_config="4 bits"), "quantization_config is no JSON object"),
+    "a size in words": (configure(hidden_size="many"), "hidden_size is 'many', which is not a size"),
+    "a negative size": (configure(max_position_embeddings=-1), "which is not a size"),
+    "a size beyond MLX": (configure(vocab_size=10**15), "which is not a size"),
+    "a window in words": (configure(sliding_window="wide"), "which is not a size"),
+    "section is a list": (configure(text_config=[1]), "text_config must be a JSON object"),
+    "quantization is a text": (configure(quantization_config="4 bits"), "quantization_config must be a JSON object"),
     "an id of 2^31": (edit_model(word=1 << 31), "has the token id 2147483648"),
     "an added id of 2^31": (edit_tokenizer(added_tokens=[added(1 << 31, "<x>")]), "has the token id 2147483648"),
     "padding to 2^31": (edit_tokenizer(padding={**PADDED, "strategy": {"Fixed": 1 << 31}}), "pads texts to more than"),
@@ -173,7 +173,7 @@ CASES: dict[str, tuple[Damage, str]] = {
     ),
     "tokenizer that panics when made": (
         edit_tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-        "not as those of a model (PanicException",
+        "not a valid model (PanicException",
     ),
     "tokenizer that panics when used": (edit_tokenizer(post_processor=BROKEN_TEMPLATE), "(PanicException"),
 }
@@ -211,16 +211,16 @@ def test_bits_that_cannot_be(tmp_path: Path, module: str) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX])
 def test_large_files_are_not_read(good: Path, tmp_path: Path, name: str) -> None:
-    """Sparse ones: what they say of their size costs nothing to write."""
+    """The files are sparse, so their size takes no disk space."""
     folder = Path(shutil.copytree(good, tmp_path / "model"))
     with (folder / name).open("ab") as file:
         file.truncate(files.MAX_HEADER_BYTES + 1)
-    assert "more than such a file may have" in refused(folder)
+    assert "more than the limit of" in refused(folder)
 
 
 def test_no_more_tensors_than_models_have(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_MAX_TENSORS", 3)
-    assert "no model has as many" in refused(good)
+    assert "tensors: more than" in refused(good)
 
 
 def test_tensors_of_all_files_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_chat_templates_that_cannot_be_compiled(good: Path, tmp_path: Path, name
 
 
 def test_numbers_of_5000_digits_in_a_chat_template(good: Path, tmp_path: Path) -> None:
-    """Requests are told that the template is wrong, as with other errors of syntax."""
+    """Requests get an error about the template, as for other syntax errors."""
     folder = Path(shutil.copytree(good, tmp_path / "model"))
     write_tokenizer(folder, chat_template="{{ " + "9" * 5000 + " }}")
     engine = build_engine(EngineArgs(model=str(folder), kv_cache_memory_bytes=1 << 20))
@@ -307,13 +307,13 @@ def test_json_as_deep_as_may_be(tmp_path: Path) -> None:
 
 
 def test_links_are_followed(good: Path, tmp_path: Path) -> None:
-    """The hub's cache is made of them."""
+    """The hub's cache consists of links."""
     for path in good.iterdir():
         (tmp_path / path.name).symlink_to(path)
     load(EngineArgs(model=str(tmp_path)), DEVICE)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "nowhere")
-    assert "no regular file" in refused(tmp_path)
+    assert "not a regular file" in refused(tmp_path)
 
 
 def test_ids_that_are_none_end_nothing() -> None:

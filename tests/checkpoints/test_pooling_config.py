@@ -1,4 +1,4 @@
-"""What checkpoints say of embeddings: sentence-transformers' files, bidirectional models, weights without a head."""
+"""Settings of embedding checkpoints: sentence-transformers' files, bidirectional models, weights without a head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tools.fixtures.tiny_models import tiny_model
 
 NORMALIZE = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
 DENSE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
-# As they are published: older versions write flags, later ones a name, and types have moved.
+# Published forms: older versions write flags, later ones a name, and types have moved to other modules.
 OLD_LAST = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
 MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
 NEW_CLS = {"embedding_dimension": 64, "pooling_mode": "cls", "include_prompt": True}
@@ -131,7 +131,7 @@ def test_an_embedding_model_gives_vectors_of_its_kind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_head", [True, False])
 def test_weights_under_short_names_and_without_a_head(tmp_path: Path, has_head: bool) -> None:
-    """As Qwen3-Embedding's are: 8B is untied by its configuration, and has no head."""
+    """Weights as in Qwen3-Embedding: the 8B model is untied by its configuration, but has no head."""
     config = CONFIG | {"tie_word_embeddings": has_head}
     folder = write_modules(write_checkpoint(tmp_path / "m", config=config), OLD_LAST, NORMALIZE)
     model = tiny_model(**config)

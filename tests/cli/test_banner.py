@@ -1,4 +1,4 @@
-"""The start-up block: every fact, in plain lines where nobody watches."""
+"""Tests the start-up block: all facts, and plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`metal-engine chat`: its conversation and commands, who answers, and that words stay whole."""
+"""Tests `metal-engine chat`: conversation, commands, the choice of the server or model, and word wrapping."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Scripted:
-    """Answers with what it is given; remembers what it was asked."""
+    """Answers with given texts, and records the conversations that it received."""
 
     name = "a script"
 
@@ -66,7 +66,7 @@ def says(*pieces: str, then: BaseException | None = None) -> Callable[[], Iterat
 
 
 def talk(text: str, *answers: Callable[[], Iterator[Piece]], system: str | None = None) -> tuple[Any, str, bool]:
-    """(whom it talked to, what was shown, whether all was answered)."""
+    """Run a chat. Return its source of answers, its output, and whether all messages were answered."""
     model, out = Scripted(*answers), io.StringIO()
     answered = ChatHistory(model, PipeInput(io.StringIO(text)), AnswerView(out), system).run()
     return model, out.getvalue(), answered
@@ -114,7 +114,7 @@ def test_save_overwrites_only_what_it_wrote(tmp_path: Path, capsys: pytest.Captu
     talk(f"/save {other}\n/save\n/save {tmp_path / 'no' / 'such'}\n")
     assert other.read_text() == "mine"
     there, unnamed, nowhere = capsys.readouterr().err.splitlines()
-    assert "is there already" in there and "needs the name" in unnamed and "Cannot write" in nowhere
+    assert "exists already" in there and "needs the name" in unnamed and "Cannot write" in nowhere
 
 
 def test_an_interrupted_answer_stays_as_far_as_it_came() -> None:
@@ -169,7 +169,7 @@ def test_words_stay_whole() -> None:
 
 
 def test_a_terminal_that_does_not_know_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a terminal has 0 columns: words go into lines of 80, not a character into each."""
+    """Such a terminal reports 0 columns. Words are wrapped at 80 columns, not after each character."""
 
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -238,7 +238,7 @@ def test_leaving_an_answer_ends_the_request(served: Served) -> None:
 
 
 class OddServer(BaseHTTPRequestHandler):
-    """Answers every request with one text."""
+    """Answer every request with one text."""
 
     body = b""
 
@@ -277,8 +277,8 @@ def test_what_is_no_server_of_models(body: bytes, odd_server: str, monkeypatch: 
     [
         (b"", "ended the answer early"),
         (b'data: {"choices": []}\n\n', "ended the answer early"),
-        (b"data: {\n\n", "no JSON"),
-        (b"data: 5\n\n", "no JSON object"),
+        (b"data: {\n\n", "not JSON"),
+        (b"data: 5\n\n", "not a JSON object"),
         (b'data: {"error": {"message": "a step\\nfailed"}}\n\n', "a step failed"),
     ],
 )
@@ -306,12 +306,12 @@ def test_a_loaded_model_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Chosen(Exception):
-    """The chat would begin, with this model or server."""
+    """Raised when the chat would begin, with this model or server."""
 
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Says whom a chat would talk to: a server's body, or the name of a model to load."""
+    """Return the server's body, or the name of the model to load, that a chat would use."""
     from metal_engine import llm as llm_module
 
     def loads(model: str, **_: Any) -> Any:
@@ -340,7 +340,7 @@ def test_whom_a_chat_talks_to(choose: Callable[..., Any], served: Served, capsys
     assert choose("", port=port)["model"] == MODEL
     asked = choose(MODEL, port=port, temperature=0.5, max_tokens=9)
     assert (asked["model"], asked["temperature"], asked["max_tokens"]) == (MODEL, 0.5, 9)
-    assert "top_p" not in asked  # the server has its own
+    assert "top_p" not in asked  # the server has its own default
     assert f"on {served.url}" in capsys.readouterr().err
     assert choose("", url=served.url)["model"] == MODEL
 
@@ -355,7 +355,7 @@ def test_a_model_that_is_loaded_here_is_announced(
     assert f"No running server is used: {served.url} serves {MODEL}, not {other}." in announced
     assert f"Loading {other} into this process" in announced
     assert choose("demo", port=free_port()) == "demo"
-    assert "No running server is used: no server answers at " in capsys.readouterr().err
+    assert "No running server is used: no server responds at " in capsys.readouterr().err
     assert choose("demo", {"max_num_seqs": 3}, port=port) == "demo"
     announced = capsys.readouterr().err
     assert "Flags of the engine are given" in announced and "Loading demo" in announced
@@ -404,14 +404,14 @@ def test_whom_a_chat_cannot_talk_to(
     choose: Callable[..., Any], served: Served, odd_server: str, monkeypatch: Any
 ) -> None:
     port = port_of(odd_server)
-    assert choose("demo", port=port) == "demo"  # something else listens there
+    assert choose("demo", port=port) == "demo"  # another program listens there
     monkeypatch.setattr(OddServer, "body", b'{"data": [{"id": "demo", "owned_by": "somebody"}]}')
     assert choose("demo", port=port) == "demo"
-    assert choose("", url=odd_server)["model"] == "demo"  # with --url any server will do
+    assert choose("", url=odd_server)["model"] == "demo"  # with --url, any server is accepted
     for model, url, message in (("other", served.url, "serves .*, not other"), ("", "http://127.0.0.1:9", "no server")):
         with pytest.raises(ConfigError, match=message):
             chat(ChatArgs(url=url), EngineArgs(model=model))
-    with pytest.raises(ConfigError, match="name a MODEL"):
+    with pytest.raises(ConfigError, match="give a MODEL"):
         chat(ChatArgs(port=9), EngineArgs(model=""))
     for url in ("localhost:8000", "http://", "http://host:port", "http://host:99999"):
         with pytest.raises(ConfigError, match="--url must be like"):
@@ -423,7 +423,7 @@ def test_whom_a_chat_cannot_talk_to(
 
 
 def test_a_pipe_is_read_and_written(echoing: Served) -> None:
-    """Bytes that are no UTF-8 included; the notes are no part of the output."""
+    """Includes bytes that are not UTF-8. The notes are not part of the output."""
     command = [sys.executable, "-m", "metal_engine", "chat", "--url", echoing.url]
     text = b"One.\\\nTwo.\n/clear\n\xff Hi\n"
     done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, timeout=60)

@@ -1,4 +1,4 @@
-"""`metal-engine chat` in a pseudo-terminal: editing, history, several lines, Ctrl-C, Ctrl-D and words at the edge."""
+"""Tests `metal-engine chat` in a pseudo-terminal: editing, history, multiline input, Ctrl-C, Ctrl-D and wrapping."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CTRL_C, CTRL_D, ALT_ENTER, UP, LEFT, BACKSPACE, ENTER = "\x03", "\x04", "\x1b\r"
 
 
 class Shouting(BaseHTTPRequestHandler):
-    """A server whose model answers with the last message in capitals, or, asked to, with HA without end."""
+    """Server whose model repeats the last message in capitals, or writes HA endlessly on request."""
 
     aborted = threading.Event()
 
@@ -66,19 +66,19 @@ class Shouting(BaseHTTPRequestHandler):
 
 
 def _be_a_terminals_own() -> None:
-    """In the child: the terminal on its standard input is its own, and Ctrl-C there reaches it."""
+    """Runs in the child process: makes the terminal its controlling terminal, so that Ctrl-C reaches it."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores the signal
 
 
 class Terminal:
-    """A chat in a narrow terminal, read without its control sequences."""
+    """A chat in a narrow terminal. Control sequences are removed from its output."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
         self.history = folder / "metal-engine" / "chat_history"
-        # Nobody here answers where the cursor is.
+        # This terminal does not answer requests for the cursor's position.
         env = {**os.environ, "TERM": "xterm", "XDG_STATE_HOME": str(folder), "PROMPT_TOOLKIT_NO_CPR": "1"}
         env.pop("COLUMNS", None)
         self.process = subprocess.Popen(
@@ -93,15 +93,15 @@ class Terminal:
         )
         os.close(theirs)
         self._raw = b""
-        self._num_read = 0  # characters that were waited for
+        self._num_read = 0  # number of characters that earlier waits have consumed
 
     @property
     def shown(self) -> str:
-        """What nobody has waited for yet."""
+        """Output after the text of the last wait."""
         return CONTROL.sub("", self._raw.decode(errors="replace"))[self._num_read :]
 
     def wait_for(self, text: str) -> str:
-        """Reads until the text is shown; returns all up to its end, and goes on behind it."""
+        """Read until the text is shown. Return the output up to its end."""
         deadline = time.monotonic() + DEADLINE
         while text not in self.shown:
             assert self._read(), f"the chat ended before {text!r}:\n{self.shown}"
@@ -114,19 +114,19 @@ class Terminal:
         os.write(self._ours, keys.encode())
 
     def ask(self, keys: str) -> str:
-        """Sends a message when the prompt is there; returns the answer, as its lines were shown."""
+        """Send a message when the prompt is shown. Return the lines of the answer."""
         self.wait_for(PROMPT)
         self.send(keys)
         return "\n".join(line for line in self.wait_for("tokens/s]").splitlines() if line.isupper())
 
     def ends(self) -> int:
-        """Reads to the end; returns the exit status."""
+        """Read to the end. Return the exit status."""
         while self._read():
             pass
         return self.process.wait(DEADLINE)
 
     def _read(self) -> bool:
-        """Whether there may be more."""
+        """Read more output. Return False at the end."""
         if select.select([self._ours], [], [], 0.5)[0]:
             try:
                 data = os.read(self._ours, 1 << 16)
@@ -168,14 +168,14 @@ def open_terminal(tmp_path: Path) -> Iterator[OpenTerminal]:
 
 def test_a_conversation(open_terminal: OpenTerminal) -> None:
     terminal = open_terminal()
-    assert "Talking to shouter" in terminal.wait_for("settings hold.")
-    # Edited in the middle, and longer than a line: its words stay whole.
+    assert "Talking to shouter" in terminal.wait_for("settings apply.")
+    # Edited in the middle, and longer than a line: words are wrapped whole.
     words = "extraordinarily long words are nevxr broken at the edge of a terminal"
     back = len(words) - words.index("x", words.index("nev")) - 1
     answer = terminal.ask(words + LEFT * back + BACKSPACE + "e" + ENTER)
     assert answer.replace("\n", " ").split() == words.replace("nevxr", "never").upper().split()
     assert len(answer.splitlines()) == 2 and all(len(line) <= COLUMNS for line in answer.splitlines())
-    # Several lines: by Alt-Enter, by a backslash, and pasted.
+    # Several lines, entered with Alt-Enter, with a backslash, and pasted.
     assert terminal.ask(f"one{ALT_ENTER}two\\{ENTER}three{ENTER}") == "ONE\nTWO\nTHREE"
     assert terminal.ask(f"\x1b[200~four\nfive\x1b[201~{ENTER}") == "FOUR\nFIVE"
     assert terminal.ask(UP + ENTER) == "FOUR\nFIVE"
@@ -184,7 +184,7 @@ def test_a_conversation(open_terminal: OpenTerminal) -> None:
     assert terminal.ends() == 0
     assert stat.S_IMODE(terminal.history.stat().st_mode) == 0o600
     assert "+two\n+three\n" in terminal.history.read_text()
-    # The next chat has the history of the last.
+    # The next chat has the history of the previous one.
     terminal.history.chmod(0o644)
     again = open_terminal()
     assert again.ask(UP + ENTER) == "FOUR\nFIVE"
@@ -195,14 +195,14 @@ def test_a_conversation(open_terminal: OpenTerminal) -> None:
 
 
 def test_ctrl_c(open_terminal: OpenTerminal) -> None:
-    """Ends the answer under way, and its request; empties a line; leaves at an empty one."""
+    """Ctrl-C stops the current answer and its request, clears a line, and ends the chat at an empty line."""
     Shouting.aborted.clear()
     terminal = open_terminal()
     terminal.wait_for(PROMPT)
     terminal.send(f"laugh without end{ENTER}")
     terminal.wait_for("HA HA HA HA")
     terminal.send(CTRL_C)
-    terminal.wait_for("tokens/s]")  # it says how fast it was
+    terminal.wait_for("tokens/s]")  # the chat reports the speed
     assert Shouting.aborted.wait(DEADLINE)
     terminal.wait_for(PROMPT)
     terminal.send("never sent")
@@ -219,7 +219,7 @@ def test_ctrl_c(open_terminal: OpenTerminal) -> None:
 def test_a_history_that_cannot_be_kept(open_terminal: OpenTerminal, tmp_path: Path) -> None:
     (tmp_path / "metal-engine").write_text("in the way")
     terminal = open_terminal()
-    terminal.wait_for("The history is not kept")
+    terminal.wait_for("The history is not saved")
     assert terminal.ask(f"hello{ENTER}") == "HELLO"
     terminal.wait_for(PROMPT)
     terminal.send(f"/exit{ENTER}")

@@ -1,4 +1,4 @@
-"""docs/cli.md is true: its commands run and print what it says, its tables and messages are the program's."""
+"""Tests docs/cli.md: its commands run and print the shown output, and its tables and messages match the program."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def messages_in(folder: Path) -> list[str]:
 
 
 def text_of(node: ast.expr) -> str:
-    """The text that an expression is; `…` for what is filled in, and for all else."""
+    """Return the text of an expression, with `…` for placeholders and other values."""
     if isinstance(node, ast.JoinedStr):
         return "".join(str(p.value) if isinstance(p, ast.Constant) else ANYTHING for p in node.values)
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -69,12 +69,14 @@ def as_pattern(text: str) -> re.Pattern[str]:
 
 
 class Terminal:
-    """Runs the page's commands in a folder of their own. A server goes on until the end: the page asks the last one
-    it started, and the same command means the same server again."""
+    """Runs the page's commands in a separate folder. Servers run until the end.
+
+    The page sends requests to the server that it started last. The same command means the same server again.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # By the command that started them.
+        # Keys are the commands that started the servers.
         self.servers: dict[str, subprocess.Popen[str]] = {}
         self.ports: dict[str, int] = {}
         self.port = 0
@@ -96,12 +98,12 @@ class Terminal:
         self.env = {**os.environ, **small, "PATH": path, "PYTHONPATH": str(ROOT)}
 
     def local(self, text: str) -> str:
-        """A text of the page with the port that the server really has."""
+        """Replace the port in a text of the page by the server's real port."""
         return text.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
 
     @staticmethod
     def recipe(command: str) -> list[str]:
-        """What a `make` command would run, with everything installed."""
+        """Return the commands that a `make` command would run, with everything installed."""
         of_make = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MODEL", "HOST", "PORT", "ARGS")  # one may be running the tests
         done = subprocess.run(
             ["make", "--dry-run", "--old-file", ".venv/.installed", *shlex.split(command, comments=True)[1:]],
@@ -137,14 +139,14 @@ class Terminal:
         return self.folder / f"server-{self.ports[command]}.log"
 
     def serve(self, command: str) -> str:
-        """Start the server, or turn to the one that the command has started; returns what it printed."""
+        """Start the server, or select the one that this command has started. Return its output."""
         if command in self.servers:
             self.port = self.ports[command]
             return self.log(command).read_text()
         self.port = self.ports[command] = free_port()
         shell = command.replace("metal-engine serve", "exec metal-engine serve")
         env = dict(self.env)
-        if "--config" in command:  # what the file says of it is to count
+        if "--config" in command:  # the file's own setting must apply
             del env["METAL_ENGINE_KV_CACHE_MEMORY_BYTES"]
         with self.log(command).open("w") as stderr:
             self.servers[command] = server = subprocess.Popen(
@@ -160,7 +162,7 @@ class Terminal:
                 time.sleep(0.2)
 
     def stop(self) -> None:
-        """End the servers as their users would, and see that they end well."""
+        """Stop the servers with a signal, and check that they end well."""
         for command, server in self.servers.items():
             server.send_signal(signal.SIGTERM)
             status = server.wait(60)
@@ -174,7 +176,7 @@ class Terminal:
 
 
 def commands(block: str) -> list[tuple[str, str]]:
-    """(command, what it should print) for each `$` line; a command goes on while its quotes are open."""
+    """Return the command and its expected output for each `$` line. A command ends when its quotes are closed."""
     result = []
     for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
         lines = part.rstrip("\n").split("\n")

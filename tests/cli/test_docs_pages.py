@@ -1,4 +1,4 @@
-"""What the pages for readers say is true: flags exist, files parse, tables are made from their sources."""
+"""Tests the pages for readers: flags exist, files parse, and tables match their sources."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tools.docs import benchmarks, mac
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Their flags are those of the tools that measure and check.
-OTHER_FLAGS = {"benchmarks-notes.md", "kernels.md", "kernel_bytes.md"}
-PAGES = [page for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))) if page.name not in OTHER_FLAGS]
+OTHER_FLAGS = {"benchmark-notes.md", "kernels.md", "kernel_bytes.md", "tools-and-tests.md"}
+PAGES = [page for page in (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))) if page.name not in OTHER_FLAGS]
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -36,7 +36,7 @@ def blocks(text: str, kind: str) -> list[str]:
 
 
 def known_flags() -> set[str]:
-    """Every option of every command, with its `--no-` form. Removed flags are hidden options."""
+    """Return every option of every command, with its `--no-` form. Removed flags are hidden options."""
 
     def of(command: click.Command) -> Iterator[str]:
         for parameter in command.params:
@@ -49,7 +49,7 @@ def known_flags() -> set[str]:
 
 
 def named_flags(text: str) -> set[str]:
-    """Flags of ours that a page names: in commands of ours, and in spans of code that begin with one.
+    """Return the flags of our commands that a page mentions: in commands, and in code spans that begin with a flag.
 
     In a table whose second column is headed `metal-engine`, the first column has other programs' flags.
     """
@@ -70,7 +70,7 @@ def named_flags(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_exist(page: Path) -> None:
-    # What differs from others is at the end of docs/api.md, with their flags.
+    # The section about differences at the end of docs/api.md has flags of other programs.
     flags = named_flags(page.read_text(encoding="utf-8").partition("\n## What differs")[0])
     assert flags - known_flags() == set()
 
@@ -85,7 +85,7 @@ def test_wrong_flags_are_noticed() -> None:
 
 
 def test_flags_that_are_the_same_exist() -> None:
-    """Where a row says `the same`, the other server's flags are ours."""
+    """In rows with `the same`, the other server's flags must exist here."""
     flags: set[str] = set()
     for line in text_of("coming-from.md").splitlines():
         cells = [cell.strip() for cell in line.split("|")]
@@ -119,7 +119,7 @@ def test_every_client_that_is_tried_is_on_the_page() -> None:
 
 
 def test_the_launch_agent() -> None:
-    """It is a property list whose flags are ours, and leaves a server the time that it takes to stop."""
+    """A property list with existing flags. It gives a server enough time to stop."""
     (block,) = blocks(text_of("mac.md"), "xml")
     agent = plistlib.loads(block.encode())
     assert agent["Label"] == "org.metal-engine.server" and f"{agent['Label']}.plist" in text_of("mac.md")
@@ -139,7 +139,7 @@ def test_memory_of_macs() -> None:
 
 def test_the_page_for_deciding() -> None:
     """Its figures are the notebook's, and its chart can be drawn from them."""
-    page, notes = text_of("benchmarks.md"), text_of("benchmarks-notes.md")
+    page, notes = text_of("benchmarks.md"), text_of("dev/benchmark-notes.md")
     assert benchmarks.with_table(page, notes) == page, "run `python -m tools.docs.benchmarks`"
     servers, figures = benchmarks.chosen(notes)
     assert servers[0] == "metal-engine" and len(servers) == 4
@@ -147,8 +147,20 @@ def test_the_page_for_deciding() -> None:
     assert figures[0][1].values[0] == "55.2" and figures[0][1].ratio == "1.36"
 
 
+def test_figures_of_the_readme() -> None:
+    """Every figure of its table beside other servers, and of the reasons above it, is in the notebook."""
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    notes = re.sub(r"\s+", " ", text_of("dev/benchmark-notes.md"))
+    table = readme[readme.index("## Beside other servers") :].partition("\n\nThe goal")[0]
+    reasons = readme[readme.index("## Why use it") : readme.index("**Wrong output")]
+    figures = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?= MiB| tokens/s|\*\*|[ .](?:\||\n))", table + reasons)
+    assert len(figures) > 24
+    known = set(re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?!\w)", notes))
+    assert set(figures) - known == set()
+
+
 def test_the_chart(tmp_path: Path) -> None:
-    benchmarks.draw(text_of("benchmarks-notes.md"), tmp_path / "chart.png")
+    benchmarks.draw(text_of("dev/benchmark-notes.md"), tmp_path / "chart.png")
     drawn = (tmp_path / "chart.png").read_bytes()
     assert drawn.startswith(b"\x89PNG") and len(drawn) > 20_000
     assert benchmarks.CHART.read_bytes().startswith(b"\x89PNG")
@@ -157,3 +169,8 @@ def test_the_chart(tmp_path: Path) -> None:
 def test_every_page_is_in_the_index() -> None:
     listed = re.findall(r"^- \[([\w.-]+\.md)\]\(\1\): ", text_of("README.md"), re.MULTILINE)
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md") if page.name != "README.md")
+
+
+def test_every_page_for_developers_is_in_their_index() -> None:
+    listed = re.findall(r"^- \[([\w.-]+\.md)\]\(\1\): ", text_of("dev/README.md"), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in (DOCS / "dev").glob("*.md") if page.name != "README.md")

@@ -1,4 +1,4 @@
-"""Errors in settings come before MLX and transformers are imported, which takes seconds."""
+"""Tests that errors in settings appear before MLX and transformers are imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WRONG = [
     (["serve", "demo", "--tokenizer", "./nowhere"], "./nowhere is not a directory (--tokenizer)"),
     (["serve", "demo", "--generation-config", "./nowhere"], "nowhere has no generation_config.json"),
     (["serve", "--models-dir", "./nowhere"], "cannot read --models-dir"),
-    (["serve", "demo", "demo"], "a MODEL is named twice"),
+    (["serve", "demo", "demo"], "a MODEL is given twice"),
     (["serve", "demo", "./nowhere"], "./nowhere is neither a directory nor a .gguf file"),
     (["serve", "demo", "other", "--async-scheduling"], "--async-scheduling is for one model"),
     (["serve", "demo", "other", "--chat-template", "nowhere.jinja"], "cannot read --chat-template"),

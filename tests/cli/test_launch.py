@@ -1,4 +1,4 @@
-"""The ``launch`` command, with fake tools that print what they were started with."""
+"""Tests the ``launch`` command with fake tools that print their arguments and environment."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server() -> Iterator[Served]:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for programs, the only one that the command finds some in."""
+    """A folder for programs: the only folder on the PATH of the command."""
     for name in [name for name in os.environ if name.startswith("METAL_ENGINE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -59,7 +59,7 @@ def run(*arguments: str) -> Any:
 
 
 def expected(tool: str, url: str) -> dict[str, Any]:
-    """What the tools' own documentation says of a server there."""
+    """Return the variables that the tools' own documentation demands for a server."""
     output = str(LENGTH // 4)
     match tool:
         case "claude":
@@ -75,7 +75,7 @@ def expected(tool: str, url: str) -> dict[str, Any]:
 
 
 def check_config(tool: str, environment: dict[str, str], arguments: list[str], url: str) -> None:
-    """Checks what is no plain variable."""
+    """Check settings that are not plain variables."""
     if tool == "opencode":
         config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
         provider, _, model = config["model"].partition("/")
@@ -101,7 +101,7 @@ def test_a_shell_takes_what_is_printed(server: Served, path: Path, tool: str) ->
     result = run(tool, "--url", f"{server.url}/v1/", "--api-key", "k'ey")
     assert result.exit_code == 0, result.stderr
     assert f"{TOOLS[tool].program} is not installed: {TOOLS[tool].install}" in result.stderr
-    # An alias is for the lines that follow it.
+    # An alias applies to later lines only.
     script = f"shopt -s expand_aliases\n{result.stdout}{TOOLS[tool].program}"
     install(path, TOOLS[tool].program)
     done = subprocess.run(["/bin/bash", "-c", script], env={"PATH": str(path)}, capture_output=True, text=True)
@@ -129,11 +129,11 @@ def test_the_tool_is_run(server: Served, path: Path, tool: str, how: list[str]) 
 def test_what_is_wrong_is_one_line(server: Served, path: Path) -> None:
     nobody = free_port()
     for arguments, wanted in [
-        (["emacs"], "choose claude, codex, opencode, aider"),
+        (["emacs"], "choose one of claude, codex, opencode, aider"),
         (["claude", "--port", str(nobody)], f"`metal-engine serve demo --port {nobody}`"),
         (["claude", "--url", f"http://127.0.0.1:{nobody}"], "`metal-engine serve demo`"),
-        (["claude", "--url", server.url], "--api-key is not what the server"),
-        (["claude", "--url", f"{server.url}/nowhere", "--api-key", "other"], "answers 404"),
+        (["claude", "--url", server.url], "--api-key is not a key of the server"),
+        (["claude", "--url", f"{server.url}/nowhere", "--api-key", "other"], "responds with status 404"),
         (["claude", "--url", "localhost:8000"], "--url must begin with http://"),
         (["claude", "--url", "http://a b"], "--url"),
         (["aider", "--url", server.url, "--api-key", "other", "--exec"], "aider is not installed: python -m pip"),
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_one_line(server: Served, path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a\nb", "a\u202eb", "a\x1b[2J"])
 def test_a_name_that_is_not_visible_is_not_printed(path: Path, name: str) -> None:
-    """The server that answers may be another program."""
+    """The server that responds may be another program."""
     with serve(names=(name,)) as served:
         result = run("claude", "--url", served.url)
     assert result.exit_code == 1 and result.stdout == "" and "not visible" in result.stderr
@@ -154,7 +154,7 @@ def test_a_name_that_is_not_visible_is_not_printed(path: Path, name: str) -> Non
 
 
 def test_a_server_without_keys(path: Path) -> None:
-    """Tools want one in any case. What is short for a tool's first prompt is told."""
+    """Tools need a key anyway. A note reports a context length that is too short for a tool's first prompt."""
     with serve() as served:
         result = run("claude", "--url", served.url)
         variables = dict(

@@ -1,4 +1,4 @@
-"""Several values after one flag."""
+"""Tests several values after one flag."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CASES = [
     (f"demo {NAME}=a b {ORIGINS} x y", f"demo {NAME}=a {NAME} b {ORIGINS} x {ORIGINS} y"),
     (f"demo --port 1 {NAME} a {NAME} b", f"demo --port 1 {NAME} a {NAME} b"),
     (f"demo {NAME} a --no-cache b", f"demo {NAME} a --no-cache b"),  # a switch takes no value
-    (f"{NAME} a demo", f"{NAME} a demo"),  # which is the model
-    (f"{NAME} a demo b", f"{NAME} a demo b"),  # which nobody can know
+    (f"{NAME} a demo", f"{NAME} a demo"),  # the last word is the model
+    (f"{NAME} a demo b", f"{NAME} a demo b"),  # ambiguous
     (f"demo {NAME} a -- b", f"demo {NAME} a -- b"),
     (f"demo {NAME}", f"demo {NAME}"),
 ]
@@ -33,7 +33,7 @@ def test_flags_are_repeated(given: str, expected: str) -> None:
 
 @pytest.fixture
 def seen() -> tuple[typer.Typer, list[Any]]:
-    """A command like `serve` that only notes what it was given."""
+    """Command like `serve` that only records its arguments."""
     app, seen = typer.Typer(), []
 
     @command(app, {"Engine": EngineArgs, "Server": ServerArgs})

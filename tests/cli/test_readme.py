@@ -1,4 +1,4 @@
-"""README.md and docs/tour.md are true: their commands run as written and print what they say."""
+"""README.md and docs/getting-started.md are true: their commands run as written and print what they say."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.cli.test_docs import ANYTHING, ROOT, Terminal, as_pattern, commands
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TOUR = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+START = (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8")
 # Minutes under load, and the tests run it at a smaller size.
 LONG = "tools/repro_block_exhaustion.py"
 
@@ -29,12 +29,12 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
     terminal = Terminal(tmp_path)
     num_commands = 0
     try:
-        for command, expected in all_commands(README) + all_commands(TOUR):
+        for command, expected in all_commands(README) + all_commands(START):
             if LONG in command:
                 continue
             terminal.run(command, expected)
             num_commands += 1
-            # Where the chat and the measurement find a server if nobody says another.
+            # The chat and the benchmark use this server by default.
             terminal.env["METAL_ENGINE_URL"] = terminal.env["METAL_ENGINE_BASE_URL"] = terminal.local(
                 "http://127.0.0.1:8000"
             )
@@ -45,8 +45,8 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
 
 
 def test_the_program_prints_what_it_says(demo_path: Path, tmp_path: Path) -> None:
-    (program,) = blocks(README, "python")
-    (expected,) = blocks(README, "text")
+    (program,) = blocks(START, "python")
+    (expected,) = blocks(START, "text")
     terminal = Terminal(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=terminal.env, capture_output=True, text=True, timeout=300
@@ -57,13 +57,13 @@ def test_the_program_prints_what_it_says(demo_path: Path, tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_the_long_command_runs(demo_path: Path, tmp_path: Path) -> None:
-    ((command, expected),) = [pair for pair in all_commands(README) if LONG in pair[0]]
+    ((command, expected),) = [pair for pair in all_commands(START) if LONG in pair[0]]
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     Terminal(tmp_path).run(command, expected)
 
 
 def test_a_python_without_the_engine_finds_the_one_that_has_it(tmp_path: Path) -> None:
-    """The tool turns to the checkout's .venv; where there is none, it says in one line what to do."""
+    """The tool uses the checkout's .venv. If there is none, it reports in one line how to make it."""
     tool = tmp_path / "tools" / "repro_block_exhaustion.py"
     tool.parent.mkdir()
     tool.write_text((ROOT / LONG).read_text())
@@ -80,9 +80,9 @@ def test_a_python_without_the_engine_finds_the_one_that_has_it(tmp_path: Path) -
 
 
 def test_other_models_are_served_by_make() -> None:
-    (command,) = re.findall(r"`(make serve MODEL=\S+)`", README)
+    (command,) = re.findall(r"`(make serve MODEL=\S+)`", START)
     assert Terminal.recipe(command) == ["metal-engine serve Qwen/Qwen3-0.6B --host 127.0.0.1 --port 8000"]
-    (command,) = re.findall(r"`(make serve PORT=\S+)`", README)
+    (command,) = re.findall(r"`(make serve PORT=\S+)`", START)
     assert Terminal.recipe(command) == ["metal-engine serve demo --host 127.0.0.1 --port 8001"]
 
 

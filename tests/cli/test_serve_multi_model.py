@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One model by its path, named in a file of settings, and those of a folder; ends on SIGINT with status 0."""
+    """Server with one model named in a file of settings, and the models of a folder. SIGINT ends it with status 0."""
     config = tmp_path_factory.mktemp("config") / "config.yaml"
     config.write_text(f"model: [{folder / 'one'}]\nmodels-dir: {folder}\nmodels-memory: 64MiB\n")
     url = f"http://127.0.0.1:{(port := free_port())}"
@@ -108,25 +108,25 @@ def test_ps_of_a_server_with_one_model() -> None:
         assert [row["memory_bytes"] for row in rows] == [memory, memory]
         assert format_size(memory) in run("ps", "--url", served.url).stdout.splitlines()[1]
     result = run("ps", "--url", served.url)
-    assert result.exit_code == 1 and "no server answers" in result.stderr
+    assert result.exit_code == 1 and "no server responds" in result.stderr
 
 
 def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
     one, two = str(folder / "one"), str(folder / "org" / "two")
     for arguments, problem in [
         ([one, two, "--served-model-name", "x"], "--served-model-name is for one model"),
-        ([one, one], "a MODEL is named twice"),
+        ([one, one], "a MODEL is given twice"),
         (["a\u202eb"], "choose another name with --served-model-name"),
         ([one, "a\u202eb"], "MODEL 'a\\u202eb' has the character U+202E"),
         (["--models-dir", str(tmp_path / "none")], "cannot read --models-dir"),
-        (["--models-dir", str(tmp_path)], "has no model, and no MODEL is named"),
+        (["--models-dir", str(tmp_path)], "contains no model, and no MODEL is given"),
         ([one, two, "--async-scheduling"], "--async-scheduling is for one model"),
         ([one, two, "--speculative-config", DRAFT_MODEL], "method draft_model is for one model"),
         ([one, two, "--enable-lora"], "--enable-lora is for one model"),
         ([one, two, "--lora-modules", "sql=/nowhere"], "--lora-modules is for one model"),
         ([one, two, "--lora-dir", "/nowhere"], "--lora-dir is for one model"),
         ([one, two, "--models-memory", "900TiB"], "--models-memory"),
-        ([], "name a MODEL"),
+        ([], "give a MODEL"),
     ]:
         result = run("serve", *arguments, "--port", "0")
         assert result.exit_code == 1 and problem in " ".join(result.stderr.split()), (arguments, result.stderr)
@@ -135,7 +135,7 @@ def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
 def test_folders_that_are_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A name that is no text, a folder that may not be read: the log names them once, and the others are served."""
+    """Invalid names and unreadable folders are logged once. The other models are served."""
     for name in (
         b"good",
         b"bad\nname",
@@ -153,7 +153,7 @@ def test_folders_that_are_passed_over(
     stat = Path.stat
 
     def refuse(path: Path, **options: Any) -> os.stat_result:
-        """What is in such a folder; the permissions of the folders themselves do not bind root."""
+        """Fail for content of such a folder. The folder's own permissions do not restrict root."""
         if path.parent.name == "closed":
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return stat(path, **options)

@@ -14,8 +14,8 @@ from metal_engine.device.allocator import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
-# A thread allocates as steps do, then as a large body does. Prints page faults of the steps after the first, and bytes
-# that stay resident of the body, before and after memory is given back.
+# A thread allocates first as steps do, and then as a large body does. Prints the page faults of the steps after the
+# first, and the resident bytes of the body before and after memory is returned.
 PROGRAM = """
 import ctypes, os, resource, threading
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_steps_reuse_memory_and_what_is_left_is_given_back() -> None:
 
 
 def test_settings_in_the_environment_stay() -> None:
-    """Every block from 1 MiB on is mapped and faulted in anew: 28 MiB a step."""
+    """Each block of at least 1 MiB is mapped and faulted in again: 28 MiB per step."""
     num_faults, _, left = run({"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)})
     assert num_faults > 10 * (28 << 20) // 4096 // 2
     assert left > 40 << 20

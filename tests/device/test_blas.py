@@ -1,6 +1,6 @@
-"""The optimized BLAS: what MLX is really bound to, and every way in which loading one can go wrong.
+"""Tests the optimized BLAS: the library that MLX is bound to, and every failure of loading.
 
-Which library a process uses is settled when MLX is imported, so most tests run a fresh Python.
+The library of a process is fixed when MLX is imported, so most tests run a new Python process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def start(code: str, cache: Path, **environment: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[dict[str, object], str]:
-    """What the process reported, and its standard error, where warnings go."""
+    """Return the report of the process and its standard error, which has its warnings."""
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return json.loads(out), err
@@ -72,7 +72,7 @@ def libraries(cache: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache that has the library in it."""
+    """A cache folder that contains the library."""
     directory = tmp_path_factory.mktemp("cache")
     openblas_copy.standard_copy(openblas_copy.find_packaged(), directory / "blas")
     return directory
@@ -98,7 +98,7 @@ def assert_openblas(report: dict[str, object]) -> None:
 
 @linux_only
 def test_every_blas_symbol_of_mlx_is_bound_to_openblas(cache: Path, copy: Path, tmp_path: Path) -> None:
-    """The dynamic linker's own log is the judge."""
+    """Uses the dynamic linker's own log."""
     report, err = run("report()" + MULTIPLY, cache, LD_DEBUG="bindings", LD_DEBUG_OUTPUT=str(tmp_path / "bindings"))
     assert_openblas(report)
     assert report["path"] == str(copy)
@@ -153,7 +153,7 @@ for dtype, tolerance in [(mx.float32, 2e-4), (mx.float64, 1e-10)]:
     check(mx.linalg.eigvalsh(S, stream=cpu), np.linalg.eigvalsh(spd), tolerance)
     values, vectors = (np.array(x) for x in mx.linalg.eigh(S, stream=cpu))
     check(vectors @ np.diag(values) @ vectors.T, spd, tolerance)
-    # MLX gives complex64 for either type.
+  # both types are complex64 in MLX
     check(np.array(mx.linalg.eigvals(A, stream=cpu)).sum(), np.trace(a), 2e-4)
 report()
 """
@@ -271,7 +271,7 @@ def test_switched_off(tmp_path: Path, value: str) -> None:
     assert report["optimized"] is False
     assert report["problem"] == f"switched off by METAL_ENGINE_BLAS={value}"
     assert report["in_use"] is None
-    assert err == ""  # it is what the user asked for
+    assert err == ""  # the user has requested this
     assert not list(tmp_path.iterdir())
 
 
@@ -291,7 +291,7 @@ def test_a_library_of_the_users(copy: Path, tmp_path: Path) -> None:
     [("/nowhere/libblas.so", "No such file"), ("libm.so.6", "has no cblas_sgemm"), (__file__, "invalid ELF")],
 )
 def test_a_library_that_will_not_do(tmp_path: Path, library: str, reason: str) -> None:
-    """The user learns of it, the program goes on, and no other library is used instead."""
+    """The user gets a warning, the program continues, and no other library is used instead."""
     report, err = run("report()" + MULTIPLY, tmp_path, METAL_ENGINE_BLAS=library)
     assert report["optimized"] is False
     assert report["in_use"] is None
@@ -325,28 +325,28 @@ def test_a_damaged_copy_is_made_again(copy: Path, tmp_path: Path, damage: str) -
 
 @linux_only
 def test_a_copy_that_others_could_have_written_is_made_again(copy: Path, tmp_path: Path) -> None:
-    """It has the right digest, as whoever writes one can give it."""
+    """The copy has the right digest, which an attacker could compute."""
     (tmp_path / "blas").mkdir()
     target = tmp_path / "blas" / copy.name
     target.write_bytes(copy.read_bytes())
     target.chmod(0o666)
     report, err = run("report()", tmp_path)
     assert_openblas(report)
-    assert "can be written by other users (mode 0666): remove it; it is made again" in err
+    assert "can be written by other users (mode 0666): remove it; making it again" in err
     assert (target.stat().st_mode & 0o777, target.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     assert target.read_bytes() == copy.read_bytes()
 
 
 @linux_only
 def test_a_copy_of_another_library_is_made_again(copy: Path, tmp_path: Path) -> None:
-    """Whole, but not the package's."""
+    """The file is complete, but is not a copy of the package's library."""
     other = tmp_path / "other.so"
     other.write_bytes(openblas_copy.find_packaged().path.read_bytes() + b"other")
     made = openblas_copy.standard_copy(openblas_copy.PackagedLibrary(other, "1"), tmp_path / "blas")
     target = made.rename(made.with_name(copy.name))
     report, err = run("report()", tmp_path)
     assert_openblas(report)
-    assert "is damaged or of another version" in err and target.read_bytes() == copy.read_bytes()
+    assert "is damaged or has another version" in err and target.read_bytes() == copy.read_bytes()
 
 
 @linux_only
@@ -377,7 +377,7 @@ def test_processes_at_once(tmp_path: Path) -> None:
 
 @linux_only
 def test_no_place_for_a_cache(tmp_path: Path) -> None:
-    """The copy then lives in a temporary directory, which is gone once the library is loaded."""
+    """The copy is then in a temporary directory, which is deleted after the library is loaded."""
     (tmp_path / "file").touch()
     (tmp_path / "tmp").mkdir()
     report, err = run("report()" + MULTIPLY, tmp_path / "file", TMPDIR=str(tmp_path / "tmp"))

@@ -1,4 +1,4 @@
-"""The BLAS uses the cores that other programs leave free."""
+"""Tests that the BLAS uses the cores that other programs leave free."""
 
 from __future__ import annotations
 

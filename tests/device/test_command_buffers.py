@@ -1,4 +1,4 @@
-"""Limits of Metal's command buffers, from configurations alone."""
+"""Tests limits of Metal's command buffers, from configurations alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ GIB = 1 << 30
         ({"n_layer": 12}, 192),
         ({"num_hidden_layers": 48, "num_experts": 128}, 1344),
         ({"num_hidden_layers": 48, "num_experts": 0}, 768),
-        ({"num_hidden_layers": 3, "text_config": {"num_hidden_layers": 62}}, 992),  # the other is of the vision tower
+        # num_hidden_layers of the vision tower is ignored
+        ({"num_hidden_layers": 3, "text_config": {"num_hidden_layers": 62}}, 992),
         ({"n_layers": 40, "text_config": {"vocab_size": 5}}, 640),
         ({"n_layers": 40, "text_config": {"num_hidden_layers": None, "num_experts": 8}}, 1120),
         ({"n_layers": 40, "num_experts": 8, "text_config": {"num_hidden_layers": 62}}, 992),
@@ -51,7 +52,7 @@ def test_a_step_has_command_buffers_enough_to_go_behind_another(num_layers: int,
 @pytest.mark.parametrize("memory_gib", [16, 64, 512])
 @pytest.mark.parametrize("num_layers", [16, 30, 94])
 def test_the_cache_does_not_end_a_command_buffer(num_layers: int, memory_gib: int) -> None:
-    """The keys and values of all memory there is, in half precision; weights are counted in packed words."""
+    """Assumes that keys and values take all memory, in half precision. Weights are counted in packed words."""
     elements = memory_gib * GIB // 2
     limits = command_buffer_limits([{"num_hidden_layers": num_layers}], memory_gib * GIB, allows_queued_dispatch=True)
     assert limits.max_ops is not None and limits.max_mb is not None
@@ -76,7 +77,7 @@ def test_a_model_that_is_not_known_leaves_mlx_s_own_limit_of_operations(allows_q
 
 @pytest.mark.parametrize(("num_layers", "max_ops"), [(2, None), (24, None), (51, None), (52, 51), (80, 79)])
 def test_where_nothing_goes_behind_the_limit_of_operations_is_not_lowered(num_layers: int, max_ops: int | None) -> None:
-    """MLX's own is 40 or 50."""
+    """MLX's own limit is 40 or 50."""
     config = {"num_hidden_layers": num_layers}
     limits = command_buffer_limits([config], 64 * GIB, allows_queued_dispatch=False)
     assert limits.max_ops == max_ops
@@ -97,7 +98,7 @@ def test_limits_in_words(limits: tuple[int | None, int | None], words: str) -> N
 
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MAX_OPS, "7")
-    monkeypatch.setenv(MAX_MB, "")  # so that monkeypatch takes it away again
+    monkeypatch.setenv(MAX_MB, "")  # so that monkeypatch removes the variable again
     monkeypatch.delenv(MAX_MB)
     monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
     assert limits_in_force() == CommandBufferLimits(7, None)

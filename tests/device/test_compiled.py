@@ -1,4 +1,4 @@
-"""A compilation for each combination of shapes, and no more of them than asked for."""
+"""Tests that each combination of shapes has a compilation, and that their number is limited."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metal_engine.device.streams import end_streams_of_thread, second_stream, sy
 
 
 def test_right_for_whatever_shapes_come_and_go() -> None:
-    """Dropped compilations leave nothing behind that a later function could be taken for."""
+    """A later function never gets a dropped compilation of another function."""
     traced = 0
 
     def add(x: mx.array, y: mx.array) -> mx.array:
@@ -29,14 +29,14 @@ def test_right_for_whatever_shapes_come_and_go() -> None:
         x, y = mx.arange(n).astype(mx.float32), mx.full((1,), 5.0)
         assert mx.array_equal(adds(x, y), x * 2 + 5)
         assert mx.array_equal(subtracts(x, y), x * 2 - 5)
-    assert traced == 22 - 4  # going back, the last four were still there
+    assert traced == 22 - 4  # on the way back, the last four were still cached
     before = traced
     adds(mx.zeros((1,)), mx.zeros((1,)))
     assert traced == before
 
 
 def test_streams_have_compilations_of_their_own() -> None:
-    """What was traced on one stream would be computed there for another, too."""
+    """Otherwise, an operation traced on one stream would run there for other streams too."""
     traced = []
 
     def double(x: mx.array) -> mx.array:

@@ -128,7 +128,7 @@ def test_a_cpu_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_this_device() -> None:
-    """In a process of its own, so that the tests of this folder stay without MLX."""
+    """Runs in a separate process, so that the other tests of this folder do not load MLX."""
     code = """
 import dataclasses, json
 from metal_engine.device.blas.load import load_optimized_blas
@@ -179,7 +179,7 @@ def test_gpu_core_count(
         ("applegpu_g17g", "26.2", True),
         ("applegpu_g17s", "26.10.1", True),
         ("applegpu_g18p", "27.0", True),
-        ("applegpu_g17p", "26.2", False),  # a phone's, without matrix units
+        ("applegpu_g17p", "26.2", False),  # GPU of a phone, without matrix units
         ("applegpu_g16s", "26.4", False),  # M4
         ("applegpu_g17g", "26.1", False),
         ("applegpu_g17g", "15.7.2", False),

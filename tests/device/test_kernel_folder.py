@@ -1,4 +1,4 @@
-"""Where MLX's machine code comes from: what others planted is not loaded, and a second user can start.
+"""Tests the source of MLX's machine code: planted libraries are not loaded, and a second user can start.
 
 MLX's folder is settled once in a process, so each test runs a fresh Python.
 """
@@ -46,7 +46,7 @@ print(json.dumps([result, os.environ.get("TEMPDIR"), tempfile.gettempdir() == te
 
 @pytest.fixture
 def top() -> Iterator[Path]:
-    """A folder that everybody may enter, with a cache of ours and a temporary folder for all."""
+    """A folder that all users may enter, with our cache and a temporary folder for all users."""
     folder = Path(tempfile.mkdtemp(prefix="kernels-")).resolve()
     folder.chmod(0o755)
     (folder / "cache").mkdir(mode=0o700)
@@ -57,7 +57,7 @@ def top() -> Iterator[Path]:
 
 
 def run(top: Path, before: str = "", **environment: str) -> tuple[dict[str, Any], str]:
-    """What a process found, and what it logged."""
+    """Run a process. Return its report and its log."""
     inherited = {name: value for name, value in os.environ.items() if name not in kernel_folder._VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", RUN.replace("{before}", before)],
@@ -78,7 +78,7 @@ def libraries(folder: Path) -> list[Path]:
 
 
 def plant(folder: Path, found_in: Path) -> list[Path]:
-    """Put libraries of others under the names of the ones that MLX would load: loading one fails."""
+    """Put damaged libraries of another user in place of MLX's libraries. Loading one fails."""
     planted = []
     for library in libraries(found_in):
         path = folder / library.relative_to(found_in)
@@ -108,7 +108,7 @@ def test_kernels_go_to_the_cache_and_nobody_else_notices(top: Path) -> None:
 
 
 def test_a_program_that_has_used_mlx_before(top: Path) -> None:
-    """What it had MLX compile before is loaded; from then on kernels come from the folder of ours."""
+    """Kernels that the program compiled before stay loaded. Later kernels come from our folder."""
     before = "os.environ['TEMPDIR'] = {!r}; mx.eval(mx.compile(lambda x: x * 3 - 1)(mx.array([1.0])))"
     before += "; del os.environ['TEMPDIR']"
     found, logged = run(top, before.format(str(top / "tmp")))
@@ -126,7 +126,7 @@ def test_the_users_own_temporary_folder_stays(top: Path) -> None:
 
 @as_root
 def test_planted_libraries_are_not_loaded(top: Path) -> None:
-    """Another user has made MLX's folder before us, with code in it; MLX by itself loads it."""
+    """Another user has created MLX's folder before us, with code in it. MLX alone would load that code."""
     run(top, TMPDIR=str(top))
     shared = top / "tmp"
     plant(shared / "mlx", top / "mlx")
@@ -136,7 +136,7 @@ def test_planted_libraries_are_not_loaded(top: Path) -> None:
     assert done.returncode != 0 and "file too short" in done.stderr
     _, logged = run(top, TMPDIR=str(shared))
     assert logged.count("belongs to another user (uid 12345) (TMPDIR names another folder)") == 1
-    # The same in a folder of ours.
+    # The same in a folder that belongs to us.
     give(shared / "mlx", os.geteuid())
     for path in libraries(shared):
         os.chown(path, STRANGER, STRANGER)
@@ -146,7 +146,7 @@ def test_planted_libraries_are_not_loaded(top: Path) -> None:
 
 @as_root
 def test_a_second_user_can_start(top: Path) -> None:
-    """With a first user's folder in the way; MLX by itself cannot write there."""
+    """A first user's folder is in the way. MLX alone could not write there."""
     first = top / "tmp" / "mlx"
     (first / mx.__version__ / "cpu").mkdir(parents=True)
     (top / "second").mkdir()
@@ -198,7 +198,7 @@ def test_without_any_folder_nothing_is_compiled_and_one_warning_says_so(top: Pat
     (top / "tmp" / f"metal-engine-{os.geteuid()}").symlink_to(top / "cache")
     found, logged = run(top, f"tempfile.tempdir = {str(top / 'tmp')!r}")
     (line,) = logged.splitlines()
-    assert line.startswith("MLX compiles no elementwise operations") and "can be written by other users" in line
+    assert line.startswith("MLX's compiler is disabled") and "can be written by other users" in line
     assert "METAL_ENGINE_CACHE" in line and found["TEMPDIR"] is None and not libraries(top)
 
 
@@ -254,7 +254,7 @@ def test_a_folder_called_mlx_that_is_not_its_own_is_left_alone(top: Path, other:
     found, logged = run(top, TMPDIR=str(mine))
     ours = mine / f"metal-engine-{os.geteuid()}"
     assert found["same_tempfiles"] and found["TEMPDIR"] is None and found["childs"] == str(ours)
-    assert logged.count("\n") == 1 and f"go to {ours}, which TMPDIR names from now on" in logged
+    assert logged.count("\n") == 1 and f"go to {ours}, to which TMPDIR is now set" in logged
     assert path.read_bytes() == b"mine" and (mine / "mlx").stat().st_mode & 0o777 == 0o755
     (library,) = [path for path in libraries(top) if path.is_relative_to(ours)]
     assert library.parent.parent.parent == ours / "mlx" and ours.stat().st_mode & 0o777 == 0o700
@@ -262,7 +262,7 @@ def test_a_folder_called_mlx_that_is_not_its_own_is_left_alone(top: Path, other:
 
 
 def test_mlxs_own_folder_in_the_users_is_taken_as_it_is(top: Path) -> None:
-    """What MLX has compiled there before is loaded again, and only a library that is cut short goes."""
+    """Libraries that MLX has compiled there are loaded again. Only a truncated library is removed."""
     mine = top / "mine"
     mine.mkdir()
     run(top, TMPDIR=str(mine))
@@ -277,7 +277,7 @@ def test_mlxs_own_folder_in_the_users_is_taken_as_it_is(top: Path) -> None:
 
 
 def test_what_goes_while_a_folder_is_looked_through_is_left_out(tmp_path: Path) -> None:
-    """As a compiler's temporary file does."""
+    """For example, a compiler's temporary file."""
     for i in range(3):
         (tmp_path / f"{i}.tmp").touch()
     found = kernel_folder._contents(tmp_path)

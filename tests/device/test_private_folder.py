@@ -1,4 +1,4 @@
-"""Folders that code is loaded from: nobody else may write to them, or exchange them."""
+"""Tests folders for code: no other user may write to them, or replace them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def top() -> Iterator[Path]:
-    """A folder directly below the temporary folder, which everybody may write to and nobody may exchange things in."""
+    """A folder directly below the temporary folder, where all users may write but not replace others' files."""
     folder = Path(tempfile.mkdtemp()).resolve()
     yield folder
     shutil.rmtree(folder)
@@ -54,10 +54,10 @@ def test_links_above_it_are_resolved_and_one_in_its_place_is_refused(top: Path) 
     (top / "real").mkdir(mode=0o700)
     (top / "link").symlink_to(top / "real")
     assert private_folder(top / "link" / "a") == top / "real" / "a"
-    with pytest.raises(NotPrivateError, match="link is no folder"):
+    with pytest.raises(NotPrivateError, match="link is not a folder"):
         private_folder(top / "link")
     (top / "file").touch()
-    with pytest.raises(NotPrivateError, match="file is no folder"):
+    with pytest.raises(NotPrivateError, match="file is not a folder"):
         private_folder(top / "file")
 
 
@@ -68,7 +68,7 @@ def test_one_that_others_can_write_to_is_refused(top: Path, bits: int, monkeypat
     (top / "a").chmod(bits)
     with pytest.raises(NotPrivateError, match=rf"a can be written by other users \(mode {bits:04o}\): remove it"):
         private_folder(top / "a")
-    if bits != 0o1777:  # nobody can exchange a folder of ours in one of those
+    if bits != 0o1777:  # other users cannot replace our folder in a sticky folder
         with pytest.raises(NotPrivateError, match=rf"a can be written by other users \(mode {bits:04o}\)"):
             private_folder(top / "a" / "b")
     else:

@@ -83,7 +83,7 @@ def test_what_a_trunk_ties_to_a_recurrent_layer_is_not_its_state() -> None:
 @pytest.mark.usefixtures("alone")
 def test_each_rank_of_a_pipeline_needs_recurrent_layers() -> None:
     share_of(3, 4, 4)
-    with pytest.raises(UnsupportedModelError, match="of 4 machines, rank 2 would have none of its recurrent layers"):
+    with pytest.raises(UnsupportedModelError, match="rank 2 of 4 machines would have none of its recurrent layers"):
         share_of(2, 4, 4)
 
 

@@ -30,7 +30,7 @@ def test_settings_for_one_rank(setting: list[str], size: str) -> None:
     found = CliRunner().invoke(app, ["serve", MODEL, "--port", "0", size, "2", *setting])
     assert found.exit_code not in (0, None)
     said = " ".join(re.sub(r"[│╭╰╮╯─]", " ", found.output + str(found.exception or "")).split())
-    assert f"{setting[0]} does not work with {size}: leave out one of them" in said, said
+    assert f"{setting[0]} does not work with {size}: remove one of the two flags" in said, said
 
 
 def test_several_models() -> None:
@@ -44,4 +44,4 @@ def test_one_way_of_sharing_at_a_time() -> None:
     both = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
     found = CliRunner().invoke(app, ["serve", MODEL, *both])
     said = found.output + str(found.exception or "")
-    assert "--pipeline-parallel-size 2 is for models without --tensor-parallel-size" in said, said
+    assert "--pipeline-parallel-size 2 does not work with --tensor-parallel-size" in said, said

@@ -1,4 +1,4 @@
-"""`metal-engine doctor`: facts for a bug report, and a verdict."""
+"""Tests `metal-engine doctor`: facts for a bug report, and a result."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     healthy, found = findings()
     assert healthy
     assert found["tiny model"].status == OK and "equal mlx-lm's own" in found["tiny model"].text
-    # Of 32 numbers in float32: 128 bytes; 4 bits of each and 8 bytes of a scale and a bias are 24.
+    # 32 numbers take 128 bytes in float32. In int4, they take 24 bytes: 4 bits each, and 8 bytes of scale and bias.
     assert found["quantized KV"].status == OK and "int4 at 19% of" in found["quantized KV"].text
     assert {"system", "python", "metal-engine", "mlx", "mlx-lm", "device", "metal", "memory", "cache"} <= found.keys()
-    assert "not fetched" in found["demo model"].text
+    assert "not downloaded" in found["demo model"].text
     assert not any("hidden" in finding.text for finding in found.values())
 
 
@@ -51,7 +51,7 @@ def test_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "_greedy", lambda *_: [0])
     healthy, found = findings()
     assert not healthy
-    assert found["tiny model"].status == FAILED and "but mlx-lm [[0]" in found["tiny model"].text
+    assert found["tiny model"].status == FAILED and "but mlx-lm generates [[0]" in found["tiny model"].text
 
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,8 +210,8 @@ RANKS = (RankInfo(host="a", weight_bytes=1, peak_bytes=1, num_layers=2),) * 2
     [
         ({"device": replace(METAL, kind="cpu")}, {}, "a CPU gains nothing"),
         ({"ranks": RANKS}, {}, "several ranks share the model"),
-        ({}, {"architecture": "mamba", "num_state_slots": 60}, "beside recurrent states so large"),
-        ({}, {"max_model_len": 1}, "a request has room for one step"),
+        ({}, {"architecture": "mamba", "num_state_slots": 60}, "recurrent states are too large"),
+        ({}, {"max_model_len": 1}, "a request fits only one step"),
     ],
     ids=["cpu", "ranks", "recurrent", "one token"],
 )
@@ -222,7 +222,7 @@ def test_where_no_step_goes_behind_another(
     runner: Any = engine._runner
     monkeypatch.setattr(ModelRunner, "execute", None)  # the choice must not run a step
     dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, **{"device": METAL, **given}))
-    assert dispatch.startswith("each step after the end of the one before: ") and reason in dispatch
+    assert dispatch.startswith("each step is dispatched after the end of the previous step: ") and reason in dispatch
     assert not runner.allow_queued_dispatch
 
 
@@ -275,7 +275,9 @@ def test_a_check_that_fails_is_no_end(where: str, at: int, monkeypatch: pytest.M
 
         patch.setattr(owner, where, failing)
         dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, device=METAL))
-    assert dispatch.startswith("each step after the end of the one before: trying it behind failed: ")
+    assert dispatch.startswith(
+        "each step is dispatched after the end of the previous step: the trial of queued steps failed: "
+    )
     assert "no memory left" in dispatch
     assert not runner.allow_queued_dispatch and not runner._steps and not runner._table._index_of
     assert list(map(token_ids, run_all(engine, requests))) == expected
@@ -305,7 +307,7 @@ def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.M
         reset_traces = runner.replay.reset_traces
         patch.setattr(runner.replay, "reset_traces", lambda: (refusals.append(runner.replay_refusal), reset_traces()))
         dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, device=METAL))
-    assert "trying it behind failed" in dispatch
+    assert "the trial of queued steps failed" in dispatch
     assert "failed that was replayed for the first time" in refusals[0]
     assert runner.replay_refusal is None and runner.replay.num_traces == 0
     assert list(map(token_ids, run_all(engine, requests))) == expected

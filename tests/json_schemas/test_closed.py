@@ -1,4 +1,4 @@
-"""Closed schemas: which objects are closed, that nothing new gets through, and that the work for it is bounded."""
+"""Closed schemas: the objects that are closed, no new valid values, and limited work."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ref(name: str) -> Schema:
 
 A, B = obj(a=INT), obj(b=INT)
 TREE = obj(value=INT, kids={"type": "array", "items": ref("tree")})
-# Schema; what stays valid; what was valid and no longer is.
+# Schema, values that stay valid, and values that are no longer valid.
 CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
     "plain": (A, [{}, {"a": 1}], [{"b": 1}, {"a": 1, "b": 1}]),
     "no type": ({"properties": {"a": INT}}, [1, {"a": 1}], [{"b": 1}]),
@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Schema, list[Any], list[Any]]] = {
     ),
     "told apart by type": ({"oneOf": [A, {"type": "null"}, INT]}, [None, 1, {"a": 1}], [{"b": 1}]),
 }  # fmt: skip
-# What stays as it is.
+# Schemas that stay unchanged.
 LEFT_ALONE: dict[str, Schema] = {
     "any object": {"type": "object"},
     "says so": {**A, "additionalProperties": True},
@@ -216,7 +216,7 @@ values = st.recursive(
 
 
 def ends(schema: Any, definitions: Schema, within: tuple[str, ...] = ()) -> bool:
-    """Whether no reference leads to itself at one place: validators would not come to an end."""
+    """Return True if no reference leads to itself for one value. Otherwise, validators would not terminate."""
     if not isinstance(schema, dict):
         return True
     if "$ref" in schema:
@@ -260,7 +260,7 @@ def check_narrower(root: Any, one: Any, two: Any, given_values: list[Any], stric
 
 @pytest.fixture(scope="module")
 def accepts() -> Any:
-    """Whether a grammar takes a JSON value, written compactly."""
+    """Return a function that checks if a grammar accepts a JSON value in compact form."""
     tokenizer = tiny_tokenizer()
     ll_tokenizer = llguidance.LLTokenizer(tokenizer.serialized.decode(), n_vocab=VOCAB_SIZE, eos_token=EOS)
 
@@ -299,7 +299,7 @@ def nested(depth: int) -> Schema:
 
 
 def chain(depth: int) -> Schema:
-    """Objects within objects, and a reference to each of them: each copy has the rest of the chain."""
+    """Return nested objects with a reference to each of them, so that each copy has the rest of the chain."""
     schema: Schema = {"type": "object", "properties": {}}
     pointer = "#"
     references = []
@@ -312,7 +312,7 @@ def chain(depth: int) -> Schema:
 
 
 def widening(num: int) -> Schema:
-    """Many places with the names of one large part."""
+    """Return many schemas for one value with the names of one large part."""
     part = obj(**{f"n{i}": {} for i in range(num)})
     places = {f"p{i}": {**ref("part"), "required": ["z"]} for i in range(num)}
     return refs(obj(**places), part=part)

@@ -1,4 +1,4 @@
-"""The KV cache is written in place: a step must not copy the pool, which would cost its size in time and memory."""
+"""Writes to the KV cache are in place. A step must not copy the pool, which would cost the pool's size in memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tools.fixtures.tiny_models import random_model, tiny_model
 NUM_STEPS = 200
 
 
-# One array for latents and positions, 2 * 16 numbers of a token as in K or V of the others.
+# One array for latents and positions, with 2 * 16 numbers per token, like K or V of the other models.
 LATENT = {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 1,
@@ -59,14 +59,14 @@ MODELS = [
 
 
 class Loop:
-    """Steps a runner, the next one built while ``num_ahead`` of them are under way."""
+    """Runs steps. The next step is built while ``num_ahead`` steps are in flight."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, num_ahead: int) -> None:
         self.runner, self.scheduler, self.num_ahead = runner, scheduler, num_ahead
         self._in_flight: deque[tuple[SchedulerOutput, PendingStep]] = deque()
 
     def run(self) -> int:
-        """Until nothing is left; returns the steps taken."""
+        """Run until no work is left. Return the number of steps."""
         num_steps = 0
         while self.scheduler.has_requests:
             plan = self.scheduler.schedule()
@@ -89,8 +89,8 @@ def measure_in_place(
     *,
     num_blocks: int = 2048,
 ) -> int:
-    """Returns how many steps were run."""
-    # The smallest array of a layer, of K or V say, is 4 MB: large against everything else in a step of these models.
+    """Check that writes are in place. Return the number of steps."""
+    # The smallest array of a layer, such as K, takes 4 MB: much more than everything else in a step of these models.
     cache = CacheConfig(block_size=16, num_blocks=num_blocks)
     array_bytes = min(a.nbytes for s in paged.pool.states for a in s.spec.token_arrays.values()) * cache.num_tokens
     assert array_bytes == 4 << 20
@@ -113,7 +113,7 @@ def measure_in_place(
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
-    before = mx.get_active_memory()  # before the first step: what that one leaves behind counts as well
+    before = mx.get_active_memory()  # before the first step, so that memory kept by that step counts as well
     num_steps = Loop(runner, scheduler, num_ahead).run()
     assert mx.get_active_memory() - before < array_bytes / 4
     assert mx.get_peak_memory() - before < array_bytes / 2, "a step held a second copy of a cache array"
@@ -123,14 +123,14 @@ def measure_in_place(
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 @pytest.mark.parametrize("config", MODELS)
 def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: int) -> None:
-    """Chunks that sample nothing, mixed steps, decodes."""
+    """Chunks without sampling, mixed steps, and decodes."""
     assert measure_in_place(PagedModel(tiny_model(**config)), num_ahead) > NUM_STEPS
 
 
 @pytest.mark.parametrize("seed", [0, 7], ids=["accepted", "rejected"])
 @pytest.mark.parametrize("config", MODELS)
 def test_a_draft_model_s_writes_stay_in_place(config: dict[str, Any], seed: int) -> None:
-    """Its forwards one after the other, and those of the model between them."""
+    """The draft model's consecutive forward passes, with the target model's passes in between."""
     models = [PagedModel(tiny_model(seed, **config)) for seed in (0, seed)]
     num_steps = measure_in_place(models[0], 0, draft=models[1])
     assert (num_steps < NUM_STEPS / 2) == (seed == 0)
@@ -139,7 +139,7 @@ def test_a_draft_model_s_writes_stay_in_place(config: dict[str, Any], seed: int)
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 @pytest.mark.parametrize("config", MODELS)
 def test_writes_stay_in_place_with_two_streams(config: dict[str, Any], num_ahead: int) -> None:
-    """What the second stream has read is let go of before the next step writes."""
+    """Arrays that the second stream reads are released before the next step writes."""
     measure_in_place(PagedModel(tiny_model(**config)), num_ahead, replace(CPU_LIMITS, lane_elements=0))
 
 
@@ -153,7 +153,7 @@ def test_writes_stay_in_place_with_two_streams(config: dict[str, Any], num_ahead
     ],
 )
 def test_quantized_writes_stay_in_place(config: dict[str, Any], kv_cache_dtype: str, num_ahead: int) -> None:
-    """A copy of one layer's scales would show: 4 MB. K of that layer in float32 would be 128 MB."""
+    """A copy of one layer's scales would add 4 MB. K of that layer in float32 would add 128 MB."""
     paged = PagedModel(tiny_model(**config), kv_cache_dtype=kv_cache_dtype)
     num_kv_heads = paged.pool.states[0].spec.token_arrays["keys"].shape[0]
     measure_in_place(paged, num_ahead, num_blocks=(4 << 20) // (16 * 4 * num_kv_heads))
@@ -176,13 +176,13 @@ def test_the_measurement_sees_scales_that_are_kept(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 @pytest.mark.parametrize("config", MODELS)
 def test_writes_stay_in_place_on_metal(config: dict[str, Any], num_ahead: int) -> None:
-    """The same on the GPU, where arrays are let go of when a command buffer has completed."""
+    """The same test on the GPU, where arrays are released when a command buffer has completed."""
     assert mx.default_device() == mx.Device(mx.gpu)
     measure_in_place(PagedModel(tiny_model(**config)), num_ahead)
 
 
 class KeepsTheOldArray(KVState):
-    """A mutant: something goes on holding the array that the next write wants to reuse."""
+    """A mutant: a reference is kept to the array that the next write should reuse."""
 
     def write(self, step: StepRows, rows: Mapping[str, mx.array]) -> None:
         self._old = self.keys.reshape(-1)
@@ -197,7 +197,7 @@ def test_the_measurement_sees_an_array_that_is_kept(num_ahead: int, monkeypatch:
 
 
 def test_a_step_is_dispatched_when_the_one_before_has_ended() -> None:
-    """Dispatched while that one still reads the cache, it would write to a copy."""
+    """If a step were dispatched while the previous step still reads the cache, it would write to a copy."""
     _, runner, scheduler = _aligned_runner(num_blocks=64, ahead=True)
     _add(scheduler, [5, 100], 3)
     plans = [scheduler.schedule() for _ in range(3)]
@@ -223,7 +223,7 @@ def test_a_step_is_dispatched_when_the_one_before_has_ended() -> None:
 
 
 def test_the_measurement_sees_a_copy() -> None:
-    """The same measure on a write that cannot be in place, since the old array is still wanted."""
+    """The same measurement for a write that cannot be in place, because the old array is still referenced."""
     cache = mx.zeros((32768, 2, 16))
     mx.eval(cache)
     mx.reset_peak_memory()
@@ -252,7 +252,7 @@ def _aligned_runner(
 
 
 def _add(scheduler: Scheduler, lengths: list[int], max_tokens: int, *, repeats: bool = False) -> None:
-    """Queue requests; those that repeat answer in two tokens only."""
+    """Queue requests. With ``repeats``, their outputs consist of only two token ids."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, logit_bias={5: 50.0, 6: 50.0} if repeats else {})
     biases = {"bias_ids": np.array([5, 6], np.int32), "biases": np.array([50, 50], np.float32)}
     rules = TokenRules(**biases) if repeats else NO_RULES
@@ -267,7 +267,7 @@ def test_every_way_of_writing_leaves_the_same_cache(config: dict[str, Any]) -> N
     ways = {"slot": SlotWrites, "block": BlockWrites, "run": RunWrites}
     num_faster = dict.fromkeys(ways, 0)
     for way, make_writes in ways.items():
-        mx.random.seed(0)  # the same weights
+        mx.random.seed(0)  # for equal weights
         paged, runner, scheduler = _aligned_runner(num_blocks=64, **config)
         runner._table._make_writes = make_writes
         _add(scheduler, [5, 100, 64, 33], 4)
@@ -300,7 +300,7 @@ def test_faster_writes_stay_in_place(by_run: bool, num_ahead: int) -> None:
 # --- recurrent states ---------------------------------------------------------------------------------------
 
 
-# Of 16 value heads of 96 x 96: states of a request are 1.2 MB.
+# 16 value heads of 96 x 96: the states of a request take 1.2 MB.
 HYBRID = {
     **configuration("qwen3_next"),
     "linear_num_value_heads": 16,
@@ -312,9 +312,9 @@ NUM_SLOTS = 40
 
 
 def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = False) -> None:
-    """Peak memory of 200 steps, of requests that come, go on in one order, and leave one after the other.
+    """Check the peak memory of 200 steps of requests that arrive, continue in order, and finish one by one.
 
-    With drafts of which some are rejected, states go to other slots and back.
+    With partially rejected drafts, states move to other slots and back.
     """
     paged = PagedModel(random_model(HYBRID))
     cache = CacheConfig(
@@ -336,7 +336,7 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
     if runner.replay is not None:
         runner.replay._trace_at = 1
     scheduler = Scheduler(config, cache)
-    are_accepted: set[bool] = set()  # all drafts of a request in a step
+    are_accepted: set[bool] = set()  # True for a request and step if all drafts were accepted
     if has_drafts:
         proposer = NgramProposer(speculative)
         times, ahead = KnownTimes(), KnownAheadTimes(0.7)
@@ -355,12 +355,12 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
     running = 3 * paged.pool.bytes_per_request
     pool = NUM_SLOTS * paged.pool.bytes_per_request
     pending_states = (IN_FLIGHT_STATES + (IN_FLIGHT_STATES_OF_DRAFTS if has_drafts else 0) + 0.5) * running
-    assert 0.5 * running > ACTIVATIONS and pending_states < 0.6 * pool  # so that a copy of a layer's pool shows, too
+    assert 0.5 * running > ACTIVATIONS and pending_states < 0.6 * pool  # makes a copy of a layer's pool visible
     assert mx.get_peak_memory() - before < pending_states + ACTIVATIONS
 
 
-# What a step of 24 rows computes beside states, generously: less than the states of those that run, so that one more
-# copy of these shows.
+# Upper limit of the memory of a step with 24 rows apart from states. The states of the running requests are larger, so
+# that the test notices one more copy of them.
 ACTIVATIONS = 1 << 20
 
 

@@ -1,4 +1,4 @@
-"""What layers keep: two kinds of state, and a third that nothing outside knows, through one pool."""
+"""The pool with two kinds of state, and with a third kind that only this test defines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NUM_BLOCKS, BLOCK_SIZE = 5, 4
 
 
 class SumSpec(StateSpec):
-    """A running sum for each of three requests, as a recurrent layer would keep one."""
+    """Spec of a running sum for each of three requests, like a recurrent layer's state."""
 
     dtype = mx.float32
     request_arrays = {"sum": ArraySpec((7,), mx.float32)}  # noqa: RUF012
 
 
 class SumState:
-    """Implements LayerState outside the package: it has no blocks, and adds where the others overwrite."""
+    """Implements LayerState outside the package. It has no blocks, and adds values instead of overwriting them."""
 
     def __init__(self) -> None:
         self.spec = SumSpec()
@@ -64,7 +64,7 @@ def pool() -> StatePool:
 
 
 def rows_of(make_writes: type = SlotWrites) -> StepRows:
-    """Two requests: 6 rows that fill block 3 and half of block 1, and one row in block 4."""
+    """Return rows of two requests: 6 rows that fill block 3 and half of block 1, and one row in block 4."""
     table = np.array([[3, 1], [4, 0]], np.int32)
     return step_rows(table, np.array([0, 2], np.int32), [6, 1], BLOCK_SIZE, make_writes=make_writes)
 
@@ -149,7 +149,7 @@ def test_written_is_computed_after_every_write() -> None:
 def test_a_pool_that_cannot_be_evaluated_is_made_anew(num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = pool()
     write(made, rows_of())
-    made.recover(RuntimeError("a step failed"))  # what was written is carried out
+    made.recover(RuntimeError("a step failed"))  # executes the pending writes
     assert np.array(made.states[0].arrays["keys"]).any()
     evaluate, failures = made.evaluate, [RuntimeError("gone")] * num_failures
     monkeypatch.setattr(made, "evaluate", lambda: _raise(failures.pop()) if failures else evaluate())

@@ -1,4 +1,4 @@
-"""KV in 8 and 4 bits: what is stored, where, and how it is read again."""
+"""KV in 8 and 4 bits: its layout, and its values when read."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SPECS = [pytest.param(PLAIN, id="plain"), pytest.param(NARROW, id="narrow"), pyt
 
 
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """uint32 [..., W] -> the integers in them, lowest bits first, [..., W * 32 / bits]."""
+    """Unpack uint32 [..., W] to integers, lowest bits first, [..., W * 32 / bits]."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     return ((packed[..., None] >> shifts) & (2**bits - 1)).reshape(*packed.shape[:-1], -1)
 
 
 def numbers(state: QuantizedKVState, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """What an array of a state stands for, and its scales, both [num_slots, heads, dim] in float64."""
+    """Return the dequantized values of an array and their scales, both [num_slots, heads, dim] in float64."""
     one = name.removesuffix("s")
     scales, biases = (
         np.repeat(np.array(state.arrays[f"{one}_{part}"].astype(mx.float32), np.float64), state.group_size, axis=-1)
@@ -40,13 +40,13 @@ def numbers(state: QuantizedKVState, name: str) -> tuple[np.ndarray, np.ndarray]
 
 
 def a_step(make_writes: type = SlotWrites) -> StepRows:
-    """40 rows that fill block 3 and a quarter of block 1, and one row in block 4."""
+    """Return 40 rows that fill block 3 and a quarter of block 1, and one row in block 4."""
     table = np.array([[3, 1], [4, 0]], np.int32)
     return step_rows(table, np.array([0, 2], np.int32), [40, 1], BLOCK_SIZE, make_writes=make_writes)
 
 
 def random_rows(spec: KVSpec | LatentSpec, num_rows: int) -> dict[str, mx.array]:
-    """Rows whose groups differ in size and place, so that a scale of another group shows."""
+    """Return rows whose groups differ in range and offset, so that using another group's scale is noticed."""
     rng = np.random.default_rng(0)
     rows = {}
     for name, array in spec.token_arrays.items():
@@ -72,13 +72,13 @@ def written(spec: KVSpec | LatentSpec, kv_cache_dtype: str, make_writes: type = 
 def test_stored_rows_are_off_by_a_step_at_most(spec: Any, kv_cache_dtype: str, make_writes: type) -> None:
     state, step = written(spec, kv_cache_dtype, make_writes), a_step()
     assert f"int{state.bits}" == kv_cache_dtype
-    # The integers are chosen before scale and bias are rounded to the layer's type.
+    # The integers are computed before scale and bias are rounded to the layer's type.
     rounding = {mx.float32: 0, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}[spec.dtype]
     for name, rows in random_rows(spec, step.num_tokens).items():
         stands_for, scales = numbers(state, name)
         expected = np.array(rows.astype(mx.float32), np.float64)
         here = np.abs(scales[step.slot_mapping])
-        # Half a step; up to one at an end of a group's range, for the other end is met exactly.
+        # Half a step. Up to one step at one end of a group's range, because the other end is exact.
         gaps = np.abs(stands_for[step.slot_mapping] - expected)
         assert (gaps <= here * (1 + rounding * 2 * 2**state.bits) + 1e-5).all() and gaps.mean() < 0.35 * here.mean()
         others = np.setdiff1d(np.arange(NUM_BLOCKS * BLOCK_SIZE), step.slot_mapping)
@@ -104,7 +104,7 @@ def test_what_attention_reads_is_what_is_stored(spec: Any, kv_cache_dtype: str) 
 
 
 def test_sizes() -> None:
-    """Of 64 numbers in 16 bits: 128 bytes; in 8 bits 64, in 4 bits 32, and 4 of a scale and a bias."""
+    """64 numbers take 128 bytes in 16 bits, 64 in 8 bits and 32 in 4 bits, and 4 bytes for a scale and a bias."""
     kv = KVSpec(num_kv_heads=8, head_dim=128, v_head_dim=128, dtype=mx.bfloat16)
     assert kv_cache_spec(kv, "int8").bytes_per_token == kv.bytes_per_token * 68 / 128
     assert kv_cache_spec(kv, "int4").bytes_per_token == kv.bytes_per_token * 36 / 128

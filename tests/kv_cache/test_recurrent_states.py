@@ -1,4 +1,4 @@
-"""Recurrent states of one layer, through any steps: each slot holds what its request has left there last."""
+"""Recurrent states of one layer over arbitrary steps: each slot holds the last state that its request wrote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_SLOTS = 6
 
 
 def test_padded_rows_go_on_with_the_array_that_they_are_in() -> None:
-    """Or each step would gather all states anew."""
+    """Otherwise each step would gather all states."""
     pool = StatePool.of([RecurrentSpec((ArraySpec((2,), mx.float32),))])
     pool.allocate(1, 1, NUM_SLOTS)
     slots = (2, 5, 3, PADDING_SLOT, PADDING_SLOT)
@@ -32,12 +32,12 @@ def test_padded_rows_go_on_with_the_array_that_they_are_in() -> None:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_steps_that_are_built_and_others_that_are_replayed(data: st.DataObject) -> None:
-    """A step adds one to the states that it goes on from; some are built in vain before they are built again."""
+    """A step adds one to its initial states. Some steps are discarded after they were built, and built again."""
     pool = StatePool.of([RecurrentSpec((ArraySpec((2,), mx.float32),))])
     (state,) = pool.states
     assert isinstance(state, RecurrentState)
     pool.allocate(1, 1, NUM_SLOTS)
-    expected = {0: 0.0}  # by slot; those that nobody has written to are read by nobody
+    expected = {0: 0.0}  # slot -> value; slots that were never written are never read
     for step in range(data.draw(st.integers(1, 8), "steps")):
         reads = tuple(data.draw(st.lists(st.sampled_from(sorted(expected)), min_size=1, max_size=4), "reads"))
         slots = st.lists(st.integers(1, NUM_SLOTS), min_size=len(reads), max_size=len(reads), unique=True)

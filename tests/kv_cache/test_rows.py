@@ -1,4 +1,4 @@
-"""A step's rows: laid out against a naive reimplementation, and every contradiction refused."""
+"""Rows of a step: compared with a naive implementation, and refused if inconsistent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metal_engine.kv_cache.writes import SlotWrites, consecutive_runs, whole_blo
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 10
-# Query lengths 4, 1 and 3 over contexts 2, 5 and 0; the first and the second sample.
+# Query lengths 4, 1 and 3 over contexts 2, 5 and 0. The first and the second request sample.
 ARRAYS = {
     "cu_seqlens_q": [0, 4, 5, 8],
     "seq_lens": [6, 6, 3],
@@ -94,7 +94,7 @@ def test_arguments_that_differ_in_length_are_refused() -> None:
         step_rows(rows.block_table[:, :1], rows.context_lens, [4, 1, 3], BLOCK_SIZE)
 
 
-# --- what validation refuses --------------------------------------------------------------------------------
+# --- validation -----------------------------------------------------------------------------------------------
 
 
 def test_good_rows_pass_and_their_padding_is_not_looked_at() -> None:
@@ -125,7 +125,7 @@ def test_validate_rejects_a_missing_element(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ARRAYS.keys() - {"block_table", "state_reads", "state_writes"}))
 @pytest.mark.parametrize("by", [-1, 1])
 def test_validate_rejects_any_element_off_by_one(name: str, by: int) -> None:
-    """Each of these arrays is determined by the others, so any other element is a contradiction."""
+    """The other arrays determine each of these arrays, so any other element is an inconsistency."""
     for index in range(len(ARRAYS[name])):
         bad = np.array(ARRAYS[name], np.int32)
         bad[index] += by
@@ -137,22 +137,22 @@ def test_validate_rejects_any_element_off_by_one(name: str, by: int) -> None:
     ("name", "slots"),
     [
         ("state_writes", [2, 2, 1]),  # two requests in one slot
-        ("state_writes", [2, 3, 0]),  # the slot of nobody
+        ("state_writes", [2, 3, 0]),  # the reserved slot of the zero state
         ("state_writes", [2, 3, 5]),  # beyond the pool
         ("state_reads", [2, 5, 0]),
-        ("state_reads", [2, 0, 0]),  # goes on from nothing
-        ("state_reads", [2, 4, 1]),  # begins with another's state
+        ("state_reads", [2, 0, 0]),  # a continuing request without a state
+        ("state_reads", [2, 4, 1]),  # a new request with a state
     ],
 )
 def test_validate_rejects_slots_of_states(name: str, slots: list[int]) -> None:
     good().validate(NUM_BLOCKS, num_state_slots=4)
-    changed(name, slots).validate(NUM_BLOCKS)  # which nobody looks at without recurrent layers
+    changed(name, slots).validate(NUM_BLOCKS)  # without recurrent layers, state slots are not checked
     with pytest.raises(ValueError, match="bad step"):
         changed(name, slots).validate(NUM_BLOCKS, num_state_slots=4)
 
 
 def with_table(block_table: list[list[int]]) -> StepRows:
-    """The good rows with other blocks, slots to match."""
+    """Return the valid rows with another block table and matching slots."""
     rows = changed("block_table", block_table)
     return replace(rows, slot_mapping=rows.slots(rows.request_of_row, rows.positions))
 
@@ -171,10 +171,10 @@ def with_table(block_table: list[list[int]]) -> StepRows:
         (changed("positions", [3, 2, 4, 5, 5, 0, 1, 2]), "positions"),
         (changed("block_table", [[3], [9], [2]]), "too small"),
         (changed("block_table", [[3, 5], [9, 0]]), "too small"),
-        (with_table([[3, 5], [9, 10], [2, 99]]), "leaves the pool"),
-        (with_table([[3, 5], [9, -1], [2, 99]]), "leaves the pool"),
-        # Block 9 of the second request is read, not written: only the table shows it.
-        (changed("block_table", [[3, 5], [10, 0], [2, 99]]), "leaves the pool"),
+        (with_table([[3, 5], [9, 10], [2, 99]]), "exceeds the pool"),
+        (with_table([[3, 5], [9, -1], [2, 99]]), "exceeds the pool"),
+        # Block 9 of the second request is read but not written, so only the block table shows it.
+        (changed("block_table", [[3, 5], [10, 0], [2, 99]]), "exceeds the pool"),
         (changed("block_table", [[3, 5], [9, 1], [2, 99]]), "disagrees with block_table"),
         (changed("slot_mapping", [14, 15, 20, 21, 1, 8, 10, 9]), "disagrees with block_table"),
         (with_table([[3, 5], [9, 5], [2, 99]]), "share a slot"),

@@ -1,4 +1,4 @@
-"""``--kv-cache-dir`` from end to end: checkpoints on disk, engines that come and go."""
+"""Tests ``--kv-cache-dir`` end to end: checkpoints on disk, and engines that start and stop."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def generate(model: Path, **settings: object) -> tuple[list[list[int]], dict[str, int]]:
-    """Tokens of each prompt, and the counts of KV transfer, of an engine of its own."""
+    """Return the tokens of each prompt and the KV transfer counts from a new engine."""
     with LLM(str(model), **SMALL, **settings) as llm:
         results = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         stats = llm._core.metrics.kv_transfer
-    # The engine has been closed: what was to be saved is.
+    # The engine has been closed, so all saves are complete.
     return [result.token_ids for result in results], stats.as_dict() if stats is not None else {}
 
 
@@ -36,11 +36,11 @@ def test_prompts_seen_before_a_restart_are_not_computed_after_it(tmp_path: Path,
     kv = str(tmp_path / "kv")
     first, counts = generate(model, kv_cache_dir=kv, async_scheduling=ahead)
     assert first == plain and counts["blocks_saved"] > 0
-    # Where the checkpoint lies does not matter; what is in it does.
+    # The location of the checkpoint does not matter, only its content.
     moved = model.rename(tmp_path / "elsewhere")
     second, counts = generate(moved, kv_cache_dir=kv, async_scheduling=ahead)
     assert second == plain
-    # The second prompt's first 48 tokens are the first one's; nothing of a block or less is stored.
+    # The first 48 tokens of both prompts are equal. A prompt of one block or less is not stored.
     assert counts["prompt_tokens_store"] + counts["prompt_tokens_local"] == 96 + 48
     assert counts["prompt_tokens_computed"] == 4 + 12 + 3
     other = write_checkpoint(tmp_path / "other", config={"rope_theta": 5000.0})
@@ -49,11 +49,11 @@ def test_prompts_seen_before_a_restart_are_not_computed_after_it(tmp_path: Path,
 
 
 def test_settings_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not JSON"):  # before the model is even looked for
+    with pytest.raises(ConfigError, match="not JSON"):  # raised before the model is looked up
         build_engine(EngineArgs(model="no/such-model", kv_transfer_config="{"))
     model = str(write_checkpoint(tmp_path / "model"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--kv-cache-dir.*is no directory"):
+    with pytest.raises(ConfigError, match=r"--kv-cache-dir.*is not a directory"):
         LLM(model, kv_cache_dir=str(tmp_path / "file"), **SMALL)
     with pytest.raises(ConfigError, match="max_size"):
         LLM(model, kv_cache_dir=str(tmp_path / "kv"), kv_cache_dir_size=1000, **SMALL)
@@ -61,5 +61,5 @@ def test_settings_that_cannot_work_are_refused_at_the_start(tmp_path: Path) -> N
 
 def test_a_model_without_kv_is_refused_by_the_flag_that_was_given(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", config=configuration("mamba"))
-    with pytest.raises(ConfigError, match=r"^--kv-cache-dir .* keeps no KV, only states"):
+    with pytest.raises(ConfigError, match=r"^--kv-cache-dir .* has no KV, only recurrent state"):
         LLM(str(model), kv_cache_dir=str(tmp_path / "kv"), max_num_batched_tokens=16, max_num_seqs=2)

@@ -1,4 +1,4 @@
-"""KV from a store never changes what is generated: every mix of what is there and what is not, and every fault."""
+"""KV from a store never changes the output, for every mix of stored and missing blocks and for every fault."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_prompt(seed: int, length: int) -> list[int]:
     return [rng.randrange(256) for _ in range(length)]
 
 
-# The last two begin like the first two.
+# The last two prompts share a prefix with the first two.
 PROMPTS = [make_prompt(i, n) for i, n in enumerate(LENGTHS)]
 PROMPTS += [PROMPTS[0][:40] + make_prompt(100, 20), PROMPTS[1] + make_prompt(101, 30)]
 
@@ -69,7 +69,7 @@ MakeEngine = Callable[..., KVEngine]
 
 @pytest.fixture
 def make(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[MakeEngine]:
-    """Engines over one directory."""
+    """Create engines that share one directory."""
     engines: list[KVEngine] = []
 
     def make(store: Any = None, **settings: Any) -> KVEngine:
@@ -94,7 +94,7 @@ Check = Callable[[list[list[int]]], None]
 
 
 def check_replayed(engine: KVEngine, dispatch: dict[str, bool]) -> None:
-    """Steps that load are built, and those that come after them are not."""
+    """Steps that load are built, and later steps are replayed."""
     num_replayed = engine.core.metrics.num_decode_forwards["replayed"]
     assert (num_replayed > 0) == dispatch.get("replay", False)
 
@@ -122,7 +122,7 @@ def test_cold_then_after_a_restart(make: MakeEngine, check: Check, dispatch: dic
     check(second.run(PROMPTS))
     stats = second.stats
     num_tokens = sum(map(len, PROMPTS))
-    # What two prompts share is loaded for both, or found in the cache by the second.
+    # A prefix that two prompts share is loaded for both, or found in the cache by the second prompt.
     computed = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
     assert stats.prompt_tokens_computed == computed
     assert stats.prompt_tokens_local + stats.prompt_tokens_store == num_tokens - computed
@@ -162,7 +162,7 @@ def test_a_store_with_holes(make: MakeEngine, check: Check, tmp_path: Path, seed
 
 @pytest.mark.parametrize("budgets", [(16, 200), (200, 16), (24, 40)])
 def test_different_chunks_on_each_side(make: MakeEngine, check: Check, budgets: tuple[int, int]) -> None:
-    """The consumer's requests come while the producer is still computing, a chunk at a time."""
+    """The consumer's requests arrive while the producer still computes, chunk by chunk."""
     producer = make(budget=budgets[0], kv_role="kv_producer")
     consumer = make(budget=budgets[1], kv_role="kv_consumer")
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -191,7 +191,7 @@ def test_different_chunks_on_each_side(make: MakeEngine, check: Check, budgets: 
 
 
 def test_blocks_that_the_producer_dropped_are_not_waited_for_long(make: MakeEngine, check: Check) -> None:
-    """Its queue of saves has room for two blocks at a time; the consumer waits for the third in vain."""
+    """The producer's save queue has room for two blocks at a time, so the consumer waits in vain for the third."""
     producer = make(kv_role="kv_producer", budget=200, max_save_bytes=2 * make().layout.nbytes)
     consumer = make(kv_role="kv_consumer", handover_timeout=0.2)
     for prompt in PROMPTS:
@@ -215,7 +215,7 @@ def test_half_precision_comes_back_bit_by_bit(make: MakeEngine, tokenizer: Token
     outputs = make(dtype=dtype).run([PROMPTS[0]])
     engine = make(dtype=dtype)
     assert engine.run([PROMPTS[0]]) == outputs and engine.stats.blocks_loaded == 6
-    # The KV itself, not only the tokens: what was loaded is what the first engine wrote.
+    # Compares the KV itself, not only tokens: the loaded KV equals the KV that the first engine wrote.
     assert engine.layout.parts[0].dtype == str(dtype).removeprefix("mlx.core.")
 
 
@@ -240,7 +240,7 @@ def test_latent_attention(make: MakeEngine, tokenizer: Tokenizer) -> None:
 
 
 def test_steps_that_load_or_save_run_alone(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where steps go behind others: none goes behind another if it loads or saves, nor behind one that saves."""
+    """A step that loads or saves is not dispatched behind another step, and no step behind one that saves."""
     make().run(PROMPTS)
     engine = make(ahead=True, behind=True)
     runner: Any = engine.core._runner
@@ -260,7 +260,7 @@ def test_steps_that_load_or_save_run_alone(make: MakeEngine, monkeypatch: pytest
 
     monkeypatch.setattr(runner, "_dispatch", checked)
     engine.run([*PROMPTS, make_prompt(50, 60)], 20)
-    engine.run([make_prompt(9, 61)], 30)  # alone, it fills a block in one of eight steps
+    engine.run([make_prompt(9, 61)], 30)  # a single request fills a block in one of eight steps
     assert min(num_loading, num_saving, num_missing_tokens) > 0
 
 
@@ -275,12 +275,12 @@ def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine, check: Check, d
 
 @DISPATCH
 def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, dispatch: dict[str, bool]) -> None:
-    """A copy of a layer's array would be 2 MB; everything else in these steps is far less."""
+    """A copy of a layer's array would take 2 MB. Everything else in these steps is much smaller."""
     settings = {"num_blocks": 2048, "model": tiny_model(num_hidden_layers=1), **dispatch}
     make(**settings).run(PROMPTS)
     engine = make(**settings)
     array_bytes = 2048 * BLOCK_SIZE * 2 * 16 * 4
-    # The block of padding, too, where steps are replayed.
+    # With replay, the padding block is counted, too.
     num_padding_blocks = int(dispatch.get("replay", False))
     assert engine.paged.pool.states[0].arrays["keys"].nbytes * 2048 == array_bytes * (2048 + num_padding_blocks)
     engine.run([make_prompt(77, 30)])
@@ -294,7 +294,7 @@ def test_loading_and_saving_leave_the_cache_in_place(make: MakeEngine, dispatch:
 
 
 def test_a_queue_of_loaded_requests_keeps_to_its_host_memory(make: MakeEngine, tokenizer: Tokenizer) -> None:
-    """The pool has room for two of them at a time; the others' KV waits in host memory, or in the store."""
+    """The pool holds two of the requests at a time. The KV of the others waits in host memory or in the store."""
     prompts = [make_prompt(1000 + i, 200) for i in range(12)]
     expected = make(num_blocks=60).run(prompts)
     engine = make(num_blocks=60, max_load_bytes=60 * make().layout.nbytes)
@@ -355,7 +355,7 @@ def test_spoilt_files(make: MakeEngine, check: Check, tmp_path: Path, spoil: Cal
     check(engine.run(PROMPTS))
     assert engine.stats.blocks_corrupt + engine.stats.store_errors > 0
     if engine.stats.blocks_corrupt:
-        # Blocks behind a bad one were computed, and every bad one that was met has been replaced.
+        # Blocks after a bad one were computed, and every bad block that was read has been replaced.
         mended = make()
         for _ in range(3):
             check(mended.run(PROMPTS))
@@ -374,14 +374,14 @@ def test_kv_of_another_model_in_the_wrong_place_is_refused(make: MakeEngine, che
     make(model=tiny_model(seed=1)).run(PROMPTS)
     engine = make()
     (wrong,) = {path.parent.parent for path in files(tmp_path)}
-    # Block hashes begin with the fingerprint, so even in the right folder they would not be asked for.
+    # Block hashes depend on the fingerprint, so these blocks would not be requested even from the right folder.
     shutil.copytree(wrong, tmp_path / "kv" / engine.layout.fingerprint)
     check(engine.run(PROMPTS))
     assert engine.stats.blocks_loaded == 0
 
 
 class Disturbed:
-    """A store around another that does something before each operation of some kind."""
+    """Wrapper of a store that runs a function before each operation of a kind."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -411,7 +411,7 @@ class Disturbed:
 
 @pytest.fixture
 def disturbed(make: MakeEngine, tmp_path: Path) -> Disturbed:
-    """A store that is warm, and can be disturbed; the engine's fingerprint is that of every engine here."""
+    """A filled store whose operations can be disturbed, with the fingerprint that all engines here have."""
     engine = make()
     engine.run(PROMPTS)
     return Disturbed(DiskStore(tmp_path / "kv", engine.layout.fingerprint))
@@ -450,7 +450,7 @@ def test_no_permission(make: MakeEngine, check: Check, disturbed: Disturbed, ope
         shutil.rmtree(disturbed.inner.root)
     engine = make(disturbed)
     check(engine.run([*PROMPTS]))
-    engine.run([make_prompt(500, 40)])  # something to save, whatever was loaded
+    engine.run([make_prompt(500, 40)])  # ensures that there is something to save
     assert engine.stats.store_errors > 0
 
 
@@ -462,7 +462,7 @@ def test_the_store_fails_in_the_middle_of_loads(make: MakeEngine, check: Check, 
             raise StoreError("connection lost")
 
     disturbed.before["get"] = fail
-    # Two blocks a call, so that loads are in their middle.
+    # Two blocks per call, so that the fault occurs in the middle of a load.
     engine = make(disturbed)
     engine.transfer._blocks_per_call = 2  # type: ignore[union-attr]
     check(engine.run(PROMPTS))
@@ -470,7 +470,7 @@ def test_the_store_fails_in_the_middle_of_loads(make: MakeEngine, check: Check, 
 
 
 def test_loads_slower_than_the_deadline(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:
-    """The store hangs after a few blocks: what has arrived is used, the rest computed, and all the others run."""
+    """The store hangs after a few blocks. Arrived blocks are used, the rest is computed, and other requests run."""
     is_over = threading.Event()
     calls = iter(range(1 << 30))
     disturbed.before["get"] = lambda: None if next(calls) < 6 else (is_over.wait(60), None)[1]
@@ -569,7 +569,7 @@ def test_the_policy_fail_ends_requests_whose_load_failed(
     engine = make(disturbed, kv_load_failure_policy="fail")
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     engine.core.add_request("fails", engine.core.prepare(PROMPTS[0], params))
-    engine.core.add_request("short", engine.core.prepare(PROMPTS[5], params))  # has no block that could be stored
+    engine.core.add_request("short", engine.core.prepare(PROMPTS[5], params))  # too short for a stored block
     outputs = []
     while engine.core.has_requests:
         outputs += engine.core.step()
@@ -585,7 +585,7 @@ def test_the_policy_fail_ends_requests_whose_load_failed(
 def test_a_failed_step_saves_nothing(
     make: MakeEngine, check: Check, monkeypatch: pytest.MonkeyPatch, failing: int, ahead: bool
 ) -> None:
-    """Nor do steps that were built on top of it. What goes on, and what is found later, is right."""
+    """A step that fails, and the steps built after it, save nothing. Later outputs and cache hits are correct."""
     engine = make(ahead=ahead, budget=40)
     calls = iter(range(1 << 30))
     wait = PendingStep.wait

@@ -1,4 +1,4 @@
-"""Quantized KV in a store, and handed over: blocks are smaller, come back bit by bit, and belong to their type."""
+"""Quantized KV in a store and in a handover: blocks are smaller, bitwise preserved, and specific to their type."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _prompts() -> list[list[int]]:
 
 
 PROMPTS = _prompts()
-# Of each prompt what fills no block, and its last block if all of them are filled.
+# Tokens of each prompt outside full blocks, and the last block if all blocks are full.
 NUM_COMPUTED = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
 MakeEngine = Callable[..., KVEngine]
 
@@ -42,7 +42,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def make(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[MakeEngine]:
-    """Engines over one directory."""
+    """Create engines that share one directory."""
     engines: list[KVEngine] = []
 
     def make(kv_cache_dtype: str = "int8", model: Any = None, **settings: Any) -> KVEngine:
@@ -57,7 +57,7 @@ def make(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[MakeEngine]:
 
 @pytest.fixture(scope="module")
 def plain(tokenizer: Tokenizer) -> list[list[int]]:
-    """Without a store."""
+    """Outputs without a store."""
     return kv_engine(tokenizer, None, model=tiny_model(head_dim=64), kv_cache_dtype="int8").run(PROMPTS)
 
 
@@ -70,7 +70,7 @@ def test_after_a_restart(make: MakeEngine, plain: list[list[int]], ahead: bool) 
 
 
 def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine) -> None:
-    """Answers are so long that requests outgrow the pool, whatever loads finish when."""
+    """The outputs are so long that requests outgrow the pool, in whatever order the loads finish."""
     expected = make().run(PROMPTS, 32)
     engine = make(num_blocks=20)
     assert engine.run(PROMPTS, 32) == expected
@@ -79,7 +79,7 @@ def test_a_tight_pool_preempts_what_was_loaded(make: MakeEngine) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_states_beside_quantized_blocks(make: MakeEngine, tokenizer: Tokenizer, ahead: bool) -> None:
-    """A model with layers that carry a state: those are as they are computed, K and V in 8 bits."""
+    """A model with recurrent layers: its states are stored as computed, K and V in 8 bits."""
 
     def hybrid() -> nn.Module:
         return random_model(with_vocabulary(wide_configuration("qwen3_next"), 256))
@@ -96,7 +96,7 @@ def test_states_beside_quantized_blocks(make: MakeEngine, tokenizer: Tokenizer, 
 
 
 def test_a_draft_model_beside_a_store(make: MakeEngine) -> None:
-    """What was loaded is the target's alone: its own KV, in 8 bits too, the draft model computes."""
+    """Only the target model's KV is loaded. The draft model computes its own KV, also in 8 bits."""
     expected = make().run(PROMPTS, 20)
     draft = PagedModel(tiny_model(head_dim=64), kv_cache_dtype="int8")
     engine = make(draft=draft)
@@ -131,6 +131,6 @@ def test_other_types_do_not_find_it(make: MakeEngine) -> None:
         engine.run(PROMPTS[:2])
         assert engine.stats.blocks_loaded == engine.stats.blocks_corrupt == 0 < engine.stats.blocks_saved
         sizes[kv_cache_dtype] = engine.layout.nbytes
-    # Of 64 numbers in float32: 256 bytes; in 8 and 4 bits 64 and 32, and 8 of a scale and a bias.
+    # 64 numbers take 256 bytes in float32, 64 and 32 bytes in 8 and 4 bits, and 8 bytes for a scale and a bias.
     assert sizes["int8"] * 256 == sizes["auto"] * 72 and sizes["int4"] * 256 == sizes["auto"] * 40
     assert len({make(kv_cache_dtype).layout.fingerprint for kv_cache_dtype in sizes}) == 3

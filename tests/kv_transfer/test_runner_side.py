@@ -1,4 +1,4 @@
-"""Blocks on their way into and out of the arrays of a layer, also one that keeps more than blocks."""
+"""Loads and saves of blocks in the arrays of a layer, including a layer with other data than blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_SIZE = 4
 
 
 class _Spec:
-    """Of a layer that keeps two arrays of each token and one of each request."""
+    """Spec of a layer with two arrays for tokens and one for requests."""
 
     token_arrays = {"keys": ArraySpec((3,), mx.float16), "scales": ArraySpec((), mx.float32)}  # noqa: RUF012
     request_arrays = {"sum": ArraySpec((7,), mx.float32)}  # noqa: RUF012

@@ -1,4 +1,4 @@
-"""KV from a store, as the scheduler deals with it: partial receipt, deadlines, failures, aborts, preemption."""
+"""The scheduler's handling of KV from a store: partial loads, deadlines, failures, aborts, preemption."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make_harness(
 
 
 def warm_store(*prompts: list[int], config: KVTransferConfig | None = None, num_state_slots: int = 0) -> FakeTransfer:
-    """A transfer whose store has the KV of these prompts, as another engine saved it."""
+    """Return a transfer whose store has the KV of these prompts, as saved by another engine."""
     producer = FakeTransfer()
     harness = make_harness(producer, num_state_slots=num_state_slots)
     for i, prompt in enumerate(prompts):
@@ -67,7 +67,7 @@ def test_one_step_packs_what_arrived_whole_in_part_and_not_at_all() -> None:
     harness = make_harness(transfer, budget=128)
     for i, prompt in enumerate(prompts):
         harness.submit(f"r{i}", prompt, 5)
-    harness.submit("short", make_prompt(9, 3), 3)  # has no full block that could be anywhere
+    harness.submit("short", make_prompt(9, 3), 3)  # has no full block, so no block can be found
     assert [r.status for r in harness.scheduler.admissions.loading.values()] == [
         RequestStatus.WAITING_FOR_REMOTE_KVS
     ] * 4
@@ -96,8 +96,8 @@ def test_holes_end_the_run_unless_the_cache_fills_them() -> None:
     transfer = warm_store(prompt)
     hashes = list(transfer.store)
     harness = make_harness(transfer)
-    # The first five blocks get into the cache here, then the store loses two blocks: one that is cached, one that
-    # is not.
+    # The first five blocks enter the cache here. The store then loses two blocks: a cached one, and one that is not
+    # cached.
     harness.submit("first", prompt[:21], 1)
     transfer.deliver(transfer.open_tickets[0])
     harness.run()
@@ -112,7 +112,7 @@ def test_holes_end_the_run_unless_the_cache_fills_them() -> None:
 
 
 def test_blocks_cached_beyond_a_hole_are_shared() -> None:
-    """The pool lost the middle of a prompt; the store has just that."""
+    """The pool has lost the middle of a prompt, and the store has exactly these blocks."""
     prompt = make_prompt(0, 33)
     transfer = warm_store(prompt)
     hashes = list(transfer.store)
@@ -206,7 +206,7 @@ def test_abort_between_arrival_and_admission() -> None:
 
 
 def test_host_memory_is_taken_until_a_request_is_admitted() -> None:
-    """Those who wait for a place in the pool hold what they loaded: a queue of them must not outgrow the limit."""
+    """Requests that wait for a place in the pool keep their loaded KV. Its total must not exceed the limit."""
     transfer = warm_store(make_prompt(0, 41), make_prompt(1, 41))
     harness = make_harness(transfer, num_blocks=12)
     harness.submit("first", make_prompt(0, 41), 4)
@@ -234,7 +234,7 @@ def test_preemption_after_loading() -> None:
 
 
 def test_no_producer_is_waited_for_after_preemption() -> None:
-    """It computed the prompt. What the request has generated since, nobody else is about to compute."""
+    """The producer computed the prompt. No producer is computing the tokens that the request has generated since."""
     prompt = make_prompt(0, 21)
     transfer = warm_store(prompt, config=KVTransferConfig(kv_connector="fake", kv_role="kv_consumer"))
     harness = make_harness(transfer)
@@ -310,13 +310,13 @@ def test_requests_that_need_every_prompt_row_do_not_load() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_no_state_is_loaded_over_one_that_the_step_reads(depth: int) -> None:
-    """With as many slots as requests, a checkpoint's slot is all that is left for a state from the store."""
+    """With as many slots as requests, the only slot for a state from the store is a state checkpoint's slot."""
     here, stored = make_prompt(1, 9), make_prompt(2, 9)
     transfer = warm_store(stored, num_state_slots=32)
     harness = make_harness(transfer, depth=depth, max_num_seqs=2, num_state_slots=2)
     first = harness.submit("first", here, 4)
     transfer.open_tickets[0].is_done = True
-    harness.run()  # ends where a block does, so that its state stays as a checkpoint
+    harness.run()  # ends at a block boundary, so that its state stays as a state checkpoint
     harness.submit("reader", first.token_ids, 4)
     harness.submit("loader", stored, 4)
     transfer.deliver(transfer.open_tickets[0])

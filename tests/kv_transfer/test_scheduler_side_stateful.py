@@ -1,7 +1,7 @@
-"""The state machine of scheduling with a KV store: blocks arrive whole, in part, late, or not at all, in any order.
+"""State machine of scheduling with a KV store: blocks arrive completely, partially, late or never, in any order.
 
-The fake runner's KV is what the store holds, so a block that is loaded to a wrong place, saved too early, or saved
-after it was reused shows as a wrong token.
+The fake runner stores its KV in the store. A block that is loaded to a wrong place, saved too early, or saved after its
+reuse therefore leads to a wrong token.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ class KVMachine(SchedulerMachine):
 
     @rule()
     def step_fails(self) -> None:
-        """As the engine does after a failed step: what is cached here is forgotten; the store is not."""
+        """Drop the cache but not the store, as the engine does after a failed step."""
         self.harness.scheduler.prefix_cache.forget()
 
     @rule()
     def restart(self) -> None:
-        """Everything ends; a new engine finds the store."""
+        """Stop the engine. A new engine finds the store."""
         while len(self.harness.in_flight) >= self.harness.depth:
             self.harness.update()
         self.harness.drain()
@@ -140,13 +140,13 @@ class RecurrentKVMachine(KVMachine):
 
 
 class SpeculativeKVMachine(KVMachine):
-    """Requests have drafts, some of which are rejected: what those leave behind never gets into the store."""
+    """Requests have drafts, some of which are rejected. KV of rejected drafts must never reach the store."""
 
     is_speculative = True
 
 
 class RecurrentSpeculativeKVMachine(SpeculativeKVMachine):
-    """Nor do states in which drafts were rejected."""
+    """States computed with rejected drafts must not reach the store, either."""
 
     is_recurrent = True
 

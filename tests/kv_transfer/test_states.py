@@ -1,4 +1,4 @@
-"""Recurrent states from a store: with the blocks they belong to, or not at all, and never a wrong one."""
+"""Recurrent states in a store: loaded only together with their blocks, and never a wrong state."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_cold_then_after_a_restart(
         assert (engine.core.metrics.num_decode_forwards["replayed"] > 0) == replay
     stats = second.stats
     assert stats.states_loaded >= 6
-    # Up to the last whole block before a prompt's end, where the first has left a state.
+    # Computed tokens are those after a prompt's last whole block, where the first engine saved a state.
     computed = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
     assert stats.prompt_tokens_computed == computed
     assert stats.prompt_tokens_store > 0
@@ -81,7 +81,7 @@ def test_different_chunks_on_each_side(make: MakeEngine, plain: list[list[int]],
 
 
 def test_hand_over(make: MakeEngine, plain: list[list[int]]) -> None:
-    """The consumer's requests wait for blocks, and then for the state that the producer leaves on its way."""
+    """The consumer's requests wait for blocks, and then for the state that the producer saves during its prefill."""
     producer = make(model=hybrid(), budget=24, kv_role="kv_producer")
     consumer = make(model=hybrid(), budget=64, kv_role="kv_consumer")
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -105,7 +105,7 @@ def test_hand_over(make: MakeEngine, plain: list[list[int]]) -> None:
 def test_a_second_turn_loads_the_first_answer_too(make: MakeEngine) -> None:
     first = make(model=hybrid())
     (answer,) = first.run([PROMPTS[0]], 30)
-    first.run([make_prompt(9, 3)], 1)  # what a request has left when it ended goes with the next step
+    first.run([make_prompt(9, 3)], 1)  # states of an ended request are saved with the next step
     turn = PROMPTS[0] + answer + make_prompt(7, 9)
     engine = make(model=hybrid())
     (second,) = engine.run([turn])
@@ -114,8 +114,8 @@ def test_a_second_turn_loads_the_first_answer_too(make: MakeEngine) -> None:
 
 
 def state_files(root: Path, engine: KVEngine) -> list[Path]:
-    """Files of states: those that are no block."""
-    assert engine.paged.pool.bytes_per_request > engine.layout.nbytes  # so they are the larger ones
+    """Return the files that hold states and not blocks."""
+    assert engine.paged.pool.bytes_per_request > engine.layout.nbytes  # files of states are larger than files of blocks
     largest = max(path.stat().st_size for path in files(root))
     return [path for path in files(root) if path.stat().st_size == largest]
 

@@ -1,4 +1,4 @@
-"""A directory that is a KV store: nothing in it is lost that is not the store's, and nobody else gets in."""
+"""The directory of a KV store: files that no store made are never lost, and other users have no access."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kv_transfer.test_stores import ANOTHER_MODEL, FINGERPRINT, LAYOUT, ha
 
 SIZE = len(stored(0)[0][1])
 DIGEST = "ab" * 32
-# What a user may have: weights, in folders and under names that look more and more like a store's.
+# Files that a user may have: weights, in folders and with names increasingly similar to a store's.
 USERS_FILES = (
     "adapter_model.safetensors",
     "model-00001-of-00002.safetensors",
@@ -51,7 +51,7 @@ USERS_FILES = (
 
 
 def write_old(root: Path, *names: str) -> None:
-    """Files that are the first to go, and too large to stay."""
+    """Write files that are the oldest, and too large to be kept."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"mine" * SIZE)
@@ -93,7 +93,7 @@ def test_the_flag_that_is_named_is_the_users(tmp_path: Path) -> None:
 
 
 def test_what_a_user_puts_into_a_store_stays(tmp_path: Path) -> None:
-    """Opened, swept and evicted, the blocks go and nothing else does."""
+    """Opening, sweeping and evicting remove only blocks."""
     store = DiskStore(tmp_path, FINGERPRINT, max_size=10 * SIZE)
     store.put(stored(1))
     write_old(tmp_path, *USERS_FILES)
@@ -127,12 +127,12 @@ def test_an_earlier_versions_store_is_taken_over(
 )
 def test_a_marker_of_another_version_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / MARKER).write_bytes(content)
-    with pytest.raises(NotAStoreError, match="not of this version"):
+    with pytest.raises(NotAStoreError, match="has another version"):
         DiskStore(tmp_path, FINGERPRINT)
 
 
 def test_a_store_that_became_something_else_is_left_alone(tmp_path: Path) -> None:
-    """Removed while in use, and another thing put in its place."""
+    """The store is removed while in use, and another thing takes its place."""
     root = tmp_path / "kv"
     store = DiskStore(root, FINGERPRINT, max_size=10 * SIZE)
     store.put(stored(1))
@@ -167,7 +167,7 @@ def test_readers_need_no_marker_and_remove_nothing_without_one(tmp_path: Path) -
 
 @pytest.mark.parametrize("which", ["root", "model", "digits"])
 def test_links_are_not_followed_out_of_the_store(tmp_path: Path, which: str) -> None:
-    """A folder becomes a link to a user's folder that has files of the store's own form."""
+    """A folder is replaced by a link to a user's folder whose files have names of a store."""
     root, users = tmp_path / "kv", tmp_path / "mine"
     store = DiskStore(root, FINGERPRINT, max_size=10 * SIZE)
     store.put(stored(1))
@@ -209,7 +209,7 @@ def test_the_directory_itself_may_be_a_link(tmp_path: Path) -> None:
     assert DiskStore(tmp_path / "volume", FINGERPRINT).contains(hashes(1)) == [True]
 
 
-# --- who may enter ------------------------------------------------------------------------------------------
+# --- access permissions -----------------------------------------------------------------------------------------
 
 _STORE = """
 import logging, os, sys
@@ -228,7 +228,7 @@ except StoreError as error:
 
 
 def put_as(user: int, root: Path) -> subprocess.CompletedProcess[str]:
-    """Put a block into a store, as this user and with no umask."""
+    """Put a block into a store as a given user, with umask 0."""
     return subprocess.run([sys.executable, "-c", _STORE, root, str(user)], capture_output=True, text=True)
 
 
@@ -248,7 +248,7 @@ def test_a_store_that_was_open_to_others_is_closed(tmp_path: Path, caplog: pytes
         folder.chmod(0o777)
     DiskStore(tmp_path, FINGERPRINT)
     assert [mode(folder) for folder in folders] == [0o700] * 3
-    assert "was open to other users (mode 0777), is 0700 now" in caplog.text
+    assert "was open to other users (mode 0777); it is 0700 now" in caplog.text
     caplog.clear()
     DiskStore(tmp_path, FINGERPRINT)
     assert not caplog.records
@@ -259,7 +259,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to other use
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder that everybody may enter: pytest's own are its user's alone."""
+    """A folder that all users may enter. pytest's own folders belong to one user."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield folder
@@ -268,7 +268,7 @@ def shared() -> Iterator[Path]:
 
 @as_root
 def test_another_users_directory_is_refused_and_roots_is_not(shared: Path) -> None:
-    """A volume's mount point is root's; a stranger's directory is a stranger's."""
+    """The mount point of a volume belongs to root; another user's directory belongs to that user."""
     for name, owner, problem, warning in (
         ("stranger", 12346, "belongs to another user", ""),
         ("volume", 0, "", "other users can write there"),

@@ -1,4 +1,4 @@
-"""Blocks as bytes, the directory that keeps them, and the threads that move them."""
+"""Block format, directory store, and transfer threads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LAYOUT = make_layout()
 
 
 def block(seed: int) -> tuple[bytes, np.ndarray]:
-    """A hash and data that belongs to it."""
+    """Return a hash and the data of its block."""
     return seed.to_bytes(32, "big"), np.random.default_rng(seed).integers(0, 256, LAYOUT.nbytes, np.uint8)
 
 
@@ -143,7 +143,7 @@ def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
         store.put(stored(seed))
         os.utime(store.place(hashes(seed)[0]), (seed, seed))
     os.utime(other.place(hashes(100)[0]), (0, 0))
-    store.get(hashes(0))  # used now
+    store.get(hashes(0))  # marks the block as used
     store.put(stored(50))
     assert not any(other.contains(hashes(100))), "the cap counts all models"
     assert store.contains(hashes(0, 1, 2, 8, 50)) == [True, False, True, True, True]
@@ -169,7 +169,7 @@ def test_a_directory_that_is_removed_comes_back(tmp_path: Path) -> None:
     store.put(stored(1))
     subprocess.run(["rm", "-r", root], check=True)
     assert store.get(hashes(1)) == [] and store.contains(hashes(1)) == [False]
-    store.put(stored(*range(300)))  # enough that it is measured
+    store.put(stored(*range(300)))  # enough to trigger a measurement
     assert store.contains(hashes(299)) == [True]
 
 
@@ -229,7 +229,7 @@ for kill in range(kills):
 
 
 def check_whole(root: Path) -> int:
-    """Every published block is whole and valid; how many there are."""
+    """Check that every published block is complete and valid. Return their number."""
     paths = list(root.rglob("*.safetensors"))
     for path in paths:
         LAYOUT.decode(bytes.fromhex(path.stem), path.read_bytes())
@@ -238,7 +238,7 @@ def check_whole(root: Path) -> int:
 
 @pytest.mark.parametrize("num_kills", [300, pytest.param(1000, marks=pytest.mark.full)])
 def test_writers_killed_at_any_point_leave_whole_blocks_only(tmp_path: Path, num_kills: int) -> None:
-    """`kill -9` at random points, over one directory, eviction included."""
+    """`kill -9` at random points in a shared directory, with eviction."""
     subprocess.run([sys.executable, "-c", _FORKER, tmp_path, str(num_kills)], check=True)
     assert check_whole(tmp_path) > 0
     others = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
@@ -280,7 +280,7 @@ def test_two_processes_write_the_same_blocks(tmp_path: Path) -> None:
 
 
 class MemoryStore:
-    """A store whose operations can be held up and made to fail."""
+    """A store whose operations can be blocked and made to fail."""
 
     def __init__(self) -> None:
         self.blocks: dict[bytes, bytes] = {}
@@ -400,7 +400,7 @@ def test_a_corrupt_block_that_cannot_be_removed_does_not_let_the_store_rest(
     store.blocks[block(1)[0]] = b"nothing"
     ticket = transfer.start_load("r", hashes(1), follow=False)
     wait_until(lambda: ticket.is_done, "the load")
-    assert "cut short" in (ticket.error or "")
+    assert "truncated" in (ticket.error or "")
     after = transfer.start_load("s", hashes(2), follow=False)
     wait_until(lambda: after.is_done, "the next load")
     assert len(after.blocks) == 1 and transfer.stats.store_errors == 0
@@ -428,7 +428,7 @@ def test_saving_pauses_between_calls_unless_somebody_waits_for_its_end(
 def test_threads_give_way_and_live_on_where_that_is_forbidden(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch, niceness: int, asked_for: list[int]
 ) -> None:
-    """In a process that is nicer than they would be (`nice -n 19`), they would need privileges for less."""
+    """In a process with a higher nice value (`nice -n 19`), lowering the value would need privileges."""
     given: list[int] = []
 
     def refuse(which: int, who: int, priority: int) -> None:
@@ -496,7 +496,7 @@ def test_a_full_queue_grants_no_saves(transfer: KVTransfer, store: MemoryStore) 
 
 
 def test_loads_take_turns_for_host_memory(transfer: KVTransfer, store: MemoryStore) -> None:
-    """There is room for four blocks. A load asks for no more; the next one waits until that one's room is free."""
+    """Memory for four blocks. A load requests no more, and the next load waits until the first releases its memory."""
     store.put(stored(*range(20)))
     first = transfer.start_load("first", hashes(*range(6)), follow=False)
     wait_until(lambda: first.is_done, "the load")

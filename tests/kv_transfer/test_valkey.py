@@ -1,4 +1,4 @@
-"""The valkey connector against a real server."""
+"""Tests the valkey connector with a real server."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_block_that_is_too_large_is_refused(server: ValkeyServer) -> None:
 
 
 def test_killed_and_back_again(server: ValkeyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in the middle of loads and saves: they end with errors; when it is back, so is the store."""
+    """The server is killed during loads and saves, which end with errors. After a restart, the store works again."""
     monkeypatch.setattr("metal_engine.kv_transfer.transfer._BYTES_PER_CALL", 4 * LAYOUT.nbytes)
     clock = Clock()
     config = KVTransferConfig(kv_connector="valkey", save_on_close=0.01)
@@ -129,7 +129,7 @@ def test_a_server_that_does_not_answer_is_refused_without_its_password() -> None
     text = json.dumps({"kv_connector": "valkey", "kv_role": "kv_both", "kv_connector_extra_config": {"url": url}})
     config = kv_transfer_config(EngineArgs(model="m", kv_transfer_config=text))
     assert config is not None
-    with pytest.raises(ConfigError, match="does not answer") as error:
+    with pytest.raises(ConfigError, match="does not respond") as error:
         open_store(config, LAYOUT)
     assert "secret" not in str(error.value)
 

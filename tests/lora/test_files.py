@@ -1,4 +1,4 @@
-"""Reading adapters: both formats, and what is refused, with the reason."""
+"""Reading LoRA adapters in both formats, and refusing unsupported ones with the reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made(rank: int = RANK) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_peft(tmp_path: Path, dtype: mx.Dtype) -> None:
-    """Names are matched from the layer on: PEFT's and the model's differ before it."""
+    """Names are matched from the layer on, because PEFT's and the model's names differ in their prefix."""
     file = open_adapter(write_peft(tmp_path, made(), alpha=6.0, dtype=dtype), TARGETS)
     assert file.modules == sorted(TARGETS.shapes) and file.rank == RANK
     for name, (a, b) in made().items():
@@ -64,16 +64,16 @@ def test_mlx_lm(tmp_path: Path) -> None:
         ({"fan_in_fan_out": True}, "fan_in_fan_out True is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern {'q_proj': 2} is not supported"),
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
-        ({"r": 0}, "r is 0, which is no rank"),
-        ({"r": True}, "r is True, which is no rank"),
-        ({"lora_alpha": "16"}, "lora_alpha is '16', which is no number"),
-        ({"lora_alpha": float("inf")}, "lora_alpha is inf, which is no number"),
-        ({"lora_alpha": float("nan")}, "lora_alpha is nan, which is no number"),
+        ({"r": 0}, "r is 0, which is not a rank"),
+        ({"r": True}, "r is True, which is not a rank"),
+        ({"lora_alpha": "16"}, "lora_alpha is '16', which is not a number"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf, which is not a number"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan, which is not a number"),
         ({"lora_alpha": -(10**400)}, "lora_alpha is -1000"),
         ({"lora_alpha": 1e300}, "lora_alpha is 1e+300, which is larger than any weight"),
         ({"use_rslora": "false"}, "use_rslora is 'false', which is neither true nor false"),
         ({"use_rslora": 0}, "use_rslora is 0, which is neither true nor false"),
-        ({"r": 4}, "has shape [3, 8], and [4, 8] would fit language_model.model.layers.0"),
+        ({"r": 4}, "has shape [3, 8], but language_model.model.layers.0"),
     ],
 )
 def test_a_configuration_that_is_not_supported(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
@@ -106,14 +106,14 @@ def test_mlx_lms_that_are_not_supported(tmp_path: Path, config: dict[str, Any], 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"base_model.model.model.layers.0.q_proj.lora_magnitude_vector": (4,)}, "no LoRA product's tensor"),
-        ({"base_model.model.model.embed_tokens.lora_embedding_A": (3, 9)}, "no LoRA product's tensor"),
+        ({"base_model.model.model.layers.0.q_proj.lora_magnitude_vector": (4,)}, "not a LoRA product's tensor"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": (3, 9)}, "not a LoRA product's tensor"),
         ({"base_model.model.lm_head.lora_A.weight": (3, 8)}, "adds to 'lm_head': the model has no such linear layer"),
         ({"base_model.model.language_model.lm_head.lora_A.weight": (3, 8)}, "adapters of heads are not supported"),
         ({"base_model.model.model.layers.7.q_proj.lora_A.weight": (3, 8)}, "the model has no such linear layer"),
         ({"base_model.model.model.layers.0.q_proj.lora_A.default.weight": (3, 8)}, "has language_model.* twice"),
         ({"base_model.model.model.layers.0.q_proj.lora_A.weight": None}, "has only one of the two tensors of"),
-        ({"base_model.model.model.layers.0.q_proj.lora_A.weight": (3, 9)}, "has shape .3, 9., and .3, 8. would fit"),
+        ({"base_model.model.model.layers.0.q_proj.lora_A.weight": (3, 9)}, "has shape .3, 9., but .* needs .3, 8."),
         ({"base_model.model.model.layers.0.q_proj.lora_A.weight": "int32"}, "is of type I32"),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
     file = open_adapter(write_peft(tmp_path, made()), TARGETS)
     path = tmp_path / "adapter_model.safetensors"
     os.truncate(path, path.stat().st_size - 100)
-    with pytest.raises(AdapterError, match="was cut short"):
+    with pytest.raises(AdapterError, match="was truncated"):
         for module in file.modules:
             file.weights(module)
 
@@ -177,7 +177,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
         (-float("inf"), 1.0, None, True),
         (3e38, 2.0, None, True),
         (-3e38, 1.0, None, False),
-        (-6e4, -2.0, 65504.0, True),  # float16's largest
+        (-6e4, -2.0, 65504.0, True),  # the largest float16
         (6e4, 1.0, 65504.0, False),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
 def test_weights_that_no_type_has(
     tmp_path: Path, part: int, value: float, scale: float, largest: float | None, is_refused: bool
 ) -> None:
-    """The scale goes into the second of the two tensors."""
+    """The second tensor is multiplied by the scale."""
     weights = made()
     weights["model.layers.0.q_proj"][part][1, 1] = value
     targets = TARGETS if largest is None else replace(TARGETS, largest=largest)
@@ -200,7 +200,7 @@ def test_weights_that_no_type_has(
 
 
 def test_files_outside_the_folder_are_refused(tmp_path: Path) -> None:
-    """By names that lead out of it, and by links, of folders and of files."""
+    """A path may leave the folder by names such as ``..``, and by links of folders and files."""
     root, outside = tmp_path / "root", write_peft(tmp_path / "outside", made())
     root.mkdir()
     (root / "link").symlink_to(outside)
@@ -217,7 +217,7 @@ def test_files_outside_the_folder_are_refused(tmp_path: Path) -> None:
 
 
 def test_links_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
-    """Of a folder and of each of its files, to themselves; Python's own exception for that differs by its version."""
+    """Links of the folder and of each file to themselves. Python's exception for them depends on its version."""
     (tmp_path / "loop").symlink_to("loop")
     folders = [tmp_path / "loop", tmp_path / "loop" / "below"]
     for name in ("adapter_config.json", "adapter_model.safetensors"):

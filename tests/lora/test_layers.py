@@ -1,4 +1,4 @@
-"""The layers of a model that adapters add to, for every architecture, and the products themselves."""
+"""The layers of a model that LoRA adapters add to, for every architecture, and the products."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_LORAS, MAX_RANK, INPUTS, OUTPUTS = 3, 4, 6, 5
 
 
 def put(layer: AdaptedLayer, slot: int, weights: Weights | None) -> int:
-    """Put weights into a slot; returns in how many parts."""
+    """Write weights to a slot. Return the number of parts."""
     return len(list(layer.set_weights(slot, weights)))
 
 
@@ -31,7 +31,7 @@ def put(layer: AdaptedLayer, slot: int, weights: Weights | None) -> int:
 @pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize("shape", [(7, 1), (1, 7), (7,)])
 def test_products(shape: tuple[int, ...], is_sorted: bool, everywhere: bool) -> None:
-    """Each row gets its own adapter's addition, against NumPy; ranks differ, one adapter adds nothing here."""
+    """Each row gets its own adapter's addition, compared with NumPy. Ranks differ; one adapter adds nothing here."""
     rng = np.random.default_rng(0)
     layer = AdaptedLayer((INPUTS, OUTPUTS), MAX_LORAS, MAX_RANK, mx.float32)
     weights = {slot: (rng.normal(size=(INPUTS, r)), rng.normal(size=(r, OUTPUTS))) for slot, r in ((1, 2), (3, 4))}
@@ -46,7 +46,7 @@ def test_products(shape: tuple[int, ...], is_sorted: bool, everywhere: bool) -> 
                          for i, (s, row) in enumerate(zip(slots.tolist(), y, strict=True))])  # fmt: skip
     assert found.shape == (*shape, OUTPUTS)
     np.testing.assert_allclose(np.array(found).reshape(7, OUTPUTS), expected, atol=1e-5)
-    # Another input of the same step, then the first again.
+    # Another input of the same step, then the first input again.
     again = rows.added(layer, given * 2, mx.zeros((*shape, OUTPUTS)))
     np.testing.assert_allclose(np.array(again).reshape(7, OUTPUTS), 2 * (expected - y), atol=1e-5)
     with pytest.raises(ValueError, match="for 7 rows"):
@@ -69,7 +69,7 @@ def test_weights_of_a_slot_leave_the_others_and_older_steps_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_weights_are_put_in_place_part_by_part(monkeypatch: pytest.MonkeyPatch, dtype: mx.Dtype) -> None:
-    """A part takes about its own memory and not the stacks', also while a step is under way that reads these."""
+    """Writing a part takes about the part's own memory, not the stacks', even if a step in flight reads the stacks."""
     part_bytes, inputs, outputs, max_rank = 1 << 14, 300, 500, 32
     monkeypatch.setattr(models_adapters, "PART_BYTES", part_bytes)
     rng = np.random.default_rng(0)
@@ -100,7 +100,7 @@ def test_weights_are_put_in_place_part_by_part(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_slot_that_was_put_in_half_is_cleared() -> None:
-    """By who has it next, and adds nothing to the layer."""
+    """The next adapter in the slot clears it, even if this adapter does not add to the layer."""
     layer = AdaptedLayer((INPUTS, OUTPUTS), MAX_LORAS, MAX_RANK, mx.float32)
     next(layer.set_weights(1, (np.ones((INPUTS, 1), np.float32), np.ones((1, OUTPUTS), np.float32))))
     assert layer.slots == {1} and np.array(layer.a).any()
@@ -121,9 +121,9 @@ def test_targets_of_a_llama() -> None:
 
 # Softcapped attention, layers that share KV, experts, latent attention, recurrent layers by function and by module.
 _OFTEN = ("gemma2", "gemma3n", "qwen3_moe", "deepseek_v2", "qwen3_5", "rwkv7")
-# Layers of gemma3n whose weights the model reads, too: mlx-lm's own LoRALinear has none to read.
+# Layers of gemma3n whose weights the model reads directly. mlx-lm's LoRALinear does not expose its weights.
 _NOT_IN_MLX_LM = ("correction_coefs", "prediction_coefs")
-_FEWEST_TOKENS = 64  # of a vocabulary, also of one for a layer
+_FEWEST_TOKENS = 64  # smallest vocabulary, also for embeddings per layer
 _PROMPT_ONLY = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
 
 
@@ -132,7 +132,7 @@ _PROMPT_ONLY = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     [name if name in _OFTEN else pytest.param(name, marks=pytest.mark.full) for name in sorted(SUPPORTED)],
 )
 def test_every_architecture_with_all_its_targets(architecture: str, tmp_path: Path) -> None:
-    """An adapter of every layer that may have one, against mlx-lm's own, in a step with the base."""
+    """An adapter of every possible layer, compared with mlx-lm's LoRA layers, in a step with rows of the base model."""
     paged = PagedModel(tiny_reference(architecture=architecture))
     targets = adapter_targets(paged)
     assert set(targets.shapes).isdisjoint(targets.refused)
@@ -162,7 +162,7 @@ def test_every_architecture_with_all_its_targets(architecture: str, tmp_path: Pa
             found[output.request_id] = output.prompt_logprobs
     for name, path in (("a", folder), ("base", None)):
         model = adapters.mlx_lms(tiny_reference(architecture=architecture), path)
-        # Without a cache, gemma3n's layers that share KV have none to share.
+        # Without a cache, gemma3n's layers that share KV would have no KV to share.
         logits = model(mx.array([prompt]), cache=make_prompt_cache(model))[0].astype(mx.float32)
         expected = log_softmax(np.array(logits).astype(np.float64))[np.arange(len(prompt) - 1), prompt[1:]]
         np.testing.assert_allclose([one.logprob for one in found[name] if one is not None], expected, atol=1e-3)

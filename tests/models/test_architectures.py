@@ -1,4 +1,4 @@
-"""Every architecture in the table: packed, chunked and interleaved, against mlx-lm's own forward."""
+"""Every architecture in the table, packed, chunked and interleaved, compared with mlx-lm's own forward pass."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED, VOCAB_SIZE, con
 from tools.fixtures.tiny_models import random_model
 
 BLOCK_SIZE = 4
-TOLERANCE = 1e-4  # of logits, relative to the largest of a row
-# (request, tokens) of each step's shares, in packing order: fresh prefills, later chunks and decodes mixed.
+TOLERANCE = 1e-4  # difference of logits, relative to the largest logit of a row
+# (request, tokens) of each segment in each step, in packing order: prefills, later chunks and decodes mixed.
 STEPS = [
     [(0, 7), (1, 3)],
     [(1, 4), (2, 1), (0, 9)],
@@ -37,13 +37,13 @@ LENGTHS = [sum(n for step in STEPS for r, n in step if r == request) for request
 
 @dataclass
 class PackedRun:
-    """Requests of random tokens in blocks of a shuffled pool, and how far each has come."""
+    """Requests of random tokens in blocks of a shuffled pool, with their progress."""
 
     paged: PagedModel
     tokens: list[np.ndarray]
     block_table: np.ndarray = field(init=False)  # [B, max_blocks]
     computed: list[int] = field(init=False)
-    slots: np.ndarray = field(init=False)  # [B] of recurrent states, shuffled
+    slots: np.ndarray = field(init=False)  # [B] slots of recurrent states, shuffled
 
     def __post_init__(self) -> None:
         max_blocks = -(-max(map(len, self.tokens)) // BLOCK_SIZE)
@@ -54,7 +54,7 @@ class PackedRun:
         self.paged.pool.allocate(blocks.size, BLOCK_SIZE, len(self.tokens) + 3)
 
     def step(self, shares: list[tuple[int, int]], num_samples: list[int] | None = None) -> np.ndarray:
-        """Run one step; logits of each share's last row, or of so many of its last rows, [R, vocab_size]."""
+        """Run one step. Return the logits of the last row, or the last ``num_samples`` rows, of each segment."""
         order, lengths = [r for r, _ in shares], [n for _, n in shares]
         context_lens = np.array([self.computed[r] for r in order], np.int32)
         slots = self.slots[order]
@@ -69,7 +69,7 @@ class PackedRun:
 
 
 def largest_error(model: nn.Module, paged: PagedModel) -> float:
-    """Largest relative difference of logits between the packed run and mlx-lm's own forward."""
+    """Return the largest relative difference of logits between the packed run and mlx-lm's own forward pass."""
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, VOCAB_SIZE, n) for n in LENGTHS]
     expected = [np.array(model(mx.array(t)[None], cache=make_prompt_cache(model))[0]) for t in tokens]
@@ -89,14 +89,14 @@ def test_packed_equals_mlx_lm(model_type: str) -> None:
     assert largest_error(model, paged) < TOLERANCE
     for layer in paged.layer_caches:
         assert layer.num_writes == len(STEPS)
-        # More reads where other layers share its K and V.
+        # There are more reads if other layers share the layer's K and V.
         assert layer.num_reads in (len(STEPS), 2 * len(STEPS))
     check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 def test_a_request_may_sample_at_several_rows(model_type: str) -> None:
-    """The last rows of a segment, as many as are asked for: none, one, some, all."""
+    """Sample at the last rows of a segment: at none, one, some or all of them."""
     model = random_model(configuration(model_type))
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, VOCAB_SIZE, 12) for _ in range(4)]
@@ -131,7 +131,7 @@ def test_half_precision_passes_the_check_at_load(model_type: str, dtype: mx.Dtyp
 
 @pytest.mark.parametrize("model_type", ["mixtral", "phixtral", "qwen3_next", "granitemoehybrid"])
 def test_what_the_device_cannot_do_is_refused_with_the_flag_to_change(model_type: str) -> None:
-    """MLX has no products of experts in half precision on a CPU."""
+    """MLX cannot multiply experts in half precision on a CPU."""
     if mx.metal.is_available():
         pytest.skip("there it has")
     with pytest.raises(UnsupportedModelError) as refusal:
@@ -140,7 +140,7 @@ def test_what_the_device_cannot_do_is_refused_with_the_flag_to_change(model_type
 
 
 def test_what_fails_while_a_model_is_opened_is_a_refusal_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states of recurrent layers are computed then."""
+    """The states of recurrent layers are computed at that time."""
 
     def fail(*arrays: mx.array) -> None:
         raise RuntimeError("the device cannot do it")
@@ -165,7 +165,7 @@ def test_the_check_notices_mistakes_in_any_precision(dtype: mx.Dtype, monkeypatc
 
 
 def test_the_table_covers_what_differs() -> None:
-    """The comparison means something only if windows are crossed, and sinks and latents are among them."""
+    """The comparison is only meaningful if windows are crossed, and if some layers have sinks and latents."""
     assert len(SUPPORTED) >= 30
     assert len(UNSUPPORTED) >= 6
     opened = {t: PagedModel(random_model(configuration(t))) for t in ("gpt_oss", "gemma3_text", "deepseek_v3")}

@@ -1,4 +1,4 @@
-"""Faster forms of what models compute, against float64 NumPy and mlx-lm's own."""
+"""Faster forms of model operations, compared with float64 NumPy and with mlx-lm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from metal_engine.models import cpu_ops, mlx_lm_patch
 def test_swiglu(shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     gate, x = rng.normal(0, 4, shape).astype(np.float32), rng.normal(0, 3, shape).astype(np.float32)
-    gate.flat[0] = -200.0  # where exp(-gate) is no float32 any more
+    gate.flat[0] = -200.0  # exp(-gate) overflows float32
     out = np.array(cpu_ops.swiglu(mx.array(gate), mx.array(x)))
     g, y = gate.astype(np.float64), x.astype(np.float64)
     np.testing.assert_allclose(out, g / (1 + np.exp(-g)) * y, rtol=2e-6, atol=1e-30)
@@ -46,7 +46,7 @@ def test_other_dtypes_are_mlx_lms_own(dtype: mx.Dtype) -> None:
 
 def test_a_second_installation_does_not_replace_what_the_replacement_calls() -> None:
     model = nn.Sequential(nn.RoPE(64))
-    cpu_ops.use_faster_layers(model)  # from here its layers belong to cpu_ops
+    cpu_ops.use_faster_layers(model)  # replaces the classes of its layers
     mlx_lm_patch._replace_functions(model, cpu_ops.REPLACEMENTS)
     gate = mx.ones((2, 8), mx.float16)
     assert mx.array_equal(cpu_ops.swiglu(gate, gate), activations.swiglu(gate, gate))
@@ -55,7 +55,7 @@ def test_a_second_installation_does_not_replace_what_the_replacement_calls() -> 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2047), (2, 3, 5000)])
 def test_weights_of_scores(shape: tuple[int, ...]) -> None:
     scores = 7 - np.random.default_rng(1).exponential(20, shape).astype(np.float32)
-    scores[..., -1] = -1e30  # what masks add
+    scores[..., -1] = -1e30  # the value that masks add
     peak = np.full((*shape[:-1], 1), 7, np.float32)
     out = np.array(exp2.weights_of_scores(mx.array(scores), mx.array(peak)))
     below = (scores - peak).astype(np.float64)
@@ -65,7 +65,7 @@ def test_weights_of_scores(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("num_rows", [5, 16, 129])
 @pytest.mark.parametrize("dims", [8, 576])
 def test_rms_norm(num_rows: int, dims: int) -> None:
-    """Against the formula in float64; for few rows, MLX's own."""
+    """Compare with the formula in float64. For few rows, MLX's function is used."""
     layer, original = nn.RMSNorm(dims, eps=1e-3), nn.RMSNorm(dims, eps=1e-3)
     layer.weight = original.weight = mx.random.normal((dims,))
     cpu_ops.use_faster_layers(layer)
@@ -85,7 +85,7 @@ def test_rms_norm(num_rows: int, dims: int) -> None:
 @pytest.mark.parametrize(("dims", "head_dim"), [(64, 64), (32, 80)])
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_rope_from_tables(traditional: bool, dims: int, head_dim: int, scale: float) -> None:
-    """Against the formula in float64, and against MLX's own."""
+    """Compare with the formula in float64, and with MLX's function."""
     original = nn.RoPE(dims, traditional=traditional, base=1e5, scale=scale)
     ours = nn.RoPE(dims, traditional=traditional, base=1e5, scale=scale)
     cpu_ops.use_faster_layers(ours)

@@ -1,4 +1,4 @@
-"""What is told of a model before its weights are read is what is found once they are."""
+"""Facts about a model before its weights are read equal the facts after they are read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_cannot_be_made_is_left_to_loading() -> None:
 
 
 def test_large_weights_are_never_made() -> None:
-    """140 GB of them here."""
+    """The weights would take 140 GB."""
     config = {
         **configuration("llama"),
         "hidden_size": 8192,

@@ -1,4 +1,4 @@
-"""Hidden states of every architecture in the table, against those that mlx-lm's own forward gives to its LM head."""
+"""Hidden states of every architecture in the table, compared with the LM head's input in mlx-lm's own forward pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FINAL_NORMS = {"gemma3n": "model.language_model.norm", "gpt_neox": "model.final_
 
 
 def own_hidden_states(model: nn.Module, model_type: str, tokens: np.ndarray) -> np.ndarray:
-    """The output of mlx-lm's trunk, [T, hidden_size], in mlx-lm's own forward over its own cache."""
+    """Return the output of mlx-lm's trunk, [T, hidden_size], in mlx-lm's own forward pass over its own cache."""
     modules = dict(model.named_modules())
     prefix = "language_model." if "language_model" in modules else ""
     name = FINAL_NORMS.get(model_type) or next(prefix + name for name in TRUNKS if prefix + name in modules)
@@ -52,7 +52,7 @@ def own_hidden_states(model: nn.Module, model_type: str, tokens: np.ndarray) -> 
 
 
 def packed_hidden_states(paged: PagedModel, tokens: list[np.ndarray]) -> np.ndarray:
-    """Hidden states of the tokens of several requests in one step, [N, hidden_size]. No row goes through the head."""
+    """Return hidden states of the tokens of several requests in one step, [N, hidden_size]. No row uses the head."""
     max_blocks = -(-max(map(len, tokens)) // BLOCK_SIZE)
     table = np.arange(len(tokens) * max_blocks, dtype=np.int32).reshape(len(tokens), max_blocks)[:, ::-1]
     paged.pool.allocate(table.size, BLOCK_SIZE, len(tokens))

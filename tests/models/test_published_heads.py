@@ -1,4 +1,4 @@
-"""Architectures at the heads of published models, through the simulated Metal kernel where it does them."""
+"""Architectures with the heads of published models, with the simulated Metal kernel if it supports them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS = [name for name in SUPPORTED if name not in SOME]
 
 
 def few_heads(kind: AttentionKind) -> AttentionKind:
-    """A kind that the same kernels compute, with less to compute."""
+    """Return a kind that uses the same kernels, but with less computation."""
     if not isinstance(kind.spec, KVSpec):
         return kind
     heads = Heads(kind.num_heads, kind.spec.num_kv_heads, kind.spec.head_dim).fewer()
@@ -45,7 +45,7 @@ def test_every_architecture_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("model_type", [*SOME, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)])
 def test_a_model_with_published_heads(model_type: str) -> None:
-    """All of its layers, chunked and packed, against mlx-lm's forward; each by what the documentation says."""
+    """Compare all layers, chunked and packed, with mlx-lm's forward pass. Each uses the documented backend."""
     paged = PagedModel(random_model(published_configuration(model_type)))
     kinds = attention_kinds(paged)
     chosen = BackendChoice(MetalBackend(metal_kernel)).for_layers(kinds, BLOCK_SIZE)
@@ -59,7 +59,7 @@ def test_a_model_with_published_heads(model_type: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_layers_in_half_precision(dtype: mx.Dtype) -> None:
-    """A decode, a chunk, a split and its merge of each kind of layer, against the portable backend."""
+    """Compare a decode, a chunk, and a split with its merge with the portable backend, for each kind of layer."""
     kinds = {few_heads(kind) for name in SUPPORTED for kind in published_kinds(name, dtype)}
     metal = MetalBackend(metal_kernel)
     assert len(kinds) > 20

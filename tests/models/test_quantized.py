@@ -1,4 +1,4 @@
-"""The check at load of models over quantized K and V: what it accepts, and what it notices."""
+"""The check at load for models with quantized K and V: cases that pass, and bugs that it detects."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tools.fixtures.architectures import SUPPORTED, configuration
 from tools.fixtures.tiny_models import random_model
 from tools.fixtures.wide_heads import wide_configuration
 
-# One of each kind of attention: plain, windows, softcap, sinks, latents, shared K and V, other heads of V than of K,
-# and two that carry a state from token to token beside it.
+# One model for each kind of attention: plain, windows, softcap, sinks, latents, shared K and V, heads of V that differ
+# from K's, and two models that also have recurrent layers.
 KINDS = ["llama", "gemma3_text", "gemma2", "gpt_oss", "deepseek_v3", "gemma4", "deepseek_v2", "qwen3_next", "falcon_h1"]
 
 
@@ -56,7 +56,7 @@ def test_every_architecture_is_checked_or_refused(model_type: str, kv_cache_dtyp
         paged = wide_model(model_type, kv_cache_dtype)
     except ConfigError as error:
         assert error.flag == "--kv-cache-dtype"
-    except UnsupportedModelError:  # the widened configuration does not fit together
+    except UnsupportedModelError:  # the widened configuration is inconsistent
         with pytest.raises((UnsupportedModelError, ValueError)):
             PagedModel(random_model(wide_configuration(model_type)))
     else:
@@ -77,7 +77,7 @@ def test_the_check_passes_in_half_precision(model_type: str, kv_cache_dtype: str
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
 def test_the_check_passes_with_keys_of_200(kv_cache_dtype: str, dtype: mx.Dtype) -> None:
-    """Biases of keys as Qwen2's checkpoints have them: a few numbers of each head are a hundred times all others."""
+    """Key biases as in Qwen2's checkpoints: a few elements of each head are a hundred times larger than the others."""
     for seed in range(2):
         model = random_model(wide_configuration("qwen2"), seed, dtype)
         for layer in model.layers:
@@ -87,7 +87,7 @@ def test_the_check_passes_with_keys_of_200(kv_cache_dtype: str, dtype: mx.Dtype)
         check(PagedModel(model, kv_cache_dtype=kv_cache_dtype))
 
 
-# --- mistakes: each in one place of what is stored, read or computed -----------------------------------------
+# --- bugs: each in one place of storing, reading or computing -------------------------------------------------
 
 
 def _scale_of_another_group(state: QuantizedKVState, kept: dict[str, mx.array]) -> None:
@@ -159,7 +159,7 @@ def _larger_scale_in_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _own_rows_in_float(monkeypatch: pytest.MonkeyPatch, *, of_decodes: bool) -> None:
-    """A step reads what it has written itself as it was computed: all, or only where all its requests decode."""
+    """A step reads its own rows unquantized: always, or only if all its requests decode."""
     write, own = QuantizedKVState.write, "own rows"
 
     def write_and_keep(self: QuantizedKVState, step: StepRows, rows: Mapping[str, mx.array]) -> None:
@@ -225,4 +225,4 @@ def test_heads_that_no_group_divides_are_refused() -> None:
     with pytest.raises(ConfigError, match="head_dim 8") as refused:
         PagedModel(random_model(configuration("llama")), kv_cache_dtype="int8")
     assert refused.value.flag == "--kv-cache-dtype"
-    PagedModel(random_model(configuration("mamba2")), kv_cache_dtype="int8")  # it has none
+    PagedModel(random_model(configuration("mamba2")), kv_cache_dtype="int8")  # mamba2 has no KV

@@ -1,4 +1,4 @@
-"""Recurrent layers' ways through a packed step: by function, by module, and through kernels (the simulator's)."""
+"""Paths of recurrent layers in a packed step: by function, by module, and with kernels (in the simulator)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tools.fixtures.recurrent_architectures import RECURRENT
 from tools.fixtures.tiny_models import random_model
 from tools.metal_sim.kernel import metal_kernel
 
-# Modules whose parts cannot be told apart: each has a recurrence of its own.
+# Modules whose functions are not known, because each has its own recurrence.
 BY_MODULE = {"jamba", "mamba", "recurrent_gemma", "rwkv7"}
 
 
 @pytest.mark.parametrize("model_type", RECURRENT)
 def test_module_by_module(model_type: str) -> None:
-    """The slow way of all, which asks nothing of a module: the other ways are compared with it, in effect."""
+    """The slowest path, which works for any module. It serves as the reference of the other paths."""
     model = random_model(configuration(model_type))
     assert largest_error(model, PagedModel(model, whole_modules=True)) < TOLERANCE
 
@@ -47,7 +47,7 @@ def test_which_way(model_type: str) -> None:
         assert all(cache.convolved for cache in caches)
 
 
-# Sizes that the kernels do.
+# Sizes that the kernels support.
 KERNEL_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_key_head_dim": 32},
     "kimi_linear": {"linear_attn_config": {**RECURRENT["kimi_linear"]["linear_attn_config"], "head_dim": 32}},
@@ -133,15 +133,15 @@ def test_states_are_found_in_any_order_and_after_any_pause() -> None:
     state = pool()
     states_of(state, (0, 0, 0), (1, 2, 3))
     state.put("0", (1, 2, 3), mx.array([[1.0, 1], [2, 2], [3, 3]]))
-    assert states_of(state, (1, 2, 3), (1, 2, 3)) == [1, 2, 3]  # as they were left
+    assert states_of(state, (1, 2, 3), (1, 2, 3)) == [1, 2, 3]  # the states of the previous step
     state.put("0", (1, 2, 3), mx.array([[10.0, 1], [20, 2], [30, 3]]))
-    assert states_of(state, (3,), (3,)) == [30]  # 1 and 2 sit out
+    assert states_of(state, (3,), (3,)) == [30]  # requests 1 and 2 are not in this step
     state.put("0", (3,), mx.array([[33.0, 3]]))
     assert states_of(state, (2, 3, 1), (2, 3, 1)) == [20, 33, 10]
 
 
 def test_a_state_that_is_left_behind_stays() -> None:
-    """A checkpoint: its request goes on in another slot, and others begin with it."""
+    """A state checkpoint: its request continues in another slot, and other requests start from it."""
     state = pool()
     states_of(state, (0,), (1,))
     state.put("0", (1,), mx.array([[1.0, 1]]))

@@ -1,4 +1,4 @@
-"""The recurrences in float64 NumPy, one token after the other, as their papers define them."""
+"""Reference recurrences in float64 NumPy, token by token, as defined in their papers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 def gated_delta(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, gates: np.ndarray, beta: np.ndarray, state: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Shapes as in ``chunked_gated_delta``."""
+    """Compute the gated delta rule. Shapes: ``chunked_gated_delta``."""
     q, k, v, gates, beta = (np.asarray(x, np.float64) for x in (q, k, v, gates, beta))
     (batch, length, v_heads, v_dim), k_dim = v.shape, k.shape[-1]
     q, k = (np.repeat(x, v_heads // k.shape[2], axis=2) for x in (q, k))
@@ -27,7 +27,7 @@ def gated_delta(
 def ssm(
     x: np.ndarray, gates: np.ndarray, B: np.ndarray, C: np.ndarray, state: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Shapes as in ``chunked_ssm``."""
+    """Compute Mamba2's recurrence. Shapes: ``chunked_ssm``."""
     x, gates, B, C = (np.asarray(array, np.float64) for array in (x, gates, B, C))
     batch, length, heads, dim = x.shape
     B, C = (np.repeat(array, heads // array.shape[2], axis=2) for array in (B, C))
@@ -40,7 +40,7 @@ def ssm(
 
 
 def relative_error(ours: np.ndarray, expected: np.ndarray) -> float:
-    """The largest difference, to the largest value."""
+    """Return the largest difference relative to the largest value."""
     ours = np.asarray(ours, np.float64)
     assert ours.shape == expected.shape and np.isfinite(ours).all()
     return float(np.abs(ours - expected).max() / np.abs(expected).max())

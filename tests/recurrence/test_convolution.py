@@ -1,4 +1,4 @@
-"""The convolution of recurrent layers as shifted products, beside MLX's own."""
+"""The convolution of recurrent layers as shifted products, compared with MLX's convolution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks, against float64 NumPy and mlx-lm's own, which go token by token."""
+"""The gated delta rule in chunks, compared with float64 NumPy and with mlx-lm, which compute token by token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.recurrence.references import relative_error
 
 @dataclass(frozen=True)
 class Case:
-    """Heads of k and v, their sizes, and whether each key has a gate of its own."""
+    """Numbers and sizes of key and value heads, and whether each key element has its own gate."""
 
     length: int
     k_heads: int = 2
@@ -33,7 +33,7 @@ class Case:
     largest_step: float = 1.0
 
     def arrays(self, seed: int = 0) -> dict[str, np.ndarray | None]:
-        """Arguments of ``chunked_gated_delta``, float32: keys of length 1, half of each the same for all tokens."""
+        """Return float32 arguments of ``chunked_gated_delta``. Keys have length 1; half of a key is always the same."""
         rng = np.random.default_rng(seed)
         shape = (self.batch, self.length)
         k = rng.normal(size=(*shape, self.k_heads, self.k_dim)) + 2 * rng.normal(size=self.k_dim)
@@ -56,7 +56,7 @@ def on_device(arrays: dict[str, np.ndarray | None]) -> dict[str, mx.array | None
 
 
 def check(arrays: dict[str, np.ndarray | None], error: float = 3e-6) -> None:
-    """Ours against float64."""
+    """Compare our result with float64."""
     y, state = chunked_gated_delta(**on_device(arrays))
     expected_y, expected_state = references.gated_delta(**arrays)
     assert y.dtype == state.dtype == mx.float32
@@ -101,13 +101,13 @@ def test_against_the_recurrence(case: Case, each_key: bool) -> None:
     seed=st.integers(0, 1000),
 )
 def test_against_the_recurrence_at_any_size(case: Case, seed: int) -> None:
-    check(case.arrays(seed), error=1e-5)  # hypothesis looks for what cancels
+    check(case.arrays(seed), error=1e-5)  # hypothesis searches for cancellation
 
 
 @pytest.mark.parametrize("each_key", [False, True], ids=["gate", "gate of each key"])
 @pytest.mark.parametrize("smallest", [0.0, 1e-45, 1e-43, 1e-30, 1e-3], ids=str)
 def test_gates_that_leave_nothing(smallest: float, each_key: bool) -> None:
-    """Gates of 0, beside gates that keep everything: their logarithms have no differences."""
+    """Gates of 0 next to gates of 1: differences of their logarithms are not defined."""
     arrays = Case(150, each_key=each_key).arrays()
     rng = np.random.default_rng(1)
     shape = arrays["gates"].shape
@@ -123,9 +123,9 @@ def test_gates_that_leave_nothing(smallest: float, each_key: bool) -> None:
 @pytest.mark.parametrize("each_key", [False, True], ids=["gate", "gate of each key"])
 @pytest.mark.parametrize("step", [1.0, 1.9, 2.0])
 def test_the_same_key_again_and_again(step: float, each_key: bool) -> None:
-    """The hardest system: powers of its matrix reach 1e13, while its inverse has nothing above 2.
+    """The hardest system: powers of its matrix reach 1e13, while its inverse has no element above 2.
 
-    With a step of 2 nothing is ever forgotten, rounding neither: mlx-lm's own error is 2e-6 here.
+    With a step size of 2, neither values nor rounding errors decay. mlx-lm's own error is 2e-6 here.
     """
     arrays = Case(200, each_key=each_key).arrays()
     arrays["k"][:] = arrays["k"][:, :1]
@@ -168,7 +168,7 @@ def test_a_nan_is_neither_hidden_nor_raised_nor_passed_on(value: float, name: st
 
 
 def layer_arguments(case: Case, dtype: mx.Dtype = mx.float32) -> dict[str, mx.array]:
-    """What a layer passes."""
+    """Return the arguments that a layer passes."""
     arrays = on_device(case.arrays())
     del arrays["gates"], arrays["beta"]
     rng = np.random.default_rng(2)
@@ -203,7 +203,7 @@ def test_layers_get_what_mlx_lm_computes(options: dict[str, object], each_key: b
 @pytest.mark.parametrize("each_key", [False, True], ids=["gate", "gate of each key"])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_half_precision_is_computed_in_float32(dtype: mx.Dtype, each_key: bool) -> None:
-    """y differs from mlx-lm's by its last rounding only; the state by float32 rounding."""
+    """y differs from mlx-lm's only by its last rounding, the state by float32 rounding."""
     arguments = layer_arguments(Case(100, each_key=each_key, with_state=False), dtype)
     y, state = gated_delta_update(**arguments)
     their_y, their_state = mlx_lm_gated_delta.gated_delta_update(**arguments)
@@ -233,7 +233,7 @@ def test_what_is_not_in_chunks_is_mlx_lms_own(monkeypatch: pytest.MonkeyPatch) -
 
 
 def operations(arrays: tuple[mx.array, ...], path: Path) -> int:
-    """How many the graph has."""
+    """Return the number of operations in the graph."""
     with path.open("w") as file:
         mx.export_to_dot(file, *arrays)
     return path.read_text().count("shape=rectangle")
@@ -246,5 +246,5 @@ def test_operations_grow_with_the_chunks_and_not_with_the_tokens(each_key: bool,
         return operations(gated_delta_update(**arguments), tmp_path / "graph.dot")
 
     more = count(4 * CHUNK) - count(CHUNK)
-    assert more < 10 * 3 * CHUNK  # token by token it is 24 for each
-    assert count(CHUNK // 2) > more / 6  # a short prompt has one chunk, too
+    assert more < 10 * 3 * CHUNK  # token by token, each token takes 24 operations
+    assert count(CHUNK // 2) > more / 6  # a short prompt also has one chunk

@@ -1,4 +1,4 @@
-"""Mamba2's recurrence in chunks, against float64 NumPy and mlx-lm's own."""
+"""Mamba2's recurrence in chunks, compared with float64 NumPy and with mlx-lm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.recurrence.references import relative_error
 def make(
     length: int, heads: int = 4, groups: int = 1, dim: int = 8, n: int = 16, batch: int = 1, with_state: bool = True
 ) -> dict[str, np.ndarray | None]:
-    """Arguments of ``chunked_ssm``, float32."""
+    """Return arguments of ``chunked_ssm``, float32."""
     rng = np.random.default_rng(0)
     state = rng.normal(size=(batch, heads, dim, n)) if with_state else None
     arrays = {
@@ -79,7 +79,7 @@ def test_two_calls_give_what_one_gives(first: int) -> None:
 
 
 def layer_arguments(length: int, batch: int = 1, with_state: bool = True, dtype: mx.Dtype = mx.float32) -> tuple:
-    """What a layer passes, up to its state."""
+    """Return the arguments that a layer passes, up to the state."""
     arrays = on_device(make(length, batch=batch, with_state=with_state))
     rng = np.random.default_rng(2)
     heads = arrays["x"].shape[2]
@@ -101,7 +101,7 @@ def test_layers_get_what_mlx_lm_computes(limit: tuple[float, float], with_state:
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_half_precision(dtype: mx.Dtype) -> None:
-    """Against mlx-lm's own in float32 with the same rounded arguments: y differs by its roundings only."""
+    """Compare with mlx-lm in float32 for the same rounded arguments: y differs only by its own rounding."""
     arguments = layer_arguments(100, dtype=dtype)
     y, state = ssm_update(*arguments)
     their_y, their_state = mlx_lm_ssm.ssm_update(*arguments)

@@ -1,4 +1,4 @@
-"""The kernels of recurrent layers, run by the simulator, against float64 NumPy; and the states that they read."""
+"""The kernels of recurrent layers in the simulator: results compared with float64 NumPy, and accessed states."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def recurrence() -> MetalRecurrence:
 
 
 def wrong(step: Step) -> str | None:
-    """What is wrong in the kernel's answer, or in what it reads and writes of states."""
+    """Return a description of an error in the kernel's result or in its accesses to states, or None."""
     return run_case(recurrence(), step)
 
 
-# --- answers, and bytes of states --------------------------------------------------------------------------------
+# --- results, and bytes of states ---------------------------------------------------------------------------------
 
 # (dtype, vector gate, (Hk, Hv), (Dk, Dv))
 RULES = [
@@ -115,10 +115,10 @@ def test_convolution_of_every_shape(dtype, kernel_size, bias, silu):
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(40))
 def test_random_segments(seed):
-    """Each tile and each state finds its segment, however many there are and whatever lies between them."""
+    """Each tile and each state finds its segment, for any number and any order of segments."""
     rng = np.random.default_rng(seed)
     lengths = rng.choice([0, 1, 1, 1, 2, 3, 7, 8, 9, 16, 40], rng.integers(1, 30))
-    lengths[rng.integers(len(lengths))] += 1  # no step is without rows
+    lengths[rng.integers(len(lengths))] += 1  # a step has at least one row
     segments = lengths.tolist(), rng.integers(-1, 5, len(lengths)).tolist()
     assert wrong(ConvolutionStep.make(*segments, channels=9, num_states=5, seed=seed)) is None
     assert wrong(GatedDeltaStep.make(*segments, dims=(32, 3), num_states=5, seed=seed)) is None
@@ -135,7 +135,7 @@ def bits(array: mx.array) -> np.ndarray:
 
 @every_kernel
 def test_alone_equals_in_company(make):
-    """A segment gets the same bits in any company."""
+    """A segment has bitwise the same result in every batch."""
     step = make(LENGTHS, READS)
     out, new_states = step.run(recurrence())
     for i, (rows, read) in enumerate(step.segments.each()):
@@ -148,7 +148,7 @@ def test_alone_equals_in_company(make):
 @every_kernel
 @pytest.mark.parametrize("cut", [1, 2, 8, 20])
 def test_chunks_equal_the_whole(make, cut):
-    """A prompt in two chunks gets the same bits as in one: the first leaves what the second starts from."""
+    """A prompt in two chunks has bitwise the same result as in one: the second chunk starts from the first's state."""
     step = make((21,), (-1,))
     whole, state_of_whole = step.run(recurrence())
     first, state = step.part(slice(0, cut), -1).run(recurrence())
@@ -158,7 +158,7 @@ def test_chunks_equal_the_whole(make, cut):
 
 
 def test_inputs_that_are_slices():
-    """As layers have them: one convolution's output is split into q, k and v."""
+    """As in layers, where the output of one convolution is split into q, k and v."""
     step = GatedDeltaStep.make(LENGTHS, READS)
     y, new_states = step.run(recurrence())
     sizes = [array[0].size for array in (step.q, step.k, step.v)]
@@ -173,8 +173,8 @@ def test_inputs_that_are_slices():
 
 # --- mutants -----------------------------------------------------------------------------------------------------
 
-# No decay (in either rule), wrong heads, a neighbour's state, zeros for the state and the reverse, a row left out; for
-# the convolution a state for zeros, and one that is shifted when it is read or written.
+# No decay (in either rule), wrong heads, a neighbour's state, a zero state in place of a state and the reverse, a row
+# left out. For the convolution, a state in place of zeros, and a state that is shifted when it is read or written.
 SAMPLE = [
     next(i for i, m in enumerate(MUTANTS) if (m.kernel, m.new) == mutant)
     for mutant in (
@@ -211,7 +211,7 @@ def test_every_mutant(i):
 
 
 def recording_factory(calls: list[dict[str, Any]]) -> Callable[..., Any]:
-    """Makes kernels that note their calls."""
+    """Return a factory whose kernels record their calls."""
 
     def factory(**constructor: Any) -> Callable[..., Any]:
         kernel = metal_kernel(**constructor)
@@ -228,7 +228,7 @@ def recording_factory(calls: list[dict[str, Any]]) -> Callable[..., Any]:
 @pytest.mark.parametrize("num_segments", [1, 3, 7, 8, 40])
 @every_kernel
 def test_small_steps_run_the_same_kernel_as_large_ones(make, num_segments):
-    """MLX puts inputs below 8 elements in constant memory: another signature, so one more compilation in serving."""
+    """MLX puts inputs below 8 elements into constant memory, which changes the signature and forces a compilation."""
     calls: list[dict[str, Any]] = []
     step = make([1 + i % 3 for i in range(num_segments)], [i % 4 - 1 for i in range(num_segments)])
     assert run_case(MetalRecurrence(recording_factory(calls)), step) is None
@@ -273,7 +273,7 @@ def test_what_kernels_do():
         {"v_dtype": mx.int8},
     ):
         assert not does(*rule(**changed), mx.float32), changed
-    # Gates are numbered in 32 bits. Nothing is evaluated here.
+    # Gates are indexed with 32 bits. Nothing is evaluated here.
     for tokens in ((1 << 20) - 1, 1 << 20):
         many = rule(q=(tokens, 32, 128), k=(tokens, 32, 128), v=(tokens, 32, 5), g=(tokens, 32, 128))
         assert does(*many, mx.float32) == (tokens < 1 << 20)
@@ -308,7 +308,7 @@ def test_lanes_share_a_row_of_the_state(key_dim):
     "segments, message",
     [
         (SegmentLayout.of([2, 2], [0, 1]), "3 rows do not belong to segments of 4"),
-        (SegmentLayout.of([2, 1], [0, 4]), "row 4 is read of 4 states"),
+        (SegmentLayout.of([2, 1], [0, 4]), "row 4 is read, but there are 4 states"),
         (SegmentLayout.of([2, 1], [0, -2]), "-1"),
         (SegmentLayout.of([4, -1], [0, 1]), "follow each other"),
         (SegmentLayout.of([2, 1], [0]), "do not match"),
@@ -331,7 +331,7 @@ def test_states_must_fit(make):
             replace(step, states=states).run(recurrence())
 
 
-# Shapes that other tests compile, too.
+# Shapes that other tests also compile.
 WIDE = [
     GatedDeltaStep.make((2, 1), (0, 1), heads=(1, 3), dims=(160, 5), vector_gate=True, dtype=mx.float16),
     SSMStep.make((2, 1), (0, 1), heads=(1, 3), dims=(160, 5), dtype=mx.bfloat16),
@@ -341,7 +341,7 @@ WIDE = [
 
 @pytest.mark.parametrize("step", WIDE, ids=lambda step: type(step).__name__)
 def test_arrays_stay_in_registers(step, monkeypatch, tmp_path):
-    """A GPU's registers have no indices: optimised, a kernel must hold no array in memory."""
+    """A GPU's registers cannot be indexed, so an optimized kernel must not have an array in memory."""
     units = []
     monkeypatch.setattr("tools.metal_sim.kernel.build", lambda unit, name: units.append(unit) or build(unit, name))
     step.run(MetalRecurrence(metal_kernel))
@@ -358,7 +358,7 @@ def test_arrays_stay_in_registers(step, monkeypatch, tmp_path):
 @pytest.mark.parametrize("vector_gate", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 9)])
 def test_gated_delta_on_a_mac(dtype, vector_gate, dims):
-    """The real compiler and the real GPU, held to the simulator's bounds."""
+    """Run the real compiler and GPU with the simulator's error bounds."""
     lengths, reads = (1, 300, 1, 64, 5, *[1] * 12), (0, -1, 7, 3, 3, *range(12))
     step = GatedDeltaStep.make(
         lengths, reads, heads=(4, 8), dims=dims, vector_gate=vector_gate, dtype=DTYPES[dtype], num_states=12

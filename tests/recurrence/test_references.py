@@ -1,4 +1,4 @@
-"""The float64 answers that recurrent kernels are held to agree with mlx-lm's own layers, segment by segment."""
+"""The float64 references for recurrent kernels agree with mlx-lm's layers, segment by segment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.metal_sim.recurrence_mutants import LENGTHS, READS
 
 @pytest.fixture(autouse=True)
 def uncompiled():
-    """For a few small arrays, MLX's compiler takes longer than what it compiles."""
+    """Disable MLX's compiler: for a few small arrays, compiling takes longer than computing."""
     mx.disable_compile()
     yield
     mx.enable_compile()
@@ -37,7 +37,7 @@ def test_gated_delta(vector_gate):
 def test_ssm_update():
     step = SSMStep.make(LENGTHS, READS)
     y, new_states = step.reference()
-    # mlx-lm makes its dt with a softplus.
+    # mlx-lm applies a softplus to its dt.
     before_softplus = mx.log(mx.exp(step.dt) - 1)
     for i, (rows, read) in enumerate(step.segments.each()):
         if rows.start == rows.stop:
@@ -51,7 +51,7 @@ def test_ssm_update():
 
 @pytest.mark.parametrize("bias, silu", [(False, False), (True, True)])
 def test_convolution(bias, silu):
-    """``nn.Conv1d`` behind the state, as mlx-lm's layers have it."""
+    """Compare with ``nn.Conv1d`` over the state and the inputs, as in mlx-lm's layers."""
     step = ConvolutionStep.make(LENGTHS, READS, bias=bias, silu=silu)
     channels, kernel_size = step.weight.shape
     conv = nn.Conv1d(channels, channels, kernel_size, groups=channels, bias=bias)

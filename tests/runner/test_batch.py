@@ -1,4 +1,4 @@
-"""Packing a step, against a naive reimplementation that goes token by token; what validation rejects."""
+"""Tests of packing a step, against a naive reimplementation for single tokens, and of validation errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pack(table: RequestTable, plan: SchedulerOutput) -> PackedBatch:
 
 @dataclass
 class NaiveRequest:
-    """What the table should know of a request, in plain lists."""
+    """Expected data of the table for a request, in plain lists."""
 
     token_ids: list[int]
     num_prompt_tokens: int
@@ -36,7 +36,7 @@ class NaiveRequest:
 
 
 def naive_pack(plan: SchedulerOutput, held: dict[str, NaiveRequest], block_size: int) -> dict[str, list]:
-    """The arrays of a step, token by token; advances ``held``."""
+    """Compute the arrays of a step token by token, and update ``held``."""
     out: dict[str, list] = {name: [] for name in ("input_ids", "positions", "slot_mapping")}
     out |= {"cu_seqlens_q": [0], "seq_lens": [], "tables": [], "logits_indices": []}
     for request_id, share in plan.num_scheduled_tokens.items():
@@ -57,7 +57,7 @@ def naive_pack(plan: SchedulerOutput, held: dict[str, NaiveRequest], block_size:
 
 
 class Traffic:
-    """Draws plans as a scheduler could make them, with no policy in them."""
+    """Draws random plans that a scheduler could make, without any policy."""
 
     def __init__(self, data: st.DataObject, block_size: int) -> None:
         self.data = data
@@ -80,7 +80,7 @@ class Traffic:
                 self.free_blocks += self.held.pop(request_id).block_ids
                 plan.dropped_req_ids.append(request_id)
         if draw(st.booleans()):
-            plan.dropped_req_ids.append("never held")  # of a step that failed before it was packed
+            plan.dropped_req_ids.append("never held")  # its step failed before it was packed
         for request_id, request in self.held.items():
             if draw(st.integers(0, 4)):
                 remaining = len(request.token_ids) - request.num_computed_tokens
@@ -112,7 +112,7 @@ class Traffic:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), block_size=st.sampled_from([1, 3, 4, 16]), ahead=st.booleans())
 def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, ahead: bool) -> None:
-    """Also a step ahead: a step's tokens arrive when the next one has been packed."""
+    """With ``ahead``, the tokens of a step arrive after the next step has been packed."""
     table = RequestTable(MAX_ROWS, MAX_MODEL_LEN, block_size)
     traffic = Traffic(data, block_size)
     last_samples: list[int] = []
@@ -129,7 +129,7 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, 
         if not ahead:
             assert not len(batch.pending_rows)
         assert not batch.input_ids[batch.pending_rows].any()
-        batch.input_ids[batch.pending_rows] = [last_samples[i] for i in batch.pending_samples]  # as on the device
+        batch.input_ids[batch.pending_rows] = [last_samples[i] for i in batch.pending_samples]  # as the device does
         for name in ("input_ids", "positions", "slot_mapping", "cu_seqlens_q", "seq_lens", "logits_indices"):
             array = batch.input_ids if name == "input_ids" else getattr(batch.rows, name)
             assert array.dtype == np.int32
@@ -140,7 +140,7 @@ def test_pack_against_one_token_at_a_time(data: st.DataObject, block_size: int, 
             assert row[: len(block_ids)] == block_ids
         assert len(table._index_of) == len(traffic.held)
 
-        # What the step sampled, and what the sampler counts positions by.
+        # Compare the positions of the samples, by which the sampler draws random numbers.
         sampled = [traffic.held[request_id] for request_id in plan.sampled_req_ids]
         num_outputs = [len(request.token_ids) - request.num_prompt_tokens for request in sampled]
         assert table.output_positions(batch).tolist() == num_outputs
@@ -169,7 +169,7 @@ def test_plans_that_contradict_the_table_are_refused() -> None:
         pack(table, SchedulerOutput(2, {"unknown": 1}))
     with pytest.raises(ValueError, match="fewer blocks than tokens"):
         pack(table, SchedulerOutput(3, {"a": 5}))
-    with pytest.raises(ValueError, match="one request more"):
+    with pytest.raises(ValueError, match="table is full"):
         pack(table, SchedulerOutput(4, {"b": 1, "c": 1}, [new_request(r, 1, [5]) for r in "bc"]))
 
 
@@ -203,7 +203,7 @@ def decode(step_id: int, request_id: str) -> SchedulerOutput:
 
 
 def test_a_token_that_nobody_knows_is_an_error() -> None:
-    """Rows are reused, so what stands where the token will be is what another request left there."""
+    """Table rows are reused, so the position of the unknown token may hold a token of an earlier request."""
     table = RequestTable(1, 32, 4)
     pack(table, SchedulerOutput(0, {"old": 8}, [new_request("old", 8, [0, 1])]))
     new = [new_request("a", 2, [2, 3])]
@@ -214,11 +214,11 @@ def test_a_token_that_nobody_knows_is_an_error() -> None:
         pack(table, decode(2, "a"))
 
     table = RequestTable(1, 32, 4)
-    pack(table, SchedulerOutput(0, {"a": 2}, [new_request("a", 2, [2, 3])]))  # which samples nothing
+    pack(table, SchedulerOutput(0, {"a": 2}, [new_request("a", 2, [2, 3])]))  # samples nothing
     with pytest.raises(ValueError, match="neither known nor being sampled"):
         pack(table, decode(1, "a"))
 
-    for share in (2, 3):  # more than the one that is being sampled
+    for share in (2, 3):  # more tokens than the single pending token
         table = RequestTable(1, 32, 4)
         pack(table, first)
         with pytest.raises(ValueError, match="neither known nor being sampled"):
@@ -235,7 +235,7 @@ def test_a_sample_is_taken_from_the_step_before_only() -> None:
     table.append_tokens(["a"], ModelOutput([9]))
     pack(table, SchedulerOutput(2, {"b": 2}))
     with pytest.raises(ValueError, match="neither known nor being sampled"):
-        pack(table, decode(3, "a"))  # of step 1, and step 2 came between
+        pack(table, decode(3, "a"))  # sampled in step 1, but step 2 is in between
 
 
 # --- bad batches --------------------------------------------------------------------------------------------
@@ -253,9 +253,10 @@ TOKENS = {
 
 
 def good_batch() -> PackedBatch:
-    """Query lengths 4, 1 and 3 over contexts 2, 5 and 0; the first and the second sample.
+    """Query lengths 4, 1 and 3 over contexts 2, 5 and 0; the first and the second request sample.
 
-    The token of the second is the third sample of the step before."""
+    The token of the second request is the third sample of the previous step.
+    """
     block_table = np.array([[3, 5], [9, 0], [2, 99]], np.int32)  # 99 is padding
     context_lens = np.array([2, 5, 0], np.int32)
     rows = step_rows(block_table, context_lens, [4, 1, 3], 4, num_samples=[1, 1, 0])

@@ -1,4 +1,4 @@
-"""A draft model: the same outputs with it as without, whatever it says, and the right drafts where it is the model."""
+"""Tests of the draft model: it never changes outputs, and all drafts are right if it equals the target model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tools.fixtures.tiny_models import tiny_model
 
 
 def blurred(share: float) -> nn.Module:
-    """The model with some noise in its weights, so that it says the same now and then."""
+    """Return the model with noise in its weights, so that some of its predictions agree with the model's."""
     model, rng = tiny_reference(), np.random.default_rng(0)
 
     def blur(a: mx.array) -> mx.array:
@@ -47,7 +47,7 @@ def drafting_engine(draft: nn.Module, num_drafts: int = 4, *, may_probe: bool = 
 
 
 def watch(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[Drafting]:
-    """What the draft model does from now on, step by step."""
+    """Record the results of the draft model from now on, step by step."""
     done: list[Drafting] = []
     draft = DraftModel.draft
 
@@ -98,13 +98,13 @@ def test_outputs_are_those_without(
     metrics = engine.metrics
     assert metrics.num_drafts and metrics.num_rows["draft"] == metrics.num_draft_tokens
     assert metrics.num_generation_tokens == sum(len(token_ids(outputs)) for outputs in without)
-    # Where a grammar decides, hardly any of the model's own are right, and the more of them, the fewer of all.
-    # Those have the shortest prompts, so where steps are small they are the first to have drafts.
+    # With a grammar, hardly any drafts are right, even drafts of the model itself. The share of such requests matters.
+    # Requests with grammars have the shortest prompts, and get drafts first if steps are small.
     low, high = {"own": (0.45, 1.0), "blurred": (0.04, 0.9), "random": (0.0, 0.1)}[draft]
     assert low <= share_accepted(engine) <= high
 
 
-# Requests whose samples the draft model can foresee: all but those that follow grammars.
+# Requests whose samples the draft model can predict: all requests without a grammar.
 PLAIN: Requests = [(prompt, one) for prompt, one in EVERYTHING if one.structured_outputs is None]
 
 
@@ -119,7 +119,7 @@ PLAIN: Requests = [(prompt, one) for prompt, one in EVERYTHING if one.structured
     ],
 )
 def test_all_drafts_of_the_model_itself_are_accepted(num_drafts: int, config: dict[str, Any]) -> None:
-    """Greedy and sampled with every parameter; packed, in chunks, preempted and resumed: its KV is in place."""
+    """The KV of the draft model is right for greedy and sampled requests, chunks, preemption and resumption."""
     engine = drafting_engine(tiny_reference(), num_drafts, **config)
     run_all(engine, PLAIN)
     assert bool(engine.stats.num_preemptions) == ("num_blocks" in config and config["num_blocks"] < 100)
@@ -139,7 +139,7 @@ def test_all_of_a_thousand_drafts_are_accepted(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("width", [VOCAB_SIZE + 64, VOCAB_SIZE - 100])
 def test_logits_of_another_width(width: int) -> None:
-    """Noise is drawn for the target's tokens, so that the same ones win; tokens that only one model has are padding."""
+    """Noise is drawn for the target's vocabulary, so the same tokens win. Tokens that one model lacks are padding."""
     model = tiny_reference()
     table = model.model.embed_tokens
     if width > VOCAB_SIZE:
@@ -164,20 +164,20 @@ def test_cached_prefixes_are_its_own_too(monkeypatch: pytest.MonkeyPatch) -> Non
     done.clear()
     answer = token_ids(first[0])
     run_all(engine, [([*prompt, *answer, 65, 66, 67], params(seed=1))])
-    # What the answer's last step has filled and its drafts have not is computed now.
+    # The draft model now computes only the tokens of the answer's last step that had no drafts.
     assert max(drafting.num_tokens for drafting in done) < 12
     assert share_accepted(engine) == 1.0
 
 
 def test_what_comes_from_a_store_is_computed_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store has the KV of the model alone, whatever lay in the blocks before."""
+    """A store has KV of the target model only. Earlier contents of the blocks do not count."""
     prompts = [[(7 * i + j) % 250 + 1 for j in range(60)] for i in range(3)]
     plain = kv_engine(tiny_tokenizer(), None).run(prompts, 20)
     assert kv_engine(tiny_tokenizer(), tmp_path).run(prompts, 20) == plain
     engine = kv_engine(tiny_tokenizer(), tmp_path, draft=PagedModel(tiny_model()), num_blocks=40)
     done = watch(engine.core, monkeypatch)
     others = [[(3 * j + i) % 200 + 2 for j in range(70)] for i in range(3)]
-    engine.run(others, 20)  # which leave their KV in blocks that are given to the prompts then
+    engine.run(others, 20)  # leave KV in blocks that the prompts then get
     done.clear()
     engine.core.metrics.num_draft_tokens = 0
     engine.core.metrics.num_accepted_tokens.clear()
@@ -188,7 +188,7 @@ def test_what_comes_from_a_store_is_computed_by_it(tmp_path: Path, monkeypatch: 
 
 
 def test_it_catches_up_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that had no drafts for a time."""
+    """The request has had no drafts for many steps."""
     engine = drafting_engine(tiny_reference(), max_num_batched_tokens=24)
     done = watch(engine, monkeypatch)
     speculation, engine.scheduler.speculation = engine.scheduler.speculation, None
@@ -206,7 +206,7 @@ def test_it_catches_up_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kv_of_rejected_drafts_is_not_taken_for_that_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where steps without drafts follow a rejection, it computes the tokens in place of drafts before it goes on."""
+    """After a rejection and steps without drafts, it first computes the tokens in place of the rejected drafts."""
     engine = drafting_engine(tiny_reference())
     engine.add_request("a", engine.prepare(byte_ids("what follows"), params(seed=3, max_tokens=120)))
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_kv_of_rejected_drafts_is_not_taken_for_that_of_tokens(monkeypatch: pyte
 
 
 def test_the_count_of_rows_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a draft model gives fewer drafts than planned: as it has fallen behind, or is at the end of its context."""
+    """The draft model returns fewer drafts than planned while it catches up, and at the end of its context."""
     engine = drafting_engine(tiny_reference(), max_num_batched_tokens=24, max_draft_len=100)
     counts = []
     for name in ("scheduled", "speculated"):
@@ -271,7 +271,7 @@ def test_a_request_can_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_prediction_comes_first() -> None:
-    """OpenAI's predicted output: its tokens are drafts as long as the answer follows them."""
+    """With OpenAI's predicted output, drafts are tokens of that text while the answer follows it."""
     prompt, one = byte_ids("what follows is known"), params(seed=4, max_tokens=40)
     expected = run_all(tiny_engine(), [(prompt, one)])
     engine = drafting_engine(tiny_model(7, vocab_size=VOCAB_SIZE))
@@ -286,7 +286,7 @@ def test_a_prediction_comes_first() -> None:
 
 @pytest.mark.parametrize("kind", ["build", "eval"])
 def test_a_step_whose_drafting_fails(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests fail, and those after them are as without."""
+    """The requests of the failed step fail. Later requests give the same outputs as without a draft model."""
     expected = run_all(tiny_engine(), PLAIN[:4])
     engine = drafting_engine(tiny_reference())
     for i, (prompt, one) in enumerate(PLAIN[:4]):
@@ -312,7 +312,7 @@ def test_a_step_whose_drafting_fails(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert share_accepted(engine) == 1.0
 
 
-# --- mutants: what they spoil are drafts, never outputs --------------------------------------------------------
+# --- mutants: they spoil drafts, never outputs --------------------------------------------------------------
 
 
 def _keys_of_the_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def _keys_of_the_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _rejected_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its KV of a token that was sampled is taken to be that of the draft in its place."""
+    """Treat the KV of a rejected draft as the KV of the token in its place."""
     turns = DraftModel._turns
 
     def wrong(self: DraftModel, table: Any, plan: Any, drafting: Drafting) -> Any:
@@ -339,7 +339,7 @@ def _rejected_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stale_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that it had KV of are taken to have it, whatever was written to them since."""
+    """Treat all blocks as blocks with KV of the draft model, even after the target has overwritten them."""
     monkeypatch.setattr(DraftModel, "packed", lambda self, rows: self._has_kv.fill(True))
 
 
@@ -366,7 +366,7 @@ def test_mutants_spoil_drafts(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> N
     def run() -> float:
         engine = drafting_engine(tiny_reference())
         speculation, engine.scheduler.speculation = engine.scheduler.speculation, None
-        first = run_all(engine, [(prompt, params(seed=9, max_tokens=2))])  # of which it has no KV
+        first = run_all(engine, [(prompt, params(seed=9, max_tokens=2))])  # the draft model has no KV of it
         engine.scheduler.speculation = speculation
         outputs = run_all(engine, requests)
         check_same(outputs, run_all(tiny_engine(), requests))

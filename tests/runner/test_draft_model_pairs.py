@@ -1,4 +1,4 @@
-"""A draft model beside what is hard for drafts: steps planned ahead, and recurrent states that go back."""
+"""Tests of the draft model with features that complicate drafts: asynchronous planning and recurrent states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference
 from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids
 from tools.fixtures.tiny_models import tiny_model
 
-# So few tokens that a model which knows nothing is right now and then.
+# With only two tokens, even the guesses of a random model are right sometimes.
 FEW = (97, 98)
 GUESSED: Requests = [
     (byte_ids(text), params(allowed_token_ids=FEW, max_tokens=70, **fields))
@@ -31,7 +31,7 @@ HYBRID: dict[str, Any] = {"architecture": "qwen3_5", "num_state_slots": 160}
     "config", [{}, {"num_blocks": 24, "max_num_batched_tokens": 40}, {"max_num_batched_tokens": 9, "max_num_seqs": 9}]
 )
 def test_steps_ahead_give_the_same(config: dict[str, Any]) -> None:
-    """Steps that have drafts wait for the tokens of the one before; others need not."""
+    """A step with drafts waits for the tokens of the previous step. Steps without drafts need not wait."""
     engine = drafting_engine(tiny_reference(), ahead=True, **config)
     check_same(run_all(engine, EVERYTHING), run_all(tiny_engine(), EVERYTHING))
     assert bool(engine.stats.num_preemptions) == ("num_blocks" in config)
@@ -47,7 +47,7 @@ def test_all_drafts_of_the_model_itself_are_accepted_beside_steps_ahead() -> Non
 
 
 def test_drafts_that_do_not_pay_are_tried_between_steps_ahead() -> None:
-    """Long after all that were tried at first have been rejected."""
+    """Probes continue long after all early drafts have been rejected."""
     engine = drafting_engine(tiny_model(7, vocab_size=VOCAB_SIZE), ahead=True)
     engine.add_request("0", engine.prepare(byte_ids("abc"), params(seed=1, max_tokens=460)))
     numbers = []
@@ -75,7 +75,7 @@ def without() -> list[list[RequestOutput]]:
     ],
 )
 def test_recurrent_models_give_the_same(without: list[list[RequestOutput]], config: dict[str, Any]) -> None:
-    """Accepted tokens are computed again where a draft is rejected, and drafts go on from them."""
+    """After a rejection, accepted tokens are recomputed, and further drafts follow them."""
     engine = drafting_engine(tiny_model(7, vocab_size=VOCAB_SIZE), 3, **HYBRID, **config)
     check_same(run_all(engine, [*EVERYTHING, *GUESSED]), without)
     assert bool(engine.stats.num_preemptions) == (config.get("num_blocks", 100) < 100)

@@ -1,4 +1,4 @@
-"""Each sampling parameter, through the whole engine on a tiny model, against mlx-lm's logits and NumPy."""
+"""Tests of each sampling parameter with the whole engine on a tiny model, against mlx-lm's logits and NumPy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT = byte_ids("the thing in the string")
 
 
 def edited(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
-    """Logits [V] as the documentation says they are edited, token by token."""
+    """Return logits [V] with the edits that the documentation describes, token by token."""
     logits = logits.astype(np.float64).copy()
     if params.allowed_token_ids is not None:
         for token in range(len(logits)):
@@ -53,7 +53,7 @@ CONTROLS: list[dict[str, Any]] = [
     {"allowed_token_ids": range(90, 130), "repetition_penalty": 1.3, "logit_bias": {91: 2, 95: -3}},
 ]
 CUTS: list[dict[str, Any]] = [{}, {"top_k": 12}, {"top_p": 0.8}, {"min_p": 0.05, "temperature": 1.5}]
-# All of them in the long run; else each control with one cut, each cut with two controls at least.
+# The full test run uses all pairs. Otherwise, each control has one cut, and each cut has at least two controls.
 CONTROLS_AND_CUTS = [
     pytest.param(
         control,
@@ -68,7 +68,7 @@ CONTROLS_AND_CUTS = [
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda c: "-".join(c))
 def test_greedy_follows_the_edited_logits(control: dict[str, Any]) -> None:
-    """Each greedy token is the largest of mlx-lm's logits, edited as documented; alone and in company."""
+    """Each greedy token is the largest of mlx-lm's logits with the documented edits, alone and in a batch."""
     params = SamplingParams(temperature=0, max_tokens=14, **control)
     company = [(byte_ids("another one"), SamplingParams(seed=1, max_tokens=20))] * 2
     company += [(byte_ids("third"), SamplingParams(temperature=0, max_tokens=9, presence_penalty=1))]
@@ -86,14 +86,14 @@ def test_greedy_follows_the_edited_logits(control: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("control", "cut"), CONTROLS_AND_CUTS)
 def test_frequencies_of_the_second_token(control: dict[str, Any], cut: dict[str, Any]) -> None:
-    """Chi-square over many seeds. The first token is forced, so that the output has one to be penalized."""
+    """Chi-square test over many seeds. The first token is forced, so that the output has a token to penalize."""
     first = 97
     model = tiny_reference()
     engine = tiny_engine(max_num_seqs=512, num_blocks=2048, max_num_batched_tokens=512)
     controls = {**control, **cut}
     if "min_tokens" in controls:
         controls["min_tokens"] = 2
-    # The request resumes with one output token, as after a preemption: no step before the one that is tested.
+    # The request resumes with one output token, as after preemption, so no other step runs before the tested step.
     prompt = [1, 2, first]
     tokens = second_tokens(engine, prompt, first, controls, 1500)
     params = SamplingParams(seed=0, **controls)
@@ -104,7 +104,7 @@ def test_frequencies_of_the_second_token(control: dict[str, Any], cut: dict[str,
 
 
 def second_tokens(engine: Any, prompt: list[int], first: int, controls: dict[str, Any], num: int) -> np.ndarray:
-    """The second token of ``num`` outputs of different seeds, all of which begin with ``first``."""
+    """Return the second token of ``num`` outputs with different seeds, all of which start with ``first``."""
     ids = [str(i) for i in range(num)]
     for i, request_id in enumerate(ids):
         params = SamplingParams(seed=i, max_tokens=2, ignore_eos=False, **controls)
@@ -120,7 +120,7 @@ def second_tokens(engine: Any, prompt: list[int], first: int, controls: dict[str
 
 
 def test_temperature_and_penalties_reach_every_token_alike() -> None:
-    """A sampled output is the same alone, in company, one step ahead, and when its blocks were taken away."""
+    """A sampled output is the same alone, in a batch, with asynchronous planning, and after preemption."""
     requests = [
         (byte_ids(f"prompt {i} the thing"), SamplingParams(seed=i, max_tokens=24, ignore_eos=True, **control))
         for i, control in enumerate(CONTROLS + CUTS[1:])
@@ -158,7 +158,7 @@ def check_entry(entry: Any, row: np.ndarray, num_top: int) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_logprobs(ahead: bool) -> None:
-    """Of the model's own distribution, whatever is done to the logits before sampling."""
+    """Log probabilities are of the model's own distribution, regardless of edits of the logits before sampling."""
     requests = [
         (PROMPT, SamplingParams(temperature=0, max_tokens=12, logprobs=5, ignore_eos=True)),
         (byte_ids("other"), SamplingParams(seed=3, max_tokens=9, ignore_eos=True)),
@@ -182,7 +182,7 @@ def test_logprobs(ahead: bool) -> None:
     ids=str,
 )
 def test_prompt_logprobs(config: dict[str, Any]) -> None:
-    """Whole, chunked, preempted and beside others; cached prefixes are passed over."""
+    """Prompts are computed whole, in chunks, with preemption and in a batch. Cached prefixes are not used."""
     engine = tiny_engine(**config)
     first = (PROMPT, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     run_all(engine, [first])
@@ -206,7 +206,7 @@ def test_prompt_logprobs(config: dict[str, Any]) -> None:
 
 def test_bad_words_of_one_and_of_several_tokens() -> None:
     engine = tiny_engine()
-    bias = {97: 100.0, 98: 99.0}  # with a penalty: a, b, a, b and so on
+    bias = {97: 100.0, 98: 99.0}  # with a penalty, the output alternates between a and b
     free = SamplingParams(temperature=0, max_tokens=8, logit_bias=bias, presence_penalty=2)
     (outputs,) = run_all(engine, [(PROMPT, free)])
     assert "ab" in "".join(output.text for output in outputs)
@@ -246,7 +246,10 @@ def test_stop_string_in_the_output() -> None:
 
 
 def test_text_logprobs_go_with_the_text() -> None:
-    """Tokens of a stop string are not told, those held back with its beginning come with their text."""
+    """Tokens of a stop string are not reported.
+
+    Tokens held back because of a possible stop string are reported with their text.
+    """
     params = SamplingParams(
         temperature=0, max_tokens=12, logit_bias={97: 100.0}, stop="aaaab", logprobs=0, stop_token_ids=[98]
     )
@@ -314,7 +317,7 @@ STRUCTURED = {
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_structured_output_beside_other_requests(ahead: bool) -> None:
-    """A model of random weights knows no grammar: what matches was made to. Preempted on the way, too."""
+    """A model with random weights cannot follow a grammar, so a match shows that masks work, also after preemption."""
     requests = [
         (byte_ids(f"prompt {i} {name}"), SamplingParams(seed=i, max_tokens=60, structured_outputs=params))
         for i, (name, (params, _)) in enumerate(list(STRUCTURED.items()) * 4)

@@ -1,4 +1,4 @@
-"""What a server finds out at its start about replayed steps: right ones go on, and all others are refused."""
+"""Tests of the check of replayed steps at startup: correct replay stays enabled, any other replay is disabled."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine.test_quantized_kv import model_of
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.tiny_engine import tiny_reference
 
-RECURRENT = ["qwen3_next", "mamba"]  # beside attention, and without any
+RECURRENT = ["qwen3_next", "mamba"]  # with and without attention layers
 SCHEDULER = SchedulerConfig(max_num_batched_tokens=64, max_model_len=64, max_num_seqs=8)
 
 
@@ -53,7 +53,7 @@ def checked(
     ("architecture", "dtype"),
     [
         *((name, mx.float32) for name in ("llama", "gemma3_text", "qwen3_moe", "deepseek_v3", *RECURRENT)),
-        *((name, mx.bfloat16) for name in ("llama", "gemma3_text")),  # of experts MLX's CPU backend has float32 only
+        *((name, mx.bfloat16) for name in ("llama", "gemma3_text")),  # MLX's CPU has experts in float32 only
     ],
 )
 def test_what_is_right_is_replayed(architecture: str, dtype: mx.Dtype, kv_cache_dtype: str) -> None:
@@ -67,7 +67,7 @@ def test_what_is_right_is_replayed(architecture: str, dtype: mx.Dtype, kv_cache_
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 1), (1, 8), (2, 2)])
 def test_in_a_small_cache(num_blocks: int, block_size: int) -> None:
-    """Of which one for one token has no second step to compare."""
+    """A cache for a single token has no second step to compare."""
     replay, _ = checked(num_blocks=num_blocks, block_size=block_size)
     assert replay.refusal is None and (replay.num_traces > 0) == (num_blocks * block_size > 1)
 
@@ -92,7 +92,7 @@ def no_number_later(forward: Callable[..., mx.array]) -> Callable[..., mx.array]
 
 
 def nowhere(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Writes to the trash block."""
+    """Make a forward write to the padding block."""
 
     def wrong(self: PagedModel, input_ids: mx.array, positions: mx.array, rows: TracedRows, *rest: Any) -> mx.array:
         writes = TracedWrites(mx.full(positions.shape, 64, mx.int32))
@@ -115,7 +115,7 @@ def other_positions(forward: Callable[..., mx.array]) -> Callable[..., mx.array]
 
 
 def old_states(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Recurrent states stay as they were."""
+    """Make a forward leave the recurrent states unchanged."""
 
     def wrong(self: PagedModel, *args: Any) -> mx.array:
         before = self.pool.snapshot()
@@ -129,7 +129,7 @@ def old_states(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def states_of_others(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Each row leaves its recurrent state in the place of the next one."""
+    """Make each row write its recurrent state to the slot of the next row."""
 
     def wrong(self: PagedModel, input_ids: mx.array, *rest: Any) -> mx.array:
         logits = forward(self, input_ids, *rest)
@@ -158,7 +158,7 @@ def test_what_is_wrong_is_refused(
     monkeypatch.setattr(PagedModel, "forward_of_arrays", make(PagedModel.forward_of_arrays))
     with caplog.at_level(logging.WARNING):
         replay, _ = checked(dtype=dtype, kv_cache_dtype=kv_cache_dtype)
-    assert replay.refusal is not None and "its logits are off from those of steps that are built by" in replay.refusal
+    assert replay.refusal is not None and "replayed logits differ from the logits of built steps by" in replay.refusal
     assert replay.refusal in caplog.text and replay.num_traces == 0
 
 
@@ -167,7 +167,7 @@ def test_what_is_wrong_is_refused(
 def test_wrong_states_are_refused(make: Callable[..., Any], architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedModel, "forward_of_arrays", make(PagedModel.forward_of_arrays))
     replay, _ = checked(architecture)
-    assert replay.refusal is not None and "its logits are off from those of steps that are built by" in replay.refusal
+    assert replay.refusal is not None and "replayed logits differ from the logits of built steps by" in replay.refusal
 
 
 def test_a_step_that_fails_is_the_last(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -181,7 +181,7 @@ def test_a_step_that_fails_is_the_last(monkeypatch: pytest.MonkeyPatch, caplog: 
 
     monkeypatch.setattr(DecodeReplay, "forward", failing)
     replay, model = checked()
-    assert replay.refusal == "trying it failed (no such kernel)" and replay.num_traces == 0
+    assert replay.refusal == "the trial at startup failed (no such kernel)" and replay.num_traces == 0
     assert "no such kernel" in caplog.text
     model.pool.evaluate()
     assert all(np.isfinite(np.array(array)).all() for state in model.pool.states for array in state.arrays.values())

@@ -1,4 +1,4 @@
-"""Sampling against an independent float64 reference, and draws that batching cannot change."""
+"""Tests of sampling against an independent float64 reference, and of draws that must not depend on the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from metal_engine.sampling_params import SamplingParams
 
 
 def reference_probs(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities [V] by the textbook, and the tokens so near a limit that rounding may decide."""
+    """Return textbook probabilities [V], and the tokens so near a limit that rounding may decide."""
     scaled = logits.astype(np.float64) / params.temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
@@ -35,7 +35,7 @@ def reference_probs(logits: np.ndarray, params: SamplingParams) -> tuple[np.ndar
     if params.top_p < 1:
         kept = np.zeros(len(probs), bool)
         for token in range(len(probs)):
-            # All that is likelier than a token comes before it; those as likely stand or fall with it.
+            # All likelier tokens come before a token. Equally likely tokens are kept or dropped together.
             before = probs[probs > probs[token]].sum()
             kept[token] = probs[token] > 0 and before < params.top_p
             near[token] |= before > 0 and abs(before - params.top_p) < 1e-5
@@ -51,7 +51,7 @@ def table_of(*params: SamplingParams) -> SamplingTable:
 
 
 def draw(logits: np.ndarray | mx.array, params: SamplingParams, num_draws: int, first: int = 0) -> np.ndarray:
-    """Many draws from one row of logits, [V], at successive positions of one request."""
+    """Draw many tokens from one row of logits, [V], at successive positions of one request."""
     logits = mx.broadcast_to(mx.array(logits), (num_draws, logits.shape[-1]))
     positions = np.arange(first, first + num_draws, dtype=np.int32)
     tokens = sample(logits, table_of(params), np.zeros(num_draws, np.int32), positions)
@@ -61,7 +61,7 @@ def draw(logits: np.ndarray | mx.array, params: SamplingParams, num_draws: int, 
 
 
 def assert_distributed(tokens: np.ndarray, probs: np.ndarray) -> None:
-    """Chi-square goodness of fit, refused beyond five standard deviations; rare tokens share a cell."""
+    """Chi-square test of the fit, with a limit of five standard deviations. Rare tokens share a cell."""
     counts = np.bincount(tokens, minlength=len(probs)).astype(np.float64)
     assert counts[probs == 0].sum() == 0, f"drew excluded tokens {np.flatnonzero(counts * (probs == 0))}"
     expected = probs * len(tokens)
@@ -123,7 +123,7 @@ def test_frequencies_over_a_real_vocabulary() -> None:
     logits = np.random.default_rng(1).normal(0, 2, vocab_size).astype(np.float32)
     logits[np.random.default_rng(2).choice(vocab_size, 30, replace=False)] += 11
     params = SamplingParams(seed=3)
-    # In parts: a draw of this size takes its 49,152 random numbers at once.
+    # In pieces, because a draw of this size takes its 49,152 random numbers at once.
     tokens = np.concatenate([draw(logits, params, 250, first) for first in range(0, 2000, 250)])
     assert_distributed(tokens, reference_probs(logits, params)[0])
 
@@ -135,7 +135,7 @@ def test_top_k_over_a_real_vocabulary() -> None:
 
 
 def test_successive_draws_are_independent() -> None:
-    """Pairs of neighbouring positions, and of neighbouring seeds, are distributed as a product."""
+    """Pairs of neighbouring positions, and pairs of neighbouring seeds, have a product distribution."""
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     probs = np.array([0.4, 0.3, 0.2, 0.1])
     pairs = np.outer(probs, probs).ravel()
@@ -166,7 +166,7 @@ def test_successive_draws_are_independent() -> None:
 def test_support(
     seed: int, vocab_size: int, spread: float, num_ties: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
-    """Exactly the tokens the reference keeps are left, but for those within rounding of a limit."""
+    """The kept tokens are the reference's tokens, except for tokens within rounding of a limit."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(0, spread, vocab_size).astype(np.float32)
     for _ in range(num_ties):
@@ -215,7 +215,7 @@ def test_minus_infinity_is_never_drawn(params: SamplingParams) -> None:
 
 
 def test_the_only_token_left_is_drawn_whatever_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A uniform number of exactly 0 gives Gumbel noise of -inf: the token must not look excluded."""
+    """A uniform number of exactly 0 gives Gumbel noise of -inf, which must not exclude the token."""
     monkeypatch.setattr(mx.random, "gumbel", lambda shape, key: mx.full(shape, -np.inf) + 0 * key[0])
     logits = np.array([0.0, 1.0, 9.0, 2.0], np.float32)
     assert set(draw(logits, SamplingParams(seed=0, top_k=1), 4).tolist()) == {2}
@@ -268,7 +268,7 @@ def test_a_vocabulary_of_one() -> None:
 
 def test_greedy_is_the_first_of_the_largest() -> None:
     logits = np.random.default_rng(0).integers(-3, 4, (64, 40)).astype(np.float32)
-    # Nothing else about a greedy row matters.
+    # A greedy row ignores all other parameters.
     table = table_of(*(SamplingParams(temperature=0, top_k=i, top_p=0.5, min_p=0.5) for i in range(64)))
     indices = np.arange(64, dtype=np.int32)
     tokens = np.array(sample(mx.array(logits), table, indices, indices))
@@ -290,7 +290,7 @@ KINDS = (
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), vocab_size=st.sampled_from([7, 129, 1000]))
 def test_a_draw_does_not_depend_on_the_batch(data: st.DataObject, vocab_size: int) -> None:
-    """The same (seed, position) draws the same token alone, in any company, in any order, in any row."""
+    """The same (seed, position) draws the same token alone and in any batch, in any order and in any row."""
     num_rows = data.draw(st.integers(1, 12))
     params = [
         SamplingParams(seed=data.draw(st.integers(-(2**63), 2**63 - 1)), **data.draw(st.sampled_from(KINDS)))
@@ -301,7 +301,7 @@ def test_a_draw_does_not_depend_on_the_batch(data: st.DataObject, vocab_size: in
     positions = rng.integers(0, 5000, num_rows).astype(np.int32)
     alone = [draw(logits[i], params[i], 1, first=int(positions[i])).item() for i in range(num_rows)]
     company = np.array(data.draw(st.permutations(range(num_rows))))[: data.draw(st.integers(1, num_rows))]
-    home = np.array(data.draw(st.permutations(range(num_rows))))  # where each request's parameters live
+    home = np.array(data.draw(st.permutations(range(num_rows))))  # index of each request's parameters in the table
     table = SamplingTable(num_rows)
     for i in range(num_rows):
         table.set(int(home[i]), params[i], params[i].seed or 0)
@@ -326,5 +326,5 @@ def test_positions_and_seeds_draw_differently() -> None:
     streams = {seed: draw(logits, SamplingParams(seed=seed), 40).tolist() for seed in (-1, 0, 1, 2, 2**63 - 1)}
     drawn = [token for stream in streams.values() for token in stream]
     assert len(set(drawn)) > 195, "of 200 draws from 65,536 equally likely tokens hardly any is a repetition"
-    # Nor is one seed's stream another's, shifted.
+    # The stream of one seed is not the shifted stream of another seed.
     assert not set(streams[0][:-1]) & set(streams[1][1:])

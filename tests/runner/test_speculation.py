@@ -1,4 +1,4 @@
-"""The same outputs with drafts as without, whatever is sampled how: through the whole engine on a tiny model."""
+"""Tests that drafts do not change outputs, with all kinds of sampling, in the whole engine on a tiny model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ EVERYTHING: Requests = [
 
 
 def seen(outputs: list[RequestOutput]) -> tuple[Any, ...]:
-    """All that a user sees of an output, whatever it was cut into."""
+    """Return everything that a user sees of an output, regardless of its division into chunks."""
     last = outputs[-1]
     return (
         token_ids(outputs),
@@ -81,7 +81,7 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def without() -> list[list[RequestOutput]]:
-    """What they are without speculation. (That company changes nothing there is shown elsewhere.)"""
+    """Outputs without speculation. Other tests show that batching does not change them."""
     return run_all(tiny_engine(), EVERYTHING)
 
 
@@ -119,7 +119,8 @@ def test_outputs_are_those_without(
     without: list[list[RequestOutput]], num_drafts: int, rightness: float, config: dict[str, Any]
 ) -> None:
     engine = speculating(num_drafts, **config)
-    # Those with grammars share prompts, and drafts go by the prompt: a wrong one may be right for the other.
+    # Requests with grammars share prompts, and known drafts depend on the prompt only, so a wrong draft may be right
+    # for another request.
     num_requests = len(EVERYTHING if rightness else SAMPLED)
     requests, without = EVERYTHING[:num_requests], without[:num_requests]
     propose_from(engine, known(requests, without, rightness=rightness))
@@ -135,7 +136,7 @@ def test_outputs_are_those_without(
 
 
 def test_right_drafts_are_all_accepted(without: list[list[RequestOutput]]) -> None:
-    """Of some requests that no token and no string ends; one by one, so that few steps are taken."""
+    """Uses requests that end by length, one at a time, so that few steps run."""
     for request, outputs in zip(EVERYTHING, without, strict=True):
         if outputs[-1].finish_reason != "length" or request[1].seed not in (None, 1, 6, 11, 20):
             continue
@@ -149,7 +150,7 @@ def test_right_drafts_are_all_accepted(without: list[list[RequestOutput]]) -> No
 def test_outputs_that_sit_out_steps_are_the_same(
     without: list[list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Masks that are late."""
+    """Masks are late in some steps."""
     fill_mask, calls = GrammarMatcher.fill_mask, iter(range(1 << 30))
 
     def now_and_then(self: GrammarMatcher, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
@@ -165,7 +166,7 @@ def test_outputs_that_sit_out_steps_are_the_same(
 def test_drafts_whose_masks_are_not_known_are_counted(
     without: list[list[RequestOutput]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of them is accepted, and outputs are the same."""
+    """No draft without a mask is accepted, and outputs are the same."""
     fill_mask = GrammarMatcher.fill_mask
 
     def alone(self: GrammarMatcher, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
@@ -194,7 +195,7 @@ def test_ngrams_find_what_repeats() -> None:
 
 
 def test_outputs_do_not_depend_on_how_long_steps_take(without: list[list[RequestOutput]]) -> None:
-    """With n-grams, and as many drafts as pay on this machine at this time."""
+    """Drafts come from n-grams, and their number depends on measured step times."""
     engine = speculating(4)
     check_same(run_all(engine, EVERYTHING), without)
 
@@ -223,7 +224,7 @@ def _key_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _exclusions_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bad words, as if no draft came before a row."""
+    """Ignore the drafts before a row when excluding bad words."""
     excluded = RequestEdits.excluded
     monkeypatch.setattr(
         RequestEdits, "excluded", lambda self, ids, position: excluded(self, ids[: self._num_taken_in], position)
@@ -243,7 +244,7 @@ def _masks_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grammar stays where the drafts have led it: it is told that they are tokens."""
+    """Advance the grammar past the drafts, as if all drafts were accepted."""
     consume = GrammarMatcher.consume
 
     def wrong(self: GrammarMatcher, tokens: Any, drafts: Any = ()) -> None:

@@ -1,4 +1,4 @@
-"""What a step is estimated to take before its model is loaded: no less than is measured then, and not much more."""
+"""Tests of the memory estimate of a step before its model is loaded: not below the measurement, nor far above it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools.fixtures.tiny_models import random_model
 CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 40)
 METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 40)
 BLOCK_SIZE = 16
-# Configuration, tokens, and rows that sample, by what takes most: attention, logits, layers.
+# Configuration, number of tokens, and number of sampling rows, by the part that takes most memory.
 SIZES: dict[str, tuple[dict[str, int], int, int]] = {
     "tiny": ({}, 64, 8),
     "scores": ({}, 512, 8),
@@ -29,12 +29,12 @@ SIZES: dict[str, tuple[dict[str, int], int, int]] = {
     "layers": ({"intermediate_size": 1024, "moe_intermediate_size": 512}, 256, 8),
     "both": ({"vocab_size": 2000, "intermediate_size": 1024, "moe_intermediate_size": 512}, 256, 64),
 }
-# Dense ones, experts, recurrent states of several kinds, and those of each kind that take most.
+# Dense models, models with experts, and recurrent models, with the most demanding models of each kind.
 SOME = ("llama", "gpt_neox", "gemma3n", "hunyuan", "qwen3_moe", "qwen3_next", "mamba2", "jamba", "falcon_h1")
 
 
 def changed(model_type: str, change: dict[str, int]) -> dict[str, Any]:
-    """A configuration with other sizes, as far as it has them."""
+    """Return a configuration with other sizes, for the sizes that it contains."""
     config = deepcopy(configuration(model_type))
     parts = [config] + [config[name] for name in ("text_config",) if name in config]
     for part in parts:
@@ -43,7 +43,7 @@ def changed(model_type: str, change: dict[str, int]) -> dict[str, Any]:
 
 
 def sizes_of(model_type: str, size: str) -> tuple[ModelInfo, int, int]:
-    """The model as it is known before; bytes that its step is measured to take, and is estimated to on a CPU."""
+    """Return the model's metadata before its load, and the measured and the estimated bytes of its step on a CPU."""
     change, num_tokens, num_rows = SIZES[size]
     config = changed(model_type, change)
     info = expected_model_info(model_type, CheckpointRequirements(config, 1, 1, "float32"))
@@ -66,7 +66,7 @@ def test_no_less_than_is_measured(model_type: str, size: str) -> None:
 
 
 def test_logits_are_not_counted_on_top_of_layers() -> None:
-    """They take most of small models' steps, and are known but for what some heads add."""
+    """Logits take most of the memory in steps of small models, and are predictable for most LM heads."""
     _, measured, estimated = sizes_of("llama", "logits")
     assert estimated < 1.35 * measured, (measured, estimated)
 

@@ -1,4 +1,4 @@
-"""What a step takes is measured before the KV cache is sized, and real steps keep to it."""
+"""Tests of the measurement of a step's memory before the KV cache is sized: real steps stay within it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_real_steps_take_no_more() -> None:
         plan = scheduler.schedule()
         scheduler.update(plan, runner.execute(plan).result())
     taken = mx.get_peak_memory() - held
-    # Contexts longer than what was tried: a few pieces of scores, and a span of K and of V.
+    # Longer contexts than in the measured step: a few tiles of scores, and a span of K and V.
     longer = 4 * (4 * CPU_LIMITS.scores + 2 * CPU_LIMITS.span)
     assert longer < MARGIN_BYTES / 8
     assert 0.2 * measured < taken < measured + longer, (taken, measured)
@@ -81,7 +81,7 @@ def test_no_request_is_longer_than_it_may_be(
 
 
 def test_freed_buffers_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLX gives out one of up to twice the size that is asked for: what there is of them would be measured."""
+    """MLX reuses a freed buffer of up to twice the requested size, which would distort the measurement."""
     kept: list[int] = []
     call = PagedModel.__call__
 
@@ -102,17 +102,17 @@ def test_freed_buffers_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     ("runs", "most"), [([300, 522, 338, 400, 410], 522), ([(16 << 20) + 1, 0, 0, 0, 0], (16 << 20) + 1)]
 )
 def test_of_small_steps_the_largest_counts(runs: list[int], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They vary most; a large one is run once, for it takes long."""
+    """Small steps vary most, so they run several times. A large step runs once, because it takes long."""
     left = list(runs)
     monkeypatch.setattr(step_memory, "_run_step", lambda *_: mx.get_active_memory() + left.pop(0))
     taken = measure_step_bytes(PagedModel(tiny_model()), PortableBackend(), 16, None, 64, 8)
-    assert abs(taken - most) < 64  # arrays of single numbers, which others let go meanwhile
+    assert abs(taken - most) < 64  # small arrays are freed meanwhile
     assert len(left) == (0 if most < 1 << 20 else 4)
 
 
 @pytest.mark.parametrize(("mine", "theirs", "num_runs"), [(300, 17 << 20, 1), (17 << 20, 17 << 20, 1), (300, 400, 5)])
 def test_all_ranks_run_as_many_steps(mine: int, theirs: int, num_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that ran fewer would leave the others waiting for it."""
+    """If one rank ran fewer steps, the other ranks would wait for it forever."""
     runs: list[int] = []
     monkeypatch.setattr(step_memory, "_run_step", lambda *_: runs.append(mine) or mx.get_active_memory() + mine)
     paged = PagedModel(tiny_model())

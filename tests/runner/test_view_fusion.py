@@ -1,4 +1,4 @@
-"""Views that are merged while a step is traced: the same elements, of fewer operations."""
+"""Tests of views that are merged while a step is traced: the same elements with fewer operations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def elements(*shape: int) -> mx.array:
 
 @given(st.data())
 def test_the_same_elements(data: st.DataObject) -> None:
-    """Whatever views follow each other, those that move elements among them."""
+    """Holds for any sequence of views, including views that move elements."""
     array = elements(*data.draw(st.permutations([1, 1, 2, 3, 4])))
     expected, earlier = np.array(array), []
     with fused_views():
@@ -68,7 +68,7 @@ def test_the_same_elements(data: st.DataObject) -> None:
 
 
 def test_what_a_layer_does_is_one_view(tmp_path: Path) -> None:
-    """To the rows that a linear layer gives it, and to what attention returns."""
+    """Checked for the rows from a linear layer, and for the output of attention."""
     rows, attended = elements(5, 1, 12), elements(5, 3, 4)
 
     def heads() -> mx.array:
@@ -100,7 +100,7 @@ def test_what_is_left_to_mlx() -> None:
             array.reshape(5)
 
 
-# By the name that arrays have them under.
+# By the name of the method of an array.
 IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
     f"__{name}__": getattr(operator, name)
     for name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "imatmul", "ipow", "iand", "ior", "ixor")
@@ -109,7 +109,7 @@ IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_view_that_is_changed_in_place(name: str) -> None:
-    """What follows is of what it is now."""
+    """Later views use the changed elements."""
 
     def result() -> mx.array:
         values = elements(1, 3, 3) + 1

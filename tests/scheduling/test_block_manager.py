@@ -1,4 +1,4 @@
-"""The pool of blocks: allocation, return, order of reuse, and a check that notices corruption."""
+"""Tests of the block pool: allocation, release, order of reuse, and a check that detects corruption."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_free_of_an_unknown_request_does_nothing() -> None:
     ),
 )
 def test_against_a_naive_pool(num_blocks: int, block_size: int, actions: list[tuple[str, int | None, int]]) -> None:
-    """A list and a dict that do the same in the plainest way: same answers, same ids, same order."""
+    """A plain list and a plain dict give the same results, the same ids and the same order."""
     blocks = BlockManager(num_blocks, block_size)
     free, tables = list(range(num_blocks)), dict[str, list[int]]()
     for request_id, num_tokens, reserve in actions:

@@ -1,4 +1,4 @@
-"""Partial prefills, alignment, priorities and the cap on attention work: one promise each."""
+"""Tests of partial prefills, alignment, priorities and the cap on attention work, one guarantee each."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_slots_rotate_when_the_budget_cannot_serve_them_all() -> None:
 
 @pytest.mark.parametrize("aligned", [False, True])
 def test_a_free_slot_has_its_turn_when_the_budget_serves_one(aligned: bool) -> None:
-    """Decodes leave a block, and a long prompt could take it in every step."""
+    """Decodes leave one block of the budget, and a long prompt would take it in every step without rotation."""
     harness = make_harness(budget=12, page_aligned_scheduling=aligned)
     for i in range(8):
         harness.submit(f"d{i}", [i + 1], 40)
@@ -159,13 +159,13 @@ def test_decodes_go_first() -> None:
 
 
 def test_a_long_prompt_keeps_its_place_and_is_not_starved_by_a_stream_of_short_ones() -> None:
-    """Passed over at most until the long one before it is done, and that one gets its even share each step."""
+    """Short prompts pass it only until the first long prompt is done, which gets its even part of each step."""
     harness = make_harness(budget=32, num_blocks=4000, seqs=256)
     harness.submit("long0", make_prompt(0, 320), 1)
     second = harness.submit("long1", make_prompt(1, 320), 1)
     steps = 0
     while second.num_output_tokens == 0:
-        for i in range(12):  # more than a step can do
+        for i in range(12):  # more than fit into a step
             harness.submit(f"s{steps}-{i}", make_prompt(2 + i, 6), 1)
         harness.step()
         steps += 1
@@ -223,7 +223,10 @@ def test_shares_are_even_and_nothing_is_wasted(
 
 
 def test_prompts_whose_log_probabilities_are_wanted_share_a_limit_of_rows() -> None:
-    """Each of their rows takes logits; other prompts take what the budget has left, at no one's cost."""
+    """The limit applies only to rows with logits.
+
+    Another prompt uses the remaining budget at no cost to these prompts.
+    """
     harness = make_harness(2048, num_blocks=4000, partial=3, max_long_partial_prefills=3)
     asking = {"a": 1000, "b": 300}
     for request_id, length in asking.items():
@@ -355,7 +358,7 @@ def test_attention_work_is_shared_evenly() -> None:
 
 
 def test_a_context_too_long_for_the_cap_does_not_keep_others_out() -> None:
-    """A block after 100 tokens takes more than a step may have: the long prompt goes alone, every other step."""
+    """After 100 tokens, one block exceeds the cap: the long prompt runs alone, in every second step."""
     harness = make_harness(budget=64, max_attention_work=300, threshold=64)
     long = harness.submit("long", make_prompt(0, 1000), 1)
     harness.run(until=lambda: long.num_computed_tokens >= 100)
@@ -367,7 +370,7 @@ def test_a_context_too_long_for_the_cap_does_not_keep_others_out() -> None:
 
 @pytest.mark.parametrize("length", range(3, 12))
 def test_a_prompt_that_is_let_in_without_a_slot_is_done_in_that_step(length: int) -> None:
-    """It fits into what others leave, and must not have to share that with the one that has the slot."""
+    """The prompt fits into the remaining budget, and must not share the budget with the prompt in the slot."""
     harness = make_harness(
         54, block_size=2, seqs=4, partial=1, threshold=7, page_aligned_scheduling=True, max_attention_work=49
     )
@@ -378,7 +381,7 @@ def test_a_prompt_that_is_let_in_without_a_slot_is_done_in_that_step(length: int
             break
         if "long" in harness.scheduler.running and len(harness.live) < 3:
             harness.submit(f"short {i}", make_prompt(i % 5, length), 1)
-        step = harness.step()  # checks that no more prompts are in progress than may be
+        step = harness.step()  # checks the limit on prompts in progress
         num_whole += sum(step.num_scheduled_tokens.get(r.request_id, 0) == length for r in step.new_requests)
     assert num_whole or length > 6
 

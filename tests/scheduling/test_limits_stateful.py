@@ -1,8 +1,13 @@
-"""The state machine of ``test_scheduler_stateful.py`` with every knob of scheduling drawn at random.
+"""Runs the state machine of ``test_scheduler_stateful.py`` with random values of all scheduling settings.
 
-The harness asserts after each step that the budget is exact, that the limits on partial, long and aligned chunks
-and on attention work hold, that nothing shared is written, and that every request gets the tokens it gets alone;
-and, at the end, that all are done within a bounded number of steps.
+The harness asserts after each step:
+
+- The budget is exact.
+- The limits on partial, long and aligned chunks and on attention work hold.
+- No step writes to shared blocks.
+- Every request gets the same tokens as without other requests.
+
+At the end, it asserts that all requests finish within a bounded number of steps.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 
 
 class KnobsMachine(SchedulerMachine):
-    """Any combination of settings, shared prefixes, salts, priorities, pools too small for the traffic."""
+    """Random settings, shared prefixes, salts and priorities, with pools that are too small for the traffic."""
 
     depths = st.integers(1, 3)
     pool_sizes = st.integers(2, 40)
@@ -64,7 +69,7 @@ class KnobsMachine(SchedulerMachine):
         self.num_requests = 0
 
     def submit(self, prompt: list[int], max_tokens: int, **kwargs: object) -> None:  # type: ignore[override]
-        # Drawn from what the request is, so that the machine's rules need not know of it.
+        # Derived from the request's arguments, so that the rules of the state machine need not pass options.
         digest = len(prompt) * 31 + max_tokens * 7 + self.num_requests
         options = RequestOptions(priority=digest % 3 - 1, cache_salt="other" if digest % 5 == 0 else "")
         request_id = f"r{self.num_requests}"
@@ -87,14 +92,14 @@ class KnobsMachine(SchedulerMachine):
     @precondition(lambda self: self.harness.tracked)
     @rule(data=st.data(), added=st.integers(1, 9))
     def second_turn(self, data: st.DataObject, added: int) -> None:
-        """A prompt that goes on from what another request has said so far."""
+        """Submit a prompt that continues the tokens of another request."""
         tracked = self.harness.tracked[data.draw(st.sampled_from(sorted(self.harness.tracked)), label="turn")]
         prompt = tracked.request.token_ids + make_prompt(9, added)
         self.submit(prompt[: max(1, self.capacity - 1)], 1 + added % 4)
 
 
 class LargeKnobsMachine(KnobsMachine):
-    """Prompts of up to 10,000 tokens."""
+    """State machine with prompts of up to 10,000 tokens."""
 
     pool_sizes = st.integers(300, 2000)
     token_budgets = st.sampled_from([61, 512, 2048])

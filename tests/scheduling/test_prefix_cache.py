@@ -1,4 +1,4 @@
-"""Shared prefixes: what counts as a hit, when, and that a wrong one shows."""
+"""Tests of shared prefixes: hits and their timing, and detection of wrong hits."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_answers_are_cached_too(depth: int) -> None:
     harness = make_harness(depth=depth)
     a = harness.submit("a", make_prompt(0, 10), 10)
     harness.run()
-    # The last token's KV was never computed, so the block that it fills is not there.
+    # The KV of the last token was never computed, so the block that it would fill is not cached.
     assert len(a.token_ids) == 20
     harness.submit("b", [*a.token_ids, 1, 2, 3], 1)
     harness.run()
@@ -153,7 +153,7 @@ def test_requests_in_flight_share() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_burst_computes_its_prefix_once(depth: int) -> None:
-    """Partial prefills run side by side, but those with the same prefix wait for the first of them."""
+    """Partial prefills run concurrently, but prefills with the same prefix wait for the first of them."""
     harness = make_harness(budget=16, depth=depth, partial=4)
     for i in range(6):
         harness.submit(f"r{i}", make_prompt(0, 40) + make_prompt(i + 1, 3), 1)
@@ -186,7 +186,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_owner_ends(how: str) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_who_waits_for_a_prefix_goes_on_when_its_last_token_goes_as_a_decode(depth: int) -> None:
-    """The owner's first chunk leaves one token of its prompt, which is no prefill any more."""
+    """The owner's first chunk leaves one token of its prompt, which is scheduled as a decode."""
     harness = make_harness(budget=31, partial=4, depth=depth)
     harness.submit("owner", make_prompt(0, 32), 50)
     b = harness.submit("b", make_prompt(0, 42), 1)
@@ -225,9 +225,9 @@ def test_least_recently_used_goes_first_tails_before_heads() -> None:
     fill(blocks, "b", b)
     blocks.free("a")
     blocks.free("b")
-    fill(blocks, "again", a)  # used again: b is the oldest now
+    fill(blocks, "again", a)  # now b is the least recently used
     blocks.free("again")
-    assert blocks.allocate("new", 8) is not None  # the block never used, and b's tail
+    assert blocks.allocate("new", 8) is not None  # takes the unused block and b's last block
     assert len(blocks.find_cached(a, 3)) == 3
     assert len(blocks.find_cached(b, 2)) == 1
     blocks.check_integrity()

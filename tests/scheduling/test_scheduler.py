@@ -1,4 +1,4 @@
-"""Directed tests of the scheduler, one promise each; the harness checks all invariants and tokens as well."""
+"""Tests of the scheduler, one guarantee each. The harness also checks all invariants and tokens."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_latest_arrival_is_preempted_and_resumes_in_order() -> None:
         harness.submit(f"r{i}", make_prompt(i, 8), 8)
     harness.submit("late", make_prompt(3, 4), 2)
     assert list(shares(harness)) == ["r0", "r1", "r2"]
-    plan = harness.step()  # r0 needs a third block: r2 gives both of its own, r1 takes the other
+    plan = harness.step()  # r0 needs a third block; r2 is preempted and frees two, and r1 takes the other
     assert list(plan.num_scheduled_tokens) == ["r0", "r1"]
     assert plan.dropped_req_ids == ["r2"]
     r2 = harness.tracked["r2"].request
@@ -184,7 +184,7 @@ def test_two_requests_that_each_fill_the_pool_take_turns_without_livelock() -> N
     for i in range(4):
         harness.submit(f"r{i}", make_prompt(i, 5), 28)
     harness.drain()
-    # A request is preempted at most once for each one before it: no thrashing.
+    # A request is preempted at most once for each earlier request, so there is no thrashing.
     assert harness.scheduler.num_preemptions <= 6
 
 
@@ -244,7 +244,7 @@ def test_an_id_in_use_is_refused_and_may_be_used_again_later() -> None:
     with pytest.raises(ValueError, match="in use"):
         harness.submit("a", make_prompt(1, 5), 2)
     harness.run()
-    harness.submit("a", make_prompt(1, 6), 3)  # in the plan that also drops the old one
+    harness.submit("a", make_prompt(1, 6), 3)  # the same plan also drops the old request
     plan = harness.step()
     assert plan.dropped_req_ids == ["a"]
     assert [new.request_id for new in plan.new_requests] == ["a"]
@@ -255,7 +255,7 @@ def test_an_id_in_use_is_refused_and_may_be_used_again_later() -> None:
 
 
 def finish(params: SamplingParams, eos: frozenset[int], tokens: list[int]) -> tuple[Request, list[int], object]:
-    """Feed ``tokens`` to one request until it finishes: the request, what it took, the last output."""
+    """Feed ``tokens`` to one request until it finishes. Return the request, the used tokens and the last output."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=2, max_model_len=64),
         CacheConfig(block_size=4, num_blocks=16),
@@ -343,7 +343,7 @@ def test_abort_in_every_state_frees_blocks(state: str, depth: int) -> None:
             harness.update()
         assert "a" in harness.schedule().num_scheduled_tokens
     harness.abort("a")
-    harness.abort("a")  # once more changes nothing
+    harness.abort("a")  # a second abort has no effect
     assert harness.scheduler.requests.keys() <= {"other"}
     assert harness.scheduler.blocks.num_used_blocks == len(harness.scheduler.blocks.block_ids("other"))
     if state != "finished":
@@ -380,7 +380,7 @@ def test_drops_are_told_exactly_once() -> None:
 
 
 def test_an_empty_plan_does_not_carry_drops_off() -> None:
-    """Nobody executes a plan without tokens, so what it says would be lost."""
+    """A plan without tokens is not executed, so its dropped ids would be lost."""
     harness = make_harness()
     harness.submit("a", [1], 1)
     harness.step()
@@ -468,7 +468,7 @@ def test_a_preempted_request_does_not_resume_before_its_token_lands() -> None:
     harness.schedule()
     harness.schedule()
     assert request.status is RequestStatus.PREEMPTED
-    harness.abort("a")  # there is room for b now, but not its last token
+    harness.abort("a")  # b fits now, except for its last token
     assert harness.schedule().num_scheduled_tokens == {}
     harness.update()
     plan = harness.schedule()
@@ -490,7 +490,7 @@ def test_a_preempted_request_may_finish_by_the_token_that_lands() -> None:
 
 
 def test_blocks_freed_under_a_step_are_reused_safely() -> None:
-    """Steps run in the order they were planned: the next owner writes after the last reader has read."""
+    """Steps run in the order of their planning, so the next owner writes after the last reader has read."""
     harness = make_harness(block_size=2, num_blocks=4, depth=2)
     harness.submit("a", make_prompt(0, 7), 2)
     harness.schedule()
@@ -568,7 +568,7 @@ def test_a_request_whose_token_is_needed_on_the_host_waits_for_it_and_holds_nobo
 
 
 def test_cancelled_plans_are_computed_again_and_those_of_others_stay() -> None:
-    """A step fails while the next one is planned: its requests end, the next one's start over."""
+    """A step fails while the next step is planned. Its requests end, and the requests of the next step start over."""
     harness = SchedulerHarness(
         SchedulerConfig(max_num_batched_tokens=4, max_num_seqs=4, max_model_len=100),
         CacheConfig(block_size=4, num_blocks=50),
@@ -588,7 +588,7 @@ def test_cancelled_plans_are_computed_again_and_those_of_others_stay() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_block_whose_last_token_may_be_computed_again_is_not_shared_yet(depth: int) -> None:
-    """The runner notices a write to a block that two requests have."""
+    """The fake runner detects a write to a block that two requests share."""
     harness = SchedulerHarness(
         SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=100),
         CacheConfig(block_size=4, num_blocks=50, enable_prefix_caching=True),

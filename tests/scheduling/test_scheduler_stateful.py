@@ -1,6 +1,6 @@
-"""The scheduler under arbitrary traffic: all invariants at every step, and each request's tokens as if alone.
+"""Runs the scheduler under random traffic. Checks all invariants at every step, and that batching changes no token.
 
-The harness checks (``tests/support/fake_kv_runner.py``); this file makes the traffic.
+The harness (``tests/support/fake_kv_runner.py``) makes the checks; this file generates the traffic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.speculation import draft_model_config, speculative_config
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """One step under way at a time. Arrivals and aborts come between steps and in the middle of one."""
+    """Runs one step at a time. Requests arrive and abort between steps and during a step."""
 
     depths = st.just(1)
     is_recurrent = False
@@ -75,7 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         if self.is_recurrent:
             self.harness.scheduler.states.interval = block_size * data.draw(st.integers(1, 8), label="interval")
-        # The KV of the last token generated is never written.
+        # The KV of the last generated token is never written.
         self.capacity = min(max_model_len, block_size * num_blocks + 1)
         self.num_requests = 0
 
@@ -96,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), seed=st.integers(0, 5), pooling_type=st.sampled_from(POOLING_TYPES))
     def arrive_to_be_pooled(self, data: st.DataObject, seed: int, pooling_type: str) -> None:
-        """A request that ends with its prompt, which may take all there is."""
+        """Submit a pooling request, which ends with its prompt and may need the whole pool."""
         config, cache_config = self.harness.config, self.harness.cache_config
         most = min(config.max_model_len, cache_config.num_tokens)
         length = data.draw(st.integers(1, min(8, most)) | st.integers(1, most), label="prompt length")
@@ -107,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_requests=st.integers(2, 6))
     def arrive_together(self, data: st.DataObject, num_requests: int) -> None:
-        """Requests that fit side by side at first and outgrow the pool together."""
+        """Submit requests that fit into the pool together at first, and then outgrow it."""
         most = max(1, self.capacity // num_requests)
         for seed in range(num_requests):
             length = data.draw(st.integers(max(1, most // 2), most), label="prompt length")
@@ -180,20 +180,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class PipelinedSchedulerMachine(SchedulerMachine):
-    """Steps are planned before the tokens of those under way are known."""
+    """Steps are planned before the tokens of the steps in flight are known."""
 
     depths = st.integers(2, 3)
 
 
 class RecurrentSchedulerMachine(SchedulerMachine):
-    """With slots for recurrent states, some of which become checkpoints of cached prefixes."""
+    """The model has recurrent states, and some become state checkpoints of cached prefixes."""
 
     depths = st.integers(1, 3)
     is_recurrent = True
 
 
 class SpeculativeSchedulerMachine(SchedulerMachine):
-    """Requests have drafts, some of which are accepted; and some go on from what others have generated."""
+    """Requests have drafts, of which some are accepted. Some prompts continue the output of other requests."""
 
     is_speculative = True
 
@@ -207,13 +207,13 @@ class SpeculativeSchedulerMachine(SchedulerMachine):
 
 
 class PipelinedSpeculativeSchedulerMachine(SpeculativeSchedulerMachine):
-    """Steps are planned ahead, or wait for tokens and have drafts."""
+    """Steps are planned asynchronously, or wait for tokens and have drafts."""
 
     depths = st.integers(2, 3)
 
 
 class RecurrentSpeculativeSchedulerMachine(SpeculativeSchedulerMachine):
-    """With recurrent states, which go back to before drafts where one is rejected."""
+    """Requests have drafts and recurrent states, which are rolled back if a draft is rejected."""
 
     depths = st.integers(1, 3)
     is_recurrent = True
@@ -290,9 +290,9 @@ class TestPipelinedSchedulerFull(PipelinedSchedulerMachine.TestCase):
 def _run_workload(
     corrupt: Callable[[SchedulerOutput], bool] | None, depth: int, num_slots: int = 0
 ) -> SchedulerHarness:
-    """Chunked prefills, decodes and preemptions in a pool too small for them; ``corrupt`` spoils plans.
+    """Run chunked prefills, decodes and preemptions in a pool that is too small. ``corrupt`` spoils a plan.
 
-    ``corrupt`` says whether it changed the plan; it is called until it has.
+    ``corrupt`` is called for each plan until it returns True, which means that it has changed the plan.
     """
     harness = SchedulerHarness(
         SchedulerConfig(max_num_batched_tokens=12, max_num_seqs=3, max_model_len=100),
@@ -323,7 +323,8 @@ def _wrong_block(plan: SchedulerOutput) -> bool:
         if plan.num_scheduled_tokens[new.request_id] < len(new.token_ids):
             continue
         if len(new.block_ids) > 1:
-            # Consistent within this step; wrong for whoever gets the block that is not in the table any more.
+            # The plan is consistent within this step. The error shows when another request gets the block that was
+            # replaced.
             new.block_ids[0] = (new.block_ids[0] + 1) % 14
             return True
     return False
@@ -419,7 +420,7 @@ def _share_a_state(plan: SchedulerOutput) -> bool:
 
 
 def _lose_a_checkpoint(plan: SchedulerOutput) -> bool:
-    """Written over by the request that has left it; noticed where another goes on from it."""
+    """Make a request overwrite its state checkpoint. Detected if another request resumes from the checkpoint."""
     found = bool(plan.new_state_slots)
     plan.new_state_slots.clear()
     return found and any(new.state_slots[0] for new in plan.new_requests)

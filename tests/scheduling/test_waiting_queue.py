@@ -1,4 +1,4 @@
-"""The queue of waiting requests: what it keeps of those that have left it."""
+"""Tests of the waiting queue: the data that it keeps after requests have left is bounded."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def made(request_id: str, adapter: Adapter | None = None) -> Request:
 
 
 def num_kept(queue: WaitingQueue) -> int:
-    """Entries in the heaps, and parked."""
+    """Return the number of entries in the heaps and among the parked entries."""
     return sum(map(len, queue._heaps)) + sum(map(len, queue._parked.values()))
 
 
 def test_an_adapter_is_let_go_when_its_request_leaves() -> None:
-    """Without another request to come: its slot is free at once, also if the request was parked or put back."""
+    """The slot is free at once, even if no other request arrives, or if the request was parked or requeued."""
     queue = WaitingQueue()
     for i in range(4):
         adapter = Adapter("name", "path", 1, 8, "")
@@ -44,7 +44,7 @@ def test_an_adapter_is_let_go_when_its_request_leaves() -> None:
 
 
 def test_what_is_kept_of_those_that_have_left_is_bounded() -> None:
-    """In either heap, and parked with a request that goes on."""
+    """The limit holds for both heaps, and for requests parked with a running request."""
     queue, owner = WaitingQueue(), made("owner")
     queue.push(stays := made("stays"), is_long=False)
     for is_long in (False, True):

@@ -1,4 +1,4 @@
-"""docs/api.md is true: its commands print what it says with the demo model, its endpoints are the server's."""
+"""Checks docs/api.md: commands print what the page shows with the demo model, and the endpoints are the server's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from metal_engine.settings.args import EngineArgs
 from tests.cli.test_docs import as_pattern, commands
 from tests.support.serving import Served, serve
 
-# Pages, and a stream without end: programs that try every path of the schema would wait for it.
+# Pages and an endless stream. Programs that try every path of the schema would wait for the stream.
 OUTSIDE_THE_SCHEMA = {"/docs", "/openapi", "/json", "/watch"}
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def demo_server(demo_path: Path) -> Iterator[Served]:
-    """A server on the demo model, with small steps and caches, which an engine clears and tries when it starts."""
+    """Yield a server on the demo model.
+
+    Steps and caches are small, because an engine clears and tries them at its start.
+    """
     args = EngineArgs(model="demo", max_num_batched_tokens=128, max_num_seqs=8, num_gpu_blocks_override=256)
     engine = AsyncEngine(lambda: build_engine(args))
     engine.start()

@@ -1,4 +1,4 @@
-"""Every error: the right status, OpenAI's shape, the field at fault; and the server goes on."""
+"""Every error has the right status, OpenAI's shape and the invalid field. The server keeps running."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_broken_json_says_where(served: Served) -> None:
 @pytest.mark.parametrize("depth", [50, 200, 400, 900, 2000, 20_000])
 @pytest.mark.parametrize("field", ["prompt", "stop", "anything", "logit_bias", "response_format"])
 def test_deep_nesting(served: Served, field: str, depth: int) -> None:
-    """Whatever depth the JSON parser can hold, nothing behind it falls over."""
+    """JSON as deep as the parser accepts causes no failure in later code."""
     nested = "[" * depth + "]" * depth
     content = f'{{"prompt": "a", "max_tokens": 1, "{field}": {nested}}}'
     if field == "prompt":
@@ -283,7 +283,7 @@ def test_images_are_refused_by_name(served: Served) -> None:
 
 
 def test_bad_requests_beside_good_ones(served: Served) -> None:
-    """Others finish, with their own text, while a client sends nothing but rubbish."""
+    """Other requests finish with their own text while a client sends only malformed bodies."""
     with ThreadPoolExecutor(8) as pool:
         good = [pool.submit(served.post, COMPLETIONS, {"prompt": f"good {i}", "max_tokens": 40}) for i in range(8)]
         for content in BROKEN_BODIES:
@@ -321,7 +321,7 @@ def sse_events(text: str) -> list[Any]:
 
 
 def submit_and_hold(served: Served, pool: Any, body: dict[str, Any]) -> Any:
-    """Send a request and hold the engine in the step that computes it, alone."""
+    """Send a request and stop the engine in the step that computes this request alone."""
     served.runner.running.clear()
     pending = pool.submit(served.post, COMPLETIONS, body)
     wait_until(lambda: served.engine.stats.num_running >= 1, "the request to run")
@@ -367,7 +367,7 @@ def test_an_error_within_a_stream_reaches_the_official_client() -> None:
 
 
 class Death(BaseException):
-    """Ends the engine's thread: the step loop catches only `Exception`."""
+    """Ends the engine's thread, because the step loop catches only `Exception`."""
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,4 +1,4 @@
-"""Grammars that would take gigabytes and minutes are refused, hold nobody up, and end with who asked for them."""
+"""Grammars that would take gigabytes and minutes are refused, delay no other request, and end with their request."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_whole_reproductions_take_bounded_memory_while_others_are_answered() -> 
         own, idle = server.popen.pid, max(_resident_bytes(descendants(server.popen.pid)).values())
         before = _resident_bytes({own})[own]
         hostile = [
-            # Different texts, so that each is compiled.
+            # All texts differ, so that each is compiled.
             {"prompt": "a", "structured_outputs": wanted | {"whitespace_pattern": " " * i}}
             for i in range(1, 6)
             for wanted in (PATTERNS, NESTED_REPEATS)
@@ -117,7 +117,7 @@ def test_whole_reproductions_take_bounded_memory_while_others_are_answered() -> 
             resident = _resident_bytes({own} | descendants(own))
             assert resident.pop(own, 0) < before + MAX_GROWTH
             assert all(size < idle + 3 * MAX_GROWTH for size in resident.values())
-            assert len(resident) <= 2 + 2  # the tokenizer's, the first one's that is kept, and two that compile
+            assert len(resident) <= 2 + 2  # the tokenizer's process, the first kept one, and two that compile
         for p in posts:
             check_error(p.result(), 400, "structured_outputs")
         assert "error" in json.loads(posts[0].result().text)

@@ -1,4 +1,4 @@
-"""Large bodies mean what small ones mean, and hold up neither the event loop nor the engine's steps."""
+"""Large bodies are parsed like small ones and delay neither the event loop nor the engine's steps."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_validation_in_pieces_finds_the_same() -> None:
 def test_a_list_or_an_object_gives_few_errors(model: type[BaseModel], body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         model.model_validate(body)
-    assert caught.value.error_count() <= 5  # one for each type that a field may have
+    assert caught.value.error_count() <= 5  # one error for each type that a field accepts
 
 
 # --- serving ------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ LARGE: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "many prompts": ("completions", {"prompt": [[1, 2]] * 30_000}, 400, "n times the number of prompts"),
     "no parameter": ("completions", {"prompt": "a", "guided_choice": [7] * 1_000_000}, 400, "guided_choice is not"),
 }  # fmt: skip
-# A process of its own sends them: here, it would hold Python's lock itself.
+# A separate process sends them, because sending in this process would hold Python's lock.
 SEND = """
 import http.client, sys
 connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
@@ -250,19 +250,19 @@ def send(served: Served, path: str, file: Path) -> str:
 
 
 class Holds:
-    """The longest that anybody was held up, in seconds.
+    """Longest delays in seconds.
 
     Attributes:
-        loop: processor time of one callback of the event loop.
-        steps: processor time between two steps.
-        lock: how late a thread that sleeps now and then got Python's lock back. Noisy: it is time on the clock.
+        loop: CPU time of one callback of the event loop.
+        steps: CPU time between two steps.
+        lock: delay until a thread that wakes at intervals gets Python's lock. Noisy, because it is wall-clock time.
     """
 
     def __init__(self) -> None:
         self.loop = self.steps = self.lock = 0.0
 
     def within(self, other: Holds) -> Holds:
-        """The least of each."""
+        """Return the minimum of each field."""
         least = Holds()
         for name in vars(self):
             setattr(least, name, min(getattr(self, name), getattr(other, name)))
@@ -297,7 +297,7 @@ def watched(loop_thread: str = "server") -> Iterator[Holds]:
         patch.setattr(EngineThread, "_take_in", timed(EngineThread._process_inbox, "steps"))
         watcher = threading.Thread(target=watch_lock)
         gc.collect()
-        gc.freeze()  # as the server does
+        gc.freeze()  # as in the server
         watcher.start()
         try:
             yield holds
@@ -309,7 +309,7 @@ def watched(loop_thread: str = "server") -> Iterator[Holds]:
 
 @pytest.fixture(scope="module")
 def trivial(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Holds:
-    """What the same machine, at the same time, takes for a body of no weight."""
+    """Return the delays for a trivial body, measured on the same machine at the same time."""
     file = tmp_path_factory.mktemp("bodies") / "body.json"
     file.write_text(json.dumps({"prompt": "a", "max_tokens": 2}))
     with watched() as holds:
@@ -324,7 +324,7 @@ def test_nobody_is_held_up(served: Served, trivial: Holds, tmp_path: Path, name:
     file = tmp_path / "body.json"
     file.write_text(json.dumps({"max_tokens": 2, **body}))
     best: Holds | None = None
-    for _ in range(4):  # the machine has other things to do as well
+    for _ in range(4):  # other load on the machine can disturb a measurement
         with watched() as holds:
             answer = send(served, path, file)
             served.settle()
@@ -377,7 +377,7 @@ def test_a_large_body_is_answered_like_a_small_one(served: Served, path: str) ->
     ("body", "message"),
     [
         (b'{"prompt": [' + b"1," * 40_000, "not valid JSON"),
-        (b'{"prompt": [' + b"1," * 40_000 + b"NaN]}", "NaN is no JSON number"),
+        (b'{"prompt": [' + b"1," * 40_000 + b"NaN]}", "NaN is not a JSON number"),
         (b'{"prompt": [' + b"1," * 40_000 + b"9" * 5_000 + b"]}", "too many digits"),
         (b'{"prompt": "\\ud800", "a": [' + b"1," * 40_000 + b"1]}", "not valid Unicode"),
         (b'{"prompt": ' + b"[" * 40_000 + b"1," * 40_000, "nested too deeply"),
@@ -396,7 +396,7 @@ def test_broken_large_bodies(served: Served, body: bytes, message: str) -> None:
 
 
 def test_texts_of_json_in_one_body_count_together() -> None:
-    """Each of them is small, and what they hold takes thirty times their bytes."""
+    """Each text is small, but its parsed value takes thirty times its bytes."""
     text = "[" + "{}," * 10_000 + "{}]"
     decoder = large_bodies.TextsDecoder()
     with pytest.raises(large_bodies.TooComplexError, match="arrays and objects"):

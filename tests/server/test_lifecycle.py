@@ -1,4 +1,4 @@
-"""How a server ends: by signals, by the death of its engine, by an address it cannot have."""
+"""Server shutdown: after signals, after the death of its engine, and after failing to bind its address."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Process:
             time.sleep(0.01)
 
     def end(self) -> tuple[int, str]:
-        """Wait for the end; its status and its log."""
+        """Wait for the end of the process. Return its status and log."""
         _, log = self.popen.communicate(timeout=DEADLINE)
         return self.popen.returncode, log
 
 
 @contextmanager
 def process(step_time: float = 0.005, *, open_files: int | None = None, **settings: Any) -> Iterator[Process]:
-    """A server process; ``open_files`` is how many descriptors it may have, by default as many as this one."""
+    """Start a server process. ``open_files`` limits its file descriptors (default: the limit of this process)."""
     command = [sys.executable, "-m", "tests.support.fake_process", json.dumps({"port": 0, **settings})]
     limited = [] if open_files is None else ["sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh"]
     popen = subprocess.Popen(
@@ -110,7 +110,7 @@ def test_requests_that_take_too_long_are_cut_with_an_error() -> None:
 
 
 def test_a_client_that_does_not_read_is_left_behind() -> None:
-    """Its connection is full, so that not even the last event can be written."""
+    """The client's connection is full, so that even the last event cannot be written."""
     with process(step_time=0.0, shutdown_timeout=0.2) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.socket() as client:
@@ -120,7 +120,7 @@ def test_a_client_that_does_not_read_is_left_behind() -> None:
             head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
             server.wait_for_running(40)
-            time.sleep(1.0)  # for the buffers to fill; the test holds either way
+            time.sleep(1.0)  # lets the buffers fill; the test is valid either way
             server.popen.terminate()
             status, log = server.end()
         assert status == 0 and "Traceback" not in log, log
@@ -169,7 +169,7 @@ def test_a_signal_while_the_model_loads(demo_path: Path) -> None:
     command = [sys.executable, "-m", "metal_engine", "serve", "demo", "--port", "0", "--log-level", "debug"]
     loading = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert loading.stderr is not None
-    assert "BLAS" in loading.stderr.readline() or sys.platform == "darwin"  # said just before MLX is imported
+    assert "BLAS" in loading.stderr.readline() or sys.platform == "darwin"  # logged just before MLX is imported
     loading.send_signal(signal.SIGINT)
     _, log = loading.communicate(timeout=DEADLINE)
     assert loading.returncode == 128 + signal.SIGINT and "Traceback" not in log, log
@@ -197,7 +197,10 @@ def test_port_in_use(model: str, said: str) -> None:
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """Paths of sockets may have some hundred bytes; pytest's own folders have more on macOS."""
+    """Return a short folder.
+
+    Socket paths are limited to about a hundred bytes, which pytest's folders exceed on macOS.
+    """
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
@@ -205,7 +208,7 @@ def short_folder() -> Iterator[Path]:
 def test_unix_domain_socket(short_folder: Path) -> None:
     path = short_folder / "engine.sock"
     with socket.socket(socket.AF_UNIX) as left_behind:
-        left_behind.bind(str(path))  # as by a server that was killed
+        left_behind.bind(str(path))  # like a socket left by a killed server
     with process(uds=str(path)) as server:
         assert server.url == f"unix:{path}"
         transport = httpx.HTTPTransport(uds=str(path))

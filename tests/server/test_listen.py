@@ -1,4 +1,4 @@
-"""What a server removes when it ends: its own socket, and nothing that lies in its place."""
+"""A server removes only its own socket when it ends, not another file at the same path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from metal_engine.settings.args import ServerArgs
 
 @pytest.fixture
 def path() -> Iterator[Path]:
-    """A socket's path has to be short."""
+    """Return a short path, as sockets require."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder, "socket")
 

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: served under their own names, loaded and unloaded while the server runs."""
+"""LoRA adapters over HTTP: served under their own names, loaded and unloaded while the server runs."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tools.fixtures.fake_engine import byte_ids, fake_engine, tiny_tokenizer
 
 NUM_TOKENS = 8
 TEXT = "Once upon a time"
-HALF = "\N{REPLACEMENT CHARACTER}"  # of a character that the last token leaves unfinished; servers do not send it
+HALF = "\N{REPLACEMENT CHARACTER}"  # part of a character that the last token leaves incomplete; servers do not send it
 ASKED = {"prompt": TEXT, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of adapters: a, b, and c, which is too large; beside it, one that clients may not have."""
+    """Return the adapter folder with a, b, and c, which is too large. Its parent has an adapter that is off limits."""
     base = tmp_path_factory.mktemp("lora")
     model = tiny_reference()
     for seed, (name, rank) in enumerate((("root/a", 2), ("root/b", 4), ("root/c", 64), ("outside", 2))):
@@ -44,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(root: Path) -> dict[str, str]:
-    """mlx-lm's, by adapter."""
+    """Return mlx-lm's output for each adapter."""
     found = {}
     for name in ("", "a", "b"):
         model = adapters.mlx_lms(tiny_reference(), root / name if name else None)
@@ -54,7 +54,7 @@ def answers(root: Path) -> dict[str, str]:
 
 @pytest.fixture
 def served(root: Path) -> Iterator[Served]:
-    """With a, and room for one more."""
+    """Yield a server with adapter a and a slot for one more adapter."""
     engine = AsyncEngine(lambda: adapters.adapted_engine({"a": root / "a"}, max_loras=2))
     engine.start()
     with serve(engine=engine, names=("base",), args=ServerArgs(lora_dir=str(root), shutdown_timeout=1)) as served:
@@ -106,7 +106,7 @@ def test_every_endpoint_knows_its_name(served: Served) -> None:
 
 
 def test_models(served: Served, root: Path) -> None:
-    """As vLLM lists them: an adapter's root is its path, its parent the model."""
+    """Models are listed as in vLLM: an adapter's root is its path, its parent the model."""
     base, adapter = served.client().models.list()
     assert (base.id, adapter.id) == ("base", "a")
     assert adapter.root == str(root / "a") and adapter.parent == "base"  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def test_models(served: Served, root: Path) -> None:
 
 
 def test_what_the_engine_does_is_told_of_the_model(served: Served) -> None:
-    """An adapter is looked at with it."""
+    """An adapter is watched through its model."""
     for query in ("&model=a", "&model=base", ""):
         text = httpx.get(f"{served.url}/watch?seconds=0{query}").text
         snapshot = json.loads(text.split("data: ")[1].split("\n")[0])
@@ -134,7 +134,7 @@ def test_loading_and_unloading(served: Served, answers: dict[str, str]) -> None:
     assert error.status_code == 404
     assert error.json()["error"]["message"] == "The model `b` does not exist. This server has `base`, `a`."
     assert [model.id for model in served.client().models.list()] == ["base", "a"]
-    # Again, and in place of the other.
+    # Load it again, and in place of the other adapter.
     assert load(served, "b", "./b").status_code == 200
     assert unload(served, "b").status_code == 200
     assert load(served, "a", "b", load_inplace=True).status_code == 200
@@ -165,9 +165,9 @@ def test_what_is_not_loaded(served: Served, name: str, path: str, param: str, pr
 
 
 def test_malformed_adapters_are_refused_and_harm_nobody(served: Served, root: Path, answers: dict[str, str]) -> None:
-    """Each names the file and what is wrong in it; the place that it was to have is free."""
+    """Each error names the file and the problem. The slot for the adapter stays free."""
     made = adapters.products(tiny_reference(), adapters.ALL, 2, seed=0)
-    last = sorted(made)[-1]  # the others have been put into their places by then
+    last = sorted(made)[-1]  # the other arrays have already been stored by then
     nan = {**made, last: (made[last][0], np.full_like(made[last][1], np.nan))}
     folders = [
         ("huge", made, {"alpha": 10**400}, "adapter_config.json: lora_alpha is 1000"),
@@ -205,7 +205,10 @@ def test_no_room(served: Served) -> None:
 def test_another_takes_the_place_of_one_with_all_slots_in_use(
     served: Served, root: Path, answers: dict[str, str]
 ) -> None:
-    """Not while a request has the old one, nor for weights that are refused: then the old one stays."""
+    """Replacement fails while a request uses the old adapter or if the new weights are invalid.
+
+    The old adapter stays.
+    """
     assert load(served, "b", "b").status_code == 200
     assert served.engine.adapters is not None
     held = served.engine.adapters.find("a")
@@ -224,7 +227,7 @@ def test_another_takes_the_place_of_one_with_all_slots_in_use(
 
 
 def test_unloading_while_requests_run(served: Served, answers: dict[str, str]) -> None:
-    """They end as they would have; new ones do not find it."""
+    """Running requests end unchanged. New requests cannot use the adapter."""
     num_tokens = 120
     first = threading.Event()
     texts: list[str] = []
@@ -255,7 +258,7 @@ def test_unloading_while_requests_run(served: Served, answers: dict[str, str]) -
 
 
 def test_many_loads_and_unloads(served: Served) -> None:
-    """Slots come back."""
+    """Unloading frees slots."""
     for _ in range(8):
         assert load(served, "b", "b").status_code == 200
         assert unload(served, "b").status_code == 200
@@ -277,7 +280,7 @@ def test_settings_that_cannot_work(tmp_path: Path, root: Path) -> None:
             create_app(plain, ["x"], ServerArgs(lora_dir=str(tmp_path)))
         with pytest.raises(ConfigError, match=r"--lora-dir .*is not a directory"):
             create_app(adapted, ["x"], ServerArgs(lora_dir=str(tmp_path / "nothing")))
-        with pytest.raises(ConfigError, match="--lora-modules has 'a', which is a name of the model itself"):
+        with pytest.raises(ConfigError, match="--lora-modules contains 'a', which is also a name of the model"):
             create_app(adapted, ["x", "a"])
     finally:
         plain.shutdown()
@@ -289,19 +292,19 @@ TIMERS = {"TimerHandle", "Context", "hamt", "hamt_bitmap_node"}
 
 
 def counted() -> tuple[Counter[str], int, int, int]:
-    """Objects by type, bytes that MLX holds, threads, open files."""
+    """Return objects by type, bytes allocated by MLX, number of threads, number of open files."""
     gc.collect()
     objects = Counter(type(one).__qualname__ for one in gc.get_objects())
     return objects, mx.get_active_memory(), threading.active_count(), len(os.listdir("/dev/fd"))
 
 
 def test_adapters_that_come_and_go_leave_nothing_behind(served: Served, answers: dict[str, str], root: Path) -> None:
-    """60 of them, each used once: neither objects, nor arrays, threads or descriptors."""
+    """Loads and uses 60 adapters once each. The numbers of objects, arrays, threads and descriptors do not grow."""
     names = ("a", "b")
     with httpx.Client(base_url=served.url, timeout=DEADLINE) as client:
         before = after = counted()
         for i in range(68):
-            if i == 8:  # what is made once is made, threads too
+            if i == 8:  # objects and threads that are created once exist now
                 before = counted()
             path = names[i % 2]
             loaded = client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(root / path)})

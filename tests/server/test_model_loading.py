@@ -1,4 +1,4 @@
-"""Loading and unloading models over HTTP: who may, within which limits, and what is told of what goes wrong."""
+"""Loading and unloading models over HTTP: permissions, limits and error reports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_clients_load_and_unload() -> None:
         models["b"].problem = None
         made.check("b", "x")
         served.post("/v1/models/unload", {"model": "b"})
-        # A load that is under way is given up.
+        # Unloading cancels a load in progress.
         models["b"].gate.clear()
         models["b"].began.clear()
         asked: list[httpx.Response] = []
@@ -104,7 +104,7 @@ def test_limits_hold_for_those_who_load_models_too() -> None:
         answer = served.post(load, {"model": "a"})
         assert answer.status_code == 504 and "a was not loaded within 0.1 s (--request-timeout)" in answer.text
         entry = served.registry.entries[0]
-        # Its thread notices before the gate opens: one that has nothing left to claim would end its load.
+        # The thread must notice before the gate opens. A load without further memory claims would complete.
         wait_until(lambda: entry.state is ModelState.UNLOADED, "the load to be given up")
         model.gate.set()
         assert served.post(load, {"model": "b"}).json()["state"] == "loaded"

@@ -1,4 +1,4 @@
-"""Limits on what a server takes on: queues, time, origins, TLS, templates."""
+"""Server limits: queues, time, origins, TLS, templates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def hold(served: Served, num_streams: int, prompt: str = "abc") -> list[openai.Stream[Any]]:
-    """Streams that stay open, the engine held in its first step."""
+    """Return open streams while the engine is stopped in its first step."""
     served.runner.running.clear()
     return [
         served.client().completions.create(model=MODEL, prompt=prompt, max_tokens=5, stream=True)
@@ -74,7 +74,7 @@ def test_a_full_queue(stream: bool) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/embeddings"])
 def test_many_prompts_of_one_request_leave_room_for_others(path: str) -> None:
-    """They neither fill the queue, nor does whoever comes after them wait for them all."""
+    """A request with many prompts does not fill the queue, and a later request does not wait for all prompts."""
     num_prompts = 60
     config = fake_config(max_num_seqs=2, pooler=PoolerConfig(is_embedder=True))
     with serve(config=config, args=ServerArgs(max_num_queued_reqs=12)) as served, ThreadPoolExecutor() as pool:
@@ -84,7 +84,8 @@ def test_many_prompts_of_one_request_leave_room_for_others(path: str) -> None:
         batch = pool.submit(served.post, path, body)
         wait_until(lambda: served.engine.num_waiting + served.engine.stats.num_running == num_prompts, "all of them")
         (stream,) = hold(served, 1)
-        wait_until(lambda: served.engine.num_open_requests == 5, "a later one")  # and two times two of the batch
+        # four prompts of the batch are open too
+        wait_until(lambda: served.engine.num_open_requests == 5, "a later one")
         assert served.engine.num_queued <= 2 * 4 + 1
         finish(served, [stream])
         assert len(batch.result().json()["choices" if path == COMPLETIONS else "data"]) == num_prompts
@@ -93,7 +94,8 @@ def test_many_prompts_of_one_request_leave_room_for_others(path: str) -> None:
 
 def test_too_many_queued_tokens() -> None:
     with serve(args=ServerArgs(max_num_queued_tokens=100)) as served:
-        assert served.post(COMPLETIONS, {"prompt": "x" * 200, "max_tokens": 5}).status_code == 200  # alone
+        # accepted because no other request is queued
+        assert served.post(COMPLETIONS, {"prompt": "x" * 200, "max_tokens": 5}).status_code == 200
         streams = hold(served, 2, "x" * 30)
         wait_until(lambda: served.engine.num_queued_tokens == 60, "both")
         error = check_error(served.post(COMPLETIONS, {"prompt": ["x" * 20, "y" * 21]}), 503, code="overloaded")
@@ -119,7 +121,7 @@ def test_timeout(stream: bool) -> None:
 
 
 def test_comments_while_nothing_comes() -> None:
-    """Between them and the events nothing is lost, and the official client passes over them."""
+    """No event is lost between comments, and the official client ignores comments."""
     with serve(args=ServerArgs(sse_keep_alive=0.02)) as served:
         served.runner.running.clear()
         body = {"prompt": "abc", "max_tokens": 5, "stream": True}
@@ -223,9 +225,10 @@ def test_templates_are_in_a_sandbox(template: str) -> None:
 
 
 def test_overload_is_answered_at_once() -> None:
-    """200 at once on a server with room for 4 and 8: a 503 for the rest before anything has been computed.
+    """Of 200 simultaneous requests, a server with capacity for 4 and 8 rejects the rest with 503 before any
+    computation.
 
-    Those that are let in and not yet submitted count, too, or a burst would pass before it is seen.
+    Requests that are admitted but not submitted count too. Otherwise a burst would pass before it is counted.
     """
     args = ServerArgs(max_num_queued_reqs=8)
     with serve(config=fake_config(max_num_seqs=4), args=args) as served:

@@ -1,4 +1,4 @@
-"""schemathesis over the served OpenAPI schema: no 5xx, and every answer as the schema says."""
+"""schemathesis on the served OpenAPI schema: no 5xx, and every response matches the schema."""
 
 from __future__ import annotations
 

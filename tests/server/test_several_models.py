@@ -1,4 +1,4 @@
-"""Several models behind one server: each API picks by name, streams say that a model is being loaded, and the rest."""
+"""Several models behind one server: model selection by name in each API, load comments in streams, and more."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def test_a_stream_says_that_its_model_is_being_loaded(several: SeveralFakes) -> 
     with httpx.stream("POST", several.served.url + "/v1/completions", json=body, timeout=DEADLINE) as stream:
         lines = stream.iter_lines()
         assert stream.status_code == 200 and next(lines) == ': loading "org/a"'
-        for i in range(10):  # others are served meanwhile
+        for i in range(10):  # other models are served during the load
             several.check("b", f"meanwhile {i}")
         assert several.served.states()["org/a"] == "loading"
         model.gate.set()
         rest = "\n".join(lines)
     assert {one["id"] for one in events(rest)} == {stream.headers["x-generation-id"]}
     assert "".join(one["choices"][0]["text"] for one in events(rest)) == several.text("org/a", "once")
-    # One that is loaded begins as any stream does.
+    # The stream of a loaded model starts like any other stream.
     text = several.served.post("/v1/completions", body).text
     assert "loading" not in text and text.startswith("data: ")
 
@@ -195,7 +195,7 @@ def test_what_is_shown_of_them(several: SeveralFakes) -> None:
 
 
 def test_health_names_models_to_those_with_the_key() -> None:
-    """Names, and errors with paths of files, are theirs alone; sums are everybody's."""
+    """Only clients with the key get names and errors with file paths. All clients get totals."""
     model = FakeModel(1, problem="/secret/weights.safetensors is cut short")
     with serve_models(
         {"hidden-name": model.source}, 100, args=ServerArgs(api_key=("k",), shutdown_timeout=1)
@@ -212,7 +212,7 @@ def test_health_names_models_to_those_with_the_key() -> None:
 
 
 def test_no_get_loads_a_model(several: SeveralFakes) -> None:
-    """Any web page can have a browser send a GET: a picture is enough."""
+    """Any web page can make a browser send a GET, for example with an image."""
     app: Any = several.served.server.config.app
     paths = {route.path for route in app.routes if "GET" in (getattr(route, "methods", None) or ())}
     assert {"/tokenizer_info", "/watch", "/v1/models/{model_id:path}"} <= paths
@@ -237,7 +237,7 @@ def test_a_model_that_is_looked_at(several: SeveralFakes) -> None:
     with httpx.stream("GET", served.url + "/watch?model=b", timeout=DEADLINE) as stream:
         lines = stream.iter_lines()
         assert next(lines) == "event: snapshot"
-        for name in ("org/a", "c"):  # b has to go, whoever looks
+        for name in ("org/a", "c"):  # b must be unloaded, even with a viewer
             several.check(name, "x")
         for _ in lines:
             pass

@@ -1,4 +1,4 @@
-"""Texts that take a tokenizer's regular expressions past their limits: a 400 everywhere, and the server goes on."""
+"""Texts that exceed the limits of a tokenizer's regular expressions get a 400 everywhere. The server keeps running."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metal_engine.text.tokenizer import Tokenizer
 from tests.support.serving import MODEL, Served, serve
 from tools.fixtures.fake_engine import tiny_tokenizer
 
-HOSTILE = "x" * 4000  # for a backtracking regular expression
+HOSTILE = "x" * 4000  # slow for a backtracking regular expression
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": HOSTILE},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": HOSTILE}]},

@@ -1,4 +1,4 @@
-"""When a server returns freed memory to the system."""
+"""Times at which a server returns freed memory to the system."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from metal_engine.server.workers import Workers
 
 @dataclass
 class Server:
-    """Request and worker counts of a server, as :class:`FreedMemory` reads them."""
+    """Request and worker counts of a server, as read by :class:`FreedMemory`."""
 
     num_active: int = 0
     num_begun: int = 0
@@ -62,5 +62,5 @@ def test_a_large_body_is_returned_while_the_server_is_busy() -> None:
     server.is_heavy_in_flight = False
     assert polls_until_due(memory) == 1
     server.num_heavy += 1
-    assert polls_until_due(memory) == 5  # not after each of many
+    assert polls_until_due(memory) == 5  # not after each of many heavy tasks
     assert polls_until_due(memory) is None

@@ -1,4 +1,4 @@
-"""Work in threads: light work does not wait for heavy work, and what nobody waits for is dropped."""
+"""Work in threads: light work does not wait for heavy work, and work without a waiting caller is dropped."""
 
 from __future__ import annotations
 

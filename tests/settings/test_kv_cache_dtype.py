@@ -1,4 +1,4 @@
-"""``--kv-cache-dtype`` from end to end: what is built, what it says, and what is refused before weights are read."""
+"""Tests ``--kv-cache-dtype`` from end to end: the cache, the start-up block, and errors before weights are read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_pool_holds_more(tmp_path: Path, kv_cache_dtype: str, bytes_of_64: i
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
 def test_tokens_more_are_those_of_the_same_memory(tmp_path: Path, kv_cache_dtype: str) -> None:
-    """Also where the quantized blocks leave a rest that is needed for one more block unquantized."""
+    """Also if the rest after the quantized blocks would complete one more unquantized block."""
     model = write_checkpoint(tmp_path / "model", config={"head_dim": 64})
     block_bytes = 16 * 2 * 2 * 2 * 256  # tokens, layers, K and V, heads
     numbers = {}

@@ -1,4 +1,4 @@
-"""Whether steps are planned one ahead, where the flag does not say it."""
+"""Tests whether steps are planned ahead by default."""
 
 from __future__ import annotations
 

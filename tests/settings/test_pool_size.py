@@ -1,4 +1,4 @@
-"""Memory for blocks of the KV cache and slots of recurrent states."""
+"""Tests the memory for blocks of the KV cache and slots of recurrent states."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_without_states_there_are_no_slots() -> None:
 
 
 def test_what_runs_at_once_comes_out_of_memory() -> None:
-    """As much as Qwen3.5-4B keeps, and a model that keeps more."""
+    """With states as large as those of Qwen3.5-4B, and with larger states."""
     config = resolved(state_bytes=49 * MIB)
     assert 10 < config.scheduler.max_num_seqs < 30
     assert resolved(state_bytes=147 * MIB).scheduler.max_num_seqs < 10
@@ -72,7 +72,7 @@ def test_drafts_have_a_slot_more_for_each_request(caching: bool, num_slots: int)
     assert drafting.cache.num_state_slots - plain.cache.num_state_slots == 8
     assert drafting.cache.num_state_slots >= 8 * num_slots
     assert drafting.peak_bytes <= 8 * GIB * 0.9
-    # Where their number is not given, fewer requests run, for the memory that the states before drafts take.
+    # If --max-num-seqs is not given, fewer requests run, because the states before drafts take memory.
     many = {"state_bytes": 49 * MIB, "enable_prefix_caching": caching}
     assert (
         resolved(**many, speculative_config=speculative).scheduler.max_num_seqs
@@ -88,7 +88,7 @@ def test_a_model_without_kv_has_blocks_for_all_that_run() -> None:
 
 
 def test_too_many_requests_are_refused_with_the_flag() -> None:
-    with pytest.raises(ConfigError, match=r"64 requests at once take 55\.3 GiB") as refusal:
+    with pytest.raises(ConfigError, match=r"64 concurrent requests take 55\.3 GiB") as refusal:
         resolved(state_bytes=147 * MIB, max_num_seqs=64)
     assert refusal.value.flag == "--max-num-seqs"
     assert "147 MiB each" in str(refusal.value) and "lower --max-num-seqs" in str(refusal.value)

@@ -1,4 +1,4 @@
-"""Settings of several ranks, and what they exclude."""
+"""Tests settings of several ranks, and their conflicts with other settings."""
 
 from __future__ import annotations
 

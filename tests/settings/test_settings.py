@@ -1,4 +1,4 @@
-"""Settings from the command line, the environment and a YAML file: precedence, kinds, errors that say where."""
+"""Tests settings from the command line, the environment and a YAML file: precedence, kinds, and sources in errors."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ BAD_FILES = [
     ("port: 1\nport_: 2", "unknown setting 'port_'"),
     ("max-num-seqs: 1\nmax_num_seqs: 2", "given twice"),
     ("port: 1\nhost: a\nport: 2", "given twice"),
-    ("- port", "must hold `flag: value` lines, not a list"),
+    ("- port", "must contain `flag: value` lines, not a list"),
     ("port: 'a", "is not valid YAML"),
     ("a: &a [*a]", "unknown setting"),
     ("!!python/object/apply:os.system ['true']", "is not valid YAML"),
@@ -204,7 +204,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "1e9", "2 Gigs", "1,000", "0x10", "1i", "1ib", "nan", "1..5G"])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="no size"):
+    with pytest.raises(ValueError, match="not a size"):
         parse_size(text)
 
 

@@ -1,4 +1,4 @@
-"""--speculative-config: what it takes, what it refuses, and which flag it names."""
+"""Tests --speculative-config: accepted values, rejected values, and the flags in errors."""
 
 from __future__ import annotations
 
@@ -64,18 +64,22 @@ def test_a_file_may_have_an_object(tmp_path: Any) -> None:
         ([], "--speculative-config", "must be a JSON object"),
         ({"method": "ngram"}, "--speculative-config", "needs 'num_speculative_tokens'"),
         ({"num_speculative_tokens": 3}, "--speculative-config", "needs 'method'"),
-        ({**GIVEN, "method": "eagle"}, "--speculative-config", "'eagle', but there are only ngram and draft_model"),
-        ({**GIVEN, "method": ["ngram"]}, "--speculative-config", "but there are only ngram and draft_model"),
-        ({**GIVEN, "method": "draft_model", "model": "m"}, "--speculative-config", "has no 'prompt_lookup_max'"),
+        ({**GIVEN, "method": "eagle"}, "--speculative-config", "'eagle'; the methods are ngram and draft_model"),
+        ({**GIVEN, "method": ["ngram"]}, "--speculative-config", "the methods are ngram and draft_model"),
+        (
+            {**GIVEN, "method": "draft_model", "model": "m"},
+            "--speculative-config",
+            "has the unknown key 'prompt_lookup_max'",
+        ),
         ({"method": "draft_model", "num_speculative_tokens": 3}, "--speculative-config", "needs 'model'"),
         ({**DRAFT_MODEL, "model": ""}, "--speculative-config", "needs 'model'"),
         ({**DRAFT_MODEL, "num_speculative_tokens": 0}, None, "at least 1"),
         (
             {**DRAFT_MODEL, "draft_tensor_parallel_size": 2},
             "--speculative-config",
-            "has no 'draft_tensor_parallel_size'",
+            "has the unknown key 'draft_tensor_parallel_size'",
         ),
-        ({**GIVEN, "model": "m"}, "--speculative-config", "has no 'model'"),
+        ({**GIVEN, "model": "m"}, "--speculative-config", "has the unknown key 'model'"),
         ({**GIVEN, "num_speculative_tokens": 0}, None, "at least 1"),
         ({**GIVEN, "num_speculative_tokens": 65}, None, "at most 64"),
         ({**GIVEN, "prompt_lookup_min": 5}, "--speculative-config", "prompt_lookup_min 5 is more than"),
@@ -148,7 +152,7 @@ def with_draft(config: EngineConfig) -> EngineConfig:
 
 
 def test_a_draft_model_is_in_the_pool_s_size() -> None:
-    """Its weights and its KV: on Metal, what is left beside adapters, too, is divided among both models' KV."""
+    """Its weights and KV count. On Metal, the memory beside weights and adapters is divided among both models' KV."""
     config = fake_config()
     model = dataclasses.replace(config.model, num_params=1000, weight_bytes=GIB, kv_bytes_per_token=3000)
     model = dataclasses.replace(model, adapter_bytes=GIB // 4)
@@ -169,10 +173,10 @@ def test_a_draft_model_is_in_the_pool_s_size() -> None:
     ("draft", "message"),
     [
         ({"a": 0, "b": 1, "c": 2}, None),
-        ({"a": 0, "b": 1}, None),  # tokens that only one of them has
+        ({"a": 0, "b": 1}, None),  # tokens of only one model
         ({"a": 0, "b": 1, "c": 2, "<pad>": 3, "<pad2>": 4}, None),
-        ({"a": 0, "c": 1, "b": 2}, "token 1 is 'c', and not 'b'; 2 of them differ"),
-        ({"a": 0, "b": 1, "<tool>": 2}, "token 2 is '<tool>', and not 'c'; 1 of them differ"),
+        ({"a": 0, "c": 1, "b": 2}, "token 1 is 'c', not 'b'. Differing tokens: 2"),
+        ({"a": 0, "b": 1, "<tool>": 2}, "token 2 is '<tool>', not 'c'. Differing tokens: 1"),
     ],
 )
 def test_vocabularies_are_compared_by_token(draft: dict[str, int], message: str | None) -> None:

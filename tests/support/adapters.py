@@ -1,4 +1,4 @@
-"""Adapters with random weights, as PEFT and as mlx-lm write them; engines with some; what mlx-lm answers with one."""
+"""LoRA adapters with random weights in the formats of PEFT and mlx-lm, engines with adapters, and mlx-lm's outputs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Products = dict[str, tuple[np.ndarray, np.ndarray]]  # by module: a [inputs, ran
 
 
 def products(model: nn.Module, keys: Sequence[str], rank: int, seed: int, layers: Sequence[int] = (0, 1)) -> Products:
-    """Random ones for some of the modules of layers."""
+    """Return random LoRA factors for some modules of some layers."""
     modules = dict(model.named_modules())
     names = [f"model.layers.{layer}.{key}" for layer in layers for key in keys]
     return products_for({name: shape_of(modules[name]) for name in names}, rank, seed)
 
 
 def products_for(shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) -> Products:
-    """Random ones that change logits by about as much as the layers themselves do."""
+    """Return random LoRA factors that change logits by about as much as the layers themselves do."""
     rng = np.random.default_rng(seed)
 
     def random(inputs: int, outputs: int) -> np.ndarray:
@@ -45,7 +45,7 @@ def products_for(shapes: Mapping[str, tuple[int, int]], rank: int, seed: int) ->
 
 
 def write_mlx_lm(folder: Path, made: Products, scale: float = 2.0, **config: Any) -> Path:
-    """An adapter as mlx-lm writes it, of all layers."""
+    """Write an adapter for all layers in mlx-lm's format."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = next(iter(made.values()))[0].shape[1]
     keys = sorted({re.split(r"\.\d+\.", name, maxsplit=1)[1] for name in made})
@@ -58,7 +58,7 @@ def write_mlx_lm(folder: Path, made: Products, scale: float = 2.0, **config: Any
 
 
 def write_peft(folder: Path, made: Products, alpha: float = 16.0, dtype: mx.Dtype = mx.float32, **config: Any) -> Path:
-    """An adapter as PEFT writes it."""
+    """Write an adapter in PEFT's format."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = next(iter(made.values()))[0].shape[1]
     targets = sorted({name.rpartition(".")[2] for name in made})
@@ -75,7 +75,7 @@ def write_peft(folder: Path, made: Products, alpha: float = 16.0, dtype: mx.Dtyp
 def adapted_engine(
     folders: dict[str, Path], *, max_loras: int | None = None, max_rank: int = 8, **config: Any
 ) -> EngineCore:
-    """:func:`tiny_engine` with adapters; ``config`` is its."""
+    """Return a :func:`tiny_engine` with adapters. ``config`` is passed on."""
 
     def make(paged: PagedModel) -> AdapterRegistry:
         targets = adapter_targets(paged)
@@ -95,7 +95,7 @@ def load(engine: EngineCore, name: str, folder: Path, **options: Any) -> None:
 
 
 def mlx_lms(model: nn.Module, folder: Path | None) -> nn.Module:
-    """A model with an adapter as mlx-lm itself loads it; changes the model."""
+    """Load an adapter into a model with mlx-lm's own loader. Changes the model."""
     if folder is not None:
         load_adapters(model, str(folder))
         model.eval()
@@ -104,5 +104,5 @@ def mlx_lms(model: nn.Module, folder: Path | None) -> nn.Module:
 
 
 def mlx_lm_answer(model: nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
-    """Greedy tokens of mlx-lm's own generation."""
+    """Return the greedy tokens of mlx-lm's own generation."""
     return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=num_tokens)]

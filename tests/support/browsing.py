@@ -1,4 +1,4 @@
-"""A browser on the page: opens it, and holds against it whatever goes wrong in there."""
+"""Opens the page in a browser and fails on any error that happens there."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 DESK = {"width": 1280, "height": 900}
 PHONE = {"width": 390, "height": 780}
-# Milliseconds: generous, for it is no part of what is tested.
+# Milliseconds. Generous, because speed is not under test.
 PATIENCE = 30_000
 
 
 def browser_or_skip() -> Iterator[Browser]:
-    """For a fixture of a module. No other test of that module may run an event loop: playwright's is running."""
+    """Yield a browser, for a fixture of a module.
+
+    Playwright's event loop is running, so no other test there may run one.
+    """
     pytest.importorskip("playwright", reason="playwright is not installed: pip install -e '.[dev]'")
     executable = find_chromium()
     if executable is None:
@@ -34,7 +37,10 @@ def browser_or_skip() -> Iterator[Browser]:
 
 @contextmanager
 def page_of(browser: Browser, served: Served, *, live: bool = True, **options: Any) -> Iterator[Page]:
-    """The page, in a context of its own. No error may happen in it, and nothing may be loaded from elsewhere."""
+    """Open the page in its own browser context.
+
+    Fails if the page has an error or loads anything from another origin.
+    """
     context = browser.new_context(**{"viewport": DESK, **options})
     context.set_default_timeout(PATIENCE)
     problems: list[str] = []
@@ -59,7 +65,7 @@ def page_of(browser: Browser, served: Served, *, live: bool = True, **options: A
 
 
 def is_problem(message: Any) -> bool:
-    # The browser itself writes a line for each answer that is an error.
+    # The browser itself logs a line for each error response.
     return message.type in ("error", "warning") and "Failed to load resource" not in message.text
 
 
@@ -70,7 +76,7 @@ def say(page: Page, text: str) -> None:
 
 
 def wait_for_answer(page: Page, number: int = 1) -> None:
-    """Wait until the answer at this place, from 1, is complete."""
+    """Wait until answer ``number``, counted from 1, is complete."""
     page.wait_for_function(
         "n => document.querySelectorAll('.message.assistant').length >= n && !document.querySelector('#send').hidden",
         arg=number,
@@ -82,7 +88,7 @@ def texts(page: Page, selector: str) -> list[str]:
 
 
 def picture_of(page: Page) -> PoolPicture:
-    """The pool as the live view has it."""
+    """Return the block pool as the live view shows it."""
     found = page.evaluate(
         """async () => {
             const { pool } = await import("/page/js/main.js");

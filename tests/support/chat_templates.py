@@ -1,4 +1,4 @@
-"""Chat templates in the manner of published ones, as far as they show what templates do with messages."""
+"""Chat templates modelled on published ones, reduced to their handling of messages."""
 
 # ruff: noqa: E501  (lines as templates have them)
 

@@ -1,4 +1,4 @@
-"""Small checkpoints on disk, as they are published: a llama of a few kilobytes and a byte-level tokenizer."""
+"""Small checkpoints on disk in the published format: a llama of a few kilobytes and a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def write_checkpoint(
         config: entries that differ from ``CONFIG``.
         num_shards: number of weight files.
         bits: quantize the weights as mlx-lm does.
-        mixed_bits: quantize every other layer with 8 bits, and leave the embedding as it is.
-        single_experts: store experts one by one, as checkpoints for transformers do, and not stacked.
+        mixed_bits: quantize every other layer with 8 bits and keep the embedding unquantized.
+        single_experts: store each expert as a tensor of its own, as transformers does, instead of stacked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     full = {**CONFIG, **(config or {})}
@@ -86,7 +86,7 @@ def write_weights(folder: Path, weights: dict[str, mx.array], num_shards: int) -
 
 
 def write_sparse_weights(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], element_bytes: int = 2) -> None:
-    """A safetensors file of any size that takes no space: a true header, and a hole where the data would be."""
+    """Write a sparse safetensors file of any size: a valid header, then a hole in place of the data."""
     header, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + prod(shape) * element_bytes
@@ -98,7 +98,7 @@ def write_sparse_weights(path: Path, tensors: dict[str, tuple[str, tuple[int, ..
 
 
 def write_tokenizer(folder: Path, **config: Any) -> None:
-    """A tokenizer whose tokens are bytes; ``config`` goes into tokenizer_config.json."""
+    """Write a tokenizer whose tokens are bytes. ``config`` goes into tokenizer_config.json."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -110,7 +110,9 @@ def write_tokenizer(folder: Path, **config: Any) -> None:
 
 
 def write_modules(folder: Path, pooling: dict[str, Any] | None, *others: dict[str, Any]) -> Path:
-    """Write what sentence-transformers writes: modules after the model, the pooling's settings among them."""
+    """Write the module files of sentence-transformers: modules after the model, among them the pooling and its
+    settings.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     transformer = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
     modules = [transformer]

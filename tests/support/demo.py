@@ -1,4 +1,4 @@
-"""The demo model for tests: one plain copy that answers what mlx-lm answers, one behind the paged cache."""
+"""The demo model for tests: a plain copy run by mlx-lm, and a copy behind the paged cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def demo_tokenizer(demo_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def reference_model(demo_path: Path) -> Any:
-    """A copy of the demo model that the engine never touches."""
+    """Return a copy of the demo model that the engine never uses."""
     return load_gguf_model(demo_path, dtype=mx.float32, dequantize=True)[0]
 
 
@@ -54,7 +54,10 @@ def paged_demo(demo_path: Path) -> PagedModel:
 
 @pytest.fixture
 def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine:
-    """An engine on the demo model; each call takes the KV cache of the one before."""
+    """Return a function that makes engines on the demo model.
+
+    Each call takes over the KV cache of the previous engine.
+    """
 
     def make(
         *,
@@ -102,17 +105,18 @@ def engine_for(
     draft: PagedModel | None = None,
     adapters: AdapterRegistry | None = None,
 ) -> EngineCore:
-    """An engine on a model.
+    """Return an engine on a model.
 
     Args:
-        ahead: steps are planned and built while the one before them runs.
-        behind: they are dispatched then, too, in two parts: as on a GPU.
-        replay: decode steps are replayed as soon as their sizes are known.
-        caching: of prefixes; implied by a ``connector``, whose two halves are given.
-        fingerprint: what cached prefixes are found under.
-        attention: the backend; the portable one if None.
-        draft: a draft model; four drafts a step then, if ``speculative`` says nothing else.
-        adapters: of the model, in which they are installed.
+        ahead: plan and build each step while the previous step runs.
+        behind: dispatch each step in two parts while the previous step runs, as on a GPU.
+        replay: replay decode steps as soon as their sizes are known.
+        caching: cache prefixes. Always on with a ``connector``.
+        connector: scheduler half and runner half of a KV connector.
+        fingerprint: root of the hashes of cached prefixes.
+        attention: attention backend. Default: the portable backend.
+        draft: draft model. Default of ``speculative`` with a draft model: four drafts per step.
+        adapters: LoRA adapters that are installed in the model.
     """
     scheduler_side, runner_side = connector or (None, None)
     attention = attention or PortableBackend()

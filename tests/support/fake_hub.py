@@ -1,4 +1,4 @@
-"""A Hugging Face hub on the loopback interface, with what its client and ours ask for. Runs in tests only."""
+"""Fake Hugging Face hub on the loopback interface with the routes that the hub's client and this project use."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from huggingface_hub import constants
 from huggingface_hub.utils import close_session
 
 TOKEN = "hf_secret"
-_LARGE = (".safetensors", ".gguf", ".bin")  # kept by content, as LFS has it
-_HASHED_BYTES = 100_000_000  # a sparse file of terabytes is not read for its hash
+_LARGE = (".safetensors", ".gguf", ".bin")  # stored by content hash, as with LFS
+_HASHED_BYTES = 100_000_000  # sparse files of terabytes are not read for their hash
 
 
 @dataclass
 class Repo:
-    """A repository: files of a folder, perhaps behind a token, perhaps with a status that every request gets.
+    """Repository that serves the files of a folder. Can require a token, or answer every request with a fixed status.
 
     Attributes:
-        cut_after: bytes of a file's content after which the connection breaks, once for each file.
+        cut_after: number of bytes of a file's content after which the connection breaks, once for each file.
     """
 
     folder: Path
@@ -46,27 +46,33 @@ class Repo:
 
 @dataclass(frozen=True)
 class Answer:
-    """Status, headers, and what of a body is sent: a text, or a part of a file."""
+    """Status, headers and body of a response. The body is bytes or a range of a file."""
 
     status: int
     headers: dict[str, str]
     body: bytes | Path = b""
     first: int = 0
     size: int = 0
-    sent: int = 0  # of the size, before the connection breaks
+    sent: int = 0  # bytes sent before the connection breaks
 
 
 @dataclass
 class FakeHub:
-    """Serves ``repos`` until it is closed; ``requests`` are the paths asked for, ``tokens`` the tokens given, and
-    ``sent`` the bytes of bodies by path."""
+    """Serves ``repos`` until it is closed.
+
+    Attributes:
+        repos: repositories by id.
+        requests: requested paths.
+        tokens: tokens that clients sent.
+        sent: bytes of bodies sent, by path.
+    """
 
     repos: dict[str, Repo]
     requests: list[str] = field(default_factory=list)
     tokens: set[str | None] = field(default_factory=set)
     sent: dict[str, int] = field(default_factory=dict)
     says_why: bool = True
-    """Whether it says of a repository that it has not what is missing, as the real hub does; some mirrors do not."""
+    """True if a response names what is missing in a repository, as the real hub does. Some mirrors do not."""
 
     def __enter__(self) -> FakeHub:
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -87,11 +93,11 @@ class FakeHub:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes sent of files, the API's answers not counted."""
+        """Bytes of files sent, without API responses."""
         return sum(num for path, num in self.sent.items() if "/resolve/" in path)
 
     def answer(self, path: str, token: str | None, wanted: str | None) -> Answer:
-        """What a path gets; ``wanted`` is the request's ``Range``."""
+        """Return the response for a path. ``wanted`` is the ``Range`` header of the request."""
         self.requests.append(path)
         self.tokens.add(token)
         parts = path.split("?")[0].strip("/").split("/")
@@ -102,7 +108,8 @@ class FakeHub:
             return _error(401, "RepoNotFound", b"Repository Not Found") if self.says_why else _error(404, "", b"no")
         if repo.status is not None:
             return _error(repo.status, "", b"out of order")
-        if repo.gated and token != TOKEN and not is_api:  # what a gated repository has is no secret
+        # the API shows the contents of a gated repository to all clients
+        if repo.gated and token != TOKEN and not is_api:
             return _error(403, "GatedRepo", b"Access to this repository is restricted")
         kind, revision = parts[2:4] if len(parts) > 3 else ("revision", "main")
         commits = {repo.commit(name): name for name in repo.revisions}
@@ -132,7 +139,7 @@ class FakeHub:
 
 @contextlib.contextmanager
 def asked_hub(repos: dict[str, Repo], monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub that this process asks, in the place of the one that its environment names."""
+    """Start a hub and use it in this process in place of the configured hub."""
     with FakeHub(repos) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -148,7 +155,7 @@ def _error(status: int, code: str, body: bytes) -> Answer:
 
 
 def _digest(path: Path) -> str:
-    """What names a file's content: the SHA-256 of a large one."""
+    """Return a digest that names a file: SHA-256 for large files, SHA-1 for others."""
     if not path.name.endswith(_LARGE):
         return hashlib.sha1(path.read_bytes()).hexdigest()
     content = path.read_bytes() if path.stat().st_size < _HASHED_BYTES else path.name.encode()

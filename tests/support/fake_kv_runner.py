@@ -1,9 +1,9 @@
-"""A runner without a model, whose tokens depend on everything that a wrong plan can get wrong.
+"""Runner without a model whose tokens reveal errors in a plan.
 
-Each slot of its KV cache holds a number that depends on the token written there, on its position, and on the
-*contents* of all slots before it, read through the block table as the plan gave it. A sampled token is a
-digest of all slots of its sequence. So a wrong block, slot, position, order, count or token anywhere makes
-the request's next tokens differ from those it gets alone, which have a closed form: :func:`expected_tokens`.
+Each slot of its KV cache holds a number that depends on the token written there, on the token's position, and on the
+*contents* of all earlier slots, read through the plan's block table. A sampled token is a digest of all slots of its
+sequence. A wrong block, slot, position, order, count or token therefore changes the next tokens of the request. Correct
+tokens have a closed form: :func:`expected_tokens`.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from tests.support.scheduling_checks import (
 )
 from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes
 
-# Large, so that a wrong token is not the right one by chance.
+# Large, so that a wrong token hardly ever equals the right token by chance.
 VOCAB_SIZE = 1 << 30
 
 _MASK64 = (1 << 64) - 1
 _MAX_LEN = 1 << 15
-# What a slot holds until it is written, and while a step that writes it is under way.
+# Contents of a slot that is not written, or is being written by a step in flight.
 _POISON = 0xDEAD_BEEF_DEAD_BEEF
 
 
 def _mix(z: int) -> int:
-    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out."""
+    """Return SplitMix64's output function: 64 bits in, 64 well-mixed bits out."""
     z &= _MASK64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return z ^ (z >> 31)
 
 
-# A digest is the sum of weight[position] * value over positions, modulo 2**64: one NumPy expression over a
-# gathered context, and easily extended by a token. Weights are odd, so that no bit of a value is lost.
+# A digest is the sum of weight[position] * value over positions, modulo 2**64. NumPy computes it in one expression, and
+# a token extends it easily. Odd weights preserve every bit of a value.
 _WEIGHTS = [_mix(position + 1) | 1 for position in range(_MAX_LEN)]
 _WEIGHTS_ARRAY = np.array(_WEIGHTS, np.uint64)
 
@@ -70,12 +70,12 @@ def _sampled(digest: int) -> int:
 
 
 def make_prompt(seed: int, length: int) -> list[int]:
-    """A prompt; two of the same seed share a prefix as long as the shorter one."""
+    """Return a prompt. Two prompts with the same seed share a prefix of the shorter length."""
     return [_mix(seed * 1_000_003 + position) % VOCAB_SIZE for position in range(length)]
 
 
 def expected_tokens(prompt: Iterable[int], num_tokens: int) -> list[int]:
-    """What a request generates when it runs alone: the closed form."""
+    """Return the tokens that a request generates when it runs alone, by the closed form."""
     digest = position = 0
     for token_id in prompt:
         digest = (digest + _WEIGHTS[position] * _kv(token_id, position, digest)) & _MASK64
@@ -91,21 +91,21 @@ def expected_tokens(prompt: Iterable[int], num_tokens: int) -> list[int]:
 
 @dataclass
 class _Held:
-    """What the runner knows of a request."""
+    """State that the runner stores for a request."""
 
     token_ids: list[int]
     block_ids: list[int]
     num_computed_tokens: int
     has_grammar: bool
     pooling_params: PoolingParams | None
-    state_slots: tuple[int, int] = (0, 0)  # that the next step reads, and writes
-    drafts: list[int] = field(default_factory=list)  # of the step under way
+    state_slots: tuple[int, int] = (0, 0)  # slot read by the next step, slot written by it
+    drafts: list[int] = field(default_factory=list)  # drafts of the step in flight
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [blocks * block_size]
 
 
 @dataclass
 class FakeStep:
-    """A step under way. The work is done already: order of execution is order of dispatch, as on a device."""
+    """Step in flight. Its work is already done: steps execute in the order of dispatch, as on a device."""
 
     output: ModelOutput
 
@@ -114,28 +114,29 @@ class FakeStep:
 
 
 class FakeKVRunner:
-    """Executes plans and asserts that they keep what ``step.py`` promises.
+    """Executes plans and asserts that they keep the promises of ``step.py``.
 
-    A sampled token joins the runner's own copy of the sequence at once, so that the next plan may count on it
-    before the scheduler has been told (a placeholder).
+    A sampled token joins the runner's own copy of the sequence immediately, so that the next plan can use it as a
+    placeholder before the scheduler receives it.
 
     Attributes:
-        draft_model: says the drafts that plans leave to it.
-        num_late: so many samples of requests with grammars, from now on, are not made: their masks are late.
+        draft_model: produces the drafts that plans leave to a draft model.
+        num_late: number of coming samples of requests with grammars to skip, because their masks are late.
     """
 
     def __init__(
         self, cache_config: CacheConfig, max_num_seqs: int, save: Callable[[bytes, np.ndarray], None] | None = None
     ) -> None:
-        self.save = save  # takes blocks that a plan says to save
+        self.save = save  # receives the blocks that a plan saves
         self.block_size = cache_config.block_size
         self.num_blocks = cache_config.num_blocks
         self.max_num_seqs = max_num_seqs
         self.kv = np.full(cache_config.num_tokens, _POISON, np.uint64)  # [slots]
-        # Recurrent states: digests of all that came before; a request that begins reads slot 0.
+        # Digests of all earlier tokens. A new request reads slot 0.
         self.states = [0] + [_POISON] * cache_config.num_state_slots
         self.held: dict[str, _Held] = {}
-        self.num_holders: Counter[int] = Counter()  # block id -> requests held that have it in their table
+        # block id -> number of stored requests whose table contains the block
+        self.num_holders: Counter[int] = Counter()
         self.num_steps = 0
         self.last_step_id = -1
         self.num_late = 0
@@ -143,13 +144,13 @@ class FakeKVRunner:
 
     @property
     def replay_refusal(self) -> None:
-        """Nothing is to be replayed."""
+        """None: replay is not refused."""
 
     def close(self) -> None:
-        """Nothing here belongs to a thread."""
+        """Do nothing: no resource here belongs to a thread."""
 
     def dispatch_second_part(self) -> None:
-        """A step is given to the device whole."""
+        """Do nothing: a step is dispatched whole."""
 
     def execute(self, plan: SchedulerOutput) -> FakeStep:
         drafting = None if self.draft_model is None else self.draft_model.draft(plan)
@@ -184,8 +185,8 @@ class FakeKVRunner:
             "pooled_req_ids are not the requests to pool whose last token is in the step, in packing order"
         )
 
-        # As in a layer, all of the step's writes come before its reads: slots to be written are poisoned
-        # first, so that a request that reads a slot another one writes sees neither old contents nor new.
+        # As in a layer, all writes of the step come before its reads. Slots to be written are poisoned first, so that a
+        # request that reads another request's slot sees neither old nor new contents.
         written = [self.held[r].slots[start:stop] for r, (start, stop) in ranges.items()]
         all_written = np.concatenate(written) if written else np.zeros(0, np.int64)
         assert len(np.unique(all_written)) == len(all_written), "two tokens of a step share a slot"
@@ -221,9 +222,9 @@ class FakeKVRunner:
             is_late = held.has_grammar and self.num_late > 0
             if held.drafts or (drafting is not None and request_id in drafting.token_ids):
                 output.num_accepted_tokens[request_id] = self._settle_drafts(request_id, none=is_late)
-            # Of all rows that are not void, as this step has written them.
+            # Digest of all rows that are not void, as this step has written them.
             output.sampled_token_ids.append(_sampled(self._kv_digest(held, len(held.token_ids))))
-            if len(self.states) > 1 and len(held.token_ids) < stop:  # a state that has gone too far
+            if len(self.states) > 1 and len(held.token_ids) < stop:  # the state has advanced too far
                 held.num_computed_tokens, held.state_slots = start, (reads[request_id], held.state_slots[1])
             if is_late:
                 self.num_late -= 1
@@ -235,7 +236,7 @@ class FakeKVRunner:
         return FakeStep(output)
 
     def _settle_drafts(self, request_id: str, *, none: bool) -> int:
-        """Make the drafts that are what is sampled in their places tokens of the request; returns how many."""
+        """Turn the drafts that equal the sampled tokens into tokens of the request. Return their number."""
         held = self.held[request_id]
         drafts, held.drafts = held.drafts, []
         num_known, num_accepted = len(held.token_ids), 0
@@ -301,7 +302,7 @@ class FakeKVRunner:
         held.slots = (blocks[:, None] * self.block_size + np.arange(self.block_size)).ravel()
 
     def _digest(self, held: _Held, num_tokens: int) -> int:
-        """Of all before a token: with recurrent layers as the request's state has it, else as the blocks have it."""
+        """Return the digest of all earlier tokens, from the recurrent state if there is one, or from the blocks."""
         return self.states[held.state_slots[0]] if len(self.states) > 1 else self._kv_digest(held, num_tokens)
 
     def _kv_digest(self, held: _Held, num_tokens: int) -> int:
@@ -318,13 +319,13 @@ class FakeKVRunner:
 
 
 class HostSampled(SamplingParams):
-    """Parameters of a request whose tokens can be sampled only when the one before is known on the host."""
+    """Parameters of a request whose next token can be sampled only after the previous token is known on the host."""
 
     needs_token_on_host = True  # type: ignore[assignment]
 
 
 class _AnyText:
-    """A grammar that is only there."""
+    """Placeholder for a grammar."""
 
     def matcher(self) -> Any:
         raise NotImplementedError
@@ -335,7 +336,7 @@ _GRAMMAR = TokenRules(grammar=_AnyText())
 
 @dataclass
 class Tracked:
-    """A request under test: what it must produce and what it has produced."""
+    """Request under test with its expected and actual output."""
 
     request: Request
     expected: list[int]
@@ -349,16 +350,16 @@ class Tracked:
 
 
 class SomeRightDrafts:
-    """Proposes what a request will generate, up to some token; what comes after that is wrong."""
+    """Drafter that proposes the right tokens up to a random position and wrong tokens after it."""
 
     def __init__(self, tracked: Mapping[str, Tracked], seed: int) -> None:
         self._tracked = tracked
         self._random = random.Random(seed)
-        self.known: set[str] = set()  # requests that it keeps something of
+        self.known: set[str] = set()  # requests with stored state
         self.num_right = self.num_wrong = 0
 
     def begin_step(self) -> None:
-        """Nothing here depends on the step."""
+        """Do nothing: drafts do not depend on the step."""
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         self.known.add(request.request_id)
@@ -374,14 +375,17 @@ class SomeRightDrafts:
         return right + [self._random.randrange(VOCAB_SIZE) for _ in range(num_wrong)]
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Nothing is counted here."""
+        """Do nothing: results are not counted."""
 
     def forget(self, request_id: str) -> None:
         self.known.discard(request_id)
 
 
 class SomeRightDraftModel:
-    """Says what requests will generate, up to some token; less than was asked for now and then, or nothing."""
+    """Draft model that returns right tokens up to a random position.
+
+    Sometimes returns fewer drafts than planned, or none.
+    """
 
     def __init__(self, tracked: Mapping[str, Tracked], seed: int) -> None:
         self._tracked = tracked
@@ -403,14 +407,14 @@ class SomeRightDraftModel:
 
 
 class SchedulerHarness:
-    """A real scheduler over the fake runner; checks every invariant at every step, and every token.
+    """Runs a real scheduler on the fake runner, and checks every invariant at every step and every token.
 
     Args:
-        depth: steps that may be under way at once; 1 is the plain loop, 2 schedules step k+1 before the
-            update for step k.
-        transfer: where KV comes from and goes to; None for an engine without.
-        drafts: a seed for drafts some of which are right; None for an engine that does not speculate.
-        has_draft_model: whether they come from a draft model, as ``config.speculative`` says then.
+        depth: maximum number of steps in flight. 1 is the plain loop, 2 schedules step k+1 before the update for step
+            k.
+        transfer: KV transfer that loads and saves blocks; None for an engine without a KV store.
+        drafts: random seed of drafts, some of them right; None for an engine without speculation.
+        has_draft_model: True if a draft model makes the drafts, as ``config.speculative`` specifies.
     """
 
     def __init__(
@@ -447,7 +451,7 @@ class SchedulerHarness:
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self.plans: list[SchedulerOutput] = []
-        self._steps_passed_over = 0  # in a row
+        self._steps_passed_over = 0  # consecutive steps in which a request was passed over
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -464,9 +468,9 @@ class SchedulerHarness:
         needs_token_on_host: bool = False,
         pooling_type: str | None = None,
     ) -> Request:
-        """Queue a request; ``stop_after=n`` makes the n-th token it will generate an end of sequence.
+        """Queue a request. ``stop_after=n`` turns the n-th generated token into an end of sequence.
 
-        One with a ``pooling_type`` ends with its prompt: what it is pooled to is what others would sample there.
+        A request with a ``pooling_type`` ends with its prompt. Its result is the token that would be sampled there.
         """
         if pooling_type is not None:
             max_tokens, stop_after, needs_token_on_host = 1, None, False
@@ -477,7 +481,7 @@ class SchedulerHarness:
         if stop_after is not None and stop_after <= max_tokens:
             eos = frozenset({expected[stop_after - 1]})
             if not ignore_eos:
-                # Not `stop_after`: the token may occur earlier.
+                # Not `stop_after`: the token can occur earlier.
                 expected = expected[: expected.index(expected[stop_after - 1]) + 1]
                 reason = "stop"
         request = Request(
@@ -493,7 +497,7 @@ class SchedulerHarness:
         )
         if pooling_type is not None:
             reason = "stop"
-        # What the engine asks before it queues a request.
+        # The engine makes this check before it queues a request.
         self.scheduler.check_fits(request.num_prompt_tokens, 0 if pooling_type is not None else request.max_tokens)
         self.scheduler.add_request(request)
         self.tracked[request_id] = Tracked(request, expected, reason)
@@ -510,7 +514,7 @@ class SchedulerHarness:
         self.scheduler.check_integrity()
 
     def fail_oldest(self, *, cache_is_lost: bool = False) -> None:
-        """The oldest step under way fails, and those after it are not run."""
+        """Fail the oldest step in flight and cancel the steps after it."""
         plan, _ = self.in_flight.popleft()
         self._fail(plan)
         for void, _ in self.in_flight:
@@ -521,7 +525,7 @@ class SchedulerHarness:
         self.scheduler.check_integrity()
 
     def refuse_newest(self) -> None:
-        """The step planned last was refused by the runner; those before it are finished."""
+        """Refuse the step planned last, as the runner can do. Earlier steps are finished."""
         plan, _ = self.in_flight.pop()
         self._fail(plan)
         self.scheduler.check_integrity()
@@ -543,7 +547,7 @@ class SchedulerHarness:
     # --- steps ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Plan a step and start it, without the update."""
+        """Plan and start a step, without the update."""
         assert len(self.in_flight) < self.depth
         before = {t.request.request_id: demand_of(t.request) for t in self.live}
         context_lens = {request_id: r.num_computed_tokens for request_id, r in self.scheduler.running.items()}
@@ -553,7 +557,7 @@ class SchedulerHarness:
         self.scheduler.check_integrity()
         self.check_limits(plan)
         num_preemptions = self.scheduler.num_preemptions - num_preemptions
-        # A step may be left for when all tokens are known, so that it can have drafts.
+        # The scheduler can delay a step until all tokens are known, to add drafts to it.
         if plan.num_scheduled_tokens or not self.in_flight or not self.config.speculative:
             self._check_plan(plan, before, context_lens, again, num_preemptions)
         is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
@@ -575,7 +579,7 @@ class SchedulerHarness:
         num_preemptions: int,
     ) -> None:
         check_drafts(self.scheduler, plan, demand, context_lens)
-        # What the others get does not depend on drafts.
+        # Drafts do not change the allotments of other tokens.
         undrafted = without_drafts(plan)
         check_plan(self.scheduler, undrafted, demand, context_lens, again)
         passed_over = not num_preemptions and was_passed_over(self.scheduler, undrafted, demand, context_lens, again)
@@ -585,7 +589,7 @@ class SchedulerHarness:
             check_fcfs(self.scheduler, undrafted, demand, context_lens, num_preemptions, self.depth)
 
     def update(self) -> list[RequestOutput]:
-        """Take in the oldest step under way."""
+        """Process the output of the oldest step in flight."""
         plan, handle = self.in_flight.popleft()
         outputs = self.scheduler.update(plan, handle.result())
         for output in outputs:
@@ -594,19 +598,19 @@ class SchedulerHarness:
         return outputs
 
     def step(self) -> SchedulerOutput:
-        """One turn of the loop: start a step, then take in the oldest if ``depth`` are under way."""
+        """Run one iteration of the loop: start a step, then process the oldest if ``depth`` steps are in flight."""
         plan = self.schedule()
         if len(self.in_flight) == self.depth or (self.in_flight and not plan.num_scheduled_tokens):
             self.update()
         return plan
 
     def run(self, until: Callable[[], bool] | None = None) -> int:
-        """Step until done, within the bound below; returns the steps taken.
+        """Step until all requests are done, within a bound. Return the number of steps.
 
-        The first request in order advances in every step that is not spent waiting for a step under way, or for
-        a turn in the rotation. So all are done after as many steps as they would take one after the other.
+        The first request in order advances in every step, except while it waits for a step in flight or for its place
+        in the rotation. The bound is therefore the sum of the steps of each request alone.
         """
-        # Chunks are cut where checkpoints are taken: twice in a prompt, and at intervals.
+        # Chunks are cut at state checkpoints: twice in a prompt, and at intervals.
         num_cuts = 3 if self.cache_config.num_state_slots else 0
         interval = self.scheduler.states.interval
         alone = sum(
@@ -621,7 +625,7 @@ class SchedulerHarness:
         while self.live and not (until is not None and until()):
             plan = self.step()
             if not plan.num_scheduled_tokens and self.scheduler.admissions.loading:
-                num_waits += 1  # for KV
+                num_waits += 1  # waits for KV
                 assert num_waits <= 1000
                 continue
             steps += 1
@@ -629,7 +633,7 @@ class SchedulerHarness:
         return steps
 
     def drain(self) -> None:
-        """Run until everything is done, then check that nothing is left anywhere."""
+        """Run until all requests are done, then check that runner and scheduler are empty."""
         if self.transfer is not None:
             self.transfer.answer_at_once()
         self.run()
@@ -645,7 +649,7 @@ class SchedulerHarness:
             if tracked.finish_reason not in ("abort", "error"):
                 assert tracked.token_ids == tracked.expected
                 assert tracked.finish_reason == tracked.expected_reason
-        # The drops of the last step go with the next one.
+        # The next step carries the drops of the last step.
         self.submit("sentinel", [1], 1)
         self.run()
         assert self.runner.held.keys() == {"sentinel"}, "the runner was not told to drop"
@@ -667,7 +671,7 @@ class SchedulerHarness:
             del self._live[output.request_id]
 
     def check_limits(self, plan: SchedulerOutput) -> None:
-        """No limit of a step is exceeded."""
+        """Check that the step exceeds no limit."""
         assert sum(plan.num_scheduled_tokens.values()) <= self.config.max_num_batched_tokens
         assert len(plan.num_scheduled_tokens) <= len(self.scheduler.running) <= self.config.max_num_seqs
         for request_id in plan.num_scheduled_tokens:

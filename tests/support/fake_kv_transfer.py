@@ -1,4 +1,4 @@
-"""A KV transfer without threads: tests say which blocks arrive, when, and what goes wrong."""
+"""KV transfer without threads. Tests choose which blocks arrive, when, and which errors occur."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from metal_engine.kv_transfer.transfer import LoadTicket
 
 
 class FakeTransfer:
-    """Does what the scheduler's side needs of :class:`metal_engine.kv_transfer.transfer.KVTransfer`, over a dict.
+    """Fake of :class:`metal_engine.kv_transfer.transfer.KVTransfer` for the scheduler's half, with a dict as the store.
 
     Attributes:
-        store: hash -> block; the fake runner saves into it.
-        tickets: loads that have not been ended.
-        held: loads that have, and whose blocks take host memory.
-        room: blocks that may be saved with a step.
-        now: what the clock says.
+        store: hash -> block. The fake runner saves blocks into it.
+        tickets: loads that have not ended.
+        held: ended loads whose blocks still take host memory.
+        room: number of blocks that one step may save.
+        now: current time of the fake clock.
     """
 
     def __init__(self, config: KVTransferConfig | None = None) -> None:
@@ -37,7 +37,7 @@ class FakeTransfer:
     def connector(self) -> KVConnectorScheduler:
         return KVConnectorScheduler(self, self.config, self.stats)  # type: ignore[arg-type]
 
-    # --- as the connector sees it ---
+    # --- interface of the connector ---
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -90,7 +90,7 @@ class FakeTransfer:
         return [ticket for ticket in self.tickets if not ticket.is_done]
 
     def deliver(self, ticket: LoadTicket, most: int = 1 << 30) -> None:
-        """Some more of the blocks arrive, as far as the store has them."""
+        """Deliver the next blocks of a load that the store contains."""
         for block_hash in ticket.hashes[len(ticket.blocks) :][:most]:
             if block_hash not in self.store:
                 ticket.is_done = not ticket.follow
@@ -113,7 +113,7 @@ class FakeTransfer:
         ticket.is_done = True
 
     def answer_at_once(self) -> None:
-        """From now on every load ends as it begins, and those under way end now."""
+        """Complete all open loads, and complete every later load as soon as it starts."""
         self._at_once = True
         for ticket in self.open_tickets:
             self.deliver(ticket)

@@ -1,8 +1,7 @@
-"""A server process on a fake runner: what `metal-engine serve` runs, without a model. For tests of its end.
+"""Server process like `metal-engine serve`, but on a fake runner without a model. For tests of shutdown.
 
-``python -m tests.support.fake_process '{"shutdown_timeout": 1}' 0.01``: the settings of ServerArgs, and the seconds
-that a step takes. A prompt with the token 1 kills the engine's thread; with the token 2, the step that computes it
-never ends.
+``python -m tests.support.fake_process '{"shutdown_timeout": 1}' 0.01`` takes the settings of ServerArgs and the seconds
+per step. A prompt that contains token 1 kills the engine's thread. The step that computes token 2 never ends.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ DEADLY, ENDLESS = 1, 2
 
 
 class Death(BaseException):
-    """Ends the engine's thread: a step handles only `Exception`."""
+    """Ends the engine's thread, because a step handles only `Exception`."""
 
 
 def _next_token(tokens: list[int], num_prompt_tokens: int) -> int:

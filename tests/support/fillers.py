@@ -1,4 +1,4 @@
-"""JSON values of any size for a field that expected something else, and the bodies that have them."""
+"""JSON values of any size for fields that expect another type, and request bodies that contain them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ USER = [{"role": "user", "content": "a"}]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A route that takes a body.
+    """Route that takes a body.
 
     Attributes:
-        small: a body that it answers with 200.
+        small: body that gets status 200.
     """
 
     path: str
@@ -64,16 +64,16 @@ ENDPOINTS = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, COUNT_TOKENS, TOKENIZE, DET
 
 
 def repeated(element: str, size: int) -> str:
-    """A list of as many elements as ``size`` bytes hold, and one at least."""
+    """Return a list of about ``size`` bytes, with at least one element."""
     return "[" + ",".join([element] * max(size // (len(element) + 1), 1)) + "]"
 
 
 def names(size: int) -> str:
-    """An object with as many names as ``size`` bytes hold."""
+    """Return an object of about ``size`` bytes."""
     return "{" + ",".join(f'"k{i}":0' for i in range(max(size // 10, 1))) + "}"
 
 
-# What a field is filled with -> its JSON text of about so many bytes.
+# Kind of filler -> function from a size in bytes to JSON text of about that size.
 FILLERS: dict[str, Callable[[int], str]] = {
     "numbers": lambda size: repeated("7", size),
     "texts": lambda size: repeated('"ab"', size),
@@ -88,13 +88,13 @@ FILLERS: dict[str, Callable[[int], str]] = {
 
 
 def with_field(endpoint: Endpoint, field: str, text: str) -> bytes:
-    """The endpoint's small body with the field as this JSON text."""
+    """Return the endpoint's small body with ``text`` as the JSON value of the field."""
     rest = {name: value for name, value in endpoint.small.items() if name != field}
     return f"{json.dumps(rest)[:-1]}{', ' if rest else ''}{json.dumps(field)}: {text}}}".encode()
 
 
 def with_fields(endpoint: Endpoint, **fields: Any) -> bytes:
-    """The endpoint's small body with other fields; None leaves one out."""
+    """Return the endpoint's small body with changed fields. None removes a field."""
     body = {**endpoint.small, **fields}
     return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
 
@@ -111,7 +111,7 @@ def _parts(size: int) -> list[dict[str, Any]]:
     return [{"type": "text", "text": "a", f"k{i}": 0} for i in range(max(size // 35, 1))]
 
 
-# Bodies in which it is not a field that grows -> the body of about so many bytes.
+# Bodies that grow in another place than a field -> function that makes a body of about the given size.
 SHAPES: dict[str, tuple[Endpoint, Callable[[int], bytes]]] = {
     **{f"{endpoint.path}, unknown names": (endpoint, _unknown_names(endpoint)) for endpoint in ENDPOINTS},
     "unknown fields of a part": (

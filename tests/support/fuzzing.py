@@ -1,4 +1,4 @@
-"""Random and mutated request bodies: valid ones with something wrong, and things that were never right."""
+"""Random and mutated request bodies: valid bodies with one error, and arbitrary JSON."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SEEDS: list[tuple[str, dict[str, Any]]] = [
     ("/api/embeddings", {"prompt": "a", "options": {"num_ctx": 8}}),
 ]  # fmt: skip
 
-# Written as JSON, for some of it is no JSON that Python would write.
+# Written as JSON text, because some of it is not JSON that Python would write.
 ODD = [
     "null", "true", "false", "0", "-1", "1", "2", "0.5", "-0.0", "1e999", "1e-999", "NaN", "-Infinity", "9" * 30,
     "9" * 5000, "9223372036854775807", "-9223372036854775809", '""', '"a"', '"\\u0000"', '"\\ud800"', '"\\udc00x"',
@@ -82,25 +82,25 @@ ODD = [
 
 
 class _Raw:
-    """JSON text that stands for itself."""
+    """JSON text that is inserted unchanged."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 def bodies(seed: int, number: int) -> list[tuple[str, bytes]]:
-    """Paths and bodies, the same for the same seed."""
+    """Return paths and bodies, the same for the same seed."""
     rng = random.Random(seed)
     return [_body(rng) for _ in range(number)]
 
 
 @dataclass(frozen=True)
 class Growing:
-    """A valid body with one place in it that holds as much as one likes: calling it makes the body.
+    """Valid body with one place that can grow. Calling it with a size makes the body.
 
     Attributes:
-        place: the keys and indices that lead to it.
-        filler: what it holds, one of :data:`tests.support.fillers.FILLERS`.
+        place: keys and indices that lead to the growing place.
+        filler: kind of value there, one of :data:`tests.support.fillers.FILLERS`.
     """
 
     path: str
@@ -118,7 +118,7 @@ class Growing:
 
 
 def growing(seed: int, number: int) -> list[Growing]:
-    """Bodies that grow somewhere, or in a field that nobody knows; the same for the same seed."""
+    """Return bodies that grow at a valid place or in an unknown field, the same for the same seed."""
     rng = random.Random(seed)
     made = []
     for _ in range(number):
@@ -129,7 +129,7 @@ def growing(seed: int, number: int) -> list[Growing]:
 
 
 def _places(value: Any, of: type = object) -> Iterator[tuple[str | int, ...]]:
-    """Ways to the values within a value, of one type."""
+    """Yield the paths of all inner values of one type."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in inner:
         if isinstance(one, of):
@@ -149,7 +149,7 @@ def _body(rng: random.Random) -> tuple[str, bytes]:
 
 
 def _mutate(rng: random.Random, value: Any) -> Any:
-    """The value with one thing changed, somewhere within it."""
+    """Return the value with one random change inside it."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
         match rng.randrange(8):

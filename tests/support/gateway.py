@@ -1,4 +1,4 @@
-"""The real gateway before servers on fake runners, each a process of its own, for tests of what they do together."""
+"""Real gateway in front of servers with fake runners, each in its own process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.serving import DEADLINE, wait_until
 from tools.fixtures.fake_engine import byte_ids, generated
 from tools.gateway.processes import gateway, healthy_servers
 
-# One for all: to make a client takes longer than to ask. Nothing is kept open, for servers are killed here.
+# Shared, because making a client takes longer than a request. No connection is kept open, because tests kill servers.
 HTTP = httpx.Client(timeout=DEADLINE, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "fake"
 
 
 class FakeServer:
-    """A server process that can be killed and started again at the same address."""
+    """Server process that can be killed and restarted at the same address."""
 
     def __init__(self, port: int, step_time: float, popen: subprocess.Popen[str]) -> None:
         self.port, self.step_time, self.popen = port, step_time, popen
@@ -33,7 +33,7 @@ class FakeServer:
 
     @classmethod
     def begin(cls, port: int, step_time: float = 0.005) -> FakeServer:
-        """Starts it; :meth:`wait` says when it answers."""
+        """Start a server. :meth:`wait` waits until it responds."""
         settings = json.dumps({"port": port, "shutdown_timeout": DEADLINE})
         command = [sys.executable, "-m", "tests.support.fake_process", settings, str(step_time)]
         popen = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -45,12 +45,12 @@ class FakeServer:
         return self
 
     def kill(self) -> None:
-        """As ``kill -9`` does; nothing if it has ended."""
+        """Kill the process with SIGKILL, if it is running."""
         self.popen.kill()
         self.end()
 
     def end(self) -> int:
-        """Waits for its end; returns its status."""
+        """Wait for the end of the process and return its status."""
         status = self.popen.wait(DEADLINE)
         assert self.popen.stdout is not None
         self.popen.stdout.close()
@@ -58,13 +58,13 @@ class FakeServer:
 
     @property
     def num_open(self) -> int:
-        """Requests that it has not answered yet."""
+        """Number of requests without a response so far."""
         health = HTTP.get(f"{self.url}/health").json()
         return int(health["running"]) + int(health["waiting"])
 
     @property
     def num_finished(self) -> int:
-        """Requests that it has answered whole."""
+        """Number of requests with a complete response."""
         lines = HTTP.get(f"{self.url}/metrics").text.splitlines()
         prefix = "metal_engine:request_success_total{"
         counts = [line for line in lines if line.startswith(prefix) and '"length"' in line]
@@ -73,16 +73,16 @@ class FakeServer:
 
 @contextmanager
 def before(urls: Sequence[str], *flags: str, num_ready: int | None = None) -> Iterator[str]:
-    """The gateway before some servers; its URL. ``num_ready`` of them answer already; None: all."""
+    """Yield the URL of a gateway in front of some servers. ``num_ready`` servers respond already (default: all)."""
     num_ready = len(urls) if num_ready is None else num_ready
     with gateway("--worker-urls", *urls, *flags, num_servers=num_ready) as (url, process):
         yield url
-        process.kill()  # it would wait for seconds
+        process.kill()  # its normal shutdown takes seconds
 
 
 @contextmanager
 def before_pair(prefill: str, decode: str) -> Iterator[str]:
-    """The gateway before a server that prefills and one that decodes; its URL."""
+    """Yield the URL of a gateway in front of a prefill server and a decode server."""
     flags = ["--pd-disaggregation", "--prefill", prefill, "--decode", decode]
     with gateway(*flags, num_servers=2) as (url, process):
         yield url
@@ -90,29 +90,29 @@ def before_pair(prefill: str, decode: str) -> Iterator[str]:
 
 
 def wait_for_servers(url: str, servers: Sequence[FakeServer]) -> None:
-    """Until the gateway sends requests to these servers, and to no others."""
+    """Wait until the gateway uses exactly these servers."""
     wanted = sorted(server.url for server in servers)
     wait_until(lambda: sorted(healthy_servers(url)) == wanted, "the gateway to see which servers are well")
 
 
 def servers_with_known_load(url: str) -> list[str]:
-    """The URLs of the servers whose metrics the gateway has read when it last asked all of them."""
+    """Return the URLs of the servers whose metrics the gateway had at its last poll."""
     loads = HTTP.get(f"{url}/get_loads").json()["loads"]
     return sorted(load["worker"] for load in loads)
 
 
 def prompts(number: int, name: str, first: int = 0) -> list[str]:
-    """Prompts of which no two begin alike; none of their characters joins with another to a token."""
+    """Return prompts that differ from the first characters on, and whose characters are separate tokens."""
     return [f"{i:03}{name}" + "0123456789" * 4 for i in range(first, first + number)]
 
 
 def expected(prompt: str, num_tokens: int) -> str:
-    """What any server answers."""
+    """Return the text that any server generates for a prompt."""
     return bytes(generated(byte_ids(prompt), num_tokens)).decode(errors="replace")
 
 
 def ask(url: str, text: str, num_tokens: int) -> httpx.Response:
-    """A completion, whole."""
+    """Send a completion request without streaming and return the response."""
     body: dict[str, Any] = {"model": MODEL, "prompt": text, "max_tokens": num_tokens, "ignore_eos": True}
     return HTTP.post(f"{url}/v1/completions", json={**body, "temperature": 0})
 
@@ -120,9 +120,10 @@ def ask(url: str, text: str, num_tokens: int) -> httpx.Response:
 def ask_while(
     url: str, name: str, num_requests: int, num_tokens: int, *, at_once: int, do: Callable[[], None]
 ) -> list[tuple[str, httpx.Response]]:
-    """Asks for completions, so many at once, and does something meanwhile; what was asked, and the answers.
+    """Send completion requests, ``at_once`` at a time, and call ``do`` in between. Return prompts and responses.
 
-    A quarter of the requests come before it, as many as it takes while it is being done, half of them or more after.
+    A quarter of the requests end before ``do`` is called. Others run during the call, and at least half of them after
+    it.
     """
     free = threading.Semaphore(at_once)
     sent: list[tuple[str, Future[httpx.Response]]] = []

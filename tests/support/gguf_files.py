@@ -1,4 +1,4 @@
-"""Tiny GGUF files, written with PyPI's ``gguf`` alone, and the mlx-lm models they must load as."""
+"""Tiny GGUF files written with PyPI's ``gguf``, and the mlx-lm models that loading them must give."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 def tiny_config(architecture: str, **changes: Any) -> dict[str, Any]:
-    """A Hugging Face configuration; two layers, every row a multiple of 32."""
+    """Return a Hugging Face configuration with two layers, in which the length of every row is a multiple of 32."""
     config = {
         "model_type": architecture,
         "hidden_size": 64,
@@ -28,7 +28,7 @@ def tiny_config(architecture: str, **changes: Any) -> dict[str, Any]:
         "intermediate_size": 96,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        # qwen3 has heads of their own size; for the others it follows from hidden_size.
+        # qwen3 has its own head size. Other models derive the head size from hidden_size.
         "head_dim": 32 if architecture == "qwen3" else 16,
         "rms_norm_eps": 1e-5,
         "vocab_size": 160,
@@ -40,13 +40,13 @@ def tiny_config(architecture: str, **changes: Any) -> dict[str, Any]:
 
 
 def build(config: dict[str, Any]) -> nn.Module:
-    """mlx-lm's own model, with random weights."""
+    """Return mlx-lm's own model with random weights."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     return module.Model(module.ModelArgs.from_dict(config))
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 parameters in Hugging Face's names and layout; norms and biases are random too."""
+    """Return float32 parameters in Hugging Face's names and layout. Norms and biases are random too."""
     generator = np.random.default_rng(seed)
     shapes = {name: array.shape for name, array in tree_flatten(build(config).parameters())}
     weights = {}
@@ -58,20 +58,20 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarra
 
 
 def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k of llama: rows i and head_dim / 2 + i become neighbours."""
+    """Permute q and k of llama as llama.cpp's converter does: rows i and head_dim / 2 + i become adjacent."""
     halves = rows.reshape(num_heads, 2, rows.shape[0] // num_heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 @dataclass
 class GgufFile:
-    """A file to be written.
+    """Contents of a GGUF file to be written.
 
     Attributes:
-        config: a Hugging Face configuration.
-        weights: float32, in Hugging Face's names and layout.
-        type_of: the storage type of a matrix, by its GGUF name.
-        prepare: adds metadata or tensors to the writer, or leaves some out.
+        config: Hugging Face configuration.
+        weights: float32 weights in Hugging Face's names and layout.
+        type_of: returns the storage type of a matrix for its GGUF name.
+        prepare: adds metadata or tensors to the writer, or removes them.
     """
 
     config: dict[str, Any]
@@ -81,7 +81,7 @@ class GgufFile:
     stored: dict[str, np.ndarray] = field(default_factory=dict)
 
     def write(self, path: Path) -> Path:
-        """Write the file; ``stored`` becomes the weights after quantization, in Hugging Face's layout."""
+        """Write the file. Sets ``stored`` to the weights after quantization, in Hugging Face's layout."""
         architecture = self.config["model_type"]
         writer = GGUFWriter(path, architecture)
         self._add_metadata(writer)
@@ -119,13 +119,13 @@ class GgufFile:
         writer.add_value_length(config["head_dim"])
 
     def reference(self) -> nn.Module:
-        """mlx-lm's model with the weights that the file holds, in Hugging Face's layout."""
+        """Return mlx-lm's model with the weights stored in the file, in Hugging Face's layout."""
         model = build(self.config)
         model.load_weights([(name, mx.array(array)) for name, array in self.stored.items()])
         return model
 
 
 def logits(model: nn.Module, length: int = 24) -> np.ndarray:
-    """float32 [length, vocab] for a fixed prompt."""
+    """Return float32 logits [length, vocab] for a fixed prompt."""
     ids = np.random.default_rng(7).integers(0, 160, length)
     return np.array(model(mx.array(ids)[None])[0].astype(mx.float32))

@@ -1,6 +1,6 @@
-"""A hundred JSON schemas as applications send them: nested, with references, enums, patterns, formats, unicode.
+"""A hundred JSON schemas like those of applications: nested, with references, enums, patterns, formats and Unicode.
 
-Texts and lists are bounded, so that a small model comes to an end; a few are left open on purpose.
+Most texts and lists are bounded, so that the output of a small model ends. A few are unbounded on purpose.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NULL: Schema = {"type": "null"}
 
 
 def obj(_optional: tuple[str, ...] = (), **properties: Schema) -> Schema:
-    """An object with these properties and no others; all but the optional ones are required."""
+    """Return the schema of an object with exactly these properties. All except the optional ones are required."""
     return {
         "type": "object",
         "properties": properties,

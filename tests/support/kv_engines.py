@@ -31,7 +31,7 @@ from tools.fixtures.tiny_models import tiny_model
 
 @dataclass
 class KVEngine:
-    """An engine, and what moves its KV (None for a plain one)."""
+    """Engine with its KV transfer (None without a KV store)."""
 
     core: EngineCore
     paged: PagedModel
@@ -51,7 +51,10 @@ class KVEngine:
         options: RequestOptions | None = None,
         flush: bool = True,
     ) -> list[list[int]]:
-        """Greedy tokens of each prompt, all of them in the engine at once; integrity is checked at every step."""
+        """Return the greedy tokens of each prompt.
+
+        All prompts run at once, and every step checks the scheduler's integrity.
+        """
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         outputs: list[list[int]] = [[] for _ in prompts]
         for i, prompt in enumerate(prompts):
@@ -85,13 +88,13 @@ def kv_engine(
     kv_cache_dtype: str = "auto",
     **config: Any,
 ) -> KVEngine:
-    """An engine; each has a model and a pool of its own, as if it were a process of its own.
+    """Return an engine with its own model and pool, like one in a separate process.
 
     Args:
-        store: a directory, a store, or None for an engine without.
-        behind: steps are given to the device while others run, as on a GPU.
-        replay: decode steps are replayed as soon as their sizes are known.
-        draft: a draft model, whose drafts are taken as if they cost nothing.
+        store: directory or store of the KV; None for an engine without a KV store.
+        behind: dispatch steps while others run, as on a GPU.
+        replay: replay decode steps as soon as their sizes are known.
+        draft: draft model. Its drafts are treated as free.
         config: fields of :class:`KVTransferConfig`.
     """
     model = tiny_model(dtype=dtype) if model is None else model

@@ -1,4 +1,4 @@
-"""What a page makes of the events of ``/watch``: the pool as it would draw it."""
+"""State that a page derives from the events of ``/watch``: the block pool as the page would draw it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from metal_engine.scheduling.scheduler import Scheduler
 
 
 def events_of(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events of a stream, comments left out, by name."""
+    """Yield name and data of the events of a stream. Skips comments."""
     name = ""
     for line in lines:
         if line.startswith("event: "):
@@ -22,7 +22,7 @@ def events_of(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 @dataclass
 class PoolPicture:
-    """Applies events as docs/api.md says; knows nothing else."""
+    """Applies events by the rules of docs/api.md, without other information."""
 
     tables: dict[int, list[int]] = field(default_factory=dict)
     cached: set[int] = field(default_factory=set)
@@ -59,7 +59,7 @@ class PoolPicture:
         self.is_whole = data["whole"]
 
     def check(self, scheduler: Scheduler) -> None:
-        """Assert that the picture is the pool: block tables, reference counts, cached prefixes."""
+        """Assert that the picture equals the pool: block tables, reference counts, cached prefixes."""
         assert self.is_whole
         blocks = scheduler.blocks
         there = sorted(blocks.block_ids(request_id) for request_id in scheduler.running)

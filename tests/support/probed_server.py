@@ -1,8 +1,8 @@
-"""``metal-engine serve`` in a process of its own, with probes within (:mod:`tests.support.probes`).
+"""``metal-engine serve`` in its own process, with the probes of :mod:`tests.support.probes`.
 
-Run as ``python -m tests.support.probed_server serve MODEL ...``: the command itself, unchanged. The process says its
-port in its first line; then each line that it reads is ``reset``, ``trim``, ``read`` or ``in use``, and it answers with
-a line of JSON.
+``python -m tests.support.probed_server serve MODEL ...`` runs the unchanged command. The first line of output has the
+port. After that, the process reads the commands ``reset``, ``trim``, ``read`` and ``in use``, one per line, and answers
+each with a line of JSON.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DEADLINE = 120.0
 
 @dataclass
 class ProbedServer:
-    """The process as a test sees it.
+    """Process of a server, as a test uses it.
 
     Attributes:
-        log: the file that has what the process logs.
+        log: file that receives the process's log.
     """
 
     process: subprocess.Popen[str]
@@ -59,19 +59,19 @@ class ProbedServer:
 
     @property
     def resident(self) -> int:
-        """Resident memory of the process, in bytes (Linux)."""
+        """Return the resident memory of the process in bytes (Linux)."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def bytes_in_use(self) -> dict[str, int]:
-        """See :func:`tests.support.probes.bytes_in_use`."""
+        """Return the result of :func:`tests.support.probes.bytes_in_use` in the process."""
         return self._ask("in use")
 
     def health(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/health", timeout=DEADLINE).raise_for_status().json()
 
     def settle(self) -> None:
-        """Wait until no request runs or waits, and no block is in use."""
+        """Wait until no request runs or waits and no block is in use."""
         deadline = time.monotonic() + DEADLINE
         while any((health := self.health())[name] for name in ("running", "waiting", "kv_cache_usage")):
             assert time.monotonic() < deadline, f"something is left: {health}"
@@ -80,10 +80,10 @@ class ProbedServer:
 
 @contextmanager
 def probed_server(model: Path, folder: Path, *flags: str) -> Iterator[ProbedServer]:
-    """A server on a checkpoint; ends on SIGINT with status 0, and without a traceback in its log.
+    """Yield a server on a checkpoint. On exit, SIGINT must end it with status 0 and no traceback in its log.
 
     Args:
-        folder: where its log goes.
+        folder: folder for the log.
     """
     log = folder / "server.log"
     command = [sys.executable, "-m", "tests.support.probed_server", "serve", str(model), "--port", "0", *flags]
@@ -105,7 +105,7 @@ def probed_server(model: Path, folder: Path, *flags: str) -> Iterator[ProbedServ
 
 
 def main() -> None:
-    # Standard output is the test's; the command's goes where its log goes.
+    # Standard output carries the answers to the test. The command's own output goes to the log.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     from metal_engine.cli.main import app
@@ -123,7 +123,7 @@ def main() -> None:
             if command in ("reset", "trim"):
                 probes.reset(trim=command == "trim")
             print(json.dumps(bytes_in_use() if command == "in use" else probes.read()), file=answers)
-        os._exit(1)  # the test has ended without ending the server
+        os._exit(1)  # the test ended without stopping the server
 
     async def watched_startup(self: Server, sockets: Any = None) -> None:
         await startup(self, sockets)

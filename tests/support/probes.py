@@ -1,16 +1,17 @@
-"""What holds a server up, and what it takes, measured within its process.
+"""Probes of delays and memory, measured inside the server's process.
 
-Times are processor time, not time on the clock: another process that has the machine adds nothing to them.
+Times are CPU times: other processes on the machine add nothing to them.
 
-- ``loop``: what the event loop's thread worked between two ticks of a task that sleeps a millisecond. One callback that
-  holds the loop is in one such interval.
-- ``steps``: what the engine's thread worked in one call that takes requests in, or in one step. MLX computes in threads
-  of its own, so this is the host's work.
-- ``lock``: what one thread worked between two moments at which a thread that sleeps a millisecond had Python's lock. A
-  call into C that keeps the lock is in one such interval; a thread that gives the lock away lets the sleeper in, in
-  Python code after 5 ms. When the machine wakes the sleeper late, the interval is longer than what was held: so a
-  measurement is repeated, and the least counts. (Linux only: 0 elsewhere.)
-- ``memory``: how far resident memory rose above what it was before, in bytes.
+- ``loop``: longest time that the event loop's thread works between two ticks of a task that sleeps one millisecond. It
+  includes any callback that blocks the loop.
+- ``steps``: longest time that the engine's thread works in one call that accepts requests, or in one step. MLX computes
+  in its own threads, so this is the host's work.
+- ``lock``: longest time that one thread works between two moments at which a sleeping thread gets Python's lock. It
+  includes a call into C that keeps the lock. Python code releases the lock after 5 ms. If the machine wakes the
+  sleeping
+  thread late, the interval is too long, so measurements are repeated and the smallest counts. 0 on other systems than
+  Linux.
+- ``memory``: increase of the peak of resident memory, in bytes.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _IS_LINUX = sys.platform == "linux"
 
 
 def thread_clock(native_id: int) -> int:
-    """Linux's clock of a thread's processor time; reading it after the thread's end raises OSError, and no more."""
+    """Return the id of Linux's CPU clock of a thread. Reading the clock after the thread's end raises only OSError."""
     return (~native_id << 3) | 6
 
 
 class Probes:
-    """Measures since the last :meth:`reset`. One for a process."""
+    """Measurements since the last :meth:`reset`. One instance for a process."""
 
     def __init__(self) -> None:
         self._values: dict[str, float] = {}
@@ -49,7 +50,7 @@ class Probes:
         self._clocks: dict[int, float] = {}
 
     def install(self) -> None:
-        """Begin to watch the engine's threads and the lock. The event loop is watched by :meth:`watch_loop`."""
+        """Start to measure the engine's threads and the lock. :meth:`watch_loop` measures the event loop."""
         for owner, name in ((EngineThread, "_process_inbox"), (EngineCore, "step")):
             setattr(owner, name, self._timed(getattr(owner, name)))
         threading.Thread(target=self._watch_lock, name="probe", daemon=True).start()
@@ -69,7 +70,7 @@ class Probes:
             self._values[name] = value
 
     async def watch_loop(self) -> None:
-        """Tick in the event loop, for ever."""
+        """Tick in the event loop forever."""
         last = time.thread_time()
         while True:
             await asyncio.sleep(_TICK_SECONDS)
@@ -91,27 +92,27 @@ class Probes:
             self._clocks = clocks
 
     def reset(self, *, trim: bool = True) -> None:
-        """Forget what was measured, and give back memory that is free, which makes the next memory slow to get."""
+        """Clear the measurements and return free memory to the system, which makes the next allocations slow."""
         gc.collect()
         if _IS_LINUX:
             if trim:
                 ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current resident size
         self._resident = peak_resident()
-        self._clocks = {}  # what was collected here held the lock, too
+        self._clocks = {}  # the garbage collection above held the lock too
         self._values = {}
 
     def read(self) -> dict[str, float]:
-        """``loop``, ``steps`` and ``lock`` in seconds, ``memory`` in bytes."""
+        """Return ``loop``, ``steps`` and ``lock`` in seconds, and ``memory`` in bytes."""
         names = ("loop", "steps", "lock")
         return {name: self._values.get(name, 0.0) for name in names} | {"memory": peak_resident() - self._resident}
 
 
 def bytes_in_use() -> dict[str, int]:
-    """What is in use of memory, in bytes, whatever the allocators keep beside it (glibc only).
+    """Return the memory in use in bytes, without memory that allocators keep free (glibc only).
 
-    ``malloc`` is what glibc has given out. ``python`` is the most that the blocks of Python's own allocator have, which
-    are of up to 512 bytes; it has them from the system, not from glibc, and keeps most of what it ever had at once.
+    ``malloc`` counts allocations of glibc. ``python`` is an upper bound for blocks of up to 512 bytes, which Python's
+    own allocator gets directly from the system. That allocator keeps most memory that it ever needed at one time.
     """
     libc = ctypes.CDLL(None)
     libc.open_memstream.restype = ctypes.c_void_p
@@ -128,7 +129,7 @@ def bytes_in_use() -> dict[str, int]:
 
 
 def peak_resident() -> int:
-    """The largest resident size of this process, in bytes; on Linux, since it was last reset."""
+    """Return the peak resident size of this process in bytes. On Linux, it is the peak since the last reset."""
     if _IS_LINUX:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -1,4 +1,4 @@
-"""What is computed by one process and by several ranks, and must come to the same: requests over small models."""
+"""Requests on small models that must give equal outputs on one process and on several ranks."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ DIGITS = StructuredOutputsParams(regex="[a-f]{3}[0-9]{9}")
 
 @dataclass(frozen=True)
 class RankCase:
-    """One engine, and what is asked of it.
+    """Configuration of an engine and its requests.
 
     Attributes:
         parallel: ``tensor`` or ``pipeline``.
-        num_blocks: of the KV cache; few make for preemptions.
-        refused: a plan that fails while it is built on rank 0, by its place among the plans.
-        aborted: a request that is aborted after some steps.
-        intermediate: numbers between the two matrices of an MLP; None: as the architecture's configuration says.
-        late: whether no grammar is waited for, so that most tell too late what may follow.
-        keeps: whether rank 1 holds on to what its cache was before each step, so that writes must copy it.
-        num_layers: of the model; None: as the architecture's configuration says.
-        heads: of a layer, and its KV heads, of 8 numbers each; None: as the architecture's configuration says.
+        num_blocks: number of blocks of the KV cache. A small number causes preemptions.
+        refused: index of the plan that fails while rank 0 builds it.
+        aborted: request that is aborted after some steps.
+        intermediate: intermediate size of an MLP. Default: from the architecture's configuration.
+        late: True to never wait for a grammar, so that most masks are late.
+        keeps: True if rank 1 keeps a reference to its cache before each step, so that writes must copy it.
+        num_layers: number of layers of the model. Default: from the architecture's configuration.
+        heads: number of heads and of KV heads of a layer, each of size 8. Default: from the architecture's
+            configuration.
     """
 
     architecture: str = "qwen2"
@@ -67,7 +68,7 @@ class RankCase:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What differs from the architecture's configuration."""
+        """Return the changes to the architecture's configuration."""
         own = {} if self.intermediate is None else {"intermediate_size": self.intermediate}
         if self.num_layers is not None:
             own["num_hidden_layers"] = self.num_layers
@@ -82,7 +83,7 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 
 
 def requests_of(case: RankCase) -> list[tuple[list[int], SamplingParams | PoolingParams]]:
-    """Prompts that are cut into chunks, share beginnings, and ask for everything that a request may ask for."""
+    """Return prompts that are cut into chunks and share prefixes, with every kind of request parameter."""
     if case.requests == "short":
         return [(GUIDE + STORY, greedy(6)), (STORY[:20], greedy(8)), (GUIDE[:3], greedy(4))]
     if case.requests == "long":
@@ -112,7 +113,7 @@ def config_of(case: RankCase) -> EngineConfig:
 
 
 def make_model(case: RankCase) -> nn.Module:
-    """The whole model, with random weights; quantized KV takes wider heads."""
+    """Return the whole model with random weights. Quantized KV requires wider heads."""
     wide = {"head_dim": 64} if case.kv_cache_dtype != "auto" else {}
     return random_model(with_vocabulary({**configuration(case.architecture), **wide, **case.config}, VOCAB_SIZE))
 
@@ -120,7 +121,7 @@ def make_model(case: RankCase) -> nn.Module:
 def make_runner(
     case: RankCase, divide: Callable[[nn.Module], Any] = lambda model: None, share: TokenBroadcast | None = None
 ) -> ModelRunner:
-    """A runner over a model of random weights, or over this rank's share of it."""
+    """Return a runner on a model with random weights, or on this rank's shard of the model."""
     model = make_model(case)
     divide(model)
     paged = PagedModel(model, kv_cache_dtype=case.kv_cache_dtype)
@@ -129,7 +130,7 @@ def make_runner(
 
 
 def run_case(case: RankCase, runner: Runner, ranks: RankFailureSource | None = None) -> dict[str, Any]:
-    """Run a case's requests, one more a step; what comes of them, in JSON's terms."""
+    """Run a case's requests, adding one request per step. Return the outputs in JSON's types."""
     engine = EngineCore(config_of(case), runner, tiny_tokenizer(), ranks=ranks)
     asked = requests_of(case)
     outputs: list[list[RequestOutput]] = [[] for _ in asked]

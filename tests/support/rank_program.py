@@ -1,4 +1,4 @@
-"""The program of a rank (:mod:`tests.support.rank_work`): the BLAS goes first."""
+"""Program of a rank (:mod:`tests.support.rank_work`). Sets up the BLAS first."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A rank that runs cases (:mod:`tests.support.rank_cases`), one engine after the other in the same group.
+"""Runs cases (:mod:`tests.support.rank_cases`) on a rank, each on its own engine in the same group.
 
-Rank 0 writes what comes of them: a JSON list of objects, or of texts where a rank's share of a model was refused.
+Rank 0 writes the results as a JSON list of objects. An element is a text if a rank refused its shard of the model.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def _run(case: RankCase, group: RankGroup) -> Any:
     leader = group.lead(runner, 600)
     result = run_case(case, leader, leader)
     for link in group._links:
-        link.send(Kind.FIGURES)  # the end of this case
+        link.send(Kind.FIGURES)  # marks the end of this case
     return {**result, "memory": group.exchange("memory", memory.held())}
 
 
 class Memory:
-    """What a rank holds from now on, beside its cache and its weights."""
+    """Memory that a rank allocates after this point, in addition to its cache and weights."""
 
     def __init__(self, runner: ModelRunner) -> None:
         states = runner._pool.states
@@ -61,7 +61,7 @@ class Memory:
         self._before = mx.get_active_memory()
 
     def held(self) -> dict[str, int]:
-        """Bytes: at most, since; more than before, now; and of the smallest array of the cache."""
+        """Return bytes: the peak, the current increase, and the size of the cache's smallest array."""
         most, now = mx.get_peak_memory() - self._before, mx.get_active_memory() - self._before
         return {"most": most, "now": now, "array": min(self._array_bytes)}
 
@@ -75,12 +75,12 @@ def _follow(runner: ModelRunner, group: RankGroup, *, keeps: bool) -> None:
             kept = [array for state in runner._pool.states for array in state.block_arrays().values()]
         run_frame(runner, steps, leader, *frame)
     del kept
-    # Nothing of any request is left but of those that rank 0 has not told to be dropped, at the end of a step.
+    # All steps have completed. Only requests that rank 0 has not reported as dropped remain.
     assert not steps
 
 
 def _refuse(runner: Any, number: int) -> None:
-    """The plan of a number fails while its graph is built."""
+    """Make plan ``number`` fail while its graph is built."""
     count = iter(range(1 << 30))
     for_step = runner._backend.for_step
 
@@ -98,12 +98,12 @@ def _case(told: dict[str, Any]) -> RankCase:
 
 
 def run_cases(cases: str, path: str, num_ranks: int) -> None:
-    """Run cases (JSON) as a rank of a group; rank 0 writes results to a file."""
+    """Run cases (JSON) as a rank of a group. Rank 0 writes results to a file."""
     told = [_case(one) for one in json.loads(cases)]
     group = open_group(EngineArgs(model="none", tensor_parallel_size=num_ranks, distributed_timeout_seconds=120))
     results = [_run(case, group) for case in told]
     if group.rank == 0:
         Path(path).write_text(json.dumps(results))
-    group.exchange("end", {})  # nobody ends while another one computes
+    group.exchange("end", {})  # no rank may exit while another rank computes
     for link in group._links:
         link.close()

@@ -1,4 +1,4 @@
-"""A server whose model several ranks share, as the command starts it on one machine; for tests of its end."""
+"""Server with several ranks, started by the command on one machine, for tests of shutdown."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that a process has started."""
+    """Return the child processes of a process."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = stat.read_text()
-        except OSError:  # has ended
+        except OSError:  # the process has ended
             continue
         if int(text.rpartition(")")[2].split()[1]) == pid:
             found.append(int(stat.parent.name))
@@ -33,7 +33,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process has not ended; one that nobody has waited for has."""
+    """Return True if a process is running. A zombie has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -44,9 +44,9 @@ class RankedServer:
     """``metal-engine serve`` with several ranks.
 
     Attributes:
-        url: where it listens.
+        url: URL of the server.
         ranks: process ids, by rank.
-        lines: what it has written to standard error.
+        lines: lines of standard error so far.
     """
 
     def __init__(self, model: Path, *flags: str, num_ranks: int = 2, **settings: object) -> None:
@@ -83,27 +83,27 @@ class RankedServer:
         return "".join(self.lines)
 
     def stream(self, num_tokens: int, prompt: str = "Tides") -> httpx.Response:
-        """An answer that is on its way."""
+        """Send a request and return the streaming response."""
         body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
         client = httpx.Client(timeout=120)
         request = client.build_request("POST", f"{self.url}/v1/completions", json=body)
         return client.send(request, stream=True)
 
     def health(self) -> str:
-        """What /health says; ``gone`` if there is nobody."""
+        """Return the status reported by /health, or ``gone`` if no server responds."""
         try:
             return str(httpx.get(f"{self.url}/health", timeout=10).json()["status"])
         except httpx.HTTPError:
             return "gone"
 
     def num_running(self) -> int:
-        """Requests that are being computed, as /metrics has them."""
+        """Return the number of running requests from /metrics."""
         found = re.search(r"^vllm:num_requests_running\S* (\S+)$", httpx.get(f"{self.url}/metrics").text, re.MULTILINE)
         assert found is not None
         return int(float(found[1]))
 
     def seconds_until_all_ended(self, but: int | None = None) -> float:
-        """Wait until each rank, but for one, has ended."""
+        """Wait until all ranks have ended, except the process ``but``. Return the seconds that this took."""
         start = time.monotonic()
         while any(is_alive(pid) for pid in self.ranks if pid != but):
             time.sleep(0.02)
@@ -118,7 +118,7 @@ class RankedServer:
         self.kill()
 
     def kill(self) -> None:
-        """End all ranks that are left; all that they have said is read."""
+        """Kill all running ranks and read the rest of their output."""
         for pid in self.ranks:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of a group, over the loopback interface."""
+"""Processes that form a group of ranks on the loopback interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_hosts(path: Path, num_ranks: int) -> Path:
-    """Write the hostfile of a ring, as mlx.launch gives it to each rank."""
+    """Write the hostfile of a ring, in the format that mlx.launch passes to each rank."""
     path.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in range(num_ranks)]))
     return path
 
@@ -37,7 +37,7 @@ def start_ranks(command: Sequence[str], hostfile: Path, num_ranks: int, **option
 
 
 def run_on_ranks(cases: Sequence[RankCase], folder: Path, num_ranks: int = 2) -> list[Any]:
-    """What comes of each case on so many ranks (:mod:`tests.support.rank_program`)."""
+    """Run cases on ``num_ranks`` ranks (:mod:`tests.support.rank_program`) and return their results."""
     out = folder / "results.json"
     told = json.dumps([asdict(case) for case in cases])
     command = ["-m", "tests.support.rank_program", told, str(out), str(num_ranks)]

@@ -1,4 +1,4 @@
-"""Requests as bytes: well formed, nearly so and not at all, and what a server may answer to each."""
+"""Raw HTTP requests, valid and malformed, with the statuses that a server may return for each."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ WEBSOCKET = (
 
 
 def get(target: bytes = b"/health", headers: bytes = b"", version: bytes = b"HTTP/1.1") -> bytes:
-    """A GET request."""
+    """Return a GET request."""
     return b"GET " + target + b" " + version + b"\r\nHost: localhost\r\n" + headers + b"\r\n"
 
 
 def post(headers: bytes = b"", body: bytes = BODY, *, length: bytes | None = None, host: bytes = b"localhost") -> bytes:
-    """A completion; ``length`` is what Content-Length says, the right thing by default, nothing if empty."""
+    """Return a completion request. ``length`` replaces the correct Content-Length; an empty value omits the header."""
     said = b"%d" % len(body) if length is None else length
     announced = b"Content-Length: " + said + b"\r\n" if said else b""
     return b"POST /v1/completions HTTP/1.1\r\nHost: " + host + b"\r\n" + JSON + headers + announced + b"\r\n" + body
 
 
 def chunked(chunks: bytes, headers: bytes = b"") -> bytes:
-    """A completion whose body is the chunks given."""
+    """Return a completion request with a chunked body."""
     return post(b"Transfer-Encoding: chunked\r\n" + headers, chunks, length=b"")
 
 
@@ -46,10 +46,11 @@ def chunk(data: bytes, extension: bytes = b"") -> bytes:
 
 @dataclass(frozen=True)
 class Shape:
-    """Bytes to send, and the statuses of the answers that they may get, in order; none where nothing was asked.
+    """Bytes to send, and the allowed statuses of the responses in order.
 
-    ``statuses`` has one set for each answer. ``at_any_pace`` is False where the answers depend on whether an earlier
-    one is under way when the rest comes.
+    Attributes:
+        statuses: set of allowed statuses for each response; empty if the bytes contain no request.
+        at_any_pace: False if the responses depend on whether an earlier response is in flight when more bytes arrive.
     """
 
     name: str
@@ -231,7 +232,7 @@ class Answer:
 
 
 class _Bytes:
-    """A socket, as far as :class:`http.client.HTTPResponse` needs one."""
+    """Minimal socket for :class:`http.client.HTTPResponse`."""
 
     def __init__(self, file: io.BytesIO) -> None:
         self._file = file
@@ -241,7 +242,7 @@ class _Bytes:
 
 
 def answers(received: bytes, *, head: bool = False) -> list[Answer]:
-    """What a server sent over a connection, as answers."""
+    """Parse the bytes of a connection into responses."""
     found = []
     while received:
         file = io.BytesIO(received)
@@ -256,10 +257,10 @@ def answers(received: bytes, *, head: bool = False) -> list[Answer]:
 
 
 async def exchange(port: int, data: bytes, piece: int | None = None) -> bytes:
-    """Everything that a server sends over a connection until it closes it, which it must do by itself.
+    """Send ``data`` and return all bytes that the server sends until it closes the connection by itself.
 
     Args:
-        piece: bytes sent at a time, the event loop running in between; everything at once by default.
+        piece: bytes sent at a time; the event loop runs in between. Default: all bytes at once.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     received = b""
@@ -270,7 +271,7 @@ async def exchange(port: int, data: bytes, piece: int | None = None) -> bytes:
                 await asyncio.sleep(0)
             while part := await reader.read(65536):
                 received += part
-    except ConnectionError:  # closed while there was more to send
+    except ConnectionError:  # the server closed the connection while data was unsent
         pass
     finally:
         writer.close()
@@ -284,7 +285,7 @@ def address(url: str) -> tuple[str, int]:
 
 @contextmanager
 def crowd(url: str, number: int, data: bytes) -> Iterator[list[socket.socket]]:
-    """Connections that send ``data`` and no more."""
+    """Open ``number`` connections that send only ``data``."""
     sockets: list[socket.socket] = []
     try:
         for _ in range(number):
@@ -297,7 +298,7 @@ def crowd(url: str, number: int, data: bytes) -> Iterator[list[socket.socket]]:
 
 
 def rest(one: socket.socket) -> bytes:
-    """Everything that comes until the server closes the connection."""
+    """Return all bytes received until the server closes the connection."""
     received = b""
     try:
         while part := one.recv(65536):

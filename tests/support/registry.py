@@ -1,4 +1,4 @@
-"""A registry of fake models, whose answers are known."""
+"""Registry of fake models with predictable outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def until(condition: Callable[[], Any], what: str) -> None:
 
 
 class RegistryOfFakes:
-    """A registry with fake models of 100 bytes, by name."""
+    """Registry of fake models of 100 bytes each, by name."""
 
     def __init__(self, names: str, memory_bytes: int, keep_alive: float = 0.0) -> None:
         self.registry = ModelRegistry(memory_bytes, keep_alive)
@@ -46,7 +46,7 @@ class RegistryOfFakes:
             assert (one.num_bytes == 0) == (one.state is ModelState.UNLOADED) or one.state is ModelState.LOADING
 
     async def ask(self, name: str, prompt: list[int], num_tokens: int = 6) -> list[int]:
-        """A request's answer."""
+        """Return the tokens that a model generates for a request."""
         running = await self.registry.use(self[name])
         try:
             self.check()

@@ -1,4 +1,4 @@
-"""mlx-lm's own caches over keys and values that are rounded as a quantized KV cache rounds them."""
+"""mlx-lm's own caches, with keys and values rounded as in a quantized KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metal_engine.models.cache_tree import CacheTree, map_caches
 
 
 class RoundedCache:
-    """A cache of mlx-lm's that is given rounded keys and values; all else is the cache's own."""
+    """Wrapper of an mlx-lm cache that rounds keys and values. All other behaviour is the cache's own."""
 
     def __init__(self, cache: Any, spec: QuantizedKVSpec) -> None:
         self._cache = cache
@@ -23,7 +23,10 @@ class RoundedCache:
         return getattr(self._cache, name)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        """Store and return K and V, [B, num_kv_heads, T, head_dim]: of latents they are two parts of one row."""
+        """Store and return K and V, [B, num_kv_heads, T, head_dim].
+
+        With latent attention, K and V are parts of one row.
+        """
         if self._spec.latent_dim is None:
             return self._cache.update_and_fetch(self._rounded(keys), self._rounded(values))
         rows = self._rounded(mx.concatenate([keys, values], axis=-1))
@@ -37,10 +40,10 @@ class RoundedCache:
 
 
 def own_caches(model: nn.Module, specs: list[StateSpec]) -> CacheTree:
-    """The caches that mlx-lm makes for a model; they round where layers keep fewer bits than they compute.
+    """Return the caches that mlx-lm makes for a model. A cache rounds if its layer's KV is quantized.
 
     Args:
-        specs: what each cache keeps, in order.
+        specs: state spec of each cache, in order.
     """
     if not any(isinstance(spec, QuantizedKVSpec) for spec in specs):
         return list(make_prompt_cache(model))

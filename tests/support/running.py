@@ -1,4 +1,4 @@
-"""Run an engine until nothing is left to do."""
+"""Runs an engine until all requests are done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run(
     *,
     at_once: int | None = None,
 ) -> list[list[int]]:
-    """Token ids generated for each prompt, with at most ``at_once`` requests in the engine (default: all).
+    """Return the tokens generated for each prompt, with at most ``at_once`` requests in the engine (default: all).
 
     Checks the scheduler's invariants after every step, and that all blocks are free at the end.
     """

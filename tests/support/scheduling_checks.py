@@ -1,4 +1,4 @@
-"""What must be true of every plan, whatever the settings."""
+"""Checks that every plan must pass, for all settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNLIMITED = SchedulerConfig(max_num_batched_tokens=1, max_num_seqs=1, max_model
 
 
 def is_plain(config: SchedulerConfig, cache_config: CacheConfig) -> bool:
-    """Whether the settings are those of a scheduler without knobs: first come, first served, one after another."""
+    """Return True if the settings give a plain scheduler: first come, first served, with one prefill at a time."""
     return (
         config.max_num_partial_prefills == 1
         and config.long_prefill_token_threshold >= config.max_model_len
@@ -27,7 +27,7 @@ def is_plain(config: SchedulerConfig, cache_config: CacheConfig) -> bool:
 
 
 def max_steps(num_tokens: int, config: SchedulerConfig, block_size: int) -> int:
-    """Steps that a prompt may take while it is in progress, its turns in the rotation included."""
+    """Return the maximum number of steps for a prompt in progress, with the steps of other prompts in the rotation."""
     smallest = min(block_size, config.max_num_batched_tokens)
     if config.max_num_partial_prefills == 1 and config.max_attention_work == _UNLIMITED:
         smallest = config.max_num_batched_tokens
@@ -42,12 +42,12 @@ def check_plan(
     context_lens: dict[str, int],
     again: Collection[str] = (),
 ) -> None:
-    """Assert what one plan must keep to.
+    """Assert the invariants of one plan.
 
     Args:
-        demand: request id -> tokens it could compute before the plan, as if nothing were cached.
-        context_lens: running request before the plan -> tokens it had computed.
-        again: running requests that compute accepted drafts again: they decode, in several rows.
+        demand: request id -> tokens that the request could compute before the plan if no prefix were cached.
+        context_lens: running request before the plan -> number of its computed tokens.
+        again: running requests that recompute accepted drafts. They decode in several rows.
     """
     config = scheduler.config
     block_size = scheduler.blocks.block_size
@@ -78,7 +78,7 @@ def check_plan(
         if n < remaining[request_id]:
             assert (contexts[request_id] + n) % unit == 0, f"{request_id}: a chunk ends inside a block"
 
-    # Decodes go first: none is left out for a prefill.
+    # Decodes have priority over prefills.
     for request_id in scheduler.running:
         if demand[request_id] == 1 and request_id in context_lens and request_id not in decodes:
             assert not prefills, f"{request_id} could have decoded"
@@ -88,12 +88,12 @@ def check_plan(
     first_alone = len(prefills) == 1 and sum(prefills.values()) <= block_size
     first_over = next(iter(prefills), None)
     if work > max(0, work_left) and not first_alone:
-        # Only the first in turn may exceed the cap, by its smallest share; nobody else gets anything then.
+        # Only the first prefill may exceed the cap, by its smallest allotment. Other prefills then get no tokens.
         raise AssertionError(f"attention work {work} of {work_left}, {prefills}, first {first_over}")
 
 
 def without_drafts(plan: SchedulerOutput) -> SchedulerOutput:
-    """The plan as it is without its drafts, but for the blocks that they take."""
+    """Return the plan without its drafts. Blocks allocated for drafts stay in the plan."""
     drafts = plan.scheduled_spec_decode_tokens
     shares = {r: n - len(drafts.get(r, ())) for r, n in plan.num_scheduled_tokens.items()}
     return replace(plan, num_scheduled_tokens=shares, scheduled_spec_decode_tokens={})
@@ -102,7 +102,7 @@ def without_drafts(plan: SchedulerOutput) -> SchedulerOutput:
 def check_drafts(
     scheduler: Scheduler, plan: SchedulerOutput, demand: dict[str, int], context_lens: dict[str, int]
 ) -> None:
-    """Assert that drafts take what is left: rows, attention work and free blocks; and end where the request does."""
+    """Assert that drafts use only spare rows, attention work and free blocks, and end at the request's last token."""
     config = scheduler.config
     drafts_of = plan.scheduled_spec_decode_tokens
     if not drafts_of:
@@ -132,9 +132,9 @@ def was_passed_over(
     context_lens: dict[str, int],
     again: Collection[str] = (),
 ) -> bool:
-    """Whether a waiting request could have had a free slot, a block and sequences to spare, and nobody was admitted.
+    """Return True if no request was admitted although the head of the queue had a slot, a block and sequence capacity.
 
-    Args: as for :func:`check_plan`. Assumes that the plan preempted nobody.
+    Assumes that the plan preempted no request. The arguments are those of :func:`check_plan`.
     """
     config, blocks = scheduler.config, scheduler.blocks
     prefills = [demand[r] for r in context_lens if demand[r] > 1 and r not in again]
@@ -161,16 +161,16 @@ def check_fcfs(
     num_preemptions: int,
     depth: int,
 ) -> None:
-    """Earlier arrivals go first, and nothing that could be used is left over.
+    """Assert that earlier arrivals go first and that no usable budget is left.
 
-    With more than one step under way, a preempted request may come back to find its slot taken by a later one, which
-    goes on: it could not be planned while its token was under way.
+    With more than one step in flight, a preempted request can find its slot taken by a later request, which keeps the
+    slot. The preempted request could not be planned while its token was in flight.
 
     Args:
-        demand: request id -> tokens it could have computed in this step, in order of arrival.
-        context_lens: as for :func:`check_plan`.
-        num_preemptions: requests preempted by this plan.
-        depth: steps that may be under way at once.
+        demand: request id -> tokens that the request could have computed in this step, in order of arrival.
+        context_lens: running request before the plan -> number of its computed tokens.
+        num_preemptions: number of requests preempted by this plan.
+        depth: maximum number of steps in flight.
     """
     order = list(demand)
     order.sort(key=lambda r: demand[r] != 1 or r not in context_lens)  # decodes go first
@@ -190,7 +190,7 @@ def check_fcfs(
                 if share < min(demand[request_id], left) and request_id in asking:
                     num_rows = sum(plan.num_scheduled_tokens.get(r, 0) for r in asking)
                     assert num_rows == MAX_PROMPT_ROWS, f"{request_id} got {share} of {left}, with {num_rows} rows"
-                    return  # and the one prompt that may be in progress is
+                    return  # this prompt takes the only prefill slot
                 assert share == min(demand[request_id], left), f"{request_id} got {share} of {left}"
             else:
                 served_all_before = False
@@ -200,7 +200,7 @@ def check_fcfs(
     if oldest is not None and demand[oldest] > 0:
         slot_is_taken = depth > 1 and oldest not in context_lens and any(demand[r] > 1 for r in context_lens)
         assert oldest in plan.num_scheduled_tokens or slot_is_taken, "the oldest request does not advance"
-    # Room left over and a request that could use it: only the pool may stand in between.
+    # If budget is left and a waiting request could use it, only a lack of blocks can be the reason.
     waiting = next(iter(scheduler.admissions.waiting), None)
     if waiting is not None and not waiting.num_output_placeholders and left > 0 and not num_preemptions:
         blocks = scheduler.blocks
@@ -212,11 +212,11 @@ def check_fcfs(
 
 
 def demand_of(request: Request) -> int:
-    """Tokens a request could compute now: those that are known or under way, less those computed."""
+    """Return the tokens that a request could compute now: known tokens and placeholders, minus computed tokens."""
     if request.num_output_tokens + request.num_output_placeholders >= request.max_tokens:
         return 0
     if request.num_output_placeholders and request.sampling_params.needs_token_on_host:
         return 0
     if request.status is not RequestStatus.RUNNING and request.num_output_placeholders:
-        return 0  # preempted while its token is under way
+        return 0  # preempted while its token is in flight
     return request.num_tokens + request.num_output_placeholders - request.num_computed_tokens

@@ -1,6 +1,6 @@
-"""Live servers on fake runners, one of each kind for the session; each test must leave them clean.
+"""Live servers on fake runners, one of each kind per session. Each test must leave them idle.
 
-Loads servers and clients only where a test asks for one: every test process loads this module.
+Imports servers and clients only when a test uses a server, because every test process imports this module.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def _echo_server() -> Iterator[Served]:
 
 @pytest.fixture
 def served(_hash_server: Served) -> Iterator[Served]:
-    """Generates text that depends on every token before it, without end."""
+    """Yield a server that generates text without end. Each token depends on all earlier tokens."""
     yield _hash_server
     _hash_server.settle()
 
 
 @pytest.fixture
 def echoing(_echo_server: Served) -> Iterator[Served]:
-    """Generates the prompt's tokens again, then EOS."""
+    """Yield a server that repeats the tokens of the prompt, then generates EOS."""
     yield _echo_server
     _echo_server.settle()

@@ -1,4 +1,4 @@
-"""A live server on a fake runner: real uvicorn, real engine thread, real scheduler."""
+"""Live server on a fake runner, with real uvicorn, a real engine thread and a real scheduler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEADLINE = 60.0
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Poll; the deadline is generous because it is no part of what is tested."""
+    """Poll until the condition holds. The deadline is generous because speed is not under test."""
     deadline = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < deadline, f"still waiting: {what}"
@@ -51,7 +51,7 @@ class Served:
 
     @property
     def core(self) -> EngineCore:
-        """What nobody but a test reaches for."""
+        """Return the engine core, which only tests use directly."""
         assert self.engine._core is not None
         return self.engine._core
 
@@ -65,7 +65,7 @@ class Served:
         return httpx.post(f"{self.url}{path}", json=body, timeout=DEADLINE)
 
     def settle(self) -> None:
-        """Wait until nothing is left of any request: in the server, in the engine, in the block pool."""
+        """Wait until no state of any request is left in the server, the engine or the block pool."""
         wait_until(lambda: self.engine.num_open_requests == 0, "open requests")
         wait_until(lambda: not self.core.has_requests, "requests in the engine")
         wait_until(lambda: len(asyncio.all_tasks(self.loop)) <= self.num_idle_tasks, "tasks of the server")
@@ -90,7 +90,7 @@ def serve(
     engine: AsyncEngine | None = None,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Iterator[Served]:
-    """A server on a fake runner, or on an ``engine`` that has been started; it is shut down at the end."""
+    """Yield a server on a fake runner, or on a running ``engine``. Shuts the server down at the end."""
     config = config or fake_config()
     runner = FakeRunner(config.cache.block_size, next_token, step_time)
     engine = engine or fake_engine(runner, config, tokenizer)

@@ -1,4 +1,4 @@
-"""Several models on fake runners, or on tiny checkpoints: a registry of them, and a live server."""
+"""Several models on fake runners or tiny checkpoints: a registry, and a live server."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from tests.support.serving import DEADLINE, wait_until
 from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, generated, hash_chain, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-# Making a client takes longer than most of what is asked here.
+# Shared, because making a client takes longer than most requests here.
 CLIENT = httpx.Client(timeout=DEADLINE, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def salted(salt: int) -> NextToken:
-    """A model that answers otherwise than those of another salt."""
+    """Return a model whose output depends on ``salt``."""
     return lambda tokens, num_prompt_tokens: hash_chain([salt, *tokens], num_prompt_tokens)
 
 
 @dataclass
 class FakeModel:
-    """A model of so many bytes on a fake runner.
+    """Model of ``num_bytes`` bytes on a fake runner.
 
     Attributes:
-        gate: it is loaded when this is set.
-        problem: why it cannot be loaded.
-        began: set when loading it has begun.
+        gate: event that loading waits for.
+        problem: reason why the model cannot be loaded.
+        began: event that is set when loading begins.
     """
 
     salt: int
@@ -66,7 +66,7 @@ class FakeModel:
 
     @property
     def source(self) -> ModelSource:
-        """Its file is its problem."""
+        """Return a source whose file identity is ``problem``."""
         return ModelSource(self.start, lambda: self.problem)
 
     def start(self, share: DeviceAccess, turns: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
@@ -98,7 +98,7 @@ class ServedModels:
     server: Server
 
     def stop(self) -> Future[None]:
-        """Have it end as after a signal; the result comes when it has drained."""
+        """Stop the server as a signal does. The future resolves when all requests have ended."""
         return asyncio.run_coroutine_threadsafe(self.server.stop(), self.loop)
 
     def post(self, path: str, body: object) -> httpx.Response:
@@ -122,7 +122,7 @@ def serve_models(
     discover: Discover | None = None,
     threads: EngineThreads | None = None,
 ) -> Iterator[ServedModels]:
-    """A server with models that are loaded when they are asked for; it is shut down at the end."""
+    """Yield a server whose models are loaded on demand. Shuts the server down at the end."""
     args = args or ServerArgs(shutdown_timeout=1)
     registry = ModelRegistry(memory_bytes, keep_alive, threads)
     for name, source in sources.items():
@@ -163,13 +163,13 @@ ROOM_FOR_TWO = 200
 
 
 class SeveralFakes:
-    """Three fake models behind a server that has room for two."""
+    """Three fake models behind a server that has memory for two."""
 
     def __init__(self, served: ServedModels, models: dict[str, FakeModel]) -> None:
         self.served, self.models = served, models
 
     def text(self, name: str, prompt: str, num_tokens: int = 8) -> str:
-        """What a model answers to a raw prompt."""
+        """Return the text that a model generates for a raw prompt."""
         return TOKENIZER.decode(generated(TOKENIZER.encode(prompt), num_tokens, salted(self.models[name].salt)))
 
     def chat_text(self, name: str, content: str, num_tokens: int = 8) -> str:

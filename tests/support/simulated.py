@@ -1,4 +1,4 @@
-"""Steps through the simulated kernel, beside the float64 reference."""
+"""Runs steps through the simulated kernel and compares them with the float64 reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def backend(target_threadgroups: int = 96) -> MetalBackend:
 
 
 def attend(step: PackedStep, target_threadgroups: int = 96, **options: object) -> tuple[np.ndarray, list[LaunchCounts]]:
-    """Output in float32, and what each launch did."""
+    """Return the output in float32 and the counts of each launch."""
     with record_launches() as launches:
         out = backend(target_threadgroups).for_step(step.rows).attend(step.q, step.state, **options)
     assert out.dtype == step.q.dtype
@@ -48,7 +48,7 @@ def check(
     seed: int = 0,
     **options: object,
 ) -> list[LaunchCounts]:
-    """``segments``: (query_len, kv_len). Compare with the reference; NaN lies in every slot that must not be read."""
+    """Compare with the reference. ``segments`` are (query_len, kv_len). Slots that must not be read contain NaN."""
     step = make_step(
         [(n, kv - n) for n, kv in segments],
         num_heads=num_heads,
@@ -74,5 +74,5 @@ def check(
 
 
 def every_row_by_itself(out: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """Relative error of each (row, head): a bad row does not hide among many good ones."""
+    """Return the relative error of each (row, head), so that one bad row is not hidden among many good rows."""
     return np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)

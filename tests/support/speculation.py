@@ -1,4 +1,4 @@
-"""Speculation in tests: its configuration, and drafts that are right as far as they are meant to be."""
+"""Speculation in tests: its configuration, and drafts with a known share of right tokens."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def draft_model_config(num_speculative_tokens: int = 4, max_draft_len: int | Non
 
 
 class KnownTimes(StepTimes):
-    """Steps that take as long as they are said to, so that plans do not depend on the machine.
+    """Step times that are set by the test, so that plans do not depend on the machine.
 
     Args:
-        row_seconds: what each row adds to a second.
+        row_seconds: time per row, added to one second per step.
     """
 
     def __init__(self, row_seconds: float = 0.0) -> None:
@@ -51,7 +51,7 @@ class KnownTimes(StepTimes):
 
 
 class KnownAheadTimes(AsyncStepTimes):
-    """Steps planned ahead that take as long as they are said to."""
+    """Times of asynchronously planned steps that are set by the test."""
 
     def __init__(self, step_seconds: float) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class KnownAheadTimes(AsyncStepTimes):
 
 
 class KnownOutputs:
-    """Proposes the outputs that requests are known to have, each draft right with a probability.
+    """Drafter that proposes the known outputs of requests. Each draft is right with a given probability.
 
     Args:
-        outputs: by prompt.
-        seed: of what is right.
-        rightness: probability that a draft is right, where those before it are.
+        outputs: output tokens by prompt.
+        seed: random seed for the choice of right drafts.
+        rightness: probability that a draft is right if the drafts before it are right.
     """
 
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], seed: int = 0, rightness: float = 0.7) -> None:
@@ -77,7 +77,7 @@ class KnownOutputs:
         self.num_right = self.num_wrong = 0
 
     def begin_step(self) -> None:
-        """Nothing here depends on the step."""
+        """Do nothing: drafts do not depend on the step."""
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         output = self._outputs[tuple(request.token_ids[: request.num_prompt_tokens])]
@@ -91,17 +91,17 @@ class KnownOutputs:
         return drafts
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Nothing is counted here."""
+        """Do nothing: results are not counted."""
 
     def forget(self, request_id: str) -> None:
-        """Nothing is kept of a request."""
+        """Do nothing: no state of a request is stored."""
 
 
 class FreeDrafts(DraftCosts):
-    """A draft model that takes no time, so that plans do not depend on the machine.
+    """Costs of a draft model that takes no time, so that plans do not depend on the machine.
 
     Args:
-        may_probe: whether drafts that are not expected to pay are tried at once, or never.
+        may_probe: True to try drafts immediately even if they are not expected to pay off, False to never try them.
     """
 
     def __init__(self, *, may_probe: bool = True) -> None:
@@ -113,16 +113,16 @@ class FreeDrafts(DraftCosts):
         return True
 
     def measured(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing here depends on the time."""
+        """Do nothing: costs do not depend on measurements."""
 
     def may_probe(self, request: Request) -> bool:
         return self._may_try
 
 
 def draft_for_free(engine: EngineCore, *, may_probe: bool = True) -> None:
-    """Have an engine with a draft model take drafts as if neither its forwards nor rows cost anything.
+    """Make an engine treat its draft model's forwards and rows as free.
 
-    Steps that are planned ahead take 0.7 of others.
+    Asynchronously planned steps take 0.7 of the time of other steps.
     """
     scheduler, config, ahead = engine.scheduler, engine.config.scheduler, KnownAheadTimes(0.7)
     assert config.speculative is not None
@@ -133,9 +133,9 @@ def draft_for_free(engine: EngineCore, *, may_probe: bool = True) -> None:
 
 
 def propose_from(engine: EngineCore, proposer: Proposer) -> None:
-    """Have an engine that speculates take its drafts from ``proposer``, as if its rows cost nothing.
+    """Replace the drafter of an engine by ``proposer`` and treat draft rows as free.
 
-    Steps that are planned ahead take 0.7 of others.
+    Asynchronously planned steps take 0.7 of the time of other steps.
     """
     scheduler, config, ahead = engine.scheduler, engine.config.scheduler, KnownAheadTimes(0.7)
     scheduler.speculation = Speculation(

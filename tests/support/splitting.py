@@ -1,4 +1,4 @@
-"""Splits texts for tests of answers: cut in many ways, put together again."""
+"""Cuts texts into pieces and joins the parsed results, for tests of answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ THINK = ReasoningMarks("<think>", "</think>")
 
 @cache
 def answer_format(name: str) -> AnswerFormat:
-    """mlx-lm's format of tool calls of that name, with reasoning between ``<think>`` and ``</think>``."""
+    """Return mlx-lm's tool call format of this name, with reasoning between ``<think>`` and ``</think>``."""
     return find_answer_format(tiny_tokenizer().hf_tokenizer, name, "think")
 
 
 def run(splitter: Splitter, parts: Iterable[str], truncated: bool = False) -> tuple[str, str, list, list[str]]:
-    """Content, reasoning, calls, ids."""
+    """Return the content, reasoning, calls and call ids parsed from the parts."""
     deltas = [delta for part in parts for delta in splitter.add(part)]
     deltas += splitter.finish(truncated=truncated)
     texts = {"content": "", "reasoning": ""}
@@ -46,7 +46,7 @@ def run(splitter: Splitter, parts: Iterable[str], truncated: bool = False) -> tu
 
 
 def cuts(text: str) -> Iterator[list[str]]:
-    """Whole, in single characters, in threes, and in two at every place."""
+    """Yield the text whole, in single characters, in groups of three, and in two pieces for every cut."""
     yield [text]
     yield list(text)
     yield [text[i : i + 3] for i in range(0, len(text), 3)]
@@ -55,7 +55,7 @@ def cuts(text: str) -> Iterator[list[str]]:
 
 
 def deltas(splitter: Splitter, text: str, truncated: bool = False) -> list[AnswerDelta]:
-    """What a text comes to that arrives in single characters; neighbours of one kind joined."""
+    """Return the deltas of a text that arrives in single characters. Adjacent deltas of one kind are joined."""
     joined: list[AnswerDelta] = []
     for delta in [*(p for ch in text for p in splitter.add(ch)), *splitter.finish(truncated=truncated)]:
         if joined and not isinstance(delta, CallStart) and type(delta) is type(joined[-1]):

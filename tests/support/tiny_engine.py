@@ -1,4 +1,4 @@
-"""An engine on a tiny model with random weights and the tiny tokenizer: real logits in milliseconds."""
+"""Engine on a tiny model with random weights and the tiny tokenizer: real logits in milliseconds."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tools.fixtures.tiny_models import random_model, tiny_model
 
 
 def tiny_reference(seed: int = 0, vocab_size: int = VOCAB_SIZE, architecture: str | None = None) -> nn.Module:
-    """A copy of the model for answers from outside the engine."""
+    """Return a copy of the model for reference outputs from outside the engine."""
     if architecture is None:
         return tiny_model(seed, vocab_size=vocab_size)
     return random_model(with_vocabulary(configuration(architecture), vocab_size), seed)
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
-    """A configuration of an architecture for so many tokens."""
+    """Return an architecture's configuration with this vocabulary size."""
     inner = {"text_config": {**config["text_config"], "vocab_size": vocab_size}} if "text_config" in config else {}
     return {**config, "vocab_size": vocab_size, **inner}
 
@@ -56,16 +56,16 @@ def tiny_engine(
     connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
     **config: Any,
 ) -> EngineCore:
-    """An engine; ``config`` goes to :func:`tools.fixtures.fake_engine.fake_config`.
+    """Return an engine. ``config`` goes to :func:`tools.fixtures.fake_engine.fake_config`.
 
     Args:
-        behind: steps are dispatched while the one before them runs, in two parts: as on a GPU; ``ahead`` goes with it.
-        replay: decode steps are replayed as soon as their sizes are known.
-        architecture: of tools/fixtures/architectures.py; None: a tiny Llama.
-        num_state_slots: of recurrent states.
+        behind: dispatch steps in two parts while the previous step runs, as on a GPU. Implies ``ahead``.
+        replay: replay decode steps as soon as their sizes are known.
+        architecture: name in tools/fixtures/architectures.py. Default: a tiny Llama.
+        num_state_slots: number of slots for recurrent states.
         make_adapters: installs adapters in the model.
-        draft: a draft model, for a ``speculative`` configuration with one.
-        connector: both halves of one to a KV store.
+        draft: draft model, for a ``speculative`` configuration with a draft model.
+        connector: scheduler half and runner half of a connector to a KV store.
     """
     settings = fake_config(**config)
     settings = replace(
@@ -94,7 +94,7 @@ def tiny_engine(
 
 
 def run_all(engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]) -> list[list[RequestOutput]]:
-    """Every output of requests that run together."""
+    """Return all outputs of requests that run together."""
     outputs: dict[str, list[RequestOutput]] = {str(i): [] for i in range(len(requests))}
     for i, (prompt, params) in enumerate(requests):
         engine.add_request(str(i), engine.prepare(prompt, params))
@@ -106,7 +106,7 @@ def run_all(engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]
 
 
 def run_pooling(engine: EngineCore, requests: list[tuple[list[int], PoolingParams | SamplingParams]]) -> list[Any]:
-    """The vector, or the tokens, that each of some requests comes to; all run together."""
+    """Return the vector or the tokens of each request. All requests run together."""
     found: list[Any] = []
     for i, (prompt, params) in enumerate(requests):
         is_pooling = isinstance(params, PoolingParams)
@@ -131,7 +131,7 @@ def token_ids(outputs: list[RequestOutput]) -> list[int]:
 
 
 def reference_logits(model: nn.Module, tokens: list[int]) -> np.ndarray:
-    """mlx-lm's own logits after each token, [T, V] float64."""
+    """Return mlx-lm's own logits after each token, [T, V] float64."""
     return np.array(model(mx.array(tokens)[None])[0].astype(mx.float32)).astype(np.float64)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers of several kinds, small, with the control tokens of a chat."""
+"""Small tokenizers of several kinds, with the control tokens of a chat."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def prepending() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Its model knows control tokens as pieces, and would rather write them than anything else."""
+    """Return a tokenizer whose model contains control tokens as pieces and prefers them to all others."""
     pieces: list[tuple[str, float]] = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0)]
     pieces += [(byte, -20.0) for byte in BYTES] + [("▁", -5.0), *((c, -8.0) for c in LETTERS), ("▁the", -6.0)]
     tokenizer = Tokenizer(models.Unigram(pieces, 0, byte_fallback=True))
@@ -85,10 +85,10 @@ KINDS = {
 
 
 def chat_tokenizer(kind: str, template: str, *, normalized: bool = False) -> Any:
-    """A tokenizer of a kind, as ``transformers`` has it.
+    """Return a tokenizer of a kind in the form of ``transformers``.
 
     Args:
-        normalized: find added tokens that are not special in normalized text.
+        normalized: match the added tokens that are not special in normalized text.
     """
     backend = KINDS[kind]()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])

@@ -1,6 +1,6 @@
-"""Answers as models write them, format by format: a line of prose, then calls; and what they mean.
+"""Model outputs in each tool call format, with the calls that they contain: a line of prose, then calls.
 
-Written after each model's published chat template; the tools are in OpenAI's form.
+Written after each model's published chat template. The tools are in OpenAI's form.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Call = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Recorded:
-    """An answer in one format, and what it means."""
+    """Output in one format, with its parsed content and calls."""
 
     parser: str
     text: str
@@ -159,7 +159,7 @@ RECORDED = [
     ),
 ]
 
-# Parser -> a text that begins a call as that model does, and is none.
+# Parser -> text that starts like a call of that format but is not a call.
 MALFORMED = {
     "json_tools": "Hm. <tool_call>\n{'name': get_weather}\n</tool_call> So be it.",
     "qwen3_coder": "Hm. <tool_call>\n<function>get_weather\n</tool_call> So be it.",

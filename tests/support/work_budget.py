@@ -1,10 +1,10 @@
-"""The work of a request, to be compared with its bytes: whatever a field holds, work grows no faster than the body.
+"""Measures a request's work against its size: with any value in any field, work must grow only linearly with the body.
 
-A request is served within this process, without sockets, by the whole application on a fake engine. Its work is the
-processor time that all threads of the process take for it, so C code counts like Python's, and a scan of a list or an
-error built for each element like a loop. It is told in *rounds*: what one round of an empty Python loop takes, measured
-next to it. So a slow machine is no difference, and one that is busy with other things hardly any: of several
-measurements the least counts, since what others add is never negative.
+The whole application serves the request in this process on a fake engine, without sockets. Its work is the CPU time of
+all threads of the process. C code therefore counts like Python code, and a list scan or an error per element like a
+loop. The unit is a *round*: the CPU time of one iteration of an empty Python loop, measured directly before. This makes
+slow machines comparable. On a busy machine, the smallest of several measurements counts, because other load only adds
+time.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tests.support.fillers import FILLERS, Endpoint, with_field
 from tests.support.splitting import answer_format
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, FakeRunner, fake_config, fake_engine, script, tiny_tokenizer
 
-# Three bodies: the second has four times the bytes of the first, and both are small to the server, since it reads small
-# bodies and large ones in different ways. The third is large.
+# The second body has four times the bytes of the first. Both are small for the server, which reads small and large
+# bodies in different ways. The third body is large.
 GROWTH = 4
 _MAX_SMALL_COMMAS = 8_000
 _MAX_BYTES = 300_000
-# Work grows by 4 if it is linear in the bytes, by 16 if it is quadratic.
+# Linear work grows by 4, quadratic work by 16.
 MAX_GROWTH = 7.0
-# Work that grows counts from here on: below, it is too little to tell growth from noise, and harms nobody.
+# Growth counts from this amount of work. Less work is harmless, and too little to tell growth from noise.
 CHEAP_ROUNDS_PER_BYTE = 4.0
-# Tokenizing takes most of all that is right: 30 to 120, with what a template writes around each element.
+# The most expensive legitimate work is tokenizing: 30 to 120, with the template's text around each element.
 MAX_ROUNDS_PER_BYTE = 160.0
 _CALIBRATION_ROUNDS = 50_000
-# More than the tokenizer has, as large models do.
+# Larger than the tokenizer's own vocabulary, as in large models.
 VOCAB_SIZE = 151_936
 
 
@@ -48,12 +48,12 @@ def _seconds_per_round() -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """What a field took that was filled at three sizes.
+    """Work for a field that was filled at three sizes.
 
     Attributes:
-        rounds: of each body.
-        num_bytes: of each body.
-        statuses: of each answer.
+        rounds: work for each body.
+        num_bytes: size of each body.
+        statuses: HTTP status of each response.
     """
 
     rounds: list[float]
@@ -62,7 +62,7 @@ class Work:
 
     @property
     def growth(self) -> float:
-        """How much more work the second body took than the first."""
+        """Ratio of the work for the second body to the work for the first."""
         return self.rounds[1] / self.rounds[0]
 
     @property
@@ -77,22 +77,22 @@ class Work:
 
 
 def sizes(make: Callable[[int], bytes]) -> tuple[int, int, int]:
-    """About how many bytes the three bodies have."""
+    """Return the approximate sizes of the three bodies in bytes."""
     commas = make(_MAX_BYTES).count(b",")
     small = min(_MAX_BYTES * _MAX_SMALL_COMMAS // max(commas, 1), _MAX_BYTES)
     return small // GROWTH, small, _MAX_BYTES
 
 
 def filled(endpoint: Endpoint, field: str, filler: str) -> Callable[[int], bytes]:
-    """Makes the endpoint's body with a field that is filled with so many bytes."""
+    """Return a function that makes the endpoint's body with the field filled to a given size."""
     return lambda size: with_field(endpoint, field, FILLERS[filler](size))
 
 
 class Application:
-    """The application on a fake engine, called as a server calls it.
+    """Application on a fake engine, called as a server calls it.
 
     Args:
-        runner: the loop that all calls share.
+        runner: event loop shared by all calls.
     """
 
     def __init__(self, engine: Any, runner: asyncio.Runner) -> None:
@@ -101,7 +101,7 @@ class Application:
         self._runner = runner
 
     def post(self, path: str, body: bytes) -> int:
-        """The status of the answer, which must be no 5xx."""
+        """Return the status of the response, which must not be 5xx."""
         return self._runner.run(self._post(path, body))
 
     async def _post(self, path: str, body: bytes) -> int:
@@ -127,7 +127,7 @@ class Application:
         return status
 
     def rounds(self, path: str, body: bytes, attempts: int) -> tuple[float, int]:
-        """The work of a request, the least of so many attempts, and its status."""
+        """Return the smallest work of ``attempts`` runs of a request, and the response's status."""
         least = float("inf")
         for _ in range(attempts):
             per_round = min(_seconds_per_round() for _ in range(3))
@@ -137,10 +137,12 @@ class Application:
         return least, status
 
     def work(self, path: str, make: Callable[[int], bytes], *, attempts: Sequence[int] = (1, 3, 5)) -> Work:
-        """What it takes to answer bodies of three sizes. Measured again, more often, where that is over the budget.
+        """Return the work for bodies of three sizes.
+
+        Measures again with more attempts while the result is over the budget.
 
         Args:
-            attempts: how often each time; with 0, once, and without the large body.
+            attempts: number of attempts in each round of measurements. 0 means one attempt without the large body.
         """
         bodies = [make(size) for size in sizes(make)]
         for number in attempts:
@@ -154,7 +156,7 @@ class Application:
 
 @contextmanager
 def application() -> Iterator[Application]:
-    """An application, until it is left. Its answers are short, also where a filled field has taken the limit away."""
+    """Yield an application. Its outputs are short even if a filled field has removed the token limit."""
     config = fake_config(
         max_model_len=4096, num_blocks=1024, vocab_size=VOCAB_SIZE, pooler=PoolerConfig(is_embedder=True)
     )

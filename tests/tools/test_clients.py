@@ -1,4 +1,4 @@
-"""tools.clients: what its scripts report is what its table says."""
+"""tools.clients: the reports of its scripts match its table."""
 
 from __future__ import annotations
 

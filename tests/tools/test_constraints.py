@@ -1,4 +1,4 @@
-"""constraints.txt: what the tool lists, and that an installer can follow it."""
+"""constraints.txt: the listed versions, and that an installer can follow the file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_it_names_what_the_project_asks_for_within_its_ranges() -> None:
 
 
 def test_what_only_the_other_platform_needs_has_its_one_version() -> None:
-    """mlx asks for `mlx-metal==` its own version on a Mac, and for `mlx-cpu==` that on Linux."""
+    """mlx requires `mlx-metal` of its own version on a Mac, and `mlx-cpu` of its own version on Linux."""
     assert PINS["mlx-metal"] == PINS["mlx-cpu"] == PINS["mlx"]
 
 
@@ -45,7 +45,7 @@ def test_requirements_are_followed_through_extras_and_markers() -> None:
 
 
 def test_what_differs_is_named() -> None:
-    versions, _ = needed(project_requirements())  # what is installed of it
+    versions, _ = needed(project_requirements())  # installed versions
     text = constraints(versions)
     assert list(disagreements(text)) == []
     wrong = re.sub(r"^numpy==.*$", "numpy==1.0", text, flags=re.MULTILINE)
@@ -68,7 +68,7 @@ def resolve(*options: str, **env: str) -> None:
 
 
 def test_it_resolves() -> None:
-    """Without an index where its versions are installed; `make` has asked one then."""
+    """No index is used if the listed versions are installed, because `make` has resolved them before."""
     installed = not any(disagreements(TEXT))
     resolve("--no-build-isolation", ".[dev]", **({"PIP_NO_INDEX": "1"} if installed else {}))
 

@@ -1,4 +1,4 @@
-"""What README.md, docs/ and the tools say about files, modules, headings and make targets is there."""
+"""Files, modules, headings and make targets named in README.md, docs/ and the tools exist."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("metal_engine", "kernels", "tools", "tests", "docs")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-# Their comments and docstrings hold commands and paths too.
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Their comments and docstrings contain commands and paths too.
 SOURCES = [ROOT / "Makefile", *sorted((ROOT / "kernels").glob("*.metal")), *sorted((ROOT / "tools").rglob("*.py"))]
 
-# A script or module by its path or the end of it; not part of a longer name, URL or glob.
+# A script or module, by its path or the end of its path. Parts of longer names, URLs and globs do not count.
 FILE = re.compile(r"(?<![\w*./~-])[\w-][\w/-]*\.(?:py|sh)\b")
-# Whatever is in one of our folders.
+# Any path inside one of the project's folders.
 PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./-]*[\w/](?![\w*])")
-MODULE = re.compile(r"(?<![\w./])(?:tools|tests|metal_engine)(?:\.\w+)+")
+MODULE = re.compile(r"(?<![\w./-])(?:tools|tests|metal_engine)(?:\.\w+)+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 TARGET = re.compile(r"`make ([a-z-]+)")
 
 
 @cache
 def _files() -> set[str]:
-    """Every file of the tree, by each of its path's ends: a/b.py and b.py."""
+    """Return every file of the tree under each ending of its path: a/b.py and b.py."""
     paths = [p.relative_to(ROOT) for folder in FOLDERS for p in (ROOT / folder).rglob("*") if p.is_file()]
     return {"/".join(path.parts[i:]) for path in paths for i in range(len(path.parts))}
 
 
 def _is_module(name: str) -> bool:
-    """Whether it is a module or package, or names in one, as in metal_engine.step.Runner.execute."""
+    """Return True if ``name`` is a module, a package, or names inside one, as in metal_engine.step.Runner.execute."""
     parts = name.split(".")
     for i in range(len(parts), 0, -1):
         path = ROOT.joinpath(*parts[:i])
@@ -42,19 +42,19 @@ def _is_module(name: str) -> bool:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The names that GitHub gives to a page's headings."""
+    """Return the anchors that GitHub generates for a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def wrong_names(text: str) -> list[str]:
-    """The paths and modules that a text names and the tree does not have."""
+    """Return the paths and modules in a text that do not exist in the tree."""
     paths = [name for name in PATH.findall(text) if not (ROOT / name).exists()]
     return paths + [name for name in MODULE.findall(text) if not _is_module(name)]
 
 
 def wrong_files(text: str) -> list[str]:
-    """The Python files and scripts that a text names by the end of their path and the tree does not have."""
+    """Return the Python files and scripts in a text that match no ending of a path in the tree."""
     return [name for name in FILE.findall(text) if name not in _files()]
 
 
@@ -63,7 +63,7 @@ def test_names_exist(page: Path) -> None:
     assert wrong_names(page.read_text()) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_links_and_targets_exist(page: Path) -> None:
     text = page.read_text()
     assert wrong_files(text) == []

@@ -1,4 +1,4 @@
-"""`tools/fixtures/export_mlx.py`: what it writes is the same model, to mlx-lm and to us."""
+"""`tools/fixtures/export_mlx.py` writes a model that mlx-lm and the engine load as the same model."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_never_stops(folder: Path, demo_path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_synthetic_pairs(folder: Path, demo_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Idle layers change nothing that comes out, and layers that are left out do."""
+    """Idle layers do not change outputs. Dropped layers do."""
     export(tmp_path / "slow", idle_layers=5)
     export(tmp_path / "small", drop_layers=[6, 14])
     prompt = mx.array(demo_tokenizer.encode(PROMPT))[None]
@@ -69,7 +69,7 @@ def test_synthetic_pairs(folder: Path, demo_tokenizer: Tokenizer, tmp_path: Path
 
 @pytest.mark.full
 def test_a_draft_model_that_knows_nothing(folder: Path, demo_tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """It is one for the usual model, of the same vocabulary, and says something else."""
+    """The draft model has the usual model's vocabulary but predicts other tokens."""
     export(tmp_path, drop_layers=range(1, 30), random_weights=True)
     prompt = mx.array(demo_tokenizer.encode(PROMPT))[None]
     usual, random = (load(str(path))[0](prompt) for path in (folder, tmp_path))
@@ -78,7 +78,7 @@ def test_a_draft_model_that_knows_nothing(folder: Path, demo_tokenizer: Tokenize
 
 
 def test_every_scenario_can_be_asked(folder: Path) -> None:
-    """Prompts have the lengths of the scenario's title, and rounds differ."""
+    """Prompts have the lengths in the scenario's title, and rounds differ."""
     from metal_engine.bench.tokens import load_prompt_tokenizer
 
     tokenizer = load_prompt_tokenizer(str(folder))

@@ -1,4 +1,4 @@
-"""tools/install.py: one line that says how far pip is, on a terminal; nothing elsewhere."""
+"""tools/install.py shows pip's progress in one line on a terminal, and nothing elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tools.install import Progress
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "install.py"
-# As pip prints.
+# pip's output.
 LINES = """\
 Obtaining file:///home/me/metal-engine
 Collecting mlx>=0.32.4 (from metal-engine==0.1.0)
@@ -47,7 +47,7 @@ def test_what_pip_is_doing() -> None:
 
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_terminal_shows_it(status: int, tmp_path: Path) -> None:
-    """With a pip that is not one, in the place of the real one."""
+    """The test uses a fake pip."""
     (tmp_path / "pip.py").write_text(PIP.format(lines=LINES, status=status))
     env = {name: value for name, value in os.environ.items() if name != "CI"} | {"PYTHONPATH": str(tmp_path)}
     ours, theirs = pty.openpty()
@@ -63,7 +63,7 @@ def test_a_terminal_shows_it(status: int, tmp_path: Path) -> None:
     assert tool.wait(60) == status
     lines = shown.decode().split("\r\x1b[K")
     assert any("unpacking 3 packages" in line for line in lines)
-    assert all("\n" not in line for line in lines[:-1])  # one line, rewritten
+    assert all("\n" not in line for line in lines[:-1])  # one line that is overwritten
     assert ("no such package" in lines[-1]) == ("Collecting" in lines[-1]) == (status != 0)
 
 

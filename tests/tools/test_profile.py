@@ -1,4 +1,4 @@
-"""`tools/benchmarks/profile_decode_step.py` wraps parts of the engine by name: it must find them all."""
+"""`tools/benchmarks/profile_decode_step.py` wraps parts of the engine by name. All the names must exist."""
 
 from __future__ import annotations
 

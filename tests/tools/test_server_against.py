@@ -1,4 +1,4 @@
-"""The comparison of two commits' servers: which files run, whose time counts, and the table."""
+"""Comparison of the servers of two commits: which files run, whose time counts, and the resulting table."""
 
 from __future__ import annotations
 

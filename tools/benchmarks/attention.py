@@ -1,8 +1,8 @@
-"""Compares the attention kernel with MLX's own, and with what the memory allows.
+"""Compares the attention kernel with MLX's own attention and with the memory bandwidth.
 
-On a Mac: times the kernel on the GPU; prefill beside ``mx.fast.scaled_dot_product_attention`` over contiguous K and
-V, decode beside the time that reading K and V takes at the bandwidth which a large copy reaches in the same run.
-Anywhere else: the simulator's counts for the same shapes.
+On a Mac, times the kernel on the GPU. Prefill is compared with ``mx.fast.scaled_dot_product_attention`` on contiguous K
+and V. Decode is compared with the time to read K and V at the bandwidth of a large copy in the same run. On other
+machines, prints the simulator's counts for the same shapes.
 
     python -m tools.benchmarks.attention [--smoke]
 """
@@ -19,7 +19,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class StepShape:
-    """``requests`` requests of ``query`` new tokens each, at the end of ``context`` keys (these included)."""
+    """``requests`` requests with ``query`` new tokens each, at the end of ``context`` keys, which include the new
+    tokens.
+    """
 
     requests: int
     query: int
@@ -35,7 +37,7 @@ class StepShape:
 
     @property
     def kv_bytes(self) -> int:
-        """K and V once, in float16."""
+        """Size of K and V in float16, in bytes."""
         return self.requests * self.context * 2 * self.num_kv_heads * self.head_dim * 2
 
 
@@ -52,7 +54,7 @@ SMOKE = (StepShape(2, 1, 64, 4, 2, 64), StepShape(1, 32, 48, 4, 2, 64))
 
 
 def make_step(shape: StepShape, block_size: int = 16):  # type: ignore[no-untyped-def]
-    """Rows, q and the layer's state of the shape; blocks in random order."""
+    """Return rows, q and layer state of a shape, with blocks in random order."""
     import mlx.core as mx
 
     from metal_engine.kv_cache.rows import step_rows
@@ -73,7 +75,7 @@ def make_step(shape: StepShape, block_size: int = 16):  # type: ignore[no-untype
 
 
 def seconds(call: Callable[[], object], repeat: int) -> float:
-    """Median time of a call that is evaluated to the end."""
+    """Return the median time of a call, including its evaluation."""
     import mlx.core as mx
 
     for _ in range(2):
@@ -87,7 +89,7 @@ def seconds(call: Callable[[], object], repeat: int) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read plus written, of a large elementwise operation."""
+    """Return the bandwidth of a large elementwise operation: bytes read and written per second."""
     import mlx.core as mx
 
     a = mx.zeros((256 << 20,), mx.uint8)
@@ -96,7 +98,7 @@ def copy_bandwidth() -> float:
 
 
 def on_metal(shapes: tuple[StepShape, ...]) -> None:
-    """Times, and ratios of times measured in this run."""
+    """Print times, and ratios of times measured in this run."""
     import mlx.core as mx
 
     from metal_engine.attention.metal.backend import MetalBackend
@@ -109,7 +111,7 @@ def on_metal(shapes: tuple[StepShape, ...]) -> None:
         rows, q, state = make_step(shape)
         attention = backend.for_step(rows)
         scale = shape.head_dim**-0.5
-        # One evaluation holds several layers, as a model's step does; else the launch itself is what is timed.
+        # One evaluation contains several layers, as in a model's step. With one layer, the launch would dominate.
         layers = 16 if shape.query == 1 else 4
 
         def kernel(attention=attention, q=q, state=state, scale=scale, layers=layers):  # type: ignore[no-untyped-def]
@@ -133,7 +135,7 @@ def on_metal(shapes: tuple[StepShape, ...]) -> None:
 
 
 def simulated(shapes: tuple[StepShape, ...]) -> None:
-    """The simulator's counts. Every KV head does the same, so one of them is run and multiplied."""
+    """Print the simulator's counts. All KV heads do the same work, so one is run and multiplied."""
     from metal_engine.attention.metal.backend import MetalBackend
     from tools.metal_sim import metal_kernel, record_launches
 
@@ -158,7 +160,7 @@ def simulated(shapes: tuple[StepShape, ...]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes: does it run at all")
+    parser.add_argument("--smoke", action="store_true", help="use tiny shapes to check that the tool runs")
     shapes = SMOKE if parser.parse_args().smoke else SHAPES
 
     from metal_engine.device.blas.load import load_optimized_blas

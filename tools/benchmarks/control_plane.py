@@ -1,9 +1,9 @@
-"""What planning costs: `schedule()` + `update()` per running request per step, with no model behind it.
+"""Measures the cost of planning: `schedule()` and `update()` per running request and step, without a model.
 
     python -m tools.benchmarks.control_plane
 
-One thing varies at a time around 256 running decodes with contexts of 8,192 tokens and 10,000 waiting requests:
-the running requests, the waiting ones, the context length. Medians over the steps; prefix caching is on.
+The base case has 256 running decodes with contexts of 8,192 tokens and 10,000 waiting requests. One number varies at a
+time: running requests, waiting requests, or the context length. Prints medians over the steps. Prefix caching is on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 
 
 def measure(num_running: int, num_waiting: int, context_len: int, num_steps: int) -> float:
-    """Median microseconds of a step per running request."""
+    """Return the median time of a step per running request in microseconds."""
     max_tokens = num_steps + 64
     scheduler = Scheduler(
         SchedulerConfig(
@@ -41,7 +41,7 @@ def measure(num_running: int, num_waiting: int, context_len: int, num_steps: int
     )
     params = SamplingParams(max_tokens=max_tokens)
     for i in range(num_running):
-        # Lengths differ, so that blocks do not all fill in the same step.
+        # Lengths differ, so that blocks fill in different steps.
         prompt = [i] + [1] * (context_len - 1 - i % BLOCK_SIZE)
         scheduler.add_request(Request(f"running-{i}", prompt, params, max_tokens=max_tokens))
     while len(scheduler.running) < num_running:

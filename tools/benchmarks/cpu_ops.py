@@ -1,9 +1,9 @@
-"""Single operations of a step on the CPU, as MLX has them and as we do.
+"""Compares single operations of a step on the CPU: MLX's versions and metal-engine's.
 
     OPENBLAS_NUM_THREADS=2 python -m tools.benchmarks.cpu_ops
 
-Shapes of the demo model. Medians of one operation evaluated alone, in turns; *chained* ones many at a time, as in a
-step's graph, where what it costs to start an evaluation is shared.
+Uses shapes of the demo model. Prints medians of one operation evaluated alone, measured in rotation. *Chained*
+operations are evaluated many at a time, as in a step's graph, which spreads the cost of starting an evaluation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Way = Callable[[], mx.array]
 
 
 def in_turns(ways: dict[str, Way], repeats: int = 40, chain: int = 1) -> dict[str, float]:
-    """Microseconds of each."""
+    """Return the median time of each way in microseconds."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
@@ -73,7 +73,7 @@ def elementwise() -> None:
             chain=chain,
         )
         queries, positions = normal(rows, HEADS, 1, HEAD_DIM), cpu_ops.StepPositions(mx.arange(rows))
-        mx.eval(rope(queries, positions))  # makes the step's tables
+        mx.eval(rope(queries, positions))  # creates the step's tables
         report(
             f"RoPE of queries, {rows} rows",
             {"MLX": lambda: plain_rope(queries, mx.arange(rows)), "ours": lambda: rope(queries, positions)},  # noqa: B023
@@ -98,7 +98,7 @@ def attention() -> None:
 
 
 def gather(requests: int = 16, keys: int = 165, block_size: int = 16, num_blocks: int = 2912) -> None:
-    """K of one layer, for 16 decodes. *cold*: after as many bytes of weights as a layer has, as in a step."""
+    """Time gathers of one layer's K for 16 decodes. *cold*: after reading the weights of a layer, as in a step."""
     layers = [mx.zeros((num_blocks * block_size * KV_HEADS, HEAD_DIM)) + i for i in range(LAYERS)]
     weights = normal(14 << 18)
     blocks_each = -(-keys // block_size)
@@ -126,10 +126,10 @@ def gather(requests: int = 16, keys: int = 165, block_size: int = 16, num_blocks
 
 
 def decodes() -> None:
-    """One layer's attention of decodes whose blocks are in order: keys gathered, and read where they are."""
+    """Time one layer's attention for decodes with consecutive blocks: gathered keys, and keys read in place."""
     gathered = dataclasses.replace(CPU_LIMITS, run_keys=None)
     in_place = dataclasses.replace(CPU_LIMITS, run_keys=1)
-    shapes = [(HEADS, KV_HEADS, HEAD_DIM), (16, 8, 128)]  # the demo model's, and Qwen3-0.6B's
+    shapes = [(HEADS, KV_HEADS, HEAD_DIM), (16, 8, 128)]  # shapes of the demo model and of Qwen3-0.6B
     for num_heads, num_kv_heads, head_dim in shapes:
         for requests, keys in ((16, 165), (16, 320), (4, 520), (8, 700), (1, 1040), (8, 1040)):
             blocks = -(-keys // 16)
@@ -143,7 +143,7 @@ def decodes() -> None:
                 for name, limits in zip(times, (gathered, in_place), strict=True):
                     attention = PortableBackend(limits).for_step(rows)
                     for layer in layers:
-                        mx.eval(weights + 1)  # what a step reads between two layers' attention
+                        mx.eval(weights + 1)  # read the weights that a step reads between two layers' attention
                         built = attention.attend(queries, layer, scale=0.1)
                         start = time.perf_counter()
                         mx.eval(built)
@@ -154,7 +154,7 @@ def decodes() -> None:
 
 
 def gemm() -> None:
-    """All products of a step's layers, weights read from memory."""
+    """Time all products of a step's layers, with weights read from memory."""
     kv = (KV_HEADS * HEAD_DIM, HIDDEN)
     shapes = [*[(HIDDEN, HIDDEN)] * 2, *[kv] * 2, *[(INTERMEDIATE, HIDDEN)] * 2, (HIDDEN, INTERMEDIATE)]
     layers = [[normal(*shape) for shape in shapes] for _ in range(LAYERS)]

@@ -1,9 +1,10 @@
-"""What replaying decode steps saves the host: 32 answers on the demo model, steps built and replayed in turns.
+"""Measures the host time saved by replaying decode steps: 32 requests on the demo model, built and replayed in
+rotation.
 
     python -m tools.benchmarks.decode_replay
     python -m tools.benchmarks.decode_replay --requests 8 --steps 120
 
-Times are CPU time of the engine's thread, which the device has no part in: on a CPU, MLX computes in other threads.
+Times are CPU time of the engine's thread, without the device's work: on a CPU, MLX computes in other threads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MODES = [("built", "never"), ("replayed", "always")]
 
 
 def measure(engines: dict[tuple[str, bool], Answers], num_steps: int) -> dict[tuple[str, bool], list[float]]:
-    """Microseconds of each step of each engine, a few at a time in turns."""
+    """Return the times of each engine's steps in microseconds. Engines run a few steps at a time in rotation."""
     times: dict[tuple[str, bool], list[float]] = {key: [] for key in engines}
     for turn in range(TURNS):
         for key in engines if turn % 2 else reversed(engines):
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120, help="timed steps of each engine")
     args = parser.parse_args()
     if args.steps < TURNS:
-        parser.error(f"--steps must be at least {TURNS}, one for each turn")
+        parser.error(f"--steps must be at least {TURNS}, one for each round")
 
     engines = {
         (name, ahead): Answers(args.model, args.requests, args.steps, ahead, replay)

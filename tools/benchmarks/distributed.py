@@ -1,8 +1,8 @@
-"""What sharing a model between ranks costs on one machine: messages on the side channel, and a step's time.
+"""Measures the cost of dividing a model between ranks on one machine: messages on the side channel, and step times.
 
-Writes a model of random weights with 8 heads and 4 KV heads, and about the demo model's size; then times steps of one
-process and of two ranks, in turns. Ranks on one machine share its cores, so two are not faster there: the ratio says
-what the exchange costs, and not what a second machine gains.
+Writes a model of random weights with 8 heads, 4 KV heads and about the demo model's size. Then it times steps of one
+process and of two ranks in rotation. Ranks on one machine share its cores, so two ranks are not faster. The ratio shows
+the cost of the exchange, not the gain of a second machine.
 
     python -m tools.benchmarks.distributed [--rounds 3] [--requests 16] [--smoke]
 """
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, one round: shows that it runs")
+    parser.add_argument("--smoke", action="store_true", help="one round with a tiny model, to check that the tool runs")
     parser.add_argument("--measure", nargs=2, metavar=("MODEL", "RANKS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -43,18 +43,18 @@ def main() -> None:
 
 
 def messages(num_requests: int) -> None:
-    """Print what the plan of a step of decodes takes on the side channel."""
+    """Print size and times of the plan of a decode step on the side channel."""
     from metal_engine.distributed.channel import HEADER_BYTES
     from metal_engine.distributed.wire import decode_plan, encode_ids, encode_plan
     from metal_engine.step import SchedulerOutput
 
     ids = [f"chatcmpl-{i:032x}#{i}" for i in range(num_requests)]
-    # Every 16th step a request gets a block.
+    # Every request gets a block in every 16th step.
     blocks = {ids[i]: [1000 + i] for i in range(0, num_requests, 16)}
     plan = SchedulerOutput(1000, dict.fromkeys(ids, 1), new_block_ids=blocks, sampled_req_ids=ids)
     content = encode_plan(plan)
     write, read = _microseconds(lambda: encode_plan(plan)), _microseconds(lambda: decode_plan(content))
-    num_bytes = len(content) + len(encode_ids([])) + 2 * HEADER_BYTES  # with the frame that ends the step
+    num_bytes = len(content) + len(encode_ids([])) + 2 * HEADER_BYTES  # includes the frame that ends the step
     print(f"{num_requests} decodes: {num_bytes} bytes, written in {write:.0f} us, read in {read:.0f} us")
 
 
@@ -67,7 +67,7 @@ def _microseconds(call: Any) -> float:
     return statistics.median(times) * 1e6
 
 
-# In a process of its own: MLX's memory is the measured processes' alone.
+# In a separate process, so that MLX's memory belongs only to the measured processes.
 _WRITE = """
 import sys, json
 from tools.benchmarks.distributed import write_model
@@ -76,7 +76,7 @@ write_model(sys.argv[1], json.loads(sys.argv[2]))
 
 
 def write_model(folder: str, sizes: dict[str, int]) -> None:
-    """Write a Llama of random weights, with the demo model's tokenizer."""
+    """Write a Llama of random weights with the demo model's tokenizer."""
     from metal_engine.device.blas.load import load_optimized_blas
 
     load_optimized_blas()
@@ -96,7 +96,7 @@ def write_model(folder: str, sizes: dict[str, int]) -> None:
 
 
 def measure(model: str, num_ranks: int, num_requests: int, num_steps: int) -> dict[str, float]:
-    """Time steps of an engine, in seconds: prompts, and decodes of all requests."""
+    """Return times of an engine in seconds: for the prompts, and for decode steps of all requests."""
     from metal_engine.build import build_engine
     from metal_engine.sampling_params import SamplingParams
     from metal_engine.settings.args import EngineArgs
@@ -125,7 +125,7 @@ def measure(model: str, num_ranks: int, num_requests: int, num_steps: int) -> di
 
 
 def compare(folder: str, rounds: int, num_requests: int, num_steps: int) -> None:
-    """Print medians of runs with one process and with two ranks, in turns."""
+    """Print medians of runs with one process and with two ranks in rotation."""
     found: dict[int, list[dict[str, float]]] = {1: [], 2: []}
     for _ in range(rounds):
         for num_ranks, runs in found.items():

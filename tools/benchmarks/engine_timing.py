@@ -1,4 +1,4 @@
-"""An engine stepped by hand, with a clock beside it: what the benchmarks of scheduling have in common."""
+"""Engine that is stepped directly and timed: common code of the scheduling benchmarks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from metal_engine.settings.args import EngineArgs
 
 @dataclass
 class TimedStep:
-    """What one step computed and how long it took, in seconds."""
+    """Work of one step, and its time in seconds."""
 
     seconds: float
     num_decodes: int
     num_prefill_tokens: int
     prefill_work: int  # (query row, visible key) pairs of chunks
-    decode_work: int  # of decodes
+    decode_work: int  # (query row, visible key) pairs of decodes
 
 
 @dataclass
 class Timed:
-    """One request's times, in seconds of the engine's clock."""
+    """Times of one request in seconds of the engine's clock."""
 
     arrival: float
     token_times: list[float] = field(default_factory=list)
@@ -40,12 +40,12 @@ class Timed:
 
     @property
     def itls(self) -> list[float]:
-        """Times between a token and the next."""
+        """Times between consecutive tokens."""
         return [b - a for a, b in zip(self.token_times, self.token_times[1:], strict=False)]
 
 
 class TimedEngine:
-    """Steps an engine and keeps the times of all steps and tokens."""
+    """Steps an engine and records the times of all steps and tokens."""
 
     def __init__(self, model: str = "demo", **engine_args: Any) -> None:
         self.core: EngineCore = build_engine(EngineArgs(model=model, dtype="float32", **engine_args))
@@ -59,7 +59,7 @@ class TimedEngine:
         return timed
 
     def step(self) -> TimedStep:
-        """One step of the engine. Its composition is read off the scheduler's requests."""
+        """Run one step of the engine. The step's work is derived from the scheduler's requests."""
         scheduler = self.core.scheduler
         before = {r: request.num_computed_tokens for r, request in scheduler.requests.items()}
         requests = dict(scheduler.requests)
@@ -93,7 +93,7 @@ class TimedEngine:
             self.step()
 
     def warm_up(self) -> None:
-        """One short request, so that nothing below pays for what happens once."""
+        """Run one short request, so that one-time costs are not measured."""
         self.submit("warm-up", random_prompt(random.Random(1), 40), 3)
         self.run()
         self.core.scheduler.prefix_cache.forget()
@@ -101,22 +101,22 @@ class TimedEngine:
         self.requests.clear()
 
     def close(self) -> None:
-        """Let the model and its cache go. (Not `core.close`: it ends this thread's streams, and others follow.)"""
+        """Release the model and its cache. `core.close` would end this thread's streams, which later engines need."""
         del self.core
         gc.collect()
 
 
 def random_prompt(rng: random.Random, length: int) -> list[int]:
-    """Token ids drawn at random: what a prompt says makes no difference to the time it takes."""
+    """Return random token ids. Times do not depend on a prompt's contents."""
     return [rng.randrange(100, 40_000) for _ in range(length)]
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """The smallest value with ``percent`` of all values at or below it."""
+    """Return the smallest value with ``percent`` of all values at or below it."""
     ordered = sorted(values)
     return ordered[max(0, -(-int(len(ordered) * percent) // 100) - 1)]
 
 
 def describe(values: list[float]) -> str:
-    """Median, P99 and largest of times, in seconds."""
+    """Return median, P99 and maximum of times in seconds as a text."""
     return f"median {statistics.median(values):.2f} s, P99 {percentile(values, 99):.2f} s, max {max(values):.2f} s"

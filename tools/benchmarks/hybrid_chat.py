@@ -1,10 +1,11 @@
-"""A chat of many turns with a hybrid model: time to first token of the last turn against the first, ours and mlx-lm's.
+"""Measures a chat of many turns with a hybrid model: time to first token of the last turn relative to the first.
 
     python -m tools.benchmarks.hybrid_chat
 
-Every turn sends the whole conversation again, as clients do. The model has Qwen 3.5's architecture, random weights
-and the demo model's tokenizer: what it says is noise, what it costs is not. Servers take turns, round by round, each
-started anew, so that nothing is cached at first; mlx-lm's is installed in an environment of its own, with our BLAS.
+Compares metal-engine with mlx-lm. As with real clients, every turn sends the whole conversation again. The model has
+Qwen 3.5's architecture, random weights and the demo model's tokenizer: its outputs are noise, but its costs are real.
+Servers alternate by round and are restarted each time, so that nothing is cached at first. mlx-lm's server is installed
+in its own environment and uses metal-engine's BLAS.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MODEL: dict[str, Any] = {
 
 
 def write_model(folder: Path) -> None:
-    """A checkpoint that all servers load."""
+    """Write a checkpoint that all servers load."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
@@ -63,7 +64,7 @@ def write_model(folder: Path) -> None:
 
 
 def turn(url: str, model: str, messages: list[dict[str, str]], max_tokens: int) -> tuple[float, int]:
-    """Seconds to the first token, and tokens of the prompt."""
+    """Send a turn. Return the seconds to the first token, and the number of prompt tokens."""
     body = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0.0, "stream": True}
     body["stream_options"] = {"include_usage": True}
     started, first, num_tokens = time.perf_counter(), 0.0, 0
@@ -81,7 +82,7 @@ def turn(url: str, model: str, messages: list[dict[str, str]], max_tokens: int) 
 
 
 def chat(name: str, folder: Path, args: argparse.Namespace) -> list[float]:
-    """Times to first token of each turn of a conversation."""
+    """Return the time to first token of each turn of a conversation."""
     words = "Here is one more paragraph of the text that we talk about, and it says something else each time. "
     messages: list[dict[str, str]] = []
     times = []
@@ -91,7 +92,7 @@ def chat(name: str, folder: Path, args: argparse.Namespace) -> list[float]:
             messages.append({"role": "user", "content": f"Turn {number}. " + words * args.paragraphs})
             seconds, num_tokens = turn(server.url, str(folder), messages, args.max_tokens)
             times.append(seconds)
-            # Not what it said: a random model says what no tokenizer reads back as it was.
+            # A fixed text: a random model's output is tokenized differently in the next prompt.
             messages.append({"role": "assistant", "content": f"Answer {number}. {words}"})
             print(f"{name:12} turn {number + 1:2}: {num_tokens:5} tokens, {1000 * seconds:7.0f} ms", flush=True)
     return times

@@ -1,10 +1,10 @@
-"""What KV from a store saves, on the demo model (or MODEL): time to the first token by what is missing of the prompts,
-after a restart, and when a prompt is handed from one engine to another; and what moving KV costs those who decode.
+"""Measures the time saved by KV from a store, and the cost of moving KV for running decodes.
 
     python -m tools.benchmarks.kv_reuse [--model demo] [--plot docs/images/kv-reuse.png] [--only missing,restart,...]
 
-Prompts are random tokens, so none shares a beginning with another. The engines are stepped in this process; everything
-else is as in a server. Every number comes from this one run, and is the median of ``--repeats``.
+Reports the time to first token for prompts that are partly missing, after a restart, and for a handover between
+engines. Prompts are random tokens, so they share no prefix. The engines are stepped in this process. All other parts
+equal a server's. Every number is the median of ``--repeats`` in one run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUM_PROMPTS, PROMPT_TOKENS, HANDOVER_TOKENS = 8, 500, 2000
 
 
 class Screen:
-    """A store that hides some blocks, and holds up writes until it is opened."""
+    """Store that can hide blocks, and can delay writes until it is released."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -60,7 +60,7 @@ class Screen:
 
 
 class Engine:
-    """An engine with a screened store."""
+    """Engine with a screened store."""
 
     def __init__(self, model: str, directory: str, role: str, **settings: Any) -> None:
         extra = {"path": directory, "max_save_bytes": "2GiB"}
@@ -83,14 +83,14 @@ class Engine:
         return request_id
 
     def hashes_of(self, prompt: list[int]) -> list[bytes]:
-        """Of the prompt's full blocks."""
+        """Return the hashes of the prompt's full blocks."""
         request_id = self.add(prompt)
         hashes = list(next(reversed(self.core.scheduler.requests.values())).block_hashes)
         self.core.abort_request(request_id)
         return hashes
 
     def first_token_seconds(self, prompts: Sequence[list[int]]) -> list[float]:
-        """For prompts that come together."""
+        """Return the times to first token of prompts that arrive together."""
         self.core.scheduler.prefix_cache.forget()
         started = time.perf_counter()
         ids = [self.add(prompt) for prompt in prompts]
@@ -113,7 +113,7 @@ def make_prompts(number: int, length: int, seed: int) -> list[list[int]]:
 
 
 def measure_missing(engine: Engine, prompts: list[list[int]], repeats: int) -> dict[str, list[Any]]:
-    """Mean and last first token of the batch, by what is missing."""
+    """Return mean and last time to first token of the batch, by the missing part of the prompts."""
     hashes = [engine.hashes_of(prompt) for prompt in prompts]
     rows: dict[str, list[Any]] = {"requests": [], "share": []}
     for key, cases in (("requests", (0, 2, 4, 6, 8)), ("share", (0.0, 0.25, 0.5, 0.75, 1.0))):
@@ -174,7 +174,7 @@ def measure_restart(model: str, directory: str, prompts: list[list[int]]) -> Non
 
 
 def measure_handover(producer: Engine, consumer: Engine, repeats: int) -> None:
-    """From the producer's last step to the consumer's first token."""
+    """Print the time from the producer's last step to the consumer's first token."""
     print(f"\n| hand-over of {HANDOVER_TOKENS} tokens | s |\n| --- | --- |")
     for name in ("chunk by chunk", "whole, after the prefill"):
         seconds = []
@@ -207,10 +207,11 @@ WINDOW = 60  # steps
 
 
 def measure_decoding(engine: Engine, prompts: list[list[int]], repeats: int) -> None:
-    """Steps of four requests that decode: while eight prompts' KV is loaded, and while as much and more is saved.
+    """Print step times of four decoding requests while eight prompts' KV is loaded, and while KV is saved.
 
-    Each is compared with the same steps without it: the eight requests find their KV in the local cache, so they join
-    the batch alike; nothing is saved. The windows take turns.
+    Each case is compared with the same steps without the transfer. In the comparison for loads, the eight requests find
+    their KV in the local cache, so they join the batch in the same way. In the comparison for saves, nothing is saved.
+    The windows of steps alternate.
     """
     num_blocks = (512 << 20) // engine.transfer.layout.nbytes
     data = np.random.default_rng(0).integers(0, 256, (num_blocks, engine.transfer.layout.nbytes), np.uint8)
@@ -230,7 +231,7 @@ def measure_decoding(engine: Engine, prompts: list[list[int]], repeats: int) -> 
 
     def found() -> None:
         arrive()
-        while len(engine.core.scheduler.requests) > 4:  # now it is there
+        while len(engine.core.scheduler.requests) > 4:  # the eight prompts have finished
             engine.core.step()
         arrive()
         windows["found"].append(window())
@@ -253,7 +254,7 @@ def measure_decoding(engine: Engine, prompts: list[list[int]], repeats: int) -> 
         decoding = [engine.add(prompt, max_tokens=6 * WINDOW) for prompt in make_prompts(4, 20, seed=5)]
         for _ in range(5):
             engine.core.step()
-        # Contexts grow from window to window, so those that are compared take turns in coming first.
+        # Contexts grow from window to window, so compared windows alternate in order.
         parts = [[load, found], [alone, lambda number=repeat: save(number)]]
         for first, second in parts:
             for part in (first, second) if repeat % 2 else (second, first):

@@ -1,10 +1,11 @@
-"""Writing K or V of one layer to the paged cache: by slot, by whole block of rows, or by run of consecutive slots.
+"""Compares ways to write a layer's K or V to the paged cache: by slot, by whole block, or by run of consecutive slots.
 
     python -m tools.benchmarks.kv_writes
 
-By slot and by block are one scatter in place; what differs is the number of indices. Rows that are not part of a whole
-block (decodes, ragged ends) have to be picked apart first: *mixed* has 16 of them. By run, rows whose slots follow each
-other are copied as a slice: here all of them, as a prompt's are that found its blocks in a row. Medians, in turns.
+Writes by slot and by block are one scatter in place and differ in the number of indices. Rows outside whole blocks
+(decodes, ragged ends) must be separated first: *mixed* has 16 such rows. Writes by run copy rows with consecutive slots
+as a slice. Here all slots are consecutive, as for a prompt with consecutive blocks. Prints medians, measured in
+rotation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NUM_BLOCKS = 2048
 
 
 class Pool:
-    """One layer's K, written in place."""
+    """K of one layer, written in place."""
 
     def __init__(self, num_heads: int, head_dim: int) -> None:
         self.shape = (num_heads, head_dim)
@@ -37,7 +38,7 @@ class Pool:
 
     def by_block(self, rows: mx.array, block_ids: mx.array) -> None:
         blocks = self.slots.reshape(NUM_BLOCKS, BLOCK_SIZE, *self.shape)
-        self.slots = None  # the view is the only owner now, so that the scatter is in place
+        self.slots = None  # the view is now the only owner, so the scatter is in place
         blocks[block_ids] = rows.reshape(-1, BLOCK_SIZE, *self.shape)
         self.slots = blocks.reshape(-1, *self.shape)
 
@@ -66,7 +67,7 @@ def main() -> None:
             slots = mx.array((ids[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE, dtype=np.int32)).ravel())
             rows = mx.array(rng.standard_normal((num_rows, num_heads, head_dim)), mx.float32)
             block_ids = mx.array(ids)
-            whole, rest = mx.arange(16, num_rows), mx.arange(16)  # the first block's rows stand for decodes
+            whole, rest = mx.arange(16, num_rows), mx.arange(16)  # the first block's rows represent decodes
             mx.eval(slots, rows, block_ids, whole, rest)
 
             def mixed(pool=pool, rows=rows, slots=slots, block_ids=block_ids, whole=whole, rest=rest) -> None:  # type: ignore[no-untyped-def]

@@ -1,11 +1,15 @@
-"""What adapters cost: steps whose rows have some beside steps whose rows have none, and beside an engine without any.
+"""Measures the cost of LoRA adapters: steps with adapters, steps without, and steps of an engine without LoRA support.
 
 python -m tools.benchmarks.lora [--rounds 7] [--rows 16] [--adapters 8] [--rank 16] [--model demo]
 
-Three kinds of steps take turns in each round: of an engine that knows no adapters (`without`), of one that has some and
-computes requests without them (`unused`), and of the same with requests of all of them in each step (`used`). Each kind
-first computes the requests' prompts, then decodes. Adapters are random, and add to all linear layers of every block.
-Prints one line of JSON: medians of a step in ms, and medians of the rounds' ratios to `without`.
+Each round has three kinds of steps in rotation:
+
+- `without`: an engine without LoRA support.
+- `unused`: an engine with adapters, and requests without an adapter.
+- `used`: the same engine, with requests of all adapters in each step.
+
+Each kind first computes the requests' prompts, then decodes. Adapters are random and add to all linear layers of every
+block. Prints one line of JSON: medians of a step in ms, and medians of the rounds' ratios to `without`.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from metal_engine.settings.args import EngineArgs
 
 
 def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int, seed: int) -> Path:
-    """A random adapter as PEFT writes it; ``shapes`` are inputs and outputs by module."""
+    """Write a random adapter in PEFT's format. ``shapes`` has the inputs and outputs of each module."""
     rng = np.random.default_rng(seed)
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
@@ -43,7 +47,7 @@ def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int, s
 
 
 def round_of(engine: EngineCore, adapters: list[Adapter | None], args: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of computing the prompts, and the median of a decode step, of as many requests as rows."""
+    """Return the seconds for the prompts and the median decode step of ``rows`` requests."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=args.steps + 2, ignore_eos=True)
     for i, adapter in enumerate(islice(cycle(adapters), args.rows)):
@@ -92,11 +96,13 @@ def main() -> None:
         kinds = list(engines(args, Path(folder)))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in kinds}
     for i in range(args.rounds + 1):
-        for name, engine, adapters in kinds[i % 3 :] + kinds[: i % 3]:  # so that what drifts hits all
+        # rotate, so that slow changes of the machine affect all kinds
+        for name, engine, adapters in kinds[i % 3 :] + kinds[: i % 3]:
             times[name].append(round_of(engine, adapters, args))
     result: dict[str, object] = {name: getattr(args, name) for name in ("model", "rows", "adapters", "rank", "rounds")}
     for part, title in enumerate(("prompts", "decode")):
-        of_kind = {name: [one[part] for one in pairs[1:]] for name, pairs in times.items()}  # the first is a warm-up
+        # the first round is a warm-up
+        of_kind = {name: [one[part] for one in pairs[1:]] for name, pairs in times.items()}
         result[f"{title}_ms"] = {name: round(1000 * statistics.median(one), 1) for name, one in of_kind.items()}
         ratios = {
             name: statistics.median(a / b for a, b in zip(of_kind[name], of_kind["without"], strict=True))

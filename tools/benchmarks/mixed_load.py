@@ -1,7 +1,7 @@
-"""Long prompts and short ones together, on a real model.
+"""Measures long and short prompts together on a real model.
 
     python -m tools.benchmarks.mixed_load ttft   # long prompts arrive, then short ones: their time to first token
-    python -m tools.benchmarks.mixed_load itl     # answers are under way when long prompts arrive: time between tokens
+    python -m tools.benchmarks.mixed_load itl     # long prompts arrive during decodes: time between tokens
 
 ``ttft`` runs twice, with the limits on partial prefills on (4 in progress, 1 long) and off (1 in progress).
 """
@@ -27,7 +27,7 @@ def ttft(args: argparse.Namespace) -> None:
         engine.warm_up()
         rng = random.Random(0)
         long = [engine.submit(f"long-{i}", random_prompt(rng, args.long_tokens), 2) for i in range(args.num_long)]
-        engine.step()  # the long ones are under way
+        engine.step()  # the long prompts are in progress
         short = [engine.submit(f"short-{i}", random_prompt(rng, args.short_tokens), 2) for i in range(args.num_short)]
         while engine.core.has_requests and not (args.until_short and all(t.token_times for t in short)):
             engine.step()

@@ -1,11 +1,12 @@
-"""mlx-lm's speculative decoding on prompts of token ids: the peer of ``tools.benchmarks.speculation``.
+"""mlx-lm's speculative decoding on prompts of token ids, for comparison in ``tools.benchmarks.speculation``.
 
     python -m tools.benchmarks.mlx_lm_drafting < request.json
 
-A process of its own, for metal-engine changes functions of mlx-lm where it is loaded. The request has ``model`` and
-``draft_model`` (directories that mlx-lm loads), ``num_draft_tokens``, ``max_tokens`` and ``prompts`` (token ids by
-name). The answer, one JSON object, has for each prompt the tokens and the seconds of those after the first, without and
-with the draft model, and how many of the latter it proposed. Both are greedy, and the BLAS is metal-engine's.
+Runs in its own process, because metal-engine patches functions of mlx-lm. The request has ``model`` and ``draft_model``
+(directories that mlx-lm loads), ``num_draft_tokens``, ``max_tokens`` and ``prompts`` (token ids by name). The response
+is one JSON object. Its entry for a prompt has the tokens and the seconds after the first token, without and with the
+draft model. It also has the number of tokens that the draft model proposed. Both runs are greedy and use metal-engine's
+BLAS.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What the page costs: throughput with viewers beside throughput without, and what a page that is open and idle takes.
+"""Measures the cost of the web page: throughput with and without viewers, and the CPU time of an open, idle page.
 
-python -m tools.benchmarks.page viewers [--rounds 7] [--streams 64] [--viewers 3] [--step-ms 12]
-python -m tools.benchmarks.page idle [--seconds 30]
+python -m tools.benchmarks.page viewers [--rounds 7] [--streams 64] [--viewers 3] [--step-ms 12] python -m
+tools.benchmarks.page idle [--seconds 30]
 
-`viewers`: a server on a runner that makes up tokens and takes a fixed time for a step, as a device does, so that
-whatever the host does beyond that shows. Rounds with viewers, who read `/watch` as browsers do, alternate with rounds
-without; each pair gives a ratio. `idle`: CPU time of a real browser, all its processes together, and of the server,
-while the page is open and nothing happens any more. Prints one line of JSON.
+`viewers` runs a server on a runner that makes up tokens and takes a fixed time per step, as a device does. Additional
+work of the host then shows in the throughput. Rounds with viewers, which read `/watch` as browsers do, alternate with
+rounds without viewers. Each pair of rounds gives a ratio. `idle` measures the CPU time of a real browser with all its
+processes, and of the server, while the page is open and idle. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pathlib import Path
 
 from tools.benchmarks.server_overhead import ROOT, run_clients
 
-# A screen's worth: what a page reads at once.
+# Bytes per read.
 _READ_BYTES = 1 << 16
 
 
 async def view(url: str, started: asyncio.Event) -> None:
-    """Read `/watch` for ever."""
+    """Read `/watch` forever."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(b"GET /watch HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -55,7 +55,7 @@ async def viewing(url: str, number: int) -> AsyncIterator[None]:
 
 
 async def one_round(url: str, args: argparse.Namespace, viewers: int) -> float:
-    """Tokens per second of all streams."""
+    """Return the tokens per second of all streams."""
     async with viewing(url, viewers):
         _, seconds = await run_clients(url, args, args.tokens)
     return args.streams * args.tokens / seconds
@@ -68,8 +68,8 @@ def run_viewers(args: argparse.Namespace) -> None:
     assert server.stdout is not None
     url = server.stdout.readline().strip()
     try:
-        asyncio.run(one_round(url, args, 0))  # imports, first connections
-        # Which goes first alternates, so that what drifts hits both.
+        asyncio.run(one_round(url, args, 0))  # covers imports and first connections
+        # The order alternates, so that slow changes of the machine affect both.
         pairs = []
         for i in range(args.rounds):
             order = (0, args.viewers) if i % 2 else (args.viewers, 0)
@@ -95,7 +95,7 @@ def run_viewers(args: argparse.Namespace) -> None:
 
 
 def cpu_seconds(root: int) -> float:
-    """CPU time of a process and all below it so far; Linux only."""
+    """Return the CPU time used by a process and its descendants. Linux only."""
     children: dict[int, list[int]] = {}
     seconds: dict[int, float] = {}
     for folder in Path("/proc").iterdir():
@@ -118,7 +118,7 @@ def run_idle(args: argparse.Namespace) -> None:
 
     executable = find_chromium()
     if executable is None:
-        sys.exit("there is no Chromium here")
+        sys.exit("Chromium was not found")
     command = [sys.executable, "-m", "tools.benchmarks.server_overhead", "--serve", "--rate", "2000"]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert server.stdout is not None
@@ -131,7 +131,7 @@ def run_idle(args: argparse.Namespace) -> None:
             page.click("#demo-eight")
             page.wait_for_selector("#demo-stop", state="hidden")
             time.sleep(5)
-            # The browser is a child of this process, through playwright's; the server is, too.
+            # The browser is a descendant of this process, through playwright's process. So is the server.
             before, of_server = cpu_seconds(os.getpid()), cpu_seconds(server.pid)
             time.sleep(args.seconds)
             of_all, of_server = cpu_seconds(os.getpid()) - before, cpu_seconds(server.pid) - of_server
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--viewers", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=400)
-    parser.add_argument("--step-ms", type=float, default=12.0, help="what the made-up device takes for a step")
+    parser.add_argument("--step-ms", type=float, default=12.0, help="time of a step on the simulated device in ms")
     parser.add_argument("--seconds", type=float, default=30.0)
     args = parser.parse_args()
     args.endpoint = "chat"

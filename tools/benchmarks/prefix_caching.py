@@ -1,9 +1,12 @@
-"""Requests that share a long prefix: time to first token without prefix caching, with it cold, and warm.
+"""Measures requests that share a long prefix: time to first token without prefix caching, with a cold and a warm cache.
 
     python -m tools.benchmarks.prefix_caching
 
-All requests arrive at once. *off*: every request computes the prefix. *cold*: nothing is cached when they arrive;
-the first one computes the prefix and the others wait for it. *warm*: an earlier request has left it in the cache.
+All requests arrive at once.
+
+- *off*: every request computes the prefix.
+- *cold*: the cache is empty. The first request computes the prefix, and the other requests wait for the result.
+- *warm*: an earlier request has cached the prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from tools.benchmarks.engine_timing import TimedEngine, describe, random_prompt
 
 
 def burst(engine: TimedEngine, name: str, prefix: list[int], args: argparse.Namespace) -> list[float]:
-    """One burst of requests; their times to first token."""
+    """Send one burst of requests and return their times to first token."""
     rng = random.Random(name)
     engine.steps.clear()
     timed = [
@@ -35,7 +38,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--common", type=int, default=1000, help="tokens of the shared prefix")
-    parser.add_argument("--tail", type=int, default=50, help="tokens after it, different in each request")
+    parser.add_argument("--tail", type=int, default=50, help="tokens after the prefix, different in each request")
     parser.add_argument("--max-tokens", type=int, default=4)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     args = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Where the time of a decode step goes: 32 answers under way on the demo model, each part of a step timed apart.
+"""Profiles decode steps: 32 requests on the demo model, with a time for each part of a step.
 
     python -m tools.benchmarks.profile_decode_step
     python -m tools.benchmarks.profile_decode_step --requests 1 --steps 100
 
-Engines with and without `--async-scheduling` take turns, so that what else the machine does reaches both. Parts
-are timed by wrapping the functions that do them; a part's time is its own, without the parts it calls. "device"
-is what the engine's thread waits for: one step ahead, the parts before it run while the device is busy.
+Engines with and without `--async-scheduling` alternate, so that other load on the machine affects both. Parts are timed
+by wrapping their functions. A part's time excludes the parts that it calls. "device" is the time that the engine's
+thread waits: with asynchronous scheduling, the parts before it run while the device is busy.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from metal_engine.settings.args import EngineArgs
 from tools.benchmarks.engine_timing import random_prompt
 
 PARTS = {
-    "schedule": "scheduler: who gets how many tokens",
-    "pack": "the plan as NumPy arrays",
+    "schedule": "scheduler: token allotments",
+    "pack": "conversion of the plan to NumPy arrays",
     "validate": "check of the batch",
     "upload": "index arrays to the device",
     "attention plan": "attention's units, their indices and masks",
     "model graph": "graph of the forward",
     "attention graph": "graph of attention and KV writes, of all layers",
     "sampling graph": "graph of sampling",
-    "dispatch": "async_eval; on a CPU it returns when little is left",
+    "dispatch": "async_eval; on a CPU it returns when little work remains",
     "device": "waiting for the device",
-    "read": "tokens to the host",
-    "update": "scheduler: what was sampled",
+    "read": "copy of tokens to the host",
+    "update": "scheduler: processing of sampled tokens",
     "text": "detokenizing, stop strings",
     "delivery": "outputs to the event loop",
     "other": "everything else in a step",
@@ -48,11 +48,11 @@ TURNS = 6
 
 
 class Profile:
-    """Own times of wrapped functions, by part and step, in seconds."""
+    """Times of wrapped functions without nested parts, by part and step, in seconds."""
 
     def __init__(self) -> None:
         self._parts: dict[str, float] = defaultdict(float)
-        self._inner = [0.0]  # time spent in parts called by each open one
+        self._inner = [0.0]  # time spent in nested parts of each open part
 
     def wrap(self, owner: Any, name: str, part: str) -> None:
         original = getattr(owner, name)
@@ -70,7 +70,7 @@ class Profile:
         setattr(owner, name, timed)
 
     def step(self, step: Callable[[], None]) -> dict[str, float]:
-        """Own times of the parts of one step, in seconds."""
+        """Return the times of the parts of one step in seconds, without nested parts."""
         self._parts.clear()
         self._inner = [0.0]
         start = time.perf_counter()
@@ -80,7 +80,7 @@ class Profile:
 
 
 def instrument(profile: Profile) -> None:
-    """Wrap the functions that are the parts of a step, for all engines there are."""
+    """Wrap the functions of a step's parts in all engines of the process."""
     import mlx.core as mx
 
     from metal_engine.attention.portable import backend as portable
@@ -113,7 +113,7 @@ def instrument(profile: Profile) -> None:
 
 
 class Answers:
-    """An engine with answers under way, stepped by hand; outputs go to the queues of an event loop."""
+    """Engine with requests in decode, stepped directly. Outputs go to the queues of an event loop."""
 
     def __init__(
         self, model: str, num_requests: int, num_steps: int, ahead: bool, replay_decodes: str = "never"
@@ -171,14 +171,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each engine, twice")
     args = parser.parse_args()
     if args.steps < TURNS:
-        parser.error(f"--steps must be at least {TURNS}, one for each turn")
+        parser.error(f"--steps must be at least {TURNS}, one for each round")
     args.steps -= args.steps % TURNS
 
     answers = {ahead: Answers(args.model, args.requests, args.steps, ahead) for ahead in (False, True)}
     profile = Profile()
 
     def measure() -> dict[bool, list[dict[str, float]]]:
-        """Steps of both engines, a few at a time in turns."""
+        """Return steps of both engines, measured a few at a time in rotation."""
         by_mode: dict[bool, list[dict[str, float]]] = {False: [], True: []}
         for turn in range(TURNS):
             for ahead in (False, True) if turn % 2 else (True, False):
@@ -189,7 +189,7 @@ def main() -> None:
     medians = {ahead: 1e6 * statistics.median(times) for ahead, times in plain.items()}
     print(f"{args.requests} requests, one token each; medians of {args.steps} steps.")
     print(
-        f"Not wrapped: one by one {medians[False]:,.0f} us, one ahead {medians[True]:,.0f} us a step, ratio "
+        f"Without wrapping: one by one {medians[False]:,.0f} us, one ahead {medians[True]:,.0f} us a step, ratio "
         f"{medians[True] / medians[False]:.3f}; means {1e6 * statistics.mean(plain[False]):,.0f} and "
         f"{1e6 * statistics.mean(plain[True]):,.0f} us, ratio "
         f"{statistics.mean(plain[True]) / statistics.mean(plain[False]):.3f}.\n"

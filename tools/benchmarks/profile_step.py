@@ -1,11 +1,12 @@
-"""Where a step's time goes, op by op, on the device's own clock.
+"""Profiles a step by operation, on the device's own clock.
 
     python -m tools.benchmarks.profile_step [--model demo] [--num-requests 16] [--prompt-len 150]
         [--step prefill|decode]
 
-Each operation is evaluated alone, between two synchronisations, so what MLX would overlap or fuse is counted apart: the
-last line compares the sum with the same step run as usual. Shares are what to read. On a machine that has other work to
-do, ``--cpu-time`` with ``OPENBLAS_NUM_THREADS=1`` (its threads spin while they wait) is steadier than the clock.
+Each operation is evaluated alone between two synchronisations, so operations that MLX would overlap or fuse are counted
+separately. The last line compares the sum with the same step run as usual. Only the shares are meaningful. On a machine
+with other load, ``--cpu-time`` with ``OPENBLAS_NUM_THREADS=1`` is steadier than wall-clock time. More BLAS threads
+would spin while they wait.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CLOCK: Callable[[], float] = time.perf_counter
 
 
 class Clock:
-    """Seconds and calls by the name of an operation. Nested operations are charged to the inner one."""
+    """Seconds and calls by the name of an operation. The time of a nested operation counts only for that operation."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -36,7 +37,10 @@ class Clock:
         self._inner = [0.0]
 
     def timed(self, name: str, function: Callable[..., Any], also: Callable[..., Any] = lambda *_: ()) -> Any:
-        """``function``, evaluated alone. ``also`` gives more arrays to wait for (of its first argument)."""
+        """Return ``function`` with its evaluation timed alone.
+
+        ``also`` returns more arrays to wait for, from its first argument.
+        """
         import mlx.core as mx
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +67,7 @@ def _arrays(result: Any) -> list[Any]:
 
 @contextmanager
 def instrumented(clock: Clock) -> Iterator[None]:
-    """Every operation of a model timed by itself, for as long as this lasts."""
+    """Time every operation of a model inside the context."""
     import mlx.nn as nn
     import mlx_lm.models.llama as llama
 
@@ -90,7 +94,8 @@ def instrumented(clock: Clock) -> Iterator[None]:
         replaced.append((owner, "__call__", original))
         owner.__call__ = call
 
-    # Operations are evaluated while the step is built, and what holds the cache's arrays then has them copied.
+    # Operations are evaluated while the step is built. References from snapshots would then cause copies of the cache's
+    # arrays.
     replaced.append((StatePool, "snapshot", StatePool.snapshot))
     StatePool.snapshot = lambda self: []
     by_shape(nn.Linear, "GEMM")
@@ -134,7 +139,7 @@ def make_engine(args: argparse.Namespace) -> EngineCore:
 
 
 def prepare(core: EngineCore, args: argparse.Namespace, seed: int) -> None:
-    """Everything up to the step to be looked at."""
+    """Run requests up to the step to be measured."""
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.0, max_tokens=args.repeats + 3, ignore_eos=True)
     for i in range(args.num_requests):
@@ -163,9 +168,9 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=16)
     parser.add_argument("--prompt-len", type=int, default=150)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--budget", type=int, help="tokens per step; default: all prompts in one")
+    parser.add_argument("--budget", type=int, help="tokens per step (default: all prompts in one step)")
     parser.add_argument("--plain", action="store_true", help="mlx-lm's own operations, not models/cpu_ops.py")
-    parser.add_argument("--cpu-time", action="store_true", help="of all threads, instead of the wall's")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time of all threads instead of wall-clock time")
     args = parser.parse_args()
     if args.cpu_time:
         global CLOCK
@@ -192,7 +197,7 @@ def main() -> None:
         print(f"  {name:<20}{seconds / steps * 1e3:10.2f} ms{share:8.1%}{clock.calls[name] // steps:6} calls")
     print(f"  {'sum':<20}{total * 1e3:10.2f} ms")
     print(
-        f"  run as usual: median {statistics.median(usual) * 1e3:.2f} ms; with each op apart {apart[-1] * 1e3:.2f} ms"
+        f"  run as usual: median {statistics.median(usual) * 1e3:.2f} ms; with each op alone {apart[-1] * 1e3:.2f} ms"
     )
 
 

@@ -1,14 +1,16 @@
-"""What quantized KV costs in quality and speed, on the demo model, beside mlx-lm's own quantized cache.
+"""Measures quality and speed of quantized KV on the demo model, compared with mlx-lm's own quantized cache.
 
     python -m tools.benchmarks.quantized_kv                  # everything
     python -m tools.benchmarks.quantized_kv --only text      # or: answers, company, speed
 
-*text*: perplexity of a text in windows, and how many of the next tokens come first as with float KV. *answers*: greedy
-answers to the beginnings of 100 passages that stay the same to the last token. *company*: what changes where the same
-is computed with other rows beside it: answers together and alone, a text in chunks of 256 and of 37 tokens. *speed*:
-engines that differ in nothing else take turns at the same requests. The text is Python's language reference, as
-``pydoc_data.topics`` has it. mlx-lm's cache is quantized from the first token on (``--kv-bits`` with
-``--quantized-kv-start 0``).
+- *text*: perplexity of a text in windows, and the share of positions with the same most likely token as with float KV.
+- *answers*: greedy outputs for 100 prompts from the text, compared with the outputs for float KV.
+- *company*: changes of the results with other rows in the batch: outputs of requests together and alone, and a text in
+  chunks of 256 and of 37 tokens.
+- *speed*: engines that differ only in the type of KV compute the same requests in rotation.
+
+The text is Python's language reference from ``pydoc_data.topics``. mlx-lm's cache is quantized from the first token on
+(``--kv-bits`` with ``--quantized-kv-start 0``).
 """
 
 from __future__ import annotations
@@ -45,15 +47,17 @@ from metal_engine.sampling_params import SamplingParams  # noqa: E402
 from metal_engine.settings.args import KV_CACHE_DTYPES, EngineArgs  # noqa: E402
 
 _BLOCK_SIZE, _CHUNK, _ODD_CHUNK = 16, 256, 37
-_EQUAL_GAP = 1e-3  # of two tokens' logits: nearer ones count as equally likely
+_EQUAL_GAP = 1e-3  # difference of two logits below which tokens count as equally likely
 _PROMPT_LEN = 48
-_BATCH = 20  # of mlx-lm, whose quantized cache takes prompts of one length
+_BATCH = 20  # batch size for mlx-lm, whose quantized cache requires prompts of equal length
 _SPEED_STEPS = 16
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What a model says of a text: of each token but a window's first, its log probability, and the likeliest token."""
+    """A model's predictions for a text: log probability of each token except a window's first, and the most likely
+    token.
+    """
 
     logprobs: np.ndarray  # [T] float64
     likeliest: np.ndarray  # [T]
@@ -67,7 +71,7 @@ Windows = list[list[int]]
 
 
 def make_engine(kv_cache_dtype: str) -> EngineCore:
-    """An engine on the demo model, with a pool that is large enough for all that is done here."""
+    """Return an engine on the demo model, with a pool that is large enough for all measurements."""
     return build_engine(
         EngineArgs(
             model="demo",
@@ -85,12 +89,12 @@ Forward = Callable[[list[int], int], mx.array]
 
 
 def our_scores(kv_cache_dtype: str, windows: Windows, chunk: int = _CHUNK) -> Scored:
-    """A window is a request, in chunks."""
+    """Score windows with metal-engine. Each window is a request in chunks."""
     return _score(our_forward(kv_cache_dtype, max(map(len, windows))), windows, chunk)
 
 
 def our_forward(kv_cache_dtype: str, num_tokens: int) -> Forward:
-    """Of one request of so many tokens."""
+    """Return the forward of one request with ``num_tokens`` tokens."""
     paged = PagedModel(load_demo_model(), kv_cache_dtype=kv_cache_dtype)
     backend = choose_backend("auto", _BLOCK_SIZE).for_layers(attention_kinds(paged), _BLOCK_SIZE).backend
     block_table = np.arange(-(-num_tokens // _BLOCK_SIZE), dtype=np.int32)[None]
@@ -105,7 +109,7 @@ def our_forward(kv_cache_dtype: str, num_tokens: int) -> Forward:
 
 
 def mlx_lm_scores(bits: int | None, windows: Windows, chunk: int = _CHUNK) -> Scored:
-    """By mlx-lm's own forward over its own caches."""
+    """Score windows with mlx-lm's own forward and caches."""
     model = load_demo_model()
     caches: list[Any] = []
 
@@ -132,7 +136,7 @@ def _score(forward: Forward, windows: Windows, chunk: int) -> Scored:
 
 
 def our_answers(engine: EngineCore, prompts: Windows, num_tokens: int) -> Windows:
-    """Greedy answers to all prompts at once."""
+    """Return greedy outputs for all prompts, computed together."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     answers: Windows = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):
@@ -144,7 +148,7 @@ def our_answers(engine: EngineCore, prompts: Windows, num_tokens: int) -> Window
 
 
 def mlx_lm_answers(bits: int, prompts: Windows, num_tokens: int) -> Windows:
-    """The same by mlx-lm's forward, in batches."""
+    """Return greedy outputs of mlx-lm's forward, in batches."""
     model = load_demo_model()
     answers: Windows = []
     for start in range(0, len(prompts), _BATCH):
@@ -159,7 +163,7 @@ def mlx_lm_answers(bits: int, prompts: Windows, num_tokens: int) -> Windows:
 
 
 def load_demo_model() -> nn.Module:
-    """A copy of its own, in float32."""
+    """Return a new copy of the demo model in float32."""
     return load_gguf_model(fetch_demo_model(), dtype=mx.float32, dequantize=True)[0]
 
 
@@ -168,7 +172,7 @@ def mlx_lm_caches(model: Any, bits: int | None) -> list[Any]:
 
 
 def compare_text(tokens: list[int], num_tokens: int, window: int) -> None:
-    """Prints a row for each kind of KV."""
+    """Print a row for each kind of KV."""
     windows = _spread(tokens, max(1, num_tokens // window), window)
     print(f"\n{len(windows)} x {window:,} tokens of text\n")
     print("| KV | perplexity | against float | same next token |\n| --- | --- | --- | --- |")
@@ -186,7 +190,7 @@ def _report_text(name: str, found: Scored, full: Scored) -> None:
 
 
 def compare_answers(tokens: list[int], num_answers: int, num_tokens: int) -> None:
-    """Prints a row for each kind of KV."""
+    """Print a row for each kind of KV."""
     prompts = _spread(tokens, num_answers, _PROMPT_LEN)
     print(f"\n{num_answers} greedy answers of {num_tokens} tokens to prompts of {_PROMPT_LEN}\n")
     print("| KV | the same as with float KV | first difference, median |\n| --- | --- | --- |")
@@ -204,7 +208,7 @@ def compare_answers(tokens: list[int], num_answers: int, num_tokens: int) -> Non
 
 
 def _spread(tokens: list[int], count: int, length: int) -> Windows:
-    """Passages from all over a text."""
+    """Return passages spread evenly over a text."""
     return [tokens[start : start + length] for start in np.linspace(0, len(tokens) - length, count).astype(int)]
 
 
@@ -219,14 +223,14 @@ def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def compare_company(tokens: list[int], num_answers: int, answer_len: int, num_tokens: int, window: int) -> None:
-    """Prints what changes with what is computed beside it."""
+    """Print the effects of other rows in the batch."""
     _compare_products(_BATCH)
     _compare_alone(tokens, num_answers, answer_len)
     _compare_chunks(tokens, num_tokens, window)
 
 
 def _compare_products(num_rows: int) -> None:
-    """Prints how far products of rows are from those of the same rows one by one."""
+    """Print the difference between products of several rows and products of the same rows one by one."""
     weights = load_demo_model().layers[0].self_attn.q_proj.weight  # [D, D]
     rows = mx.random.normal((num_rows, weights.shape[1]), key=mx.random.key(0))
     together = np.array(rows @ weights.T)
@@ -235,11 +239,11 @@ def _compare_products(num_rows: int) -> None:
     print(
         f"\nProducts of {num_rows} rows with a projection, together and one by one: {differ:.0%} of the numbers differ,"
     )
-    print(f"by {most:.1g} of the largest one at most")
+    print(f"by at most {most:.1g} of the largest number")
 
 
 def _compare_alone(tokens: list[int], num_answers: int, answer_len: int) -> None:
-    """Prints a row for each kind of KV."""
+    """Print a row for each kind of KV."""
     prompts = _spread(tokens, num_answers, _PROMPT_LEN)
     print(f"\n{num_answers} greedy answers of {answer_len} tokens, together and alone\n")
     print(f"| KV | the same | first difference, median | gap of the logits there | above {_EQUAL_GAP:g} |")
@@ -259,7 +263,7 @@ def _compare_alone(tokens: list[int], num_answers: int, answer_len: int) -> None
 
 
 def _compare_chunks(tokens: list[int], num_tokens: int, window: int) -> None:
-    """Prints a row for each kind of KV, ours and mlx-lm's."""
+    """Print a row for each kind of KV in metal-engine and in mlx-lm."""
     windows = _spread(tokens, max(1, num_tokens // window), window)
     print(f"\n{len(windows)} x {window:,} tokens of text in chunks of {_CHUNK} and of {_ODD_CHUNK}\n")
     print("| KV | log probability differs, mean | most | same next token |\n| --- | --- | --- | --- |")
@@ -269,7 +273,7 @@ def _compare_chunks(tokens: list[int], num_tokens: int, window: int) -> None:
 
 
 def _gap_where_they_part(forward: Forward, prompt: list[int], a: list[int], b: list[int]) -> float:
-    """Between the logits of the first tokens that differ, after those before them."""
+    """Return the distance of the logits of the first differing tokens, computed from the common prefix."""
     first = _first_difference(a, b)
     logits = np.array(forward(prompt + a[:first], 0)[-1])
     return float(abs(logits[a[first]] - logits[b[first]]))
@@ -281,7 +285,7 @@ def _report_chunks(name: str, one: Scored, other: Scored) -> None:
 
 
 def compare_speed(tokens: list[int], num_requests: int, prompt_len: int, rounds: int) -> None:
-    """Prints prefill and decode rates, in turns, as ratios of medians."""
+    """Print prefill and decode rates as ratios of medians, measured in rotation."""
     prompts = _spread(tokens, num_requests, prompt_len)
     engines = {dtype: make_engine(dtype) for dtype in KV_CACHE_DTYPES}
     prefill: dict[str, list[float]] = {dtype: [] for dtype in engines}

@@ -1,9 +1,9 @@
-"""Prompts of recurrent layers on a CPU: mlx-lm's own recurrences, and ours in chunks.
+"""Compares prompts of recurrent layers on a CPU: mlx-lm's own recurrences and metal-engine's chunked versions.
 
     OPENBLAS_NUM_THREADS=2 python -m tools.benchmarks.recurrence [--repeats 7]
 
-Random weights and inputs of real sizes, float32: the recurrence of one layer alone, and mlx-lm's own forward of a few
-layers over a fresh prompt, with mlx-lm's function in its modules and with ours. Medians, in turns.
+Uses random weights and inputs of real sizes in float32. Times the recurrence of one layer alone, and mlx-lm's forward
+of a few layers on a fresh prompt, with mlx-lm's function and with metal-engine's. Prints medians, measured in rotation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Ways = dict[str, Callable[[], Any]]
 
 
 def in_turns(ways: Ways, repeats: int) -> dict[str, float]:
-    """Milliseconds of each, a first turn left out."""
+    """Return the median time of each way in milliseconds, without the first round."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats + 1):
         for name, way in ways.items():
@@ -54,13 +54,13 @@ def normal(*shape: int) -> mx.array:
 
 
 def gated_delta_layer(tokens: int, k_heads: int, v_heads: int, dim: int, *, each_key: bool) -> tuple[mx.array, ...]:
-    """What a layer passes to its recurrence: a gate for each head, or one for each of its keys."""
+    """Return the arguments of a layer's recurrence, with a gate for each head or for each of its keys."""
     q, k = gated_delta.normalize_qk(
         normal(1, tokens, k_heads, dim), normal(1, tokens, k_heads, dim), inv_scale=dim**-0.5, eps=1e-6
     )
     own, amplitudes = ((v_heads, dim), (v_heads, 1)) if each_key else ((v_heads,), (v_heads,))
     A_log = mx.log(mx.random.uniform(0.01, 16, amplitudes))
-    # Softplus of these biases is a time step between 0.001 and 0.1, as such layers are made.
+    # Softplus of these biases is a time step between 0.001 and 0.1, the usual initialisation of such layers.
     dt_bias = mx.log(mx.expm1(mx.exp(mx.random.uniform(-6.9, -2.3, own))))
     arrays = (q, k, normal(1, tokens, v_heads, dim), normal(1, tokens, *own), normal(1, tokens, v_heads))
     state = normal(1, v_heads, dim, dim)
@@ -69,7 +69,7 @@ def gated_delta_layer(tokens: int, k_heads: int, v_heads: int, dim: int, *, each
 
 
 def mamba2_layer(tokens: int, heads: int = 48, dim: int = 64, state_dim: int = 128) -> tuple[mx.array, ...]:
-    """What a layer passes to its recurrence; sizes of a Granite 4 hybrid."""
+    """Return the arguments of a layer's recurrence with the sizes of a Granite 4 hybrid."""
     A_log, D = mx.log(mx.arange(1, heads + 1)), mx.ones(heads)
     dt_bias = mx.log(mx.expm1(mx.exp(mx.random.uniform(-6.9, -2.3, (heads,)))))
     x, dt, state = normal(1, tokens, heads, dim), normal(1, tokens, heads), normal(1, heads, dim, state_dim)
@@ -79,7 +79,7 @@ def mamba2_layer(tokens: int, heads: int = 48, dim: int = 64, state_dim: int = 1
 
 
 def layers(repeats: int) -> None:
-    """The recurrences alone."""
+    """Time the recurrences alone."""
     for what, k_heads, v_heads, each_key in (
         ("gated delta, 16 heads of 128 (Qwen3.5-0.8B)", 16, 16, False),
         ("the same, 16 / 48 heads (Qwen3.5-27B)", 16, 48, False),
@@ -99,7 +99,7 @@ def layers(repeats: int) -> None:
 
 
 def qwen3_5_model() -> nn.Module:
-    """Four layers of Qwen3.5-0.8B's sizes, three of them recurrent, and a small vocabulary."""
+    """Return a model with four layers of Qwen3.5-0.8B's sizes, three of them recurrent, and a small vocabulary."""
     args = qwen3_5.TextModelArgs(
         model_type="qwen3_5_text",
         hidden_size=1024,
@@ -119,7 +119,7 @@ def qwen3_5_model() -> nn.Module:
 
 
 def granite_model() -> nn.Module:
-    """Four layers of Granite-4.0-H-1B's sizes, three of them recurrent, and a small vocabulary."""
+    """Return a model with four layers of Granite-4.0-H-1B's sizes, three of them recurrent, and a small vocabulary."""
     args = granitemoehybrid.ModelArgs(
         model_type="granitemoehybrid",
         vocab_size=1024,
@@ -149,7 +149,7 @@ def granite_model() -> nn.Module:
 
 
 def forwards(what: str, model: nn.Module, module: ModuleType, original: Any, ours: Any, repeats: int) -> None:
-    """mlx-lm's forward of fresh prompts, its caches new for each; ``module`` is where its layers find the function."""
+    """Time mlx-lm's forward of fresh prompts with new caches. The layers look the function up in ``module``."""
     model.eval()
     mx.eval(model.parameters())
 
@@ -165,7 +165,7 @@ def forwards(what: str, model: nn.Module, module: ModuleType, original: Any, our
 
 
 def models(repeats: int) -> None:
-    """Whole forwards."""
+    """Time whole forwards."""
     what, original = "model: 4 layers of Qwen3.5-0.8B, 3 recurrent", gated_delta.gated_delta_update
     forwards(what, qwen3_5_model(), qwen3_5, original, gated_delta_update, repeats)
     what, original = "model: 4 layers of Granite-4.0-H-1B, 3 recurrent", ssm.ssm_update
@@ -174,7 +174,7 @@ def models(repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--repeats", type=int, default=7, help="turns; medians of these are printed")
+    parser.add_argument("--repeats", type=int, default=7, help="number of rounds for the medians")
     repeats = parser.parse_args().repeats
     mx.set_default_device(mx.cpu)
     mx.random.seed(0)

@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", help="the commit to compare with")
     parser.add_argument("--starts", type=int, default=4, help="starts of each server")
-    parser.add_argument("--model", default="demo", help="what both servers serve")
+    parser.add_argument("--model", default="demo", help="model of both servers")
     parser.add_argument("--serve-args", default="", help="more arguments for both servers")
     parser.add_argument("--json", type=Path, help="write the figures of each start to this file")
     args = parser.parse_args(argv)

@@ -1,10 +1,10 @@
-"""What the server costs: tokens per second streamed over HTTP when the model costs nothing, and CPU time per token.
+"""Measures the cost of the server: streamed tokens per second over HTTP with a free model, and CPU time per token.
 
 python -m tools.benchmarks.server_overhead --rate 20000 [--streams 64] [--tokens 500] [--endpoint chat|completions|...]
 python -m tools.benchmarks.server_overhead --overload --rate 5000
 
-A real server, engine thread and scheduler run on a runner that makes up tokens, in a process of its own; the
-client, a plain socket for each stream, counts tokens in another. Prints one line of JSON.
+A real server, engine thread and scheduler run in one process, on a runner that makes up tokens. The client in another
+process uses a plain socket for each stream and counts tokens. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_NUM_SEQS = 256
 MAX_NUM_QUEUED = 256
 NUM_REFUSED = 100
 USER = [{"role": "user", "content": "hi"}]
-# Endpoint -> path, body, and what marks a token in its stream.
+# Endpoint -> path, body, and bytes that occur once per token in its stream.
 ENDPOINTS: dict[str, tuple[str, dict[str, Any], bytes]] = {
     "chat": ("/v1/chat/completions", {"messages": USER}, b'"delta":{"content":"'),
     "completions": ("/v1/completions", {"prompt": "hi"}, b'"text":"'),
@@ -40,10 +40,10 @@ ENDPOINTS: dict[str, tuple[str, dict[str, Any], bytes]] = {
 
 
 class FreeRunner:
-    """A letter for every request that samples.
+    """Runner that generates a letter for every sampling request.
 
     Args:
-        rate: tokens per second at most; 0 for no limit.
+        rate: maximum number of tokens per second; 0 for no limit.
     """
 
     def __init__(self, rate: float) -> None:
@@ -55,23 +55,23 @@ class FreeRunner:
             now = time.monotonic()
             if now < self._next:
                 time.sleep(self._next - now)
-            # Time that was lost is not made up for: two steps at once would be merged into one event.
+            # Lost time is not caught up, because two steps in quick succession would be merged into one event.
             self._next = max(self._next, now) + len(plan.sampled_req_ids) / self._rate
         return FakeStep(ModelOutput([97 + plan.step_id % 26] * len(plan.sampled_req_ids)))
 
     @property
     def replay_refusal(self) -> None:
-        """Nothing is to be replayed."""
+        """None: replay is not refused."""
 
     def dispatch_second_part(self) -> None:
-        """A step is given to the device whole."""
+        """Do nothing: a step is dispatched whole."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: this runner holds no resources."""
 
 
 def serve(rate: float, profile: str | None) -> None:
-    """The server's process: prints its URL, then for each line it reads the CPU seconds it has taken."""
+    """Run the server's process: prints its URL, and its CPU seconds so far for each line of input."""
     threading.Thread(target=_tell_cpu_seconds, daemon=True).start()
     config = fake_config(
         num_blocks=200_000, block_size=16, max_num_batched_tokens=8192, max_num_seqs=MAX_NUM_SEQS, max_model_len=32_768
@@ -96,7 +96,7 @@ def _tell_cpu_seconds() -> None:
 
 
 async def stream(host: str, port: int, path: str, body: bytes, mark: bytes) -> tuple[int, int]:
-    """Tokens and bytes of one stream."""
+    """Return the number of tokens and bytes of one stream."""
     reader, writer = await asyncio.open_connection(host, port)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
@@ -122,20 +122,20 @@ async def run_clients(url: str, args: argparse.Namespace, num_tokens: int) -> tu
     seconds = time.perf_counter() - started
     tokens = [tokens for tokens, _ in counts]
     expected = num_tokens
-    # A reader slower than the engine is given several tokens as one event.
+    # If a reader is slower than the engine, several tokens arrive as one event.
     assert all(0 < count <= expected for count in tokens), tokens
     return sum(tokens), seconds
 
 
 async def overload(url: str) -> list[float]:
-    """Seconds to each 503, one after another, while as many streams as may be run and wait."""
+    """Return the seconds to each 503 response, one after another, while the maximum number of streams run and wait."""
     path, body, mark = ENDPOINTS["chat"]
     content = json.dumps({**body, "max_tokens": 30_000, "stream": True}).encode()
     host, port = url.removeprefix("http://").split(":")
     tasks = []
     for _ in range(MAX_NUM_SEQS + MAX_NUM_QUEUED):
         tasks.append(asyncio.create_task(stream(host, int(port), path, content, mark)))
-        await asyncio.sleep(0.005)  # those that run must have begun before the queue fills
+        await asyncio.sleep(0.005)  # running requests must start before the queue fills
     await asyncio.sleep(2)
     seconds = []
     while len(seconds) < NUM_REFUSED:
@@ -180,13 +180,13 @@ def main() -> None:
             median, p90 = (round(1e3 * seconds[int(q * len(seconds))], 1) for q in (0.5, 0.9))
             print(json.dumps({"overload": len(seconds), "ms_to_503_median": median, "ms_to_503_p90": p90}))
             return
-        asyncio.run(run_clients(url, args, 20))  # imports, first connections
+        asyncio.run(run_clients(url, args, 20))  # covers imports and first connections
         before = _cpu_seconds(server)
         rounds = [asyncio.run(run_clients(url, args, args.tokens)) for _ in range(args.rounds)]
         cpu = _cpu_seconds(server) - before
     finally:
         if args.profile:
-            server.terminate()  # it writes the profile at its end
+            server.terminate()  # the server writes the profile at its end
         else:
             server.kill()
         server.wait()
@@ -206,7 +206,7 @@ def main() -> None:
 
 
 def _cpu_seconds(server: subprocess.Popen[str]) -> float:
-    """User and system time of the server so far."""
+    """Return user and system time of the server so far."""
     assert server.stdin is not None and server.stdout is not None
     print(file=server.stdin, flush=True)
     return float(server.stdout.readline())

@@ -1,11 +1,11 @@
-"""The real scheduler over simulated time: what its knobs do to latency and throughput.
+"""Runs the real scheduler in simulated time: the effects of its settings on latency and throughput.
 
-    python -m tools.benchmarks.simulate_scheduler                     # every table of docs/scheduling.md
+    python -m tools.benchmarks.simulate_scheduler                     # the tables of docs/dev/benchmark-notes.md
     python -m tools.benchmarks.simulate_scheduler --plots docs/images # and its plots (needs matplotlib)
     python -m tools.benchmarks.simulate_scheduler --only mixed uniform --requests 300
 
-Steps take what a model says that was fitted to measured steps of the demo model (tools/benchmarks/step_time_model.py).
-Requests arrive at random at a rate that asks for ``--load`` of what the device can do. Everything is seeded.
+A model fitted to measured steps of the demo model (tools/benchmarks/step_time_model.py) gives the time of a step.
+Requests arrive at random, at a rate that uses ``--load`` of the device's capacity. All random numbers are seeded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.simulate.replicas import Replica
 
 BLOCK_SIZE = 16
 BUDGET = 512
-# Share of requests, and the range of their prompts' lengths: small, medium and large ones.
+# Share of requests, and range of prompt lengths, for small, medium and large requests.
 MIXED = ((0.70, 20, 200), (0.25, 200, 1000), (0.05, 3000, 6000))
 UNIFORM = ((1.0, 400, 400),)
 
@@ -42,7 +42,7 @@ class Arrival:
 
 @dataclass
 class SimulationResult:
-    """Seconds; throughput in tokens, prompt and output, per second."""
+    """Times in seconds, and throughput in prompt and output tokens per second."""
 
     ttfts: list[float]
     large_ttfts: list[float]
@@ -69,12 +69,12 @@ def percentile(values: list[float], percent: float) -> float:
 def make_arrivals(
     sizes: Iterable[tuple[float, int, int]], count: int, output: int, model: StepTimeModel, load_factor: float
 ) -> tuple[list[Arrival], float]:
-    """Requests with Poisson arrivals, and their rate: ``load_factor`` of what would keep the device just busy."""
+    """Return requests with Poisson arrivals, and their rate: ``load_factor`` of the device's capacity."""
     rng = random.Random(0)
     sizes = list(sizes)
     drawn = [rng.choices(sizes, [s[0] for s in sizes])[0] for _ in range(count)]
     lengths = [(rng.randint(low, high), len(sizes) > 1 and low >= 1000) for _, low, high in drawn]
-    # What a request costs among others: its chunks fill steps, its decodes share theirs with 31 more.
+    # Cost of a request in a batch: its chunks fill steps, and its decodes share steps with 31 other requests.
     cost = sum(
         length / BUDGET * model.per_step
         + model.seconds(length, length * length // 2, 0)
@@ -92,7 +92,7 @@ def make_arrivals(
 
 
 def simulate(arrivals: list[Arrival], output: int, model: StepTimeModel, config: SchedulerConfig) -> SimulationResult:
-    """Run the scheduler until every request is done; the clock advances by what each step would take."""
+    """Run the scheduler until every request is done. The clock advances by the modelled time of each step."""
     scheduler = Scheduler(config, CacheConfig(block_size=BLOCK_SIZE, num_blocks=16_384))
     replica = Replica(scheduler, model)
     params = SamplingParams(max_tokens=output)
@@ -107,7 +107,7 @@ def simulate(arrivals: list[Arrival], output: int, model: StepTimeModel, config:
             times[str(next_arrival)] = []
             next_arrival += 1
         end = replica.begin(now)
-        assert end is not None  # nothing here waits for a store
+        assert end is not None  # no request waits for a store
         now = end
         for output_ in replica.end():
             times[output_.request_id].append(now)
@@ -142,7 +142,7 @@ def print_table(first: list[str], rows: list[list[str]]) -> None:
 
 
 class Study:
-    """All tables, over one fitted model."""
+    """All tables, with one fitted model."""
 
     def __init__(self, model: StepTimeModel, count: int, load_factor: float) -> None:
         self.model = model
@@ -155,7 +155,7 @@ class Study:
         return simulate(arrivals, output, self.model, make_config(**knobs))
 
     def traffic(self, name: str, sizes: Any, seqs: tuple[int, ...], aligned: tuple[bool, ...]) -> None:
-        """Partial prefills 1, 4, 16, for outputs of 1 and 128 tokens."""
+        """Print tables for 1, 4 and 16 partial prefills, with outputs of 1 and 128 tokens."""
         for output in (1, 128):
             rate = make_arrivals(sizes, self.count, output, self.model, self.load)[1]
             print(f"**{name}, output {output}** ({rate:.3f} requests/s, {self.load:.0%} of capacity)\n")
@@ -246,7 +246,7 @@ class Study:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--load", type=float, default=0.8, help="of what the device can do (default: 0.8)")
+    parser.add_argument("--load", type=float, default=0.8, help="share of the device's capacity in use (default: 0.8)")
     parser.add_argument("--only", nargs="*", choices=("mixed", "uniform", "thresholds", "caps"))
     parser.add_argument("--plots", type=Path, help="folder to write plots to")
     args = parser.parse_args()

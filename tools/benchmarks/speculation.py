@@ -1,19 +1,19 @@
-"""Answers with and without speculation: one at a time, and several at once.
+"""Compares outputs with and without speculation, for single requests and for batches.
 
     python -m tools.benchmarks.speculation                    # everything
     python -m tools.benchmarks.speculation --streams 1        # prompt by prompt
     python -m tools.benchmarks.speculation --model TARGET --draft-model DRAFT --peer
     python -m tools.benchmarks.speculation --draft-model RANDOM --slowdown
 
-Two engines in one process, one of which speculates, take turns with the same requests: tasks that copy (edits, answers
-from a context, code) and questions that do not. Answers are greedy, and must be the same. Those that end in a loop are
-left out, as what repeats itself is easily guessed. Times are of steps that do nothing but decode.
+Two engines in one process, one of them with speculation, alternate on the same requests: tasks that copy (edits,
+answers from a context, code) and questions without copying. Outputs are greedy and must be equal. Outputs that end in a
+loop are excluded, because repetitions are easily predicted. Times cover only steps without prefill.
 
-With ``--peer``, mlx-lm answers the same prompts one at a time, without and with the same draft model; both models are
-directories then, such as ``tools/fixtures/export_mlx.py`` writes: pairs of its making are synthetic.
+With ``--peer``, mlx-lm computes the same prompts one at a time, without and with the same draft model. Both models must
+then be directories, for example synthetic pairs written by ``tools/fixtures/export_mlx.py``.
 
-With ``--slowdown`` there is one figure: how many times as long all questions take with speculation. It is for drafts
-that are not accepted, such as those of a model with random weights, which ``export_mlx.py --random-weights`` writes.
+With ``--slowdown``, the only figure is the time of all questions with speculation, relative to the time without. Use it
+with drafts that are rejected, for example from a model with random weights (``export_mlx.py --random-weights``).
 """
 
 from __future__ import annotations
@@ -84,14 +84,14 @@ CHAT = {
 
 @dataclass
 class Run:
-    """What came of some requests.
+    """Results of some requests.
 
     Attributes:
-        answers: by request, its tokens.
-        steps: (rows, seconds, tokens) of the steps that only decoded; they say nothing where steps overlap.
-        seconds: all together, prompts included.
-        first_seconds: until the first token.
-        num_drafts, num_accepted: tokens proposed, and those accepted.
+        answers: output tokens by request.
+        steps: (rows, seconds, tokens) of pure decode steps. Not meaningful if steps overlap.
+        seconds: total time, including prompts.
+        first_seconds: time to the first token.
+        num_drafts, num_accepted: number of tokens proposed, and of tokens accepted.
     """
 
     answers: dict[str, list[int]] = field(default_factory=dict)
@@ -107,12 +107,12 @@ class Run:
 
     @property
     def token_seconds(self) -> float:
-        """Time per token of the steps that only decoded."""
+        """Time per token in pure decode steps."""
         return sum(seconds for _, seconds, _ in self.steps) / sum(tokens for _, _, tokens in self.steps)
 
     @property
     def later_token_seconds(self) -> float:
-        """Time per token after the first."""
+        """Time per token after the first token."""
         return (self.seconds - self.first_seconds) / max(1, sum(map(len, self.answers.values())) - 1)
 
     @property
@@ -125,7 +125,7 @@ class Run:
 
 
 def run(core: EngineCore, prompts: dict[str, list[int]], max_tokens: int) -> Run:
-    """Send all prompts at once, with nothing cached, and step until all are answered."""
+    """Send all prompts at once with an empty cache, and step until all are done."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     done = Run({name: [] for name in prompts})
     metrics = core.metrics
@@ -155,12 +155,12 @@ def run(core: EngineCore, prompts: dict[str, list[int]], max_tokens: int) -> Run
 
 
 def loops(answer: list[int]) -> bool:
-    """Whether an answer says something three times."""
+    """Return True if an output contains a sequence of 8 tokens three times."""
     return max(Counter(zip(*(answer[i:] for i in range(8)), strict=False)).values(), default=0) >= 3
 
 
 class Pair:
-    """The two engines, which take turns."""
+    """The two engines, which alternate."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         common: dict[str, Any] = {"model": args.model, "dtype": "float32", "max_num_seqs": 64}
@@ -175,7 +175,7 @@ class Pair:
         return self.without.tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
     def turns(self, prompts: dict[str, list[int]], repeats: int) -> list[tuple[Run, Run]]:
-        """Runs without and with speculation, alternating, each first by turns; answers that differ are counted."""
+        """Run without and with speculation in alternating order. Counts outputs that differ."""
         runs = []
         for turn in range(repeats):
             order = (self.speculating, self.without) if turn % 2 else (self.without, self.speculating)
@@ -187,7 +187,7 @@ class Pair:
 
 
 def one_by_one(pair: Pair, kind: str, texts: dict[str, str], repeats: int, *, is_ahead: bool) -> None:
-    """One request at a time; where steps overlap (``is_ahead``), no time is one step's alone."""
+    """Print results for one request at a time. If steps overlap (``is_ahead``), no time belongs to a single step."""
     print(f"\n{kind}, one at a time{', one step ahead' if is_ahead else ''}: medians of {repeats}")
     of_steps = "" if is_ahead else "  tokens/step  step ratio  bound"
     print(f"{'':24}  tokens  ms/token  with drafts  ratio{of_steps}  accepted")
@@ -212,7 +212,7 @@ def one_by_one(pair: Pair, kind: str, texts: dict[str, str], repeats: int, *, is
 
 
 def at_once(pair: Pair, kind: str, texts: dict[str, str], streams: int, repeats: int) -> None:
-    """Several requests at once; where there are more of them than texts, each has a beginning of its own."""
+    """Print results for several requests at once. If there are more requests than texts, each has its own prefix."""
     each = list(texts.values())
     prompts = {f"{i}": pair.prompt(f"({i}) {each[i % len(each)]}") for i in range(streams)}
     runs = pair.turns(prompts, repeats)
@@ -229,7 +229,7 @@ def at_once(pair: Pair, kind: str, texts: dict[str, str], streams: int, repeats:
 
 
 def slowdown(pair: Pair, texts: dict[str, str], repeats: int) -> None:
-    """Whole answers, prompts included, one at a time: the sum of their medians with speculation over that without."""
+    """Print the total time of whole outputs, including prompts, with speculation relative to the time without."""
     seconds, num_drafts, num_accepted = [0.0, 0.0], 0, 0
     for text in texts.values():
         runs = pair.turns({"": pair.prompt(text)}, repeats)
@@ -244,7 +244,7 @@ def slowdown(pair: Pair, texts: dict[str, str], repeats: int) -> None:
 
 
 def peer(pair: Pair, args: argparse.Namespace) -> None:
-    """mlx-lm with the same models, prompts and limits, one request at a time."""
+    """Print mlx-lm's results with the same models, prompts and limits, for one request at a time."""
     config = pair.speculating.config.scheduler.speculative
     assert config is not None and config.model is not None
     texts = {"copying": COPYING, "chat": CHAT}.get(args.only, COPYING | CHAT)
@@ -254,7 +254,7 @@ def peer(pair: Pair, args: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "tools.benchmarks.mlx_lm_drafting"]
     done = subprocess.run(command, input=json.dumps(request), stdout=subprocess.PIPE, text=True, check=True)
     print(f"\nmlx-lm {version('mlx-lm')} with the same draft model, one at a time")
-    print(f"{'':24}  tokens  ms/token  with drafts  ratio  of the draft model")
+    print(f"{'':24}  tokens  ms/token  with drafts  ratio  from the draft model")
     for name, answer in json.loads(done.stdout).items():
         plain, ours = answer["without"], answer["with"]
         without, drafted = (1e3 * a["seconds"] / max(1, len(a["tokens"]) - 1) for a in (plain, ours))
@@ -274,17 +274,17 @@ def main() -> None:
         "--speculative-config",
         default='{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
     )
-    parser.add_argument("--draft-model", help="instead of --speculative-config: a draft model, with three drafts")
-    parser.add_argument("--only", choices=["copying", "chat"], help="one kind of tasks")
+    parser.add_argument("--draft-model", help="draft model with three drafts, instead of --speculative-config")
+    parser.add_argument("--only", choices=["copying", "chat"], help="run only one kind of tasks")
     parser.add_argument("--async-scheduling", action="store_true", help="both engines plan one step ahead")
-    parser.add_argument("--peer", action="store_true", help="mlx-lm with the same draft model, too")
-    parser.add_argument("--slowdown", action="store_true", help="only how much longer questions take, in one figure")
+    parser.add_argument("--peer", action="store_true", help="also run mlx-lm with the same draft model")
+    parser.add_argument("--slowdown", action="store_true", help="print only the slowdown of questions, as one figure")
     args = parser.parse_args()
     if args.draft_model is not None:
         config = {"method": "draft_model", "model": args.draft_model, "num_speculative_tokens": 3}
         args.speculative_config = json.dumps(config)
     pair = Pair(args)
-    for core in (pair.without, pair.speculating):  # what happens once is paid before anything is measured
+    for core in (pair.without, pair.speculating):  # warm up
         run(core, {"warm-up": pair.prompt(COPYING["table, repeated"])}, args.max_tokens)
     if args.slowdown:
         slowdown(pair, CHAT, args.repeats)

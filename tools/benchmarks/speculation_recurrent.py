@@ -1,13 +1,14 @@
-"""What drafts are worth on a model with recurrent states, by how many of them are right.
+"""Measures the gain of drafts on a model with recurrent states, by the share of right drafts.
 
     python -m tools.benchmarks.speculation_recurrent                    # a synthetic hybrid
     python -m tools.benchmarks.speculation_recurrent --model mamba      # or any other model
 
-Where a draft is rejected, such a model computes the accepted ones again from the state before them. Two engines in one
-process, one of which speculates, take turns with the same requests, after which all answers are known. Drafts are those
-of the known answer, each of them right with a given probability: so this is synthetic in what is proposed, and, but for
-``--model``, in its weights, which are random ones of Qwen 3.5's architecture. How many drafts pay is measured, as in a
-server. With ``--async-scheduling``, both engines plan steps ahead, the second where that gives more than drafts.
+After a rejected draft, such a model recomputes the accepted drafts from the state before them. Two engines in one
+process, one of them with speculation, alternate on the same requests. A first run gives the outputs. Drafts are the
+known outputs, each token right with a given probability, so the drafts are synthetic. Without ``--model``, the weights
+are synthetic too: random numbers in Qwen 3.5's architecture. The number of drafts that pay off is measured, as in a
+server. With ``--async-scheduling``, both engines plan steps asynchronously, the second one only if that is faster than
+drafts.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _CONFIG = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max":
 
 
 class KnownAnswers:
-    """Drafts of known answers (:class:`metal_engine.scheduling.speculation.speculation.Proposer`).
+    """Drafts of known outputs (:class:`metal_engine.scheduling.speculation.speculation.Proposer`).
 
     Args:
-        answers: by prompt.
-        rightness: probability that a draft is right, where those before it are.
+        answers: output tokens by prompt.
+        rightness: probability that a draft is right if the drafts before it are right.
     """
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], rightness: float) -> None:
@@ -45,7 +46,7 @@ class KnownAnswers:
         self._random = random.Random(0)
 
     def begin_step(self) -> None:
-        """Nothing here depends on the step."""
+        """Do nothing: drafts do not depend on the step."""
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         answer = self._answers.get(tuple(request.token_ids[: request.num_prompt_tokens]), [])
@@ -53,20 +54,20 @@ class KnownAnswers:
         return [token_id ^ (self._random.random() > self._rightness) for token_id in drafts]
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Nothing is counted here."""
+        """Do nothing: results are not counted."""
 
     def forget(self, request_id: str) -> None:
-        """Nothing is kept of a request."""
+        """Do nothing: no state of a request is stored."""
 
 
 def propose(core: EngineCore, proposer: KnownAnswers) -> None:
-    """Have an engine take its drafts from ``proposer``, and measure anew how many pay."""
+    """Make an engine take its drafts from ``proposer`` and restart its measurements of the drafts' gain."""
     scheduler = core.scheduler
     scheduler.speculation = Speculation(core.config.scheduler, scheduler.blocks, proposer, states=scheduler.states)
 
 
 def compare(pair: tuple[EngineCore, EngineCore], streams: int, rightness: float, args: argparse.Namespace) -> int:
-    """Print what drafts of a given rightness are worth; returns how many answers differ."""
+    """Print the gain of drafts of a given rightness. Return the number of outputs that differ."""
     without, speculating = pair
     texts = list(CHAT.values())
     encode = without.tokenizer.encode
@@ -74,7 +75,7 @@ def compare(pair: tuple[EngineCore, EngineCore], streams: int, rightness: float,
     plain = run(without, prompts, args.max_tokens)
     answers = {tuple(prompt): plain.answers[name] for name, prompt in prompts.items()}
     propose(speculating, KnownAnswers(answers, rightness))
-    run(speculating, prompts, args.max_tokens)  # learns how long steps take, as a server does in its first seconds
+    run(speculating, prompts, args.max_tokens)  # measures step times, as a server does in its first seconds
     runs: list[tuple[Run, Run]] = []
     for _ in range(args.repeats):
         runs.append((run(without, prompts, args.max_tokens), run(speculating, prompts, args.max_tokens)))
@@ -92,7 +93,7 @@ def compare(pair: tuple[EngineCore, EngineCore], streams: int, rightness: float,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", help="a checkpoint, in place of the synthetic one")
+    parser.add_argument("--model", help="checkpoint to use instead of the synthetic model")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="requests at once")
     parser.add_argument("--rightness", type=float, nargs="+", default=[0.0, 0.5, 0.8, 0.9, 1.0])
     parser.add_argument("--repeats", type=int, default=3)
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--async-scheduling", action="store_true")
     parser.add_argument("--speculative-config", default=_CONFIG)
     args = parser.parse_args()
-    load_optimized_blas()  # before anything loads MLX
+    load_optimized_blas()  # before MLX is loaded
     with tempfile.TemporaryDirectory() as name:
         if args.model is None:
             write_model(Path(name))

@@ -1,12 +1,12 @@
-"""How long a step takes: measured on a real engine, and a linear model fitted to that.
+"""Measures the time of steps on a real engine and fits a linear model.
 
     python -m tools.benchmarks.step_time_model measure tools/benchmarks/steps_demo.json
-        (a minute or two; writes what it measured)
+        (a minute or two; writes the measurements)
     python -m tools.benchmarks.step_time_model fit tools/benchmarks/steps_demo.json
 
-A step's time is taken as a constant, plus a cost for each packed row, for each pair of a query row and a key it
-sees in chunks, and for each decode (the contexts measured are too short to show what their length adds). Least
-squares of relative errors, coefficients not negative.
+A step's time is modelled as a constant, plus costs per packed row, per (query row, visible key) pair of chunks, and per
+decode. The measured contexts are too short to show the effect of a decode's length. The fit minimizes squared relative
+errors with coefficients that are not negative.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS_FILE = Path(__file__).resolve().parent / "steps_demo.json"
 
 @dataclass(frozen=True)
 class StepTimeModel:
-    """Seconds: of a step, of a row, of a (row, key) pair of chunks, and of a decode."""
+    """Seconds for a step, for a row, for a (row, key) pair of chunks, and for a decode."""
 
     per_step: float
     per_row: float
@@ -47,11 +47,11 @@ def _features(steps: list[dict[str, float]]) -> np.ndarray:
 
 
 def fit(steps: list[dict[str, float]]) -> tuple[StepTimeModel, np.ndarray]:
-    """The model, and its relative error on each step."""
+    """Return the fitted model and its relative error on each step."""
     features = _features(steps)
     seconds = np.array([s["seconds"] for s in steps])
     used = np.arange(features.shape[1])
-    while True:  # drop what would come out negative: with four columns, as good as a solver for it
+    while True:  # Drop columns with negative coefficients. For four columns, this replaces a constrained solver.
         weighted = features[:, used] / seconds[:, None]
         scale = np.linalg.norm(weighted, axis=0)
         coefficients = np.linalg.lstsq(weighted / scale, np.ones(len(seconds)), rcond=None)[0] / scale
@@ -64,7 +64,7 @@ def fit(steps: list[dict[str, float]]) -> tuple[StepTimeModel, np.ndarray]:
 
 
 def load(path: Path = STEPS_FILE) -> StepTimeModel:
-    """The model fitted to measured steps; prints the fit."""
+    """Return the model fitted to measured steps. Prints the fit."""
     data = json.loads(path.read_text())
     model, errors = fit(data["steps"])
     print(f"step time of {data['model']} ({data['machine']}), fitted to {len(errors)} measured steps:")
@@ -78,7 +78,7 @@ def load(path: Path = STEPS_FILE) -> StepTimeModel:
 
 
 def measure(path: Path, machine: str) -> None:
-    """Steps of the demo model: chunks of all sizes at all contexts, decodes in batches, and both together."""
+    """Measure steps of the demo model: chunks of all sizes and contexts, decodes in batches, and both together."""
     from tools.benchmarks.engine_timing import TimedEngine, random_prompt
 
     engine = TimedEngine("demo", enable_prefix_caching=False, max_num_batched_tokens=512, max_num_partial_prefills=1)

@@ -1,4 +1,4 @@
-"""The clients that are tried: what to install for each, and the script that tries it."""
+"""The tested clients: packages to install for each, and its script."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ TRIES = Path(__file__).parent / "tries"
 
 @dataclass(frozen=True)
 class Client:
-    """A client with an environment of its own.
+    """Client with its own environment.
 
     Attributes:
-        name: as people say it.
-        package: whose version is reported.
-        requirements: what else to install; packages on PyPI.
-        script: in `tries/`; it prints a line of JSON for each attempt.
+        name: common name of the client.
+        package: package whose version is reported.
+        requirements: other packages on PyPI to install.
+        script: script in `tries/` that prints a line of JSON for each attempt.
     """
 
     name: str
@@ -41,7 +41,7 @@ CLIENTS = {
         Client("llm", "llm", "try_llm.py"),
         Client("instructor", "instructor", "try_instructor.py", ("openai",)),
         Client("outlines", "outlines", "try_outlines.py", ("openai",)),
-        # It imports `mcp` where a request has tools, and does not require it.
+        # litellm imports `mcp` for requests with tools, but does not require it.
         Client("litellm", "litellm", "try_litellm.py", ("mcp",)),
         Client("pydantic-ai", "pydantic-ai-slim", "try_pydantic_ai.py", ("pydantic-ai-slim[openai,anthropic]",)),
         Client("lm-eval", "lm-eval", "try_lm_eval.py", ("lm-eval[api]",)),

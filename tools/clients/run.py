@@ -1,11 +1,11 @@
-"""Try clients from PyPI against a server, each in a virtual environment of its own.
+"""Try clients from PyPI against a server, each in its own virtual environment.
 
     python -m tools.clients.run --venvs ../venvs                      # every client, a server on the demo model
     python -m tools.clients.run --venvs ../venvs openai llm           # only these
     python -m tools.clients.run --venvs ../venvs --url http://127.0.0.1:8000 --model NAME
     python -m tools.clients.run --venvs ../venvs --write              # and put the table into docs/connect.md
 
-Prints a table of what was tried and what came of it; the exit status is 1 if anything failed.
+Prints a table of attempts and results. The exit status is 1 if an attempt failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLIENT_SECONDS = 1800
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one client was made to do. ``error`` is None if it worked."""
+    """One attempt of a client. ``error`` is None if the attempt worked."""
 
     what: str
     error: str | None
@@ -51,10 +51,10 @@ def python_of(client: Client, venvs: Path) -> Path:
 
 
 def install(client: Client, venvs: Path) -> None:
-    """Make the client's environment, unless it is there; the newest versions.
+    """Make the client's environment with the newest versions, unless it exists.
 
     Raises:
-        subprocess.CalledProcessError: pip failed; what it printed is in ``stderr``.
+        subprocess.CalledProcessError: pip failed. ``stderr`` holds its output.
     """
     done = client.folder(venvs) / ".installed"
     if done.exists():
@@ -73,10 +73,9 @@ def version_of(client: Client, venvs: Path) -> str:
 
 
 def attempts_of(python: Path, script: Path, url: str, model: str) -> tuple[Attempt, ...]:
-    """Run a script of `tries/` and read what it prints; an end without a word is an attempt that failed.
+    """Run a script of `tries/` and parse its output. A script that ends without output counts as one failed attempt.
 
-    It gets a home of its own, and nothing of this shell's: no settings, no keys, and no proxy between the client and a
-    server on this machine.
+    The script gets an empty home folder and none of this shell's settings, keys and proxies.
     """
     with tempfile.TemporaryDirectory(prefix="client-") as home:
         env = {"PATH": os.environ["PATH"], "HOME": home, "TMPDIR": home, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -96,7 +95,7 @@ def attempts_of(python: Path, script: Path, url: str, model: str) -> tuple[Attem
 
 
 def attempts_in(printed: str) -> tuple[Attempt, ...]:
-    """What a script reports among all that its client prints."""
+    """Parse a script's reports in the output of its client."""
     return tuple(Attempt(**json.loads(line)) for line in printed.splitlines() if line.startswith('{"what":'))
 
 
@@ -111,13 +110,13 @@ def try_client(client: Client, venvs: Path, url: str, model: str) -> ClientResul
 
 
 def cell(text: str, limit: int = 160) -> str:
-    """A text as a cell of a Markdown table: one line, not too long."""
+    """Return a text as a cell of a Markdown table: one line of limited length."""
     line = " ".join(text.split()).replace("|", "\\|")
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def table(results: list[ClientResult]) -> str:
-    """What came of it, as Markdown: a row for each client."""
+    """Return the results as a Markdown table with a row for each client."""
     rows = ["| client | package | worked | failed |", "| --- | --- | --- | --- |"]
     for result in results:
         worked = ", ".join(attempt.what for attempt in result.attempts if attempt.error is None)
@@ -127,7 +126,7 @@ def table(results: list[ClientResult]) -> str:
 
 
 def with_table(page: str, text: str) -> str:
-    """The page with this table in its place."""
+    """Return the page with its table replaced."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}{text}\n{END}{after}"
@@ -135,7 +134,7 @@ def with_table(page: str, text: str) -> str:
 
 @contextmanager
 def server(url: str | None, model: str) -> Iterator[str]:
-    """The URL of a server: the one given, or one started for this."""
+    """Yield the URL of the given server, or of a server started for this run."""
     if url is not None:
         yield url.rstrip("/")
         return
@@ -148,8 +147,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.clients.run", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("clients", nargs="*", help=f"which: {', '.join(CLIENTS)} (default: all)")
     parser.add_argument("--venvs", type=Path, required=True, help="folder for the clients' environments")
-    parser.add_argument("--url", help="a server that runs already (default: one is started)")
-    parser.add_argument("--model", default="demo", help="the model to serve, or to ask for")
+    parser.add_argument("--url", help="URL of a running server (default: start one)")
+    parser.add_argument("--model", default="demo", help="model to serve, or name of the running server's model")
     parser.add_argument("--write", action="store_true", help="put the table into docs/connect.md")
     args = parser.parse_args()
     unknown = set(args.clients) - set(CLIENTS)

@@ -1,9 +1,9 @@
-"""When two greedy outputs count as equal, and the check of it.
+"""Definition and check of equal greedy outputs.
 
-Matrix products round differently with the number of rows, by about 2.5e-5 in a logit. Where two tokens are closer
-than that, either may come first, and what follows differs. So: equal means the same tokens; or, at the first
-difference, two tokens whose logits (float32, from the model's own forward over the common beginning) differ by
-less than ``MAX_GAP``. Such cases are counted and reported, never more than that.
+Matrix products round differently depending on the number of rows, which changes logits by about 2.5e-5. If the logits
+of two tokens are closer than that, either token can win, and the rest of the output differs. Two outputs are therefore
+equal if they have the same tokens, or if the logits of the first differing tokens differ by less than ``MAX_GAP``
+(float32, from the model's own forward on the common prefix). The second kind is counted and reported.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ MAX_GAP = 1e-3
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two outputs of one prompt. ``first_difference`` is None where they are the same; ``gap`` is the distance of
-    the two tokens' logits there (infinite if one output merely ends earlier)."""
+    """Comparison of two outputs of one prompt.
+
+    Attributes:
+        first_difference: index of the first differing token; None if all tokens are equal.
+        gap: distance of the two tokens' logits there; infinite if one output merely ends earlier.
+    """
 
     first_difference: int | None = None
     gap: float = 0.0
@@ -33,7 +37,7 @@ class Comparison:
 
 
 def compare_outputs(model: Any, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> Comparison:
-    """Compare two greedy outputs of ``prompt``, teacher-forcing ``model`` (a plain mlx-lm model) if they differ."""
+    """Compare two greedy outputs of ``prompt``. If they differ, teacher-forces ``model``, a plain mlx-lm model."""
     import mlx.core as mx
 
     at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)

@@ -1,4 +1,4 @@
-"""Servers to compare with: each in a virtual environment of its own, started with the same BLAS as ours."""
+"""Servers to compare with, each in its own virtual environment and started with the BLAS of metal-engine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,20 @@ from metal_engine.device.cache_dir import cache_dir
 from tools.fixtures.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-# Importing torch alone can take a minute on a busy machine.
+# Importing torch can take a minute on a busy machine.
 _START_SECONDS = 240.0
 _STOP_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A server: what to install, and the command that serves ``{model}`` on ``{port}`` (``{bin}``: the venv's)."""
+    """Server to compare with.
+
+    Attributes:
+        name: package name of the server.
+        requirements: packages to install.
+        command: command that serves ``{model}`` on ``{port}``; ``{bin}`` is the folder of the environment's programs.
+    """
 
     name: str
     requirements: tuple[str, ...]
@@ -40,7 +46,7 @@ class Peer:
 
     @property
     def version(self) -> str:
-        """Version of what is installed."""
+        """Return the installed version."""
         code = f"import importlib.metadata as m; print(m.version({self.name!r}))"
         return subprocess.run(
             [str(self.folder / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True
@@ -65,7 +71,7 @@ PEERS = {
         Peer(
             "rapid-mlx",
             ("rapid-mlx", "mlx[cpu]; sys_platform == 'linux'"),
-            # Prompts left on disk by one round would be read back in the next.
+            # Prompts that one round left on disk would be read in the next.
             (
                 *("{bin}/rapid-mlx", "serve", "{model}", "--port", "{port}"),
                 *("--yes", "--no-preflight", "--disable-disk-caches"),
@@ -76,7 +82,7 @@ PEERS = {
 
 
 def install(peer: Peer) -> None:
-    """Make the peer's environment, unless it is there; from PyPI, the newest version."""
+    """Make the peer's environment with the newest version from PyPI, unless it exists."""
     done = peer.folder / ".installed"
     if done.exists():
         return
@@ -89,7 +95,7 @@ def install(peer: Peer) -> None:
 
 @dataclass(frozen=True)
 class PeerServer:
-    """A server that is up. ``command`` is how it was started."""
+    """Running server. ``command`` is the command that started it."""
 
     name: str
     url: str
@@ -100,7 +106,7 @@ class PeerServer:
 
 def command_of(name: str, model: Path | str, port: int, extra: Sequence[str] = ()) -> tuple[str, ...]:
     if name == OURS:
-        # -P: the package comes from PYTHONPATH, and not from the folder that the tool is run in.
+        # -P: the package is imported from PYTHONPATH instead of the current folder.
         command = (sys.executable, "-P", "-m", "metal_engine", "serve", str(model), "--port", str(port))
     else:
         peer = PEERS[name]
@@ -113,15 +119,15 @@ def command_of(name: str, model: Path | str, port: int, extra: Sequence[str] = (
 def running(
     name: str, model: Path | str, *, same_blas: bool, extra: Sequence[str] = (), root: Path = ROOT
 ) -> Iterator[PeerServer]:
-    """A server on a free port, stopped at the end with all its processes.
+    """Yield a server on a free port. At the end, the server is stopped with all its processes.
 
     Args:
-        same_blas: whether a peer gets our OpenBLAS preloaded; else each starts as it was installed.
-        extra: more arguments for its command.
-        root: the checkout that our own server runs from.
+        same_blas: True to preload metal-engine's OpenBLAS in peers. Otherwise, peers start as installed.
+        extra: more arguments for the command.
+        root: checkout from which metal-engine's server runs.
 
     Raises:
-        RuntimeError: it does not come up; the message has the end of its log.
+        RuntimeError: the server did not start. The message has the end of its log.
     """
     port = free_port()
     command = command_of(name, model, port, extra)
@@ -129,11 +135,11 @@ def running(
     env["PYTHONPATH"] = str(root) if name == OURS else ""
     if same_blas and name != OURS and sys.platform == "linux":
         env["LD_PRELOAD"] = str(standard_copy(find_packaged(), cache_dir() / "blas"))
-    # A name that nobody can have put a link under.
+    # A random name, so that no other user can have placed a link there.
     descriptor, log_path = tempfile.mkstemp(prefix=f"compare-{name}-{port}-", suffix=".log")
     log = Path(log_path)
     with open(descriptor, "wb") as output:
-        # A session of its own, so that whatever it starts can be ended with it.
+        # A new session, so that the child processes are killed together with the server.
         process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"

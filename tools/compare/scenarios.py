@@ -1,4 +1,4 @@
-"""What servers are compared by: who asks what, when, and which figures count."""
+"""Scenarios for comparing servers: requests with their times, and the figures that count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from metal_engine.bench.tokens import PromptTokenizer
 
 @dataclass(frozen=True)
 class Group:
-    """Requests measured together, each due so many seconds after its phase began, at most so many at once."""
+    """Requests that are measured together.
+
+    Attributes:
+        due: start of each request in seconds after the start of its phase.
+        max_concurrency: maximum number of requests in flight; None for no limit.
+    """
 
     name: str
     requests: list[BenchRequest]
@@ -23,7 +28,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Goal:
-    """``metric`` of ``group`` should be at least, or at most, ``factor`` times the best peer's."""
+    """Goal that ``metric`` of ``group`` is at least, or at most, ``factor`` times the best peer's figure."""
 
     group: str
     metric: str
@@ -33,7 +38,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class PeerScenario:
-    """Phases run one after the other on a server that has just been started; the groups of a phase run together."""
+    """Phases that run one after another on a newly started server. The groups of a phase run concurrently."""
 
     name: str
     title: str

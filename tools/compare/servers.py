@@ -3,11 +3,12 @@
     python -m tools.compare.servers run --scenario 1 --rounds 3 --results build/compare
     python -m tools.compare.servers report --results build/compare [--plot docs/images/compare.png]
 
-A round starts each server in turn, asks it what the scenario says, and stops it; every server of a round gets the same
-requests, and no two rounds do. One file is written per server, scenario and round, so a long comparison can be made in
-pieces (``--first-round``) and reported as one. Peers are installed from PyPI into the cache directory, once.
+A round starts each server in turn, sends it the scenario's requests, and stops it. All servers of a round get the same
+requests, and each round has different requests. Each server, scenario and round has its own result file, so a long
+comparison can run in pieces (``--first-round``) and be reported together. Peers are installed once from PyPI into the
+cache directory.
 
-Scenario 7 preloads nothing: servers as a user finds them. In all others peers get the OpenBLAS that we bring.
+Scenario 7 preloads nothing, as with a default installation. In all other scenarios, peers use metal-engine's OpenBLAS.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Result = dict[str, Any]
 
 
 def demo_directory() -> Path:
-    """The demo model as an MLX directory whose answers never stop by themselves."""
+    """Return the demo model as an MLX directory whose outputs never stop by themselves."""
     folder = cache_dir() / "compare" / "demo"
     if not (folder / "config.json").exists():
         export(folder, "demo", never_stops=True)
@@ -66,15 +67,15 @@ async def run_groups(args: BenchServeArgs, model: str, groups: Sequence[Group]) 
 
 
 def measure(scenario: PeerScenario, server: PeerServer, model: Path, seed: int) -> Result:
-    """Ask one server what the scenario says.
+    """Send one server the scenario's requests and return the figures.
 
     Raises:
-        RuntimeError: it failed a request, or did something else than asked.
+        RuntimeError: a request failed or its result was not as requested.
     """
     tokenizer = load_prompt_tokenizer(str(model))
     args = BenchServeArgs(base_url=server.url, tokenizer=str(model), progress=False)
     phases = scenario.phases(tokenizer, seed)
-    # Several, and longer than a token or two: what is compiled or allocated once should be by now.
+    # Several requests of some tokens, so that everything compiled or allocated once exists.
     warm_ups = [BenchRequest(f"{i} bottles of beer on the wall, " * 4, 8) for i in range(3)]
     warm_up = Group("warm-up", warm_ups, [0.0] * len(warm_ups), 1)
     groups: dict[str, Any] = {}
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> None:
     model = args.model or demo_directory()
     args.results.mkdir(parents=True, exist_ok=True)
     for round_ in range(args.first_round, args.first_round + args.rounds):
-        # Each round begins with another server.
+        # Each round starts with another server.
         order = names[round_ % len(names) :] + names[: round_ % len(names)]
         for name in order:
             extra = args.serve_args.split() if name == OURS and args.serve_args else []
@@ -127,7 +128,7 @@ def _one_line(scenario: PeerScenario, result: Result) -> str:
 
 
 def read_results(folder: Path) -> dict[str, dict[str, list[Result]]]:
-    """Scenario -> server -> its rounds."""
+    """Return scenario -> server -> results of its rounds."""
     found: dict[str, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -140,7 +141,7 @@ def median_of(rounds: Sequence[Result], group: str, metric: str) -> float:
 
 
 def report(folder: Path, scenarios: Sequence[PeerScenario]) -> None:
-    """Markdown: medians over rounds, and how ours compares with the best peer."""
+    """Print Markdown: medians over rounds, and metal-engine relative to the best peer."""
     found = read_results(folder)
     for scenario in scenarios:
         servers = found.get(scenario.name)
@@ -181,7 +182,7 @@ def _print_goals(scenario: PeerScenario, servers: dict[str, list[Result]]) -> No
 
 
 def plot(folder: Path, path: Path) -> None:
-    """A bar for every server, a panel for every goal."""
+    """Draw a bar for every server and a panel for every goal."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -210,15 +211,15 @@ def main() -> None:
     running_.add_argument("--scenario", choices=SCENARIOS, required=True)
     running_.add_argument("--rounds", type=int, default=3)
     running_.add_argument("--first-round", type=int, default=0)
-    running_.add_argument("--peers", help="comma-separated; default: the scenario's; empty: only ours")
+    running_.add_argument("--peers", help="comma-separated names; default: the scenario's; empty: only metal-engine")
     running_.add_argument("--model", type=Path, help="MLX directory; default: the demo model, exported once")
-    running_.add_argument("--serve-args", help="more arguments for our server")
-    reporting = commands.add_parser("report", help="tables and plot of what has been run")
+    running_.add_argument("--serve-args", help="more arguments for metal-engine's server")
+    reporting = commands.add_parser("report", help="print tables and draw the plot of earlier runs")
     reporting.add_argument("--plot", type=Path)
     for one in (running_, reporting):
         one.add_argument("--results", type=Path, default=Path("build/compare"))
     args = parser.parse_args()
-    # As an exception, so that the server under way is stopped.
+    # An exception, so that the running server is stopped.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     if args.command == "run":
         run(args)

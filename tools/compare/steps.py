@@ -1,15 +1,15 @@
-"""Steps of engines with different settings, in turns: for a machine whose own speed changes by the minute.
+"""Compare steps of engines with different settings in rotation, for machines whose speed changes over minutes.
 
     python -m tools.compare.steps --step decode --num-requests 16 \\
         OPENBLAS_THREAD_TIMEOUT=23,lane_elements=None OPENBLAS_THREAD_TIMEOUT=15,lane_elements=None ""
 
-Each variant is a process of its own with an engine, and waits while the others' steps run. A variant is a list of
-environment variables (upper case) and fields of the CPU's attention limits (lower case); empty: as it is. With
-tree=PATH the variant runs in another worktree of this project, with that worktree's own copy of this tool:
+Each variant is an engine in its own process, which waits while other variants run their steps. A variant is a list of
+environment variables (upper case) and fields of the CPU's attention limits (lower case). An empty variant changes
+nothing. With tree=PATH, the variant runs in another worktree of this project, with that worktree's copy of this tool:
 
     git worktree add ../before main~5 && python -m tools.compare.steps tree=../before ""
 
-Ratios are medians over turns, to the first variant of the same turn. Name a variant twice to see what is noise.
+Ratios are medians over rounds, relative to the first variant in the same round. Name a variant twice to see the noise.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 
-_IS_VARIANT = "METAL_ENGINE_COMPARE_STEPS"  # the variable that makes a process one of the variants
+_IS_VARIANT = "METAL_ENGINE_COMPARE_STEPS"  # variable that turns a process into one of the variants
 _STEPS_OF_A_TURN = 5
 _TREE = Path(__file__).resolve().parents[2]
 
 
 def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
-    """Take a turn for each line on stdin: one prefill step, or a few decode steps. Prints the seconds of each."""
+    """Run steps for each line on stdin: one prefill step, or a few decode steps. Prints the seconds of each step."""
     load_optimized_blas()
     from metal_engine.attention.portable import backend as portable
 
@@ -78,7 +78,7 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
             start = time.perf_counter()
             core.step()
             seconds.append(time.perf_counter() - start)
-        print(json.dumps(seconds[1:] or seconds), flush=True)  # the first of several finds a cold cache
+        print(json.dumps(seconds[1:] or seconds), flush=True)  # the first of several steps starts with a cold cache
 
 
 def _start(variant: str) -> subprocess.Popen[str]:
@@ -92,14 +92,14 @@ def _start(variant: str) -> subprocess.Popen[str]:
         else:
             limits[name] = ast.literal_eval(value)
     env[_IS_VARIANT] = repr(limits)
-    # A module, so that its engine is the one of the folder it runs in. It was a script in earlier commits.
+    # Run as a module, so that the engine is imported from the current folder. Earlier commits have a script instead.
     script = tree / "tools" / "compare_steps.py"
     tool = [str(script)] if script.exists() else ["-m", "tools.compare.steps"]
     command = [sys.executable, *tool, *sys.argv[1:]]
     process = subprocess.Popen(command, env=env, cwd=tree, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout
     if process.stdout.readline().strip() != "ready":
-        raise SystemExit(f"variant {variant!r} did not come up")
+        raise SystemExit(f"variant {variant!r} did not start")
     return process
 
 
@@ -111,10 +111,10 @@ def _turn(process: subprocess.Popen[str]) -> float:
 
 
 def _take_turns(processes: list[subprocess.Popen[str]], turns: int) -> list[list[float]]:
-    """Seconds of a step, by process and turn."""
+    """Return the seconds of a step by process and round."""
     seconds: list[list[float]] = [[] for _ in processes]
     for turn in range(turns):
-        for i in range(len(processes)):  # each is first as often as the others
+        for i in range(len(processes)):  # each variant is first equally often
             at = (turn + i) % len(processes)
             seconds[at].append(_turn(processes[at]))
     return seconds

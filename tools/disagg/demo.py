@@ -1,6 +1,6 @@
-"""`make disagg`: a server that prefills, one that decodes and the proxy before them, on this machine.
+"""`make disagg`: a prefill server, a decode server and the proxy in front of them, on this machine.
 
-Prints who computed how many tokens. MODEL may be given as the only argument (default: demo).
+Prints how many tokens each server computed. The only argument is MODEL (default: demo).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPTS = [STORY * 8 + "One morning", "The tide comes in twice a day. " * 20 + "
 
 @contextmanager
 def serving(model: str, role: str, directory: str, *flags: str) -> Iterator[str]:
-    """A server with that role over a directory, as a process of its own; gives its URL once it is ready."""
+    """Yield the URL of a server process with a role over a directory, once it is ready."""
     port = free_port()
     transfer = {"kv_connector": "disk", "kv_role": role, "kv_connector_extra_config": {"path": directory}}
     command = [sys.executable, "-m", "metal_engine", "serve", model, "--port", str(port)]
@@ -53,7 +53,7 @@ def serving(model: str, role: str, directory: str, *flags: str) -> Iterator[str]
 
 @contextmanager
 def proxying(prefill: str, decode: str) -> Iterator[str]:
-    """The proxy, in a thread."""
+    """Run the proxy in a thread and yield its URL."""
     port = free_port()
     server = uvicorn.Server(
         uvicorn.Config(create_app(prefill, decode), host="127.0.0.1", port=port, log_level="warning")
@@ -95,7 +95,7 @@ def main() -> None:
             print(f"{answer['prompt'][:30]!r}...: {answer['choices'][0]['text']!r}")
             print(
                 f"  {usage['prompt_tokens']} prompt tokens, {usage['prompt_tokens_details']['kv_store_tokens']} of "
-                f"them came as KV; {usage['completion_tokens']} generated; {answer['seconds']:.1f} s"
+                f"them loaded as KV; {usage['completion_tokens']} generated; {answer['seconds']:.1f} s"
             )
         for name, url in (("prefill server", prefill), ("decode server", decode)):
             counts = httpx.get(f"{url}/health").json()["kv_transfer"]

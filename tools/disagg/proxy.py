@@ -1,10 +1,11 @@
-"""One OpenAI-compatible endpoint over two servers: one prefills, the other decodes, KV goes between them.
+"""One OpenAI-compatible endpoint over two servers: one prefills, the other decodes, and KV is passed between them.
 
     python -m tools.disagg.proxy --prefill http://mac-1:8000 --decode http://mac-2:8000 --port 9000
 
-Both get every request at once. The prefill server runs it with one token to generate and saves the prompt's KV chunk
-by chunk (``do_remote_decode``); the decode server loads the chunks as they appear (``do_remote_prefill``), computes
-what no block holds, and its answer is passed through. If the prefill server fails, the decode server does it all.
+Both servers get every request at the same time. The prefill server generates one token and saves the prompt's KV chunk
+by chunk (``do_remote_decode``). The decode server loads the chunks as they appear (``do_remote_prefill``) and computes
+the rest. Its response is passed to the client. If the prefill server fails, the decode server computes the whole
+prompt.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ logger = logging.getLogger("disagg_proxy")
 
 _HOP_BY_HOP = ("connection", "content-length", "transfer-encoding", "keep-alive")
 _FORWARDED = ("authorization", "content-type")
-# Of no use to a server that generates one token, or in its way.
+# Fields that are useless or harmful for generating one token.
 _NOT_FOR_PREFILL = ("stream", "stream_options", "min_tokens", "n", "best_of")
 _LIMITS = ("max_tokens", "max_completion_tokens")
-# How often it is looked whether the client is still there, before the answer begins.
+# Interval of checks for a disconnected client before the response begins.
 _LOOK_SECONDS = 0.2
 
 
 def create_app(prefill_url: str, decode_url: str) -> FastAPI:
-    """The proxy for two servers, each given as ``http://host:port``."""
+    """Return the proxy for two servers, each given as ``http://host:port``."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # A request may take as long as it takes; only connecting has a limit.
+        # A request can take arbitrarily long, so only connecting has a time limit.
         async with httpx.AsyncClient(timeout=httpx.Timeout(None, connect=10.0)) as client:
             app.state.client = client
             yield
@@ -60,10 +61,10 @@ def create_app(prefill_url: str, decode_url: str) -> FastAPI:
         try:
             while not (await asyncio.wait({task}, timeout=_LOOK_SECONDS))[0]:
                 if await request.is_disconnected():
-                    return _error(499, "the client has left")
+                    return _error(499, "the client has disconnected")
             return task.result()
         except httpx.HTTPError as error:
-            return _error(502, f"the decode server does not answer: {type(error).__name__}: {error}")
+            return _error(502, f"the decode server does not respond: {type(error).__name__}: {error}")
         finally:
             if not task.done():
                 await _cancel(task)
@@ -74,12 +75,12 @@ def create_app(prefill_url: str, decode_url: str) -> FastAPI:
         try:
             answer = await request.app.state.client.get(decode_url + "/v1/models", headers=headers)
         except httpx.HTTPError as error:
-            return _error(502, f"the decode server does not answer: {type(error).__name__}: {error}")
+            return _error(502, f"the decode server does not respond: {type(error).__name__}: {error}")
         return Response(answer.content, answer.status_code, media_type="application/json")
 
     @app.get("/health")
     async def health(request: Request) -> JSONResponse:
-        """What each server says of itself; 200 if the decode server is well, for it can do everything alone."""
+        """Return each server's /health response, with status 200 if the decode server is healthy: it can run alone."""
         status, body = 503, {}
         for name, url in (("prefill", prefill_url), ("decode", decode_url)):
             try:
@@ -93,14 +94,14 @@ def create_app(prefill_url: str, decode_url: str) -> FastAPI:
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """What the prefill server is asked: the same prompt, and one token."""
+    """Return the body for the prefill server: the same prompt, and one token to generate."""
     prefill = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     limits = [key for key in _LIMITS if key in prefill] or ["max_tokens"]
     return prefill | dict.fromkeys(limits, 1) | {"kv_transfer_params": {"do_remote_decode": True}}
 
 
 class _Exchange:
-    """One request at both servers."""
+    """One request on both servers."""
 
     def __init__(
         self, client: httpx.AsyncClient, prefill: str, decode: str, headers: dict[str, str], body: dict
@@ -115,7 +116,7 @@ class _Exchange:
         try:
             await asyncio.wait({prefill, decode}, return_when=asyncio.FIRST_COMPLETED)
             if prefill.done() and not prefill.result() and not decode.done():
-                # Nobody computes the KV that the decode server waits for: ask it again to do so itself.
+                # No server computes the KV that the decode server waits for. Request again without KV transfer.
                 await _cancel(decode)
                 decode = asyncio.create_task(self._decode({}))
             answer, chunks, first = await decode
@@ -137,18 +138,18 @@ class _Exchange:
         return StreamingResponse(pass_through(), answer.status_code, headers)
 
     async def _prefill(self) -> bool:
-        """Whether the prefill server has taken the request and computed it."""
+        """Send the request to the prefill server. Return True if it has computed the prompt."""
         try:
             answer = await self._client.post(self._prefill_url, json=prefill_body(self._body), headers=self._headers)
         except httpx.HTTPError as error:
-            logger.warning("the prefill server does not answer: %s: %s", type(error).__name__, error)
+            logger.warning("the prefill server does not respond: %s: %s", type(error).__name__, error)
             return False
         if answer.is_error:
-            logger.warning("the prefill server answers %d: %s", answer.status_code, answer.text[:500])
+            logger.warning("the prefill server responds with %d: %s", answer.status_code, answer.text[:500])
         return not answer.is_error
 
     async def _decode(self, transfer: dict[str, bool]) -> tuple[httpx.Response, AsyncIterator[bytes], bytes]:
-        """The decode server's answer, from its first bytes on."""
+        """Return the decode server's response, with its remaining chunks and its first bytes."""
         request = self._client.build_request(
             "POST", self._decode_url, json=self._body | {"kv_transfer_params": transfer}, headers=self._headers
         )

@@ -1,4 +1,4 @@
-"""Makes the table and the chart of docs/benchmarks.md from the figures in docs/benchmarks-notes.md.
+"""Makes the table and the chart of docs/benchmarks.md from the figures in docs/dev/benchmark-notes.md.
 
 python -m tools.docs.benchmarks    # needs the extra `plots`
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, NOTES, CHART = DOCS / "benchmarks.md", DOCS / "benchmarks-notes.md", DOCS / "images" / "benchmarks.png"
+PAGE, NOTES, CHART = DOCS / "benchmarks.md", DOCS / "dev" / "benchmark-notes.md", DOCS / "images" / "benchmarks.png"
 BEGIN, END = "<!-- servers: made by tools/docs/benchmarks.py -->\n", "<!-- end -->"
 SECTION = "## Beside other servers"
 HIGHLIGHT, GREY = "#2463b0", "#b9bec6"

@@ -17,12 +17,19 @@ LEGEND = "`--help` lists the flags in bold. `--help-all` lists all flags."
 FILE_LEGEND = "A row `key: VALUE` is a setting without a flag, for the config file or the environment."
 
 
-def table(cls: type) -> str:
-    """A dataclass's settings as Markdown, below their headings if they have some."""
+def table(cls: type, same_as: type | None = None, command: str = "") -> str:
+    """Return a dataclass's settings as Markdown, below their headings if they have any.
+
+    Settings that are the same in the dataclass ``same_as`` share one row, which refers to its command.
+    """
     rows = ["| flag | |", "| --- | --- |"]
+    known = [] if same_as is None else [(_names(one), help_text(one)) for one in settings_of(same_as)]
+    shared = [_names(one) for one in settings_of(cls) if (_names(one), help_text(one)) in known]
     groups: dict[str, list[Setting]] = {}
     for one in settings_of(cls):
-        groups.setdefault(one.group, []).append(one)
+        if _names(one) not in shared:
+            groups.setdefault(one.group, []).append(one)
+    rows += [f"| {', '.join(shared)} | As for `{command}`. |"] if shared else []
     for heading, settings in groups.items():
         rows += [f"| **{heading}** | |"] if heading else []
         rows += [f"| {_marked(one, cls)} | {help_text(one).replace('|', chr(92) + '|')} |" for one in settings]
@@ -61,8 +68,8 @@ def tables() -> dict[str, str]:
         "engine": table(EngineArgs),
         "chat": table(ChatArgs),
         "bench serve": table(BenchServeArgs),
-        "bench throughput": table(BenchThroughputArgs),
-        "bench latency": table(BenchLatencyArgs),
+        "bench throughput": table(BenchThroughputArgs, BenchServeArgs, "bench serve"),
+        "bench latency": table(BenchLatencyArgs, BenchServeArgs, "bench serve"),
         "variables": "\n".join(others),
     }
 

@@ -1,6 +1,6 @@
-"""Write docs/models.md: what runs, from the table that the conformance test runs.
+"""Write docs/models-table.md: the architectures that run, from the table that the conformance test runs.
 
-python -m tools.docs.models            # writes docs/models.md
+python -m tools.docs.models            # writes docs/models-table.md
 python -m tools.docs.models --check    # fails if it is not up to date
 """
 
@@ -10,122 +10,68 @@ import argparse
 import sys
 from pathlib import Path
 
-DOC = Path(__file__).parents[2] / "docs" / "models.md"
+DOC = Path(__file__).parents[2] / "docs" / "models-table.md"
 
 _HEAD = """\
 <!-- Written by tools/docs/models.py from tools/fixtures/architectures.py. Do not edit. -->
-# Models
+# Architectures
 
-A model is `demo`, a repository on the Hugging Face hub, a local directory (Hugging Face or MLX safetensors, MLX
-quantized weights included), or a `.gguf` file:
-
-    metal-engine serve demo
-    metal-engine serve Qwen/Qwen3-0.6B
-    metal-engine serve bartowski/Qwen_Qwen3-0.6B-GGUF:Q4_K_M
-    metal-engine serve ~/models/my-model
-    metal-engine serve ~/models/my-model.Q4_K_M.gguf
-
-## Files
-
-- **From the hub**: `REPO`, `REPO@REVISION` (or `--revision`) for a branch, tag or commit, and `REPO:Q4_K_M` for a GGUF
-  file: the one whose name has that quantization, in whatever case. A repository that has GGUF files only gives its
-  `Q4_K_M`, or the only one there is. `--download-dir` takes another folder than the hub's cache. `HF_TOKEN`, `HF_HOME`,
-  `HF_ENDPOINT` and `HF_HUB_OFFLINE` mean what they mean to `huggingface_hub`. A model in the cache needs no network; a
-  hub that does not answer is given up after 3 seconds. A download that was interrupted goes on where it ended.
-- **Before a download, and before loading**, the engine reads the configuration and the headers of the weight files:
-  some hundred kilobytes. An architecture that cannot run here, weights or a KV cache that do not fit into memory, a
-  missing or truncated shard, a broken JSON file are errors of one line, at once.
-- **Weights**: safetensors in one file or several, from Hugging Face or mlx-lm, with tied or untied heads, and mlx-lm's
-  quantized ones (4, 6, 8 bits, mixed). A CPU gets them dequantized to float32; on Metal they stay as they are
-  (`--dtype` converts).
-- **GGUF**: the [architectures below](#gguf-files) in F32, F16, BF16 and the quantized types that `gguf` can dequantize.
-  On Metal Q4_0, Q4_1, Q4_K, Q8_0 and MXFP4 stay quantized; other types take the memory of 16-bit weights.
-- **Tokenizer**: the checkpoint's own, or the one in the directory or repository that `--tokenizer` names. It must be a
-  fast one. The chat template is `chat_template.jinja`, the one in `tokenizer_config.json` (of several named ones
-  `default`), or `chat_template.json`.
-- **`generation_config.json`** gives all end-of-sequence ids, and `temperature`, `top_p`, `top_k` and `min_p` for
-  requests that do not set them. `--generation-config vllm` leaves these four out; a folder's name takes them from
-  there. The demo model has a temperature of 0.2 and a `top_p` of 0.5.
-- **Code of a checkpoint** runs only with `--trust-remote-code`. What else of its files is trusted and what is bounded:
-  [security.md](security.md).
-
-## Why was my model refused?
-
-- `no repository … on the Hugging Face hub`: It is misspelt, or private: set `HF_TOKEN` to a token that may read it.
-- `… is gated`: Its owner wants its terms accepted: do so on its page on the hub, and set `HF_TOKEN` to a token of
-  that account.
-- `the Hugging Face hub cannot be reached`: Nobody answered within 3 seconds. Behind a proxy, set `HTTPS_PROXY`; with
-  a mirror, `HF_ENDPOINT`. What is in the cache needs no hub.
-- `mlx-lm has no architecture …`: The installed mlx-lm has no code for it. A newer mlx-lm may.
-- `(architecture …) cannot run here: …`: It keeps state of a kind that is not known here, or computes attention
-  in a way of its own: see the table below.
-- `not enough memory for …`: The weights alone are larger than the memory for a model. The message says which version
-  would fit; `metal-engine show REPO` says the same of others without a download.
-- `no memory for the KV cache`: The weights fit, and nothing is left beside them: lower `--max-num-batched-tokens`,
-  raise `--gpu-memory-utilization`, or take a smaller version.
-- `… has no weights`: The repository has them in another form (PyTorch, ONNX, adapters): look for a version in
-  safetensors, MLX or GGUF.
-- `… GGUF file …; there are …`: Name one of those that are listed: `REPO:Q8_0`. A GGUF in parts is not read.
-- `… is quantized with …`: mlx-lm does not know that method: take an MLX version, or plain weights.
-- `brings code of its own`: The architecture is a Python file of the repository: read it, and `--trust-remote-code`
-  runs it.
-- `is half-downloaded`: `metal-engine pull` gets the rest.
-
-## Architectures
-
-The architectures are mlx-lm's; `model_type` in a checkpoint's `config.json` names its own. No list decides what runs:
-at every load the engine sends two short requests through its packed, paged forward and compares their logits with
-mlx-lm's own forward of the same weights. It refuses a model that differs, with the reason, and never serves it wrong.
+Look up here if an architecture runs, and if the kernel computes its attention on a Mac. `model_type` in a checkpoint's
+`config.json`, or `general.architecture` in a GGUF file, names the architecture. [models.md](models.md) explains how to
+use models, and the check at load that decides.
 
 """
 
 _SUPPORTED = """\
-### Verified
+## Verified
 
-Tests run each of these {count} with small random weights: three requests that are packed, chunked, interleaved over
-shuffled blocks and slots of states, and longer than the sliding windows. The relative logit error against mlx-lm's own
-forward is below 1e-4.
+Tests run each of these {count} architectures with small random weights. Three requests are packed, chunked and
+interleaved over shuffled blocks and state slots, and they are longer than the sliding windows. The relative error of
+the logits against mlx-lm's own forward pass is below 1e-4.
 
-*Heads* are those of one published model: query heads / KV heads x head dimension; of latent attention, the latent and
-its position part. *On Metal* says what `--attention-backend auto` computes such layers with: our kernel
-([kernels.md](kernels.md)), or, slower, MLX's operations. Tests run each architecture with such heads through the
-kernel, simulated. Other models of an architecture may have other heads: the start-up block, `/health` and
-`metal-engine doctor MODEL` say what a model's layers get.
+- **heads**: those of one published model, as query heads / KV heads x head dimension. Latent attention has the
+  dimensions of the latent vector and of its position part, as (512 + 64).
+- **on Metal**: `--attention-backend auto` computes such layers with our [kernel](dev/kernels.md), or with MLX's slower
+  operations. Tests run the kernel with these heads in a simulator.
+
+Other models of an architecture can have other heads. The start-up lines, `/health` and `metal-engine doctor MODEL` show
+what computes the layers of your model.
 
 | `model_type` | attention | layers | heads | on Metal |
 | --- | --- | --- | --- | --- |
 """
 
 _UNSUPPORTED = """
-### Refused
+## Refused
 
-| `model_type` | what it does that a packed step cannot | reason given at load |
+| `model_type` | property that a packed step does not support | reason given at load |
 | --- | --- | --- |
 """
 
 _TAIL = """
-Other architectures of mlx-lm may run too: the check at load decides. What a layer keeps must be keys and values of
-every token, latents of them, or a recurrent state.
+Other architectures of mlx-lm may run. Their layers must store keys and values of every token, latent vectors of them,
+or a recurrent state.
 
 ## GGUF files
 
-What a GGUF file says in `general.architecture` decides. These run, each in files as llama.cpp's converter writes them:
+These architectures run, in files as llama.cpp's converter writes them:
 
-| architecture | models | as mlx-lm's | notes |
+| architecture | models | `model_type` | notes |
 | --- | --- | --- | --- |
 {gguf}
-Tests compare the logits of tiny files of each with llama.cpp's own, and what the engine generates with mlx-lm on the
-Hugging Face checkpoint that they were converted from.
+Tests convert tiny Hugging Face checkpoints. They compare the logits with llama.cpp's, and the output with mlx-lm's
+output for the original checkpoint.
 
-- **Refused**, in one line and before any weight is read: other architectures (`mistral3`, `gemma4`, `llama4`), a file
-  that lacks a value or a tensor, tensors of other shapes than the metadata say, a variant that mlx-lm does not compute
-  (RoPE scaling of the kinds with experts, Olmo 3), one part of a split file.
-- **Windows**: of gemma3 and gpt-oss. gemma2, phi3 and the first Mistral attend to everything, as with mlx-lm.
-- **Weights** that do not stay quantized become float16, those of gemma2, gemma3 and gpt-oss bfloat16: their activations
-  can leave float16's range. `--dtype` says otherwise. Q5 and Q6 types take three times their size then.
-- **Tokenizer**: SentencePiece (`llama`), or byte-level BPE (`gpt2`) with one of the splits {splits}. Another split is
-  refused: it would give other tokens. `--tokenizer` takes one from elsewhere.
-- **Ends** of an answer are the tokens that the file names, and the usual ends of a turn among its control tokens.
+- **Refused**, before any weight is read: other architectures (`mistral3`, `gemma4`, `llama4`), files that lack a value
+  or a tensor, tensors whose shape contradicts the metadata, single parts of split files, and variants that mlx-lm does
+  not compute (Olmo 3, RoPE scaling of models with experts).
+- **Windows**: gemma3 and gpt-oss have sliding windows. gemma2, phi3 and the first Mistral attend to everything, as in
+  mlx-lm.
+- **Weights** that do not stay quantized become float16, or bfloat16 for gemma2, gemma3 and gpt-oss, whose activations
+  can exceed float16's range. `--dtype` overrides this. Q5 and Q6 types then take three times their size.
+- **Tokenizer**: SentencePiece (`llama`), or byte-level BPE (`gpt2`) with one of the splits {splits}. Other splits are
+  refused because they would give other tokens. `--tokenizer` loads a tokenizer from elsewhere.
+- **End of output**: the tokens that the file names, and the usual end-of-turn tokens among its control tokens.
 """
 _REFUSED = {
     "afm7": "several layers attend over the keys and values of one",
@@ -134,7 +80,7 @@ _REFUSED = {
     "gpt_bigcode": "reads its position out of mlx-lm's cache as a Python number",
     "iquestloopcoder": "runs its layers twice, and attends over the first run's keys in the second",
     "llama4": "attends in chunks of the context",
-    "longcat_flash_ngram": "looks up n-grams, for which it keeps the last tokens",
+    "longcat_flash_ngram": "stores the last tokens to look up n-grams",
     "minimax_m3_vl": "each row attends only to the blocks that an index of its own picks",
     "phi3small": "attends to blocks in a pattern of its own",
     "plamo2": "calls MLX's attention itself, and passes mlx-lm's by",
@@ -157,7 +103,7 @@ _GGUF_MODELS = {
 
 
 def models_doc() -> str:
-    """The text of docs/models.md."""
+    """The text of docs/models-table.md."""
     from metal_engine.checkpoints.gguf.tokenizer import PRE_TOKENIZERS
     from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED
 

@@ -1,4 +1,4 @@
-"""Takes the screenshots of the page for README.md and docs/page.md: ``python -m tools.docs.page``.
+"""Takes the screenshots of the page for README.md and docs/cli.md: ``python -m tools.docs.page``.
 
 Serves the demo model with a small KV cache, asks it something, fills the cache, and takes pictures with a headless
 Chromium: docs/images/page-light.png, page-dark.png and page-phone.png. Takes a minute on two idle cores. Other

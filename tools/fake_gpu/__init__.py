@@ -1,7 +1,7 @@
-"""A GPU that computes nothing, for what the host does with one: dispatch, copies of the KV cache, idle time.
+"""Fake GPU that computes nothing, for measuring the host side: dispatch, copies of the KV cache, idle time.
 
-:func:`install` patches the CPU-only libmlx of this process, before ``mlx.core`` is imported: MLX and the engine then
-run as on a Mac, and kernels only take time. README.md says what is modelled and what is not.
+:func:`install` patches the CPU-only libmlx of this process before ``mlx.core`` is imported. MLX and the engine then run
+as on a Mac, but kernels only take time. README.md describes the model and its limits.
 
     python -m tools.fake_gpu report
 """

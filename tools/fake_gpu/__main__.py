@@ -1,4 +1,4 @@
-"""The command line: ``python -m tools.fake_gpu report``."""
+"""Command line: ``python -m tools.fake_gpu report``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from . import FakeGpuError, install
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.fake_gpu", description="Engines on a GPU that is a model.")
+    parser = argparse.ArgumentParser(prog="python -m tools.fake_gpu", description="Run engines on a modelled GPU.")
     commands = parser.add_subparsers(dest="command", required=True)
-    report = commands.add_parser("report", help="where a decode step's time goes, and whether the device waits")
-    host = commands.add_parser("host", help="what a decode step costs its thread: built, replayed, and in mlx-lm")
+    report = commands.add_parser("report", help="show the parts of a decode step's time, and whether the device waits")
+    host = commands.add_parser("host", help="show the CPU time of a decode step: built, replayed, in mlx-lm")
     try:
         gpu = install()
     except FakeGpuError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    # They load MLX, which must find the fake GPU.
+    # Imported here, because they load MLX, which must find the fake GPU.
     from . import host as of_host
     from . import report as reporting
 

@@ -1,4 +1,4 @@
-"""Compiles device.cpp with MLX's headers, and keeps the library in the user's cache."""
+"""Compiles device.cpp with MLX's headers and stores the library in the user's cache."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from metal_engine.device.cache_dir import cache_dir
 from metal_engine.device.private_folder import NotPrivateError, private_folder
 
 SOURCE = Path(__file__).with_name("device.cpp")
-# As mlx-cpu's wheels are built; others would lay out its classes differently.
+# Flags of mlx-cpu's wheels. Other flags could change the layout of its classes.
 _FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC", "-Wall", "-Wextra")
 _COMPILERS = ("g++", "clang++", "c++")
 
 
 class FakeGpuError(RuntimeError):
-    """The fake GPU cannot work here: another MLX, another machine, no compiler."""
+    """The fake GPU does not work here: unsupported MLX or machine, or no compiler."""
 
 
 def compiler() -> str:
-    """The C++ compiler to use.
+    """Return the path of a C++ compiler.
 
     Raises:
-        FakeGpuError: there is none; says what to install.
+        FakeGpuError: no compiler was found. The message has the package to install.
     """
     given = os.environ.get("CXX")
     for name in (given,) if given else _COMPILERS:
         if path := shutil.which(name):
             return path
-    missing = f"CXX names {given}, which is not there" if given else f"none of {', '.join(_COMPILERS)} is there"
+    missing = f"CXX names {given}, which was not found" if given else f"none of {', '.join(_COMPILERS)} was found"
     raise FakeGpuError(f"the fake GPU needs a C++20 compiler, and {missing}: on Debian or Ubuntu, apt-get install g++")
 
 
 def build(mlx: Path, version: str) -> Path:
-    """Returns the compiled library, from the cache where it has been compiled before.
+    """Return the compiled library, from the cache if it has been compiled before.
 
     Args:
-        mlx: the folder of the mlx package.
-        version: of MLX.
+        mlx: folder of the mlx package.
+        version: version of MLX.
 
     Raises:
-        FakeGpuError: there is no compiler, or it fails.
+        FakeGpuError: no compiler was found, or compilation failed.
     """
     path = compiler()
     parts = [SOURCE.read_text(), version, path, " ".join(_FLAGS), platform.machine(), str(mlx)]
@@ -63,5 +63,5 @@ def build(mlx: Path, version: str) -> Path:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise FakeGpuError(f"the fake GPU does not compile:\n{done.stderr}")
-        os.replace(made, library)  # others see all of it or nothing
+        os.replace(made, library)  # atomic: other processes never see a partial file
     return library

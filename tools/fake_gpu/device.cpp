@@ -1,6 +1,6 @@
-// A GPU that computes nothing, inside the CPU-only libmlx. MLX's own evaluation, arrays, donation and throttle run as
-// they are; what it would ask of Metal is answered here, with Metal's rules for which memory a command buffer holds and
-// when one is committed. A kernel only takes time, on a timeline of its own. README.md says what is modelled.
+// Fake GPU that computes nothing, inside the CPU-only libmlx. MLX's own evaluation, arrays, donation and throttle run
+// unchanged. This file replaces the calls to Metal, with Metal's rules for the memory that a command buffer holds and for
+// its commit. A kernel only takes time, on the device's own timeline. README.md describes the model.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -29,7 +29,7 @@ using Held = std::unordered_set<std::shared_ptr<array::Data>>;
 
 namespace {
 
-// What MLX's CPU events hold, in 0.32.4 (mlx/backend/no_gpu/event.cpp); it is in no header.
+// Contents of MLX's CPU events in 0.32.4 (mlx/backend/no_gpu/event.cpp). No header declares it.
 struct EventCounter {
   uint64_t value{0};
   std::mutex mutex;
@@ -61,7 +61,7 @@ struct Counts {
   long finished;
 } counts;
 
-// The command buffer that is being encoded. One thread encodes, for one stream.
+// Command buffer that is being encoded. One thread encodes for one stream.
 struct CommandBuffer {
   Held held;
   std::unordered_set<const void*> counted;
@@ -70,7 +70,7 @@ struct CommandBuffer {
   double gpu_us = 0;
 } encoding;
 
-// The device's timeline, and a gate that tests close: nothing ends while it is closed.
+// State of the device's timeline, and a gate for tests: while it is closed, no command buffer completes.
 std::mutex mutex;
 std::condition_variable gate;
 bool is_open = true;
@@ -82,9 +82,9 @@ const std::unordered_set<std::string> VIEWS = {
     "NumberOfElements", "Reshape", "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View"};
 const std::unordered_set<std::string> IN_PLACE = {
     "DynamicSliceUpdate", "MaskedScatter", "Scatter", "ScatterAxis", "SliceUpdate"};
-// They read as much of an input as they put out, at most.
+// Operations that read at most as many bytes of an input as they write.
 const std::unordered_set<std::string> PICKING = {"CustomKernel", "Gather", "GatherAxis"};
-// MLX reads arrays of this size on the host now and then, tokens above all: these are zeros, the others are not written.
+// MLX may read arrays up to this size on the host, mainly tokens. They are zeroed. Larger arrays are never written.
 constexpr size_t ZEROED_BYTES = 16384;
 
 void spend(double us) {
@@ -93,7 +93,7 @@ void spend(double us) {
   while (Clock::now() < end) {}
 }
 
-// Give what has been encoded to the device.
+// Submit the encoded command buffer to the device.
 void commit(Stream stream, bool is_counted) {
   if (is_counted) scheduler::notify_new_task(stream);
   const auto time = std::chrono::nanoseconds(long(encoding.gpu_us * 1000));
@@ -119,7 +119,7 @@ void commit(Stream stream, bool is_counted) {
     }
     if (time.count()) std::this_thread::sleep_until(idle_since);
     if (is_counted) scheduler::notify_task_completion(stream);
-    // As on Metal: a completion handler runs, and is then let go of with what it holds.
+    // As on Metal, a completion handler is destroyed after it has run, which releases the memory it holds.
     held->clear();
   });
 }
@@ -146,7 +146,7 @@ double kernel_us(const std::string& name, const std::vector<array>& inputs, cons
   return settings.kernel_us + settings.us_per_mb * double(bytes) / (1 << 20);
 }
 
-// Encode a kernel: its outputs have memory afterwards.
+// Encode a kernel and allocate its outputs.
 void encode_kernel(const std::string& name, array& arr, std::vector<array>& outputs) {
   if (IN_PLACE.count(name)) {
     const array& target = arr.inputs()[0];
@@ -167,7 +167,7 @@ void encode_kernel(const std::string& name, array& arr, std::vector<array>& outp
   spend(settings.encode_us);
 }
 
-// Returns whether an operation is one that moves no data, and has been done.
+// Execute an operation that moves no data. Returns false for other operations.
 bool is_view(const std::string& name, array& arr, std::vector<array>& outputs) {
   if (name == "Contiguous" && arr.inputs()[0].flags().row_contiguous) {
     outputs[0].copy_shared_buffer(arr.inputs()[0]);
@@ -175,7 +175,7 @@ bool is_view(const std::string& name, array& arr, std::vector<array>& outputs) {
     try {
       arr.primitive().eval_cpu(arr.inputs(), outputs);
     } catch (const std::exception&) {
-      return false;  // a reshape that has to move data; there is no CPU to do that on a GPU's stream
+      return false;  // a reshape that moves data is a kernel on a GPU's stream
     }
   } else {
     return false;
@@ -189,7 +189,7 @@ bool is_view(const std::string& name, array& arr, std::vector<array>& outputs) {
 
 extern "C" {
 
-// --- what MLX asks of a GPU; each takes the place of the function that device.py names ---
+// --- MLX's GPU functions; each replaces the function named in device.py ---
 
 bool fake_true() { return true; }
 bool fake_false() { return false; }
@@ -204,11 +204,11 @@ void fake_eval(array* evaluated) {
   const std::string name = arr.primitive().name();
   // MLX ends each evaluation with an operation that does nothing.
   if (name != "Synchronize" && !is_view(name, arr, outputs)) encode_kernel(name, arr, outputs);
-  // metal/eval.cpp: all inputs are held until the command buffer is done, but for one that was donated to the output.
+  // metal/eval.cpp: the command buffer holds all inputs until it is done, except an input donated to the output.
   for (const auto& in : arr.inputs()) encoding.held.insert(in.data_shared_ptr());
   for (const auto& sibling : arr.siblings()) encoding.held.insert(sibling.data_shared_ptr());
   encoding.held.erase(arr.data_shared_ptr());
-  // metal/device.cpp, needs_commit: what is called megabytes there are elements.
+  // metal/device.cpp, needs_commit: the limit named megabytes counts elements.
   if (encoding.ops > settings.max_ops || long(encoding.elements >> 20) > settings.max_mb) commit(stream, true);
   counts.encode_ns += (Clock::now() - started).count();
 }
@@ -235,7 +235,7 @@ void fake_signal(Event* event, Stream stream) {
   });
 }
 
-// --- for device.py ---
+// --- interface of device.py ---
 
 void fake_configure(const Settings* given) { settings = *given; }
 
@@ -244,7 +244,7 @@ void fake_counts(Counts* out, bool reset) {
   *out = counts;
   if (!reset) return;
   counts = Counts();
-  has_worked = has_worked && idle_since > Clock::now();  // idle time before what is counted is nobody's
+  has_worked = has_worked && idle_since > Clock::now();  // idle time before the reset does not count
 }
 
 void fake_gate(bool open) {

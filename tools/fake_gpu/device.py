@@ -1,4 +1,4 @@
-"""Puts the fake GPU into the libmlx of this process, and asks it what it was given to do."""
+"""Installs the fake GPU in this process's libmlx and reads its counts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from typing import Any
 
 from .build import FakeGpuError, build
 
-# Versions of MLX of which the patched functions, and the rules that device.cpp repeats, have been looked at.
+# Versions of MLX whose patched functions, and rules that device.cpp repeats, have been reviewed.
 TRIED = ("0.32.4",)
-# What takes the place of which function of libmlx; as `fake_replace` of device.cpp has it.
+# Function of libmlx -> name of its replacement in `fake_replace` of device.cpp.
 _REPLACED = {
     "mlx::core::gpu::is_available()": "true",
     "mlx::core::metal::is_available()": "true",
@@ -33,7 +33,7 @@ _REPLACED = {
     "mlx::core::gpu::finalize(mlx::core::Stream)": "finalize",
     "mlx::core::gpu::synchronize(mlx::core::Stream)": "synchronize",
     "mlx::core::Event::signal(mlx::core::Stream)": "signal",
-    # Metal has kernels for these; on a CPU they become graphs of others.
+    # Metal has kernels for these operations. On a CPU, they become graphs of other operations.
     "mlx::core::fast::RMSNorm::use_fallback(mlx::core::Stream)": "false",
     "mlx::core::fast::RoPE::use_fallback(mlx::core::Stream)": "false",
     "mlx::core::fast::LayerNorm::use_fallback(mlx::core::Stream)": "false",
@@ -51,16 +51,16 @@ _NUM_CORES = 10
 
 @dataclass(frozen=True)
 class FakeGpuSettings:
-    """What things cost, and when a command buffer is committed.
+    """Costs of operations, and limits of command buffers.
 
     Attributes:
-        encode_us: host time for a kernel, in microseconds: Metal's encoding, which is not done here.
-        view_us: host time for a view.
-        kernel_us: device time for a kernel.
-        us_per_mb: device time for each MiB that a kernel reads and writes.
+        encode_us: host time for each kernel in microseconds, in place of Metal's encoding, which does not run here.
+        view_us: host time for each view in microseconds.
+        kernel_us: device time for each kernel in microseconds.
+        us_per_mb: device time in microseconds for each MiB that a kernel reads or writes.
         max_ops: kernels after which a command buffer is committed, as ``MLX_MAX_OPS_PER_BUFFER``.
-        max_mb: "megabytes", 2**20 elements, after which it is, as ``MLX_MAX_MB_PER_BUFFER``.
-        pool_array_bytes: a new array of at least so many bytes counts as a copy of a pool's.
+        max_mb: "megabytes" (2**20 elements) after which a command buffer is committed, as ``MLX_MAX_MB_PER_BUFFER``.
+        pool_array_bytes: smallest size of a new array that counts as a copy of a pool's array.
     """
 
     encode_us: float = 0.0
@@ -74,17 +74,18 @@ class FakeGpuSettings:
 
 @dataclass(frozen=True)
 class Counts:
-    """What the device was given since it was last asked; times in nanoseconds.
+    """Counts of the device's work since the last reset. Times are in nanoseconds.
 
     Attributes:
-        kernels: and ``views``, evaluated operations.
-        copies: writes that were not in place, of arrays of any size.
-        pool_copies: new arrays of ``pool_array_bytes`` and more.
-        commits: of command buffers with at least a kernel.
-        encode_ns: host time in here, ``encode_us`` and ``view_us`` included.
+        kernels: evaluated operations, except views.
+        views: evaluated views.
+        copies: number of copies made by writes, for arrays of any size.
+        pool_copies: new arrays of at least ``pool_array_bytes``.
+        commits: committed command buffers with at least one kernel.
+        encode_ns: host time in the fake GPU, including ``encode_us`` and ``view_us``.
         busy_ns: device time of kernels.
-        idle_ns: device time between kernels with nothing to do.
-        finished: command buffers that are done, empty ones too.
+        idle_ns: idle device time between kernels.
+        finished: completed command buffers, including empty ones.
     """
 
     kernels: int = 0
@@ -99,7 +100,7 @@ class Counts:
 
     @property
     def busy(self) -> float:
-        """The share of time in which the device had something to do; 0 where it never had."""
+        """Fraction of time in which the device was busy; 0 without any work."""
         return self.busy_ns / max(self.busy_ns + self.idle_ns, 1)
 
 
@@ -111,26 +112,29 @@ class _CSettings(ctypes.Structure):
 
 
 class FakeGpu:
-    """The fake GPU of this process; :func:`install` makes it."""
+    """Fake GPU of this process, made by :func:`install`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self.configure(FakeGpuSettings())
 
     def configure(self, settings: FakeGpuSettings) -> None:
-        """Have things cost what ``settings`` say, from the next operation on."""
+        """Apply costs and limits from the next operation on."""
         self.settings = settings
         self._library.fake_configure(ctypes.byref(_CSettings(*astuple(settings))))
 
     def counts(self, *, reset: bool = False) -> Counts:
-        """What the device was given since the last reset."""
+        """Return the counts since the last reset."""
         found = (ctypes.c_long * len(Counts.__dataclass_fields__))()
         self._library.fake_counts(found, reset)
         return Counts(*found)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within it, no command buffer ends. What waits for one waits for ever; so does the eleventh commit."""
+        """Prevent command buffers from completing inside the context.
+
+        Any wait for one, and the eleventh commit, would block.
+        """
         self._library.fake_gate(False)
         try:
             yield
@@ -143,12 +147,12 @@ def install() -> FakeGpu:
     """Patch libmlx, once. ``mlx.core`` must not have been imported.
 
     Raises:
-        FakeGpuError: this is no machine or MLX that it was made for, or there is no compiler.
+        FakeGpuError: the machine or the version of MLX is not supported, or there is no compiler.
     """
     if "mlx.core" in sys.modules:
         raise FakeGpuError("mlx.core has been imported: the fake GPU must be installed before")
     mlx, version = _find_mlx()
-    # The library that was linked with the fake one must be there first, for everybody to see.
+    # Load the library that the fake GPU was linked with first, with its symbols global.
     libmlx = mlx / "lib" / "libmlx.so"
     ctypes.CDLL(str(libmlx), mode=ctypes.RTLD_GLOBAL)
     library = ctypes.CDLL(str(build(mlx, version)))
@@ -159,43 +163,43 @@ def install() -> FakeGpu:
     base = _loaded_at(libmlx)
     for name, offset in _offsets(libmlx).items():
         if not library.fake_replace(base + offset, _REPLACED[name].encode()):
-            raise FakeGpuError("this system does not let a program change its own code")
+            raise FakeGpuError("this system does not allow a program to change its own code")
     gpu = FakeGpu(library)
     _change_python()
     return gpu
 
 
 def _find_mlx() -> tuple[Path, str]:
-    """The folder of the mlx package, and its version."""
+    """Return the folder of the mlx package and its version."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise FakeGpuError(f"the fake GPU is for Linux on x86-64, not {sys.platform} on {platform.machine()}")
     spec = importlib.util.find_spec("mlx")
     if spec is None or not spec.submodule_search_locations:
-        raise FakeGpuError("there is no MLX")
+        raise FakeGpuError("MLX is not installed")
     for package in ("mlx", "mlx-cpu"):
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError as error:
-            raise FakeGpuError(f"there is no {package}: the fake GPU patches its libmlx.so") from error
+            raise FakeGpuError(f"{package} is not installed: the fake GPU patches its libmlx.so") from error
         if version not in TRIED:
             raise FakeGpuError(
-                f"the fake GPU was tried with MLX {', '.join(TRIED)}, and this is {package} {version}; see "
-                "tools/fake_gpu/README.md for what to look at before it is added"
+                f"the fake GPU was tried with MLX {', '.join(TRIED)}, but {package} {version} is installed; see "
+                "tools/fake_gpu/README.md for the code to review before adding a version"
             )
     return Path(spec.submodule_search_locations[0]), version
 
 
 def _loaded_at(library: Path) -> int:
-    """The address that offsets in a library count from."""
+    """Return the address to which offsets in a library are relative."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, offset, *_, path = line.split(maxsplit=5)
         if int(offset, 16) == 0 and os.path.samefile(path, library) if path.startswith("/") else False:
             return int(span.split("-")[0], 16)
-    raise FakeGpuError(f"{library} is not in this process")
+    raise FakeGpuError(f"{library} is not loaded in this process")
 
 
 def _offsets(library: Path) -> dict[str, int]:
-    """Where the functions of :data:`_REPLACED` are in libmlx."""
+    """Return the offsets in libmlx of the functions of :data:`_REPLACED`."""
     try:
         listed = subprocess.run(["nm", "-C", str(library)], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
@@ -213,7 +217,7 @@ def _offsets(library: Path) -> dict[str, int]:
 
 
 def _change_python() -> None:
-    """What Python asks of a Mac's device and this libmlx does not know."""
+    """Add Python functions of a Mac's device that this libmlx lacks."""
     import mlx.core as mx
 
     from metal_engine.device import info

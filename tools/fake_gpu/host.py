@@ -1,6 +1,6 @@
-"""What a decode step costs the thread that runs it, on the fake GPU: built, replayed, and in mlx-lm's BatchGenerator.
+"""Measures the CPU time of a decode step's thread on the fake GPU: built, replayed, and in mlx-lm's BatchGenerator.
 
-Imports MLX: :func:`tools.fake_gpu.install` comes first.
+Imports MLX, so :func:`tools.fake_gpu.install` must be called first.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
 from .device import FakeGpu, FakeGpuSettings
 from .workload import Workload, add_model_arguments, make_engine, make_model, workload_of
 
-# CPU time of the engine's thread where decode steps are replayed, of what it is where they are built.
+# Maximum ratio of the engine thread's CPU time with replayed decode steps to its time with built steps.
 MAX_REPLAYED = 0.65
 TURNS = 6
 _WARM_UP = 20
 
 
 class Ours:
-    """An engine with answers under way, whose outputs go to the queues of an event loop, as in a server."""
+    """Engine with requests in decode. Its outputs go to queues of an event loop, as in a server."""
 
     def __init__(self, workload: Workload, *, replay: bool) -> None:
         self.engine = make_engine(workload, ahead=True, replay=replay, allow_queued_dispatch=True)
@@ -56,7 +56,7 @@ class Ours:
 
 
 class MlxLm:
-    """mlx-lm's generator on the same model with as many sequences; it makes no text."""
+    """mlx-lm's generator on the same model with the same number of sequences. Does not decode text."""
 
     def __init__(self, workload: Workload) -> None:
         stream = mx.default_stream(mx.default_device())
@@ -77,14 +77,19 @@ class MlxLm:
 
 @dataclass
 class Times:
-    """Of each step, in microseconds: CPU time of the thread, and of that what MLX took to evaluate."""
+    """Times of each step in microseconds.
+
+    Attributes:
+        whole: CPU time of the thread.
+        evaluated: part of that time spent in MLX's evaluation.
+    """
 
     whole: list[float] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
 
 
 def measure(steppers: dict[str, Any], num_steps: int) -> dict[str, Times]:
-    """Steps of each, a few at a time in turns, so that what else the machine does reaches all."""
+    """Measure steps of all steppers, a few at a time in rotation, so that other load on the machine affects all."""
     times = {name: Times() for name in steppers}
     spent = 0.0
 
@@ -121,14 +126,14 @@ def measure(steppers: dict[str, Any], num_steps: int) -> dict[str, Times]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=32)
     add_model_arguments(parser)
-    parser.add_argument("--steps", type=int, default=240, help="timed steps of each")
+    parser.add_argument("--steps", type=int, default=240, help="number of timed steps of each engine")
     parser.add_argument("--kernel-us", type=float, default=20.0, help="device time of a kernel")
-    parser.add_argument("--profile", choices=("built", "replayed"), help="print where its time goes instead")
-    parser.add_argument("--no-figures", action="store_true", help="measure, and fail for no figure")
+    parser.add_argument("--profile", choices=("built", "replayed"), help="print a profile of this engine instead")
+    parser.add_argument("--no-figures", action="store_true", help="measure without failing on a missed figure")
 
 
 def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
-    """Print the report. Returns the process's exit status: 1 where a figure is missed."""
+    """Print the report. Return the exit status of the process: 1 if a figure is missed."""
     workload = workload_of(args)
     limits = command_buffer_limits([workload.model], mx.device_info()["memory_size"], allows_queued_dispatch=True)
     assert limits.max_ops is not None  # the model is known
@@ -149,9 +154,9 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     times = measure(steppers, max(args.steps, TURNS))
     print(
         f"{args.requests} sequences, {workload.num_layers} layers, "
-        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores: "
-        f"CPU time of the thread that steps, in us a step of {len(times['built'].whole)}. Of the replayed engine's "
-        f"steps, {forwards['replayed'] / forwards.total():.0%} were.\n"
+        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. "
+        f"CPU time of the stepping thread in us, over {len(times['built'].whole)} steps. "
+        f"{forwards['replayed'] / forwards.total():.0%} of the replayed engine's steps were replayed.\n"
     )
     print("| | median | quartile | evaluating, median | over built | over mlx-lm's |")
     print("| --- | --- | --- | --- | --- | --- |")
@@ -165,9 +170,9 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
         stepper.close()
     missed = []
     if medians["replayed"] > MAX_REPLAYED * medians["built"]:
-        missed.append(f"more than {MAX_REPLAYED} of what built steps take")
+        missed.append(f"more than {MAX_REPLAYED} times as long as built steps")
     if medians["replayed"] >= medians["mlx-lm's BatchGenerator"]:
-        missed.append("not less than mlx-lm's")
+        missed.append("at least as long as mlx-lm's")
     if missed:
         print(f"\nMissed: replayed steps take {' and '.join(missed)}")
     return int(bool(missed) and not args.no_figures)

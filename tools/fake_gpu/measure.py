@@ -1,4 +1,4 @@
-"""Steps an engine on the fake GPU, with a clock for each part of a step."""
+"""Steps an engine on the fake GPU and measures each part of a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from metal_engine.runner.step_sampling import StepSampling
 
 from .device import Counts, FakeGpu
 
-# The engine's functions that are the parts of a step; what they call of each other counts once.
+# Functions of the engine that make up the parts of a step. Nested calls are counted once.
 _PARTS: tuple[tuple[Any, str, str], ...] = (
     (ModelRunner, "_build", "graph"),
     (StepSampling, "build", "graph"),
@@ -31,19 +31,21 @@ _PARTS: tuple[tuple[Any, str, str], ...] = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Means of steps, in milliseconds; the first four are CPU time of the engine's thread.
+    """Means over steps in milliseconds.
+
+    ``graph``, ``evaluate``, ``engine`` and ``host`` are CPU time of the engine's thread.
 
     Attributes:
         graph: building the forward and the sampling.
-        evaluate: MLX's evaluation, encoding included.
-        engine: everything else: scheduling, packing, text.
-        host: the three together.
-        blocked: in the dispatch of a step, until the device has caught up.
-        wait: for a step to end.
-        step: of the clock on the wall.
-        counts: of all steps.
-        peak_bytes: that MLX held, above what it held before.
-        num_steps: that were measured.
+        evaluate: MLX's evaluation, including encoding.
+        engine: all other work: scheduling, packing, text.
+        host: sum of the above three.
+        blocked: wait in the dispatch of a step until the device has caught up.
+        wait: wait for the end of a step.
+        step: wall-clock time.
+        counts: the device's counts over all steps.
+        peak_bytes: peak of MLX's memory, minus the memory at the start.
+        num_steps: number of measured steps.
     """
 
     graph: float
@@ -59,7 +61,7 @@ class Measured:
 
 
 class _Clocks:
-    """Own times of wrapped functions, CPU and wall, by part."""
+    """CPU and wall-clock times of wrapped functions by part, without nested parts."""
 
     def __init__(self) -> None:
         self.cpu: dict[str, float] = defaultdict(float)
@@ -100,10 +102,10 @@ def _clocks() -> Iterator[_Clocks]:
 def measure(
     gpu: FakeGpu, engine: EngineCore, num_steps: int, before_step: Callable[[int], None] = lambda step: None
 ) -> Measured:
-    """Step an engine that has answers under way.
+    """Step an engine with requests in decode.
 
     Args:
-        before_step: is given the index of each step; its time is the engine's.
+        before_step: called with the index of each step. Its time counts as the engine's.
     """
     gc.collect()
     gc.disable()
@@ -135,7 +137,7 @@ def measure(
 
 
 def count_kernels(gpu: FakeGpu, engine: EngineCore, num_steps: int = 4) -> float:
-    """Kernels of a step, on average."""
+    """Return the average number of kernels per step."""
     gpu.counts(reset=True)
     for _ in range(num_steps):
         engine.step()

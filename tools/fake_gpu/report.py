@@ -1,6 +1,6 @@
-"""Measures decoding on the fake GPU: where the host's time goes, and whether the device waits for it.
+"""Measures decoding on the fake GPU: the parts of the host's time, and whether the device waits for the host.
 
-Imports MLX: :func:`tools.fake_gpu.install` comes first.
+Imports MLX, so :func:`tools.fake_gpu.install` must be called first.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .workload import Workload, add_model_arguments, make_engine, prepare, workl
 
 MIN_BUSY = 0.97
 MIN_BUSY_MIXED = 0.93
-# CPU time of the engine's thread where decode steps are replayed, of what it is where they are built.
+# Maximum ratio of the engine thread's CPU time with replayed decode steps to its time with built steps.
 MAX_REPLAYED = 0.65
-# What MLX takes on most Macs.
+# MLX's default limits on most Macs.
 MLX_LIMITS = 40, 40
 _WARM_UP = 8
 _MIXED_EVERY = 8
@@ -37,12 +37,12 @@ class ReportCase:
     """One row of the report.
 
     Attributes:
-        name: of how steps are dispatched.
-        ahead: as ``--async-scheduling``.
-        behind: whether steps are dispatched behind others.
+        name: way of dispatching steps.
+        ahead: value of ``--async-scheduling``.
+        behind: True to dispatch steps while others run.
         limits: operations and "megabytes" of a command buffer.
-        is_mixed: whether prompts come in between.
-        replay: whether decode steps are replayed.
+        is_mixed: True to add prompts between decode steps.
+        replay: True to replay decode steps.
     """
 
     name: str
@@ -55,8 +55,8 @@ class ReportCase:
 
 
 def measure_case(gpu: FakeGpu, case: ReportCase, workload: Workload, gpu_ms: float, num_steps: int) -> Measured:
-    """Run an engine as a case says; its kernels take ``gpu_ms`` a step together."""
-    if case.is_mixed:  # as many end as come
+    """Run an engine for a case. The kernels of a step take ``gpu_ms`` in total."""
+    if case.is_mixed:  # arrivals and ends balance
         workload = replace(workload, max_tokens=_MIXED_EVERY * workload.num_requests)
     max_ops, max_mb = case.limits
     settings = FakeGpuSettings(max_ops=max_ops, max_mb=max_mb)
@@ -79,7 +79,10 @@ def measure_case(gpu: FakeGpu, case: ReportCase, workload: Workload, gpu_ms: flo
 
 
 class _Prompts:
-    """A new prompt every few steps; its preparation is other threads' in a server, so it is done beforehand."""
+    """Adds a prompt every few steps.
+
+    Prompts are prepared beforehand, because a server prepares them in other threads.
+    """
 
     def __init__(self, engine: EngineCore, workload: Workload) -> None:
         self._engine = engine
@@ -113,19 +116,21 @@ def row(case: ReportCase, measured: Measured) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=32)
     add_model_arguments(parser)
-    parser.add_argument("--num-blocks", type=int, default=8192, help="of 16 tokens: 25 M elements in an array of keys")
+    parser.add_argument(
+        "--num-blocks", type=int, default=8192, help="blocks of 16 tokens (default: 25 M elements in an array of keys)"
+    )
     parser.add_argument("--gpu-ms", type=float, default=12.0, help="device time of a step's kernels")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument(
         "--encode-us", type=float, nargs="+", default=[0.0, 1.0, 2.0, 4.0], help="host time of a kernel"
     )
-    parser.add_argument("--max-ops", type=int, help="kernels of a command buffer; else what the engine sets")
-    parser.add_argument("--max-mb", type=int, help="its 2**20 elements; else what the engine sets")
-    parser.add_argument("--no-figures", action="store_true", help="measure, and fail for no figure")
+    parser.add_argument("--max-ops", type=int, help="kernels per command buffer (default: the engine's)")
+    parser.add_argument("--max-mb", type=int, help="units of 2**20 elements per command buffer (default: the engine's)")
+    parser.add_argument("--no-figures", action="store_true", help="measure without failing on a missed figure")
 
 
 def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
-    """Print the report. Returns the process's exit status: 1 where a figure is missed."""
+    """Print the report. Return the exit status of the process: 1 if a figure is missed."""
     workload = replace(workload_of(args), num_blocks=args.num_blocks)
     ours = command_buffer_limits([workload.model], mx.device_info()["memory_size"], allows_queued_dispatch=True)
     limits = args.max_ops or ours.max_ops, args.max_mb or ours.max_mb
@@ -165,7 +170,7 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
 
 
 def missed_figures(case: ReportCase, measured: Measured, limits: tuple[int, int]) -> list[str]:
-    """The figures that a case misses; only cases with the engine's limits have any."""
+    """Return the figures that a case misses. Only cases with the engine's limits have figures."""
     if case.limits != limits:
         return []
     missed = []

@@ -1,6 +1,6 @@
-"""Engines whose model runs on the fake GPU: whole ones, with weights that nobody reads.
+"""Whole engines whose model runs on the fake GPU, with arbitrary weights.
 
-Imports MLX: :func:`tools.fake_gpu.install` comes first.
+Imports MLX, so :func:`tools.fake_gpu.install` must be called first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SMOLLM2: dict[str, Any] = TINY_LLAMA | {
     "vocab_size": 49152,
     "max_position_embeddings": 8192,
 }
-# Of Qwen3.5-0.8B's layers: gated delta nets but for every fourth, with attention.
+# Layers of Qwen3.5-0.8B: gated delta nets, and attention in every fourth layer.
 HYBRID: dict[str, Any] = {
     **BASE,
     "model_type": "qwen3_next",
@@ -66,16 +66,16 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Workload:
-    """Answers under way.
+    """Requests in decode.
 
     Attributes:
-        num_requests: that decode.
-        num_layers: of the model.
-        num_blocks: of the KV cache, of 16 tokens.
-        prompt_len: tokens of a prompt.
-        max_tokens: of an answer.
-        config: of the model; None: the demo model's.
-        prefix_caching: whether blocks, and recurrent states at their ends, are kept for later prompts.
+        num_requests: number of requests.
+        num_layers: number of layers of the model.
+        num_blocks: number of blocks of 16 tokens in the KV cache.
+        prompt_len: number of tokens of a prompt.
+        max_tokens: number of output tokens of a request.
+        config: configuration of the model. Default: the demo model's.
+        prefix_caching: True to cache blocks, and recurrent states at their ends, for later prompts.
     """
 
     num_requests: int = 32
@@ -92,13 +92,13 @@ class Workload:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, help="of the model; default: 30, or 24 of a hybrid one")
-    parser.add_argument("--hybrid", action="store_true", help="a model most of whose layers carry a recurrent state")
-    parser.add_argument("--enable-prefix-caching", action="store_true", help="keep what later prompts may begin with")
+    parser.add_argument("--layers", type=int, help="number of layers of the model (default: 30, or 24 with --hybrid)")
+    parser.add_argument("--hybrid", action="store_true", help="use a model in which most layers are recurrent")
+    parser.add_argument("--enable-prefix-caching", action="store_true", help="cache prefixes for later prompts")
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
-    """What ``--requests`` and the arguments of the model ask for."""
+    """Return the workload for ``--requests`` and the arguments of the model."""
     config = HYBRID if args.hybrid else SMOLLM2
     layers = args.layers or config["num_hidden_layers"]
     return Workload(
@@ -107,7 +107,7 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 
 def make_model(config: dict[str, Any], *, quantized: bool = True) -> nn.Module:
-    """The mlx-lm model that ``config`` describes, in 4 bits."""
+    """Return the mlx-lm model of a configuration, quantized to 4 bits."""
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
     if quantized:
@@ -116,10 +116,10 @@ def make_model(config: dict[str, Any], *, quantized: bool = True) -> nn.Module:
 
 
 def paged_model(model: nn.Module) -> PagedModel:
-    """A model behind the paged cache, with the kernels that a Mac has.
+    """Return a model behind the paged cache, with a Mac's kernels.
 
-    Which arrays a recurrent layer's convolutions keep is found by comparing numbers, and there are none here: those of
-    the same shape are the same.
+    PagedModel compares numbers to find the arrays that a recurrent layer's convolutions store. The fake GPU computes no
+    numbers, so arrays of the same shape are treated as equal.
     """
     array_equal = mx.array_equal
     mx.array_equal = lambda a, b: mx.array(a.shape == b.shape)  # type: ignore[assignment, misc]
@@ -130,12 +130,12 @@ def paged_model(model: nn.Module) -> PagedModel:
 
 
 def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runner: Any) -> EngineCore:
-    """An engine, with answers under way as ``workload`` says.
+    """Return an engine with the workload's requests in decode.
 
     Args:
-        ahead: as ``--async-scheduling``.
-        replay: whether decode steps are replayed.
-        runner: to :class:`ModelRunner`.
+        ahead: value of ``--async-scheduling``.
+        replay: True to replay decode steps.
+        runner: arguments of :class:`ModelRunner`.
     """
     max_model_len = min(workload.prompt_len + workload.max_tokens + BLOCK_SIZE, 8192)
     settings = fake_config(
@@ -168,6 +168,6 @@ def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runn
 
 
 def prepare(engine: EngineCore, workload: Workload, number: int) -> PreparedRequest:
-    """A request of the workload, prepared; prompts differ in length."""
+    """Prepare a request of the workload. Prompts differ in length."""
     params = SamplingParams(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=True)
     return engine.prepare([1] * (workload.prompt_len + number % 17), params)

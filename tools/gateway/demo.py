@@ -1,9 +1,9 @@
-"""`make gateway`: two servers, the KV store that they share and the gateway before them, on this machine.
+"""`make gateway`: two servers, their shared KV store and the gateway in front of them, on this machine.
 
     python -m tools.gateway.demo [MODEL] [--port 9000]
 
-Asks a little, says who answered and where the KV came from, prints what to try, and goes on until Ctrl-C. A server
-that ends is started again, as launchd would.
+Sends some requests, prints the server of each response and the source of its KV, prints commands to try, and runs until
+Ctrl-C. A server that ends is restarted, as by launchd.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _LOOK_SECONDS = 0.5
 
 
 class GatewayFleet:
-    """Two servers of a model on a store of their own, and the gateway before them.
+    """Two servers of a model on their own store, and the gateway in front of them.
 
     Args:
-        stack: ends them all when it is left.
-        log: what takes what they print.
+        stack: ends all processes on exit.
+        log: file for the output of the processes.
     """
 
     def __init__(self, stack: ExitStack, model: str, port: int, log: TextIO) -> None:
         self._stack, self._model, self._log = stack, model, log
         self.store = stack.enter_context(shared_store(log))
-        # Each saves what it computes, and loads what others have: the hand-over is through the store alone.
+        # Each server saves its KV and loads the other's. KV is exchanged only through the store.
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for number in (1, 2):
             print(f"starting server {number} of 2 on {model} ...", flush=True)
@@ -63,7 +63,7 @@ class GatewayFleet:
         self.processes[url] = process
 
     def watch(self) -> NoReturn:
-        """Start again whichever server ends, for ever; raises NotStartedError if the gateway ends."""
+        """Restart servers that end, forever. Raises NotStartedError if the gateway ends."""
         known = healthy_servers(self.url)
         while True:
             time.sleep(_LOOK_SECONDS)
@@ -71,13 +71,13 @@ class GatewayFleet:
                 raise NotStartedError(f"the gateway has ended with status {self._gateway.returncode}")
             for url, process in list(self.processes.items()):
                 if process.poll() is not None:
-                    print(f"{url} has ended with status {process.returncode}; starting it again ...", flush=True)
+                    print(f"{url} has ended with status {process.returncode}; restarting it ...", flush=True)
                     self.start(int(url.rpartition(":")[2]))
                     print(f"{url} is ready again", flush=True)
-                    known = []  # to be told, also if the gateway has not noticed anything or knows it already
+                    known = []  # report the list again, even if it is unchanged
             now = healthy_servers(self.url)
             if sorted(now) != sorted(known):
-                print(f"the gateway sends requests to {' and '.join(sorted(now)) or 'nobody'}", flush=True)
+                print(f"the gateway sends requests to {' and '.join(sorted(now)) or 'no server'}", flush=True)
                 known = now
 
 
@@ -89,7 +89,7 @@ def complete(url: str, model: str, prompt: str) -> dict[str, Any]:
 
 
 def show(fleet: GatewayFleet, model: str) -> None:
-    """Four conversations of two turns through the gateway, then each first turn at the server that did not have it."""
+    """Run four conversations of two turns through the gateway, then each first turn on the other server."""
     for opening in OPENINGS:
         prompt = opening + STORY * 4
         for turn in (1, 2):
@@ -124,7 +124,7 @@ The gateway is at {fleet.url}, for any OpenAI or Anthropic client. Try:
   kill -9 PID of a server: {pids}
     and ask again meanwhile: the other answers, and the first is started again
 
-Logs: {log}. docs/scaling.md has the commands for several Macs. Ctrl-C ends all of it.
+Logs: {log}. docs/several-macs.md has the commands for several Macs. Ctrl-C ends all of it.
 """
 
 
@@ -132,13 +132,13 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="demo")
-    parser.add_argument("--port", type=int, default=9000, help="of the gateway; 0 for any")
+    parser.add_argument("--port", type=int, default=9000, help="port of the gateway; 0 for a free port")
     args = parser.parse_args()
 
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job would pass over the first
+    for number in (signal.SIGINT, signal.SIGTERM):  # background jobs of a shell ignore SIGINT
         signal.signal(number, interrupt)
     log = Path(tempfile.gettempdir()) / "metal-engine-gateway.log"
     with ExitStack() as stack, log.open("w", encoding="utf-8") as lines:
@@ -153,7 +153,7 @@ def main() -> int:
             print(f"{error}; its log is {log}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
-            for number in (signal.SIGINT, signal.SIGTERM):  # a second one would leave some behind
+            for number in (signal.SIGINT, signal.SIGTERM):  # a second signal would leave processes running
                 signal.signal(number, signal.SIG_IGN)
             print("\nending the gateway, then the servers and the store: some seconds", flush=True)
             stack.close()

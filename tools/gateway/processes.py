@@ -1,7 +1,7 @@
-"""A gateway, servers behind it and the KV store that they share, as processes of this machine.
+"""Gateway, servers behind it and their shared KV store, as processes on this machine.
 
-Each is ended when its ``with`` block is left. A signal of the terminal reaches none of them: whoever started them
-ends them, in order.
+Each process ends when its ``with`` block ends. They do not receive signals of the terminal, so the caller ends them in
+order.
 """
 
 from __future__ import annotations
@@ -22,36 +22,37 @@ import httpx
 from tools.fixtures.ports import free_port
 from tools.fixtures.valkey_binary import valkey_binary
 
-# As docs/scaling.md and docs/launchd have them. The gateway's circuit breaker would leave a server that was killed
-# under load out for 60 s, however well it is by then, unless the checks saw it dead: nobody would be there to take
-# over if another one is told to end meanwhile. Its overload protection would ask a dead server, again and again, as
-# long as the others have eight requests waiting. Requests that fail are asked of another server without the two.
+# Flags as in docs/several-macs.md and docs/launchd/. Two features of the router are off: both would keep requests
+# from healthy servers. The circuit breaker excludes a server killed under load for 60 s, even after a restart, unless a
+# health check found it dead. A shutdown of the other server in that time would leave no server. Overload protection
+# sends requests to a dead server repeatedly while the others have eight waiting requests. With both turned off, failed
+# requests are retried on another server.
 ROUTING_FLAGS = (
     *("--disable-circuit-breaker", "--disable-worker-overload-protection"),
     *("--health-success-threshold", "1", "--load-monitor-interval", "1"),
 )
-# Half of it, five seconds at most, the gateway waits in any case when it is told to end.
+# On shutdown, the gateway always waits half of this time, at most five seconds.
 GRACE_SECONDS = 4
 _START_SECONDS = 300.0
 
 
 class NotStartedError(RuntimeError):
-    """A process has ended, or said nothing for long, before it was ready."""
+    """A process ended, or did not become ready in time."""
 
 
 @contextmanager
 def running(
     name: str, command: Sequence[str], is_ready: Callable[[], bool], log: TextIO | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ready; it is told to end afterwards, and waited for.
+    """Yield a process that is ready. At the end, sends it SIGTERM and waits for its end.
 
     Args:
-        name: for errors.
-        is_ready: asked until it says yes.
-        log: what takes what the process prints; None: nobody.
+        name: name for error messages.
+        is_ready: polled until it returns True.
+        log: file for the output of the process. None discards it.
 
     Raises:
-        NotStartedError: it has not become ready.
+        NotStartedError: the process did not become ready.
     """
     output = subprocess.DEVNULL if log is None else log
     process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
@@ -69,7 +70,7 @@ def running(
 
 
 def end(process: subprocess.Popen[bytes], timeout: float = 60.0) -> None:
-    """Tell a process to end and wait for it; what has not ended in time is killed."""
+    """Send SIGTERM to a process and wait for its end. Kills it after the timeout."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(timeout)
@@ -79,7 +80,7 @@ def end(process: subprocess.Popen[bytes], timeout: float = 60.0) -> None:
 
 
 def answers(url: str) -> bool:
-    """Whether a GET is answered with 200."""
+    """Return True if a GET gets status 200."""
     try:
         return httpx.get(url, timeout=5.0).status_code == 200
     except httpx.HTTPError:
@@ -88,14 +89,14 @@ def answers(url: str) -> bool:
 
 @contextmanager
 def shared_store(log: TextIO | None = None) -> Iterator[str]:
-    """A Valkey or Redis server that forgets everything at its end; its URL.
+    """Yield the URL of a Valkey or Redis server without persistence.
 
     Raises:
-        NotStartedError: there is none on this machine, or it has not started.
+        NotStartedError: no server is installed, or it did not start.
     """
     binary, port = valkey_binary(), free_port()
     if binary is None:
-        raise NotStartedError("there is no Valkey or Redis server here: install one (on a Mac: brew install valkey)")
+        raise NotStartedError("no Valkey or Redis server is installed: install one (on a Mac: brew install valkey)")
 
     def is_ready() -> bool:
         with socket.socket() as client:
@@ -108,7 +109,7 @@ def shared_store(log: TextIO | None = None) -> Iterator[str]:
 
 
 def transfer_config(store_url: str, role: str = "kv_both", **options: Any) -> str:
-    """What ``--kv-transfer-config`` takes for a shared store."""
+    """Return the value of ``--kv-transfer-config`` for a shared store."""
     extra = {"url": store_url, **options}
     return json.dumps({"kv_connector": "valkey", "kv_role": role, "kv_connector_extra_config": extra})
 
@@ -117,7 +118,7 @@ def transfer_config(store_url: str, role: str = "kv_both", **options: Any) -> st
 def model_server(
     model: str, *flags: str, log: TextIO | None = None, port: int | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """``metal-engine serve MODEL``, ready: its URL and its process."""
+    """Yield URL and process of ``metal-engine serve MODEL`` once it is ready."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "metal_engine", "serve", model, "--port", str(port), *flags]
@@ -126,7 +127,7 @@ def model_server(
 
 
 def gateway_command(port: int, metrics_port: int, *flags: str) -> list[str]:
-    """The command that starts the gateway for this machine alone, looking after its servers every second."""
+    """Return the command that starts the gateway for this machine only, with health checks every second."""
     return [
         *(sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
@@ -141,13 +142,13 @@ def gateway_command(port: int, metrics_port: int, *flags: str) -> list[str]:
 def gateway(
     *flags: str, num_servers: int, log: TextIO | None = None, port: int | None = None
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The gateway, ready, with so many servers behind it: its URL and its process.
+    """Yield URL and process of the gateway once it has ``num_servers`` healthy servers.
 
     Args:
-        flags: of ``smg launch``: which servers, and how they are chosen.
+        flags: flags of ``smg launch`` for the servers and the routing.
 
     Raises:
-        NotStartedError: it is not installed, or has not started.
+        NotStartedError: the gateway is not installed, or did not start.
     """
     if find_spec("smg") is None:
         raise NotStartedError("the gateway is not installed: pip install 'metal-engine[gateway]'")
@@ -159,7 +160,7 @@ def gateway(
 
 
 def healthy_servers(url: str) -> list[str]:
-    """The URLs of the servers that a gateway sends requests to now."""
+    """Return the URLs of the servers that a gateway currently sends requests to."""
     try:
         workers = httpx.get(f"{url}/workers", timeout=5.0).raise_for_status().json()["workers"]
     except (httpx.HTTPError, ValueError):

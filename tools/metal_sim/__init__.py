@@ -1,9 +1,9 @@
 """Run Metal kernels without Metal.
 
-``metal_kernel`` is a drop-in for ``mx.fast.metal_kernel``: same constructor, same call, ``mx.array`` results.
-It compiles the source that MLX would hand to Metal, checks it against Metal's rules, runs it thread by thread
-on the CPU, and raises :class:`MetalSimError` for what a GPU would pass over in silence: accesses out of bounds,
-reads of memory that nothing wrote, races, divergent barriers. See docs/kernels.md.
+``metal_kernel`` is a drop-in for ``mx.fast.metal_kernel``: same constructor, same call, ``mx.array`` results. It
+compiles the source that MLX would pass to Metal, checks it against Metal's rules, and runs it thread by thread on the
+CPU. It raises :class:`MetalSimError` for errors that a GPU does not report: accesses out of bounds, reads of
+uninitialised memory, races, divergent barriers. See docs/dev/kernels.md.
 """
 
 from .errors import CheckError, MetalSimError, ToolchainError

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "docs" / "kernel_bytes.md"
+TABLE = ROOT / "docs" / "dev" / "kernel_bytes.md"
 BUILD = ROOT / "build" / "metal"
-REGISTERS = ROOT / "docs" / "kernel_registers.md"
-TIMES = ROOT / "docs" / "kernel_times.md"
+REGISTERS = ROOT / "docs" / "dev" / "kernel_registers.md"
+TIMES = ROOT / "docs" / "dev" / "kernel_times.md"
 DTYPES = ("float16", "bfloat16", "float32")
 GENERATIONS = (13, 14)  # of Apple GPUs: M1, M2
 
@@ -92,7 +92,7 @@ def agx(options: argparse.Namespace) -> int:
 
 
 def undef(options: argparse.Namespace) -> int:
-    """Look for values that loops carry although nothing has set them."""
+    """Search for values that loops carry although they are never set."""
     import mlx.core as mx
 
     from .errors import ToolchainError
@@ -155,7 +155,7 @@ def cuda() -> int:
 
 
 def doctor() -> int:
-    """Is everything there that the simulator needs?"""
+    """Print whether everything that the simulator needs is installed."""
     from .errors import ToolchainError
     from .ptx import ptxas
     from .source import mlx_headers, mlx_version
@@ -167,7 +167,7 @@ def doctor() -> int:
         print(f"runtime     {runtime_library()}")
         print(f"MLX         {mlx_version()}, headers {mlx_headers()}")
         print(f"cache       {cache_dir()}")
-        print(f"ptxas       {ptxas() or 'none: PTX is written, and not assembled'}")
+        print(f"ptxas       {ptxas() or 'none: PTX is written but not assembled'}")
     except ToolchainError as error:
         print(error, file=sys.stderr)
         return 1
@@ -177,15 +177,15 @@ def doctor() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.metal_sim", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    sub = commands.add_parser("report", help="bytes that the attention kernel moves, beside the lower bound")
-    sub.add_argument("--write", action="store_true", help="also write docs/kernel_bytes.md")
+    sub = commands.add_parser("report", help="compare the bytes that the attention kernel moves with the lower bound")
+    sub.add_argument("--write", action="store_true", help="also write docs/dev/kernel_bytes.md")
     sub = commands.add_parser("emit", help="write every kernel variant as Metal source, for Apple's compilers")
-    sub.add_argument("--out", type=Path, default=BUILD, metavar="FOLDER", help="where to (default: build/metal)")
+    sub.add_argument("--out", type=Path, default=BUILD, metavar="FOLDER", help="output folder (default: build/metal)")
     sub.add_argument("--write-list", action="store_true", help="also write .github/metal-kernels.txt")
     dtype = argparse.ArgumentParser(add_help=False)
     dtype.add_argument("--dtype", action="append", choices=DTYPES, help="dtype of kernels; repeatable (default: all)")
     sub = commands.add_parser(
-        "agx", parents=[dtype], help="registers and spills of kernels on M1 and M2, by Mesa's compiler"
+        "agx", parents=[dtype], help="print registers and spills of kernels on M1 and M2, by Mesa's compiler"
     )
     sub.add_argument(
         "pattern",
@@ -198,15 +198,15 @@ def main() -> int:
     )
     sub.add_argument("--processes", type=int, default=2, metavar="N", help="compilers at a time (default: 2)")
     sub.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
-    sub.add_argument("--write", action="store_true", help="also write docs/kernel_registers.md")
+    sub.add_argument("--write", action="store_true", help="also write docs/dev/kernel_registers.md")
     sub = commands.add_parser(
-        "undef", parents=[dtype], help="values that kernels carry through loops and nothing has set"
+        "undef", parents=[dtype], help="find values that kernels carry through loops but never set"
     )
     sub.add_argument("pattern", nargs="*", help="regular expressions; a variant's name must match all of them")
-    sub = commands.add_parser("time", help="times of attention on M1, M2, M4 Max and M3 Ultra, predicted by a model")
-    sub.add_argument("--write", action="store_true", help="also write docs/kernel_times.md")
-    commands.add_parser("cuda", help="run the engine's kernels on a CUDA GPU, against float64")
-    commands.add_parser("doctor", help="is everything there that the simulator needs")
+    sub = commands.add_parser("time", help="predict times of attention on M1, M2, M4 Max and M3 Ultra with a model")
+    sub.add_argument("--write", action="store_true", help="also write docs/dev/kernel_times.md")
+    commands.add_parser("cuda", help="run the engine's kernels on a CUDA GPU and compare with float64")
+    commands.add_parser("doctor", help="check that everything the simulator needs is installed")
     options = parser.parse_args()
     match options.command:
         case "report":

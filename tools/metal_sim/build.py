@@ -1,8 +1,8 @@
-"""The run pass: compiles a translation unit to a library whose every memory access calls the runtime.
+"""Run pass: compiles a translation unit to a library in which every memory access calls the runtime.
 
-Clang writes LLVM IR without optimising. There, threadgroup variables are internal globals with undefined
-contents, from which an optimiser would conclude too much; they move into one arena, each between two gaps.
-Only then comes the optimiser, and after it the instrumentation, so that the counts are those of optimised code.
+Clang writes unoptimised LLVM IR. In it, threadgroup variables are internal globals with undefined contents, from which
+an optimiser would draw wrong conclusions. They are moved into one arena, each between two gaps. Optimisation comes
+before instrumentation, so that optimised code is counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LANGUAGE = [
     "-Wno-unknown-attributes",
 ]
 GAP = 128  # bytes on both sides of a threadgroup variable
-# Unrolled loops take minutes to instrument and compute the same. The check pass keeps the requests.
+# Unrolled loops take minutes to instrument and give the same results. The check pass keeps the requests.
 _UNROLLING = re.compile(r"^[ \t]*#pragma clang loop unroll.*$", re.M)
 # The smallest normal half is 2^-14; the IR spells numbers as doubles.
 _FLUSHED = """
@@ -49,14 +49,14 @@ def language_flags() -> list[str]:
 
 @dataclass(frozen=True)
 class Built:
-    """A compiled kernel."""
+    """Compiled kernel."""
 
     library: Path
     variables: tuple[str, ...]  # names of its threadgroup variables, in the order of the arena
 
 
 def _arena(ir: str) -> tuple[str, list[str]]:
-    """Move the threadgroup variables of a module into an arena. Returns the new IR and their names."""
+    """Move the threadgroup variables of a module into an arena. Return the new IR and their names."""
     pattern = re.compile(r"^(@[^\s=]+) = internal global (.+?) undef, align \d+(.*)$", re.M)
     found = list(pattern.finditer(ir))
     gap = f"[{GAP} x i8]"
@@ -69,14 +69,14 @@ def _arena(ir: str) -> tuple[str, list[str]]:
         size = f"i64 ptrtoint (ptr getelementptr ({m[2]}, ptr null, i32 1) to i64)"
         rows.append(f"{{ ptr, i64 }} {{ {place.format(2 * i + 1)}, {size} }}")
     table = f"@ms_variables = constant [{len(rows)} x {{ ptr, i64 }}] [{', '.join(rows)}]\n"
-    # An optimiser that makes one call of two would hide that threads wait at different barriers.
+    # An optimiser that merges two calls would hide that threads wait at different barriers.
     ir = re.sub(
         r"^( +(?:%\S+ = )?(?:tail )?call [^\n]*@(?!llvm\.)[^\n]*?\))((?: #\d+)?(?:, !.*)?)$",
         r"\1 nomerge\2",
         ir,
         flags=re.M,
     )
-    # The IR verifier wants debug information on definitions, and an alias is none.
+    # The IR verifier expects debug information only on definitions, and an alias is not a definition.
     ir = pattern.sub("", ir)
     if found:
         ir = re.sub(r"^target triple = .*$", lambda m: f"{m[0]}\n\n{arena}{table}", ir, count=1, flags=re.M)
@@ -85,7 +85,10 @@ def _arena(ir: str) -> tuple[str, list[str]]:
 
 
 def _flush_half(ir: str) -> str:
-    """Have every conversion from float to half give zero for what would be subnormal; of IR before its optimiser."""
+    """Make every conversion from float to half return zero instead of a subnormal number.
+
+    Takes IR before its optimisation.
+    """
     count = itertools.count()
 
     def flushed(found: re.Match[str]) -> str:
@@ -96,10 +99,10 @@ def _flush_half(ir: str) -> str:
 
 
 def build(unit: str, name: str, *, flushes_half: bool = False) -> Built:
-    """Compile for the host, or take it from the cache.
+    """Compile for the host, or return the cached library.
 
     Args:
-        flushes_half: as on a GPU that makes subnormal numbers zero when it rounds to half.
+        flushes_half: round subnormal numbers to zero in conversions to half, as some GPUs do.
     """
     key = key_of("run", unit, *(["flushes half"] if flushes_half else []))
     library = cache_dir() / f"{key}.so"
@@ -143,8 +146,8 @@ def build(unit: str, name: str, *, flushes_half: bool = False) -> Built:
         )
         if done.returncode:
             raise ToolchainError(f"cannot optimise {name} for the host:\n{done.stderr}")
-        # What local-bounds puts where an access leaves an array of the thread.
-        trap = r"call void @llvm\.(?:trap\(\)|ubsantrap\(i8 \d+\))"  # by clang's version
+        # Calls that local-bounds inserts where an access leaves an array of the thread.
+        trap = r"call void @llvm\.(?:trap\(\)|ubsantrap\(i8 \d+\))"  # depends on clang's version
         text = re.sub(trap, "call void @__ms_thread_bounds()", Path(optimised).read_text())
         Path(optimised).write_text(text + "\ndeclare void @__ms_thread_bounds() noreturn nounwind\n")
         done = run_clang(

@@ -1,4 +1,4 @@
-"""Steps for every kernel of the engine, with float64 answers, for any kernel factory."""
+"""Steps for every kernel of the engine with float64 references, for any kernel factory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .recurrence_mutants import CASES as RECURRENT_STEPS
 from .recurrence_mutants import TOLERANCE as RECURRENT_TOLERANCE
 from .recurrence_mutants import Step
 
-# Of a row. Weights of the softmax are rounded to the type of V.
+# Relative error of a row. Weights of the softmax are rounded to the type of V.
 ATTENTION_TOLERANCE = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Requests as (query_len, kv_len)."""
+    """Attention step with requests (query_len, kv_len)."""
 
     name: str
     segments: tuple[tuple[int, int], ...]
@@ -41,7 +41,7 @@ class AttentionCase:
         return ATTENTION_TOLERANCE[self.dtype]
 
     def error(self, factory: Callable[..., Any]) -> float:
-        """The largest relative error of a row."""
+        """Return the largest relative error of a row."""
         step = make_step(
             [(n, kv - n) for n, kv in self.segments],
             num_heads=self.heads[0],
@@ -61,7 +61,7 @@ class AttentionCase:
 
 @dataclass(frozen=True)
 class RecurrentCase:
-    """A step of a recurrent kernel."""
+    """Step of a recurrent kernel."""
 
     step: Step
 
@@ -79,13 +79,13 @@ class RecurrentCase:
         return RECURRENT_TOLERANCE[self._dtype]
 
     def error(self, factory: Callable[..., Any]) -> float:
-        """The largest relative error of a row, or of a new state."""
+        """Return the largest relative error of a row or a new state."""
         got = self.step.run(MetalRecurrence(factory))
         return max(_largest(relative_errors(a, b)) for a, b in zip(got, self.step.reference(), strict=True))
 
 
 def _largest(errors: np.ndarray) -> float:
-    """NaN counts as infinite."""
+    """Return the maximum. NaN counts as infinite."""
     return float(np.nan_to_num(errors, nan=np.inf).max())
 
 

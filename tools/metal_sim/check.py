@@ -1,8 +1,8 @@
-"""The check pass: is this legal Metal?
+"""Check pass: rejects code that is not legal Metal.
 
-Clang parses the kernel as C++ for OpenCL for a SPIR target, where device, constant, threadgroup and thread
-memory are address spaces of their own, with warnings as errors. What that language allows and Metal does not is
-looked up in the IR it writes: recursion, and pointers that name no address space.
+Clang parses the kernel as C++ for OpenCL for a SPIR target, with warnings as errors. In that language, device,
+constant, threadgroup and thread memory are separate address spaces. Code that the language allows but Metal rejects is
+found in the generated IR: recursion, and pointers without an address space.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WARNINGS = [
     "-Wall",
     "-Wextra",
     "-Werror",
-    # Style, or noise from generated signatures (MLX passes every attribute and shape that the text mentions).
+    # Style, or noise from generated signatures: MLX passes every attribute and shape that the text mentions.
     "-Wno-unused-parameter",
     "-Wno-unused-variable",
     "-Wno-unused-const-variable",
@@ -38,7 +38,7 @@ _WARNINGS = [
 def check(unit: str, name: str, *, own_files: bool = True) -> None:
     """Raise CheckError if the kernel would not compile for Metal.
 
-    ``own_files``: hold the text to the rule that every pointer names its address space.
+    ``own_files``: require that every pointer in the text names its address space.
     """
     mark = cache_dir() / f"{key_of('check', unit, own_files)}.checked"
     if mark.exists():
@@ -67,7 +67,7 @@ def check(unit: str, name: str, *, own_files: bool = True) -> None:
 
 
 def _quiet_headers(unit: str) -> str:
-    """Warnings count in the kernel's own text, not in headers that it includes."""
+    """Suppress warnings in included headers, so that warnings count only in the kernel's own text."""
     lines, number = unit.split("\n"), 0
     for i, line in enumerate(lines):
         number += 1
@@ -82,12 +82,15 @@ def _quiet_headers(unit: str) -> str:
 
 
 def _files(ir: str) -> dict[str, str]:
-    """Metadata node of a file -> its name; those of the kernel's own text are <name>:source and <name>:header."""
+    """Return metadata node of a file -> its name.
+
+    Files of the kernel's own text are <name>:source and <name>:header.
+    """
     return {m[1]: m[2] for m in re.finditer(r'^(!\d+) = !DIFile\(filename: "([^"]+)"', ir, re.M)}
 
 
 def _described(ir: str, node: str) -> str:
-    """ "file:line: error: 'name'" of a function's or variable's debug information."""
+    """Return "file:line: error: 'name'" from a function's or variable's debug information."""
     found = re.search(rf"^{node} = (?:distinct )?!DI\w+\((.*)\)$", ir, re.M)
     fields = found[1] if found else ""
     if expression := re.match(r"var: (!\d+)", fields):
@@ -98,7 +101,7 @@ def _described(ir: str, node: str) -> str:
 
 
 def _recursion(ir: str) -> list[str]:
-    """A cycle in the call graph."""
+    """Return an error if the call graph has a cycle."""
     calls: dict[str, set[str]] = {}
     nodes: dict[str, str] = {}
     current = ""
@@ -129,13 +132,13 @@ def _recursion(ir: str) -> list[str]:
 
 
 def _program_scope_variables(ir: str) -> list[str]:
-    """Variables outside functions, and static ones inside, must be constant."""
+    """Return errors for variables outside functions, and static variables, that are not constant."""
     nodes = re.findall(r"^@[\w.$]+ = .*\baddrspace\(1\) (?:global|constant)\b.*!dbg (!\d+)", ir, re.M)
     return [f"{_described(ir, n)} lives outside functions, so its address space must be constant" for n in nodes]
 
 
 def _opencl_only(unit: str) -> list[str]:
-    """What clang takes and Metal does not, or takes for something else."""
+    """Return problems of code that clang accepts, but Metal rejects or interprets differently."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", lambda m: re.sub(r"[^\n]", " ", m[0]), unit, flags=re.S)
     problems = []
     for found in re.finditer(r"\blong\s+long\b", text):
@@ -151,7 +154,7 @@ def _opencl_only(unit: str) -> list[str]:
 
 
 def _place(unit: str, at: int) -> str:
-    """ "file:line" of a position, by the #line directive before it."""
+    """Return "file:line" of a position, from the #line directive before it."""
     lines = list(re.finditer(r'^#line (\d+) "([^"]+)"\n', unit[:at], re.M))
     if not lines:
         return "?"
@@ -160,7 +163,7 @@ def _place(unit: str, at: int) -> str:
 
 
 def _unqualified_pointers(ir: str) -> list[str]:
-    """Variables and parameters of pointer type in the generic address space, in the kernel's own text."""
+    """Return variables and parameters of pointer type in the generic address space, in the kernel's own text."""
     files = _files(ir)
     variables = {m[1]: m[2] for m in re.finditer(r"^(!\d+) = !DILocalVariable\((.*)\)$", ir, re.M)}
     problems = []

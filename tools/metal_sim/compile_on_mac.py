@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Builds what `python -m tools.metal_sim emit` wrote with Apple's compilers: on a Mac, without a GPU.
+"""Compiles the output of `python -m tools.metal_sim emit` with Apple's compilers, on a Mac but without a GPU.
 
     python3 tools/metal_sim/compile_on_mac.py build/metal --list .github/metal-kernels.txt [--tensor-ops]
 
-Every variant goes through `xcrun metal`, and then through `xcrun metal-tt` for a GPU of each generation, which compiles
-for that GPU as the driver would when it makes the pipeline: a kernel that needs more registers than the GPU has fails
-there. Needs Xcode and nothing else, no package of this project either.
+Every variant is compiled by `xcrun metal`, and then by `xcrun metal-tt` for a GPU of each generation. metal-tt compiles
+as the driver does when it makes a pipeline, so it rejects a kernel that needs more registers than the GPU has. Requires
+only Xcode, and no package of this project.
 
-Variants on Metal's tensor operations need the SDK of macOS 26.2: --tensor-ops builds these, and no others.
+Variants on Metal's tensor operations need the SDK of macOS 26.2. --tensor-ops compiles only these variants.
 
 It was written from Apple's documentation and has not run on a Mac yet.
 """
@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# The smallest GPU of each generation: a thread has the same registers in the larger ones.
+# The smallest GPU of each generation. Larger GPUs have the same registers per thread.
 GPUS = {
     "applegpu_g13g": "M1",
     "applegpu_g14g": "M2",
@@ -32,11 +32,11 @@ GPUS = {
     "applegpu_g16g": "M4",
     "applegpu_g17g": "M5",
 }
-# Every Xcode that can be meant here knows these; newer GPUs are left out, and said to be, where metal-tt does not.
+# Generations that every supported Xcode knows. Newer GPUs that metal-tt rejects are skipped with a warning.
 KNOWN_TO_ALL = ("applegpu_g13g", "applegpu_g14g", "applegpu_g15g")
-# As MLX compiles at run time: its language version on macOS 15, and no fast math.
+# MLX's options at run time: its language version on macOS 15, and no fast math.
 FLAGS = ["-std=metal3.2", "-fno-fast-math"]
-# As it does on macOS 26, where the tensor operations are from 26.2 on; and the GPUs that have matrix units.
+# MLX's options on macOS 26, with tensor operations (26.2 or newer), and the GPUs with matrix units.
 TENSOR_OPS_FLAGS = ["-std=metal4.0", "-mmacosx-version-min=26.2", "-fno-fast-math"]
 TENSOR_OPS_GPUS = ("applegpu_g17g",)
 _PROBE = "#include <metal_stdlib>\nkernel void probe(device float* out [[buffer(0)]]) { out[0] = 1.0f; }\n"
@@ -45,20 +45,20 @@ _PROBE_PIPELINE = {"pipelines": {"compute_pipelines": [{"compute_function": "pro
 
 @dataclass
 class CompileResult:
-    """What became of a variant: for each compiler that failed, its name and what it said."""
+    """Result for a variant: name and output of each compiler that failed."""
 
     name: str
     failures: list[tuple[str, str]] = field(default_factory=list)
 
 
 def xcrun(*arguments: str | Path) -> str | None:
-    """Run a tool of Xcode's. Returns what it said if it failed."""
+    """Run a tool of Xcode. Return its output if it failed, else None."""
     done = subprocess.run(["xcrun", "-sdk", "macosx", *map(str, arguments)], capture_output=True, text=True)
     return (done.stdout + done.stderr).strip() or f"exit status {done.returncode}" if done.returncode else None
 
 
 def compile_one(source: Path, pipeline: Path, gpus: list[str], out: Path, flags: list[str]) -> CompileResult:
-    """Compile one file to a library, and that for each GPU."""
+    """Compile one file to a library, and the library for each GPU."""
     result = CompileResult(source.stem)
     air, library = out / f"{source.stem}.air", out / f"{source.stem}.metallib"
     said = xcrun("metal", *flags, "-c", source, "-o", air) or xcrun("metal", air, "-o", library)
@@ -77,7 +77,10 @@ def compile_one(source: Path, pipeline: Path, gpus: list[str], out: Path, flags:
 
 
 def known_gpus(out: Path) -> list[str]:
-    """GPUs of GPUS that this Xcode compiles a kernel of one line for. Exits if it lacks one that all know."""
+    """Return the GPUs in GPUS for which this Xcode compiles a trivial kernel.
+
+    Exits if one of KNOWN_TO_ALL is missing.
+    """
     source, pipeline = out / "probe.metal", out / "probe.mtlp-json"
     source.write_text(_PROBE)
     pipeline.write_text(json.dumps(_PROBE_PIPELINE))
@@ -93,8 +96,9 @@ def known_gpus(out: Path) -> list[str]:
 
 
 def names_to_build(folder: Path, listing: Path, tensor_ops: bool) -> list[str]:
-    """The variants in ``folder`` with tensor operations, or those without. Exits unless its files, its manifest and
-    ``listing`` name the same.
+    """Return the variants in ``folder`` with tensor operations, or those without.
+
+    Exits unless the folder's files, its manifest and ``listing`` name the same variants.
     """
     manifest = json.loads((folder / "manifest.json").read_text())
     names = [variant["name"] for variant in manifest["variants"]]
@@ -116,7 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="what emit wrote")
     parser.add_argument("--list", type=Path, required=True, help="the kernels that must be there")
-    parser.add_argument("--tensor-ops", action="store_true", help="build the variants on tensor operations")
+    parser.add_argument("--tensor-ops", action="store_true", help="compile the variants on tensor operations")
     options = parser.parse_args()
     names = names_to_build(options.folder, options.list, options.tensor_ops)
     flags = TENSOR_OPS_FLAGS if options.tensor_ops else FLAGS

@@ -1,13 +1,13 @@
 """``python -m tools.metal_sim emit``: writes every kernel variant of the engine as Metal source, for Apple's compilers.
 
-A folder gets
+The output folder contains:
 
-    mlx_preamble.h    what MLX compiles in front of every kernel: its utils.h, with the headers that this includes
-    NAME.metal        one variant, signature and instance as MLX writes them; NAME is MLX's name of the function
-    NAME.mtlp-json    its pipeline, as xcrun metal-tt takes it
-    manifest.json     what each variant is and which architectures need it, and which layers have no kernel
+    mlx_preamble.h    text that MLX compiles in front of every kernel: its utils.h with the included headers
+    NAME.metal        one variant: signature and instance as MLX writes them; NAME is MLX's name of the function
+    NAME.mtlp-json    the variant's pipeline, for xcrun metal-tt
+    manifest.json     description of each variant, the architectures that need it, and layers without a kernel
 
-tools/metal_sim/compile_on_mac.py builds them on a Mac. The names stand in .github/metal-kernels.txt, too.
+tools/metal_sim/compile_on_mac.py compiles them on a Mac. .github/metal-kernels.txt lists the names.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from .variants import Recorder, Variant, record_variants
 ROOT = Path(__file__).resolve().parents[2]
 LISTING = ROOT / ".github" / "metal-kernels.txt"
 PREAMBLE = "mlx_preamble.h"
-TENSOR_OPS_HEADER = "#include <MetalPerformancePrimitives/"  # of kernels that need Metal 4 and a GPU with matrix units
+# Marks kernels that need Metal 4 and a GPU with matrix units.
+TENSOR_OPS_HEADER = "#include <MetalPerformancePrimitives/"
 _UTILS = "mlx/backend/metal/kernels/utils.h"
 
 
 def preamble_text() -> str:
-    """MLX's utils.h out of the installed wheel, with the headers of MLX's that it includes in their places."""
+    """Return MLX's utils.h from the installed wheel, with its included headers of MLX in place of the include lines."""
     return f"// MLX {mlx_version()}: {_UTILS} and what it includes.\n#pragma once\n{with_includes(_UTILS)}"
 
 
 def metal_text(variant: Variant) -> str:
-    """A file that Apple's compiler takes."""
+    """Return a file for Apple's compiler."""
     models = ", ".join(sorted(variant.needed_by, key=str.lower))
     arguments = ", ".join(f"{name} = {value}" for name, value in variant.template.items())
     return (
@@ -45,7 +46,7 @@ def metal_text(variant: Variant) -> str:
 
 
 def pipeline(variant: Variant) -> dict[str, object]:
-    """The pipeline that MLX makes of a variant, as a script for metal-tt: no option is set."""
+    """Return MLX's pipeline of a variant as a script for metal-tt, without options."""
     return {"pipelines": {"compute_pipelines": [{"compute_function": variant.function}]}}
 
 
@@ -71,7 +72,7 @@ def manifest(recorder: Recorder) -> dict[str, object]:
 
 
 def listing_text(names: Iterable[str]) -> str:
-    """The text of .github/metal-kernels.txt."""
+    """Return the text of .github/metal-kernels.txt."""
     return (
         "# Every kernel variant that the macOS workflow builds, as `python -m tools.metal_sim emit --write-list`\n"
         "# writes them: NAME of NAME.metal.\n" + "".join(f"{name}\n" for name in sorted(names))
@@ -79,10 +80,10 @@ def listing_text(names: Iterable[str]) -> str:
 
 
 def emit(folder: Path, layers: dict[str, list[Layer]] | None = None) -> Recorder:
-    """Write all variants to ``folder``. Files of variants that there are no longer go.
+    """Write all variants to ``folder``. Deletes files of variants that no longer exist.
 
     Raises:
-        ToolchainError: the folder holds something else.
+        ToolchainError: the folder contains a file that emit did not write.
     """
     folder.mkdir(parents=True, exist_ok=True)
     present = {path.name: path for path in folder.iterdir()}

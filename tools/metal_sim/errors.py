@@ -1,4 +1,4 @@
-"""What the simulator raises."""
+"""Errors of the simulator."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 
 class ToolchainError(RuntimeError):
-    """The simulator itself cannot work: no clang, tracing failed, an MLX it was not tried with."""
+    """The simulator cannot work: no clang, failed tracing, or an untested version of MLX."""
 
 
 class CheckError(RuntimeError):
-    """The kernel breaks a rule of the language or of the device; a Mac would refuse it."""
+    """The kernel breaks a rule of the language or the device. A Mac would reject it."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A line of the kernel. ``file`` is "<kernel>:source" or "<kernel>:header" for the text given to MLX."""
+    """Line of the kernel. ``file`` is "<kernel>:source" or "<kernel>:header" for the text given to MLX."""
 
     file: str
     line: int

@@ -1,4 +1,4 @@
-"""How often the attention kernel reads scales and biases of quantized K and V."""
+"""Counts how often the attention kernel reads scales and biases of quantized K and V."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from metal_engine.attention.metal.variants import AttentionShape, variant_of
 
 
 def group_reads(shape: AttentionShape, *, is_direct: bool) -> tuple[int, int]:
-    """Scales that an item reads of a key, and of a value; of biases as many.
+    """Return the scales that an item reads per key and per value. Biases are read equally often.
 
-    A staged item reads each once. So does a direct one, but where SIMD groups have parts of the same group of columns:
-    each of them reads its scale.
+    A staged item reads each scale once. A direct item also reads each scale once, unless SIMD groups have parts of the
+    same group of columns. In that case, each SIMD group reads the scale.
     """
     variant = variant_of(shape)
     split_at = shape.v_head_dim if shape.is_latent else shape.head_dim

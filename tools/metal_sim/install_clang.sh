@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes sure that a clang for the Metal simulator is there: looks first, installs through apt, else says what to do.
+# Checks for a clang for the Metal simulator. Installs one through apt if it is missing, or prints how to install it.
 set -eu
 
 if [ -n "${METAL_SIM_CLANG:-}" ] && command -v "$METAL_SIM_CLANG" >/dev/null; then
@@ -36,7 +36,7 @@ if command -v apt-get >/dev/null; then
     echo "metal_sim: installing clang-16 through apt"
     $sudo apt-get update
     $sudo apt-get install -y --no-install-recommends clang-16 && exit 0
-    echo "metal_sim: apt has no clang-16 here; install clang 16 or newer and set METAL_SIM_CLANG" >&2
+    echo "metal_sim: apt has no clang-16; install clang 16 or newer and set METAL_SIM_CLANG" >&2
     exit 1
 fi
 

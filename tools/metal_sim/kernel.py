@@ -1,4 +1,4 @@
-"""The drop-in for ``mx.fast.metal_kernel``."""
+"""Drop-in for ``mx.fast.metal_kernel``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .trace import generated_source
 
 # MLX passes inputs below this size in constant memory.
 CONSTANT_ELEMENTS = 8
-# NumPy has no bfloat16: its bits travel as uint16.
+# NumPy has no bfloat16, so its bits are passed as uint16.
 _BITS = {mx.bfloat16: mx.uint16}
 
 
@@ -41,7 +41,7 @@ def _numpy_dtype(dtype: mx.Dtype) -> np.dtype:
 
 
 class SimulatedKernel:
-    """One kernel; compiled once per combination of dtypes, sizes' classes and template arguments."""
+    """Kernel that is compiled once per combination of dtypes, size classes and template arguments."""
 
     flushes_half = False
 
@@ -125,7 +125,7 @@ class SimulatedKernel:
     def compile(
         self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, Any]]
     ) -> tuple[LoadedKernel, tuple[Parameter, ...]]:
-        """Trace, check and build, or take what was built before."""
+        """Trace, check and build, or return the cached kernel."""
         described = [_class_of(a.dtype, a.ndim, a.size) for a in inputs]
         request = self._request(described, output_dtypes, template)
         key = repr((request["inputs"], request["outputs"], request["template"]))
@@ -141,10 +141,10 @@ class SimulatedKernel:
         return build(unit, name, flushes_half=True) if self.flushes_half else build(unit, name)
 
     def _other_classes(self, inputs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-        """The same call with all arrays small, and with all arrays large.
+        """Return the same call with all arrays small, and with all arrays large.
 
-        A comment ``metal_sim: never small: name, name`` in the kernel's text names inputs that always have 8
-        elements or more, and so always lie in device memory.
+        A comment ``metal_sim: never small: name, name`` in the kernel's text names inputs that always have at least 8
+        elements, and are therefore always in device memory.
         """
         found = re.search(r"metal_sim: never small:([\w ,]*)", self.header + "\n" + self.source, re.M)
         large = {n.strip() for n in found[1].split(",")} if found else set()
@@ -170,19 +170,19 @@ class SimulatedKernel:
     def metal_source(
         self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence[tuple[str, Any]]
     ) -> tuple[str, str, list[str]]:
-        """What MLX would compile for a call: the text after its preamble, the function's name, template arguments."""
+        """Return MLX's source for a call: the text after its preamble, the function's name, template arguments."""
         described = [_class_of(a.dtype, a.ndim, a.size) for a in inputs]
         return generated_source(self._request(described, output_dtypes, template))
 
     def _unit_of(self, request: dict[str, Any]) -> tuple[str, str, tuple[Parameter, ...]]:
-        """Generated source -> checked translation unit."""
+        """Return the checked translation unit of the generated source."""
         text, name, arguments = generated_source(request)
         unit, signature = translation_unit(self._mark_lines(text), name, arguments)
         check(unit, self.name)
         return unit, name, signature.buffers
 
     def _mark_lines(self, text: str) -> str:
-        """Give the header's and the body's lines the numbers that they have in the caller's strings."""
+        """Give the lines of header and body their line numbers in the caller's strings."""
         signature_at = text.index("[[kernel]]")
         generated_at = text.rfind("template", 0, signature_at)
         if not text[:signature_at].rstrip().endswith(">") or generated_at < 0:
@@ -205,7 +205,7 @@ class SimulatedKernel:
 
 
 def _class_of(dtype: mx.Dtype, ndim: int, size: int) -> dict[str, Any]:
-    """A small array of the same class: dtype, dimensions, and constant or device memory."""
+    """Return the description of a small array of the same class: dtype, dimensions, and constant or device memory."""
     shape = [1] * ndim
     if ndim and size >= CONSTANT_ELEMENTS:
         shape[0] = CONSTANT_ELEMENTS
@@ -213,11 +213,11 @@ def _class_of(dtype: mx.Dtype, ndim: int, size: int) -> dict[str, Any]:
 
 
 class FlushingKernel(SimulatedKernel):
-    """On a GPU whose half has no subnormal numbers: rounding to it makes them zero."""
+    """Kernel on a GPU whose half has no subnormal numbers: rounding to half makes them zero."""
 
     flushes_half = True
 
 
 def metal_kernel(*args: Any, **kwargs: Any) -> SimulatedKernel:
-    """As ``mx.fast.metal_kernel``."""
+    """Return a kernel with the interface of ``mx.fast.metal_kernel``."""
     return SimulatedKernel(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Runs a compiled kernel over NumPy buffers, counts what it did, and turns faults into errors with places."""
+"""Runs a compiled kernel on NumPy buffers, counts its work, and turns faults into errors with source lines."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ _KIND_OF_BUFFER = {"input": 0, "output": 1, "constant": 2}
 
 @dataclass
 class BufferSpec:
-    """A buffer of a launch: its name in the kernel, its contents and what it is."""
+    """Buffer of a launch: its name in the kernel, its contents and its kind."""
 
     name: str
     array: np.ndarray
     kind: str  # "input", "output" or "constant"
-    initialised: bool = True  # an output: does ``array`` hold contents that the kernel may read?
+    initialised: bool = True  # for outputs: True if the kernel may read the contents of ``array``
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class BufferCounts:
 
 @dataclass(frozen=True)
 class LaunchCounts:
-    """What one launch did."""
+    """Counts of one launch."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -175,20 +175,20 @@ _last: list[LaunchCounts] = []
 
 
 def last_launches(n: int = 1) -> list[LaunchCounts]:
-    """Counts of the last launches, oldest first (at most 16 are kept)."""
+    """Return the counts of the last launches, oldest first. At most 16 are stored."""
     return _last[-n:]
 
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    # Kernels resolve their calls against it.
+    # Kernels resolve their calls against this library.
     lib = ctypes.CDLL(str(runtime_library()), mode=ctypes.RTLD_GLOBAL)
     lib.ms_launch.restype = ctypes.c_char_p
     return lib
 
 
 class LoadedKernel:
-    """A built kernel in this process."""
+    """Built kernel in this process."""
 
     def __init__(self, name: str, built: Built):
         _runtime()
@@ -211,7 +211,7 @@ class LoadedKernel:
     def launch(
         self, buffers: list[BufferSpec], grid: tuple[int, int, int], threadgroup: tuple[int, int, int]
     ) -> LaunchCounts:
-        """Run to the end, or raise the first fault. Output arrays are filled in place."""
+        """Run the kernel to its end, or raise the first fault. Output arrays are filled in place."""
         check_sizes(self.name, grid, threadgroup, len(buffers))
         # MLX clips the threadgroup to the grid before it dispatches.
         group = tuple(min(t, g) for t, g in zip(threadgroup, grid, strict=True))
@@ -335,7 +335,7 @@ class LoadedKernel:
 
 
 def check_sizes(name: str, grid: tuple[int, ...], threadgroup: tuple[int, ...], buffers: int) -> None:
-    """Refuse what Metal refuses."""
+    """Raise CheckError for sizes that Metal rejects."""
     for what, size in (("grid", grid), ("threadgroup", threadgroup)):
         if len(size) != 3 or any(int(s) != s or s <= 0 for s in size):
             raise CheckError(f"{name}: {what} {tuple(size)} must be three positive sizes")
@@ -349,7 +349,7 @@ def check_sizes(name: str, grid: tuple[int, ...], threadgroup: tuple[int, ...], 
 
 
 def _image_of(address: int) -> tuple[int, int]:
-    """Where the library that holds ``address`` lies in memory."""
+    """Return the address range of the library that contains ``address``."""
 
     class Info(ctypes.Structure):
         _fields_ = [
@@ -361,5 +361,5 @@ def _image_of(address: int) -> tuple[int, int]:
 
     info = Info()
     ctypes.CDLL(None).dladdr(ctypes.c_void_p(address), ctypes.byref(info))
-    # Constants lie near the code; the exact end does not matter.
+    # Constants are near the code. The exact end does not matter.
     return info.base, info.base + (16 << 20)

@@ -1,4 +1,4 @@
-"""Changes to a kernel, or to the plan of its work, that show whether the checks notice."""
+"""Changes to a kernel, or to the plan of its work, that test whether the checks detect them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tools.metal_sim import metal_kernel
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of a text, which a check should notice."""
+    """One change of a text, which a check should detect."""
 
-    kernel: str  # a file of kernels/, without .metal
+    kernel: str  # file of kernels/, without .metal
     old: str
     new: str
-    which: int = 0  # which occurrence of ``old``
-    equivalent: str = ""  # why it cannot be caught
+    which: int = 0  # index of the occurrence of ``old`` to replace
+    equivalent: str = ""  # reason why the change cannot be detected
 
     @property
     def name(self) -> str:
@@ -33,7 +33,7 @@ class Mutant:
 
 
 def factory_of(mutant: Mutant | None) -> Callable[..., Any]:
-    """A kernel factory whose kernels carry the mutation."""
+    """Return a kernel factory whose kernels contain the mutation."""
 
     def factory(**arguments: Any) -> Any:
         if mutant:
@@ -47,7 +47,7 @@ def factory_of(mutant: Mutant | None) -> Callable[..., Any]:
 
 
 def run_mutants(mutants: tuple[Mutant, ...], caught: Callable[[Mutant | None], str | None]) -> int:
-    """Print what notices each mutant, or those whose numbers the command names. 1 where one is missed."""
+    """Run all mutants, or the numbers given to the command. Print how each is detected. Return 1 if one is missed."""
     assert caught(None) is None, "the kernel itself fails"
     chosen = [int(a) for a in sys.argv[1:]] or range(len(mutants))
     missed = []

@@ -1,10 +1,11 @@
-"""``python -m tools.metal_sim cuda``: the engine's kernels on a CUDA GPU, through the driver alone.
+"""``python -m tools.metal_sim cuda``: runs the engine's kernels on a CUDA GPU, using only the driver.
 
-``cuda_kernel`` is a drop-in for ``mx.fast.metal_kernel`` as the simulator's is: MLX generates the source, clang writes
-PTX of it (ptx.py), the driver compiles that for its GPU and runs it. Arrays go there and back for each launch. It finds
-mistakes, with many threads at once and under compute-sanitizer, and says nothing about a Mac's speed.
+``cuda_kernel`` is a drop-in for ``mx.fast.metal_kernel``, like the simulator's. MLX generates the source, clang
+compiles it to PTX (ptx.py), and the driver compiles the PTX for its GPU and runs it. Arrays are copied in both
+directions for each launch. This finds mistakes that need many concurrent threads, also under compute-sanitizer, but
+does not show a Mac's speed.
 
-It was written without such a GPU, and has not run on one yet.
+This module has never run on a CUDA GPU.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _JIT_ERROR_LOG, _JIT_ERROR_LOG_BYTES = 5, 6  # CUjit_option
 
 
 class NoGpuError(ToolchainError):
-    """There is no CUDA GPU here, or its driver does not work."""
+    """This machine has no CUDA GPU or no working driver."""
 
 
 class Device(Protocol):
-    """What a launch asks of a GPU. Addresses are the device's."""
+    """GPU functions needed for a launch. Addresses are device addresses."""
 
     def load(self, ptx: str) -> Any:
-        """Compile a kernel. Returns its handle."""
+        """Compile a kernel and return its handle."""
         ...
 
     def upload(self, array: np.ndarray) -> int: ...
@@ -51,10 +52,10 @@ class Device(Protocol):
 
 
 class Driver:
-    """The first GPU, through libcuda.
+    """First GPU, through libcuda.
 
     Raises:
-        NoGpuError: there is none.
+        NoGpuError: there is no GPU.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A kernel on the GPU, launched as :class:`tools.metal_sim.launch.LoadedKernel` is."""
+    """Kernel on the GPU, launched like :class:`tools.metal_sim.launch.LoadedKernel`."""
 
     name: str
     device: Device
@@ -131,7 +132,7 @@ class _Loaded:
         try:
             for buffer in buffers:
                 if buffer.kind == "output" and not buffer.initialised:
-                    buffer.array.view(np.uint8)[...] = 0xFF  # NaN, or -1: nobody may rely on it
+                    buffer.array.view(np.uint8)[...] = 0xFF  # NaN, or -1: kernels must not rely on the contents
                 addresses.append(self.device.upload(buffer.array))
             blocks = [-(-size // of_group) for size, of_group in zip(grid, threadgroup, strict=True)]
             arguments = [*map(ctypes.c_uint64, addresses), *map(ctypes.c_uint32, grid)]
@@ -145,7 +146,7 @@ class _Loaded:
 
 
 class CudaKernel(SimulatedKernel):
-    """One kernel; compiled once per combination of dtypes, sizes' classes and template arguments."""
+    """Kernel that is compiled once per combination of dtypes, size classes and template arguments."""
 
     def __init__(self, device: Device, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -164,10 +165,10 @@ class CudaKernel(SimulatedKernel):
 
 @cache
 def driver() -> Driver:
-    """The GPU that this process uses."""
+    """Return the GPU that this process uses."""
     return Driver()
 
 
 def cuda_kernel(*arguments: Any, **options: Any) -> CudaKernel:
-    """As ``mx.fast.metal_kernel``, on the first CUDA GPU."""
+    """Return a kernel with the interface of ``mx.fast.metal_kernel`` on the first CUDA GPU."""
     return CudaKernel(driver(), *arguments, **options)

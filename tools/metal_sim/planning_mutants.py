@@ -1,7 +1,7 @@
-"""Changes the plan of the attention kernel's work items in one place at a time and sees whether the checks notice.
+"""Changes the plan of the attention kernel's work items in one place at a time and tests whether the checks detect it.
 
 ``python -m tools.metal_sim.planning_mutants`` runs all mutants; a number runs that one. A mutant counts as caught when
-`tools.fixtures.attention_plan.check_plan` refuses one of its plans, or none comes.
+`tools.fixtures.attention_plan.check_plan` rejects one of its plans, or when planning fails.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLAN = "planning"
 SOURCE = Path(planning.__file__).read_text()
 
 MUTANTS = (
-    # which tiles
+    # choice of tiles
     Mutant(PLAN, "if step.num_tokens == step.num_requests and", "if step.num_tokens <= 2 * step.num_requests and"),
     Mutant(PLAN, " and group <= tile_rows:", ":"),
     Mutant(PLAN, "-(-step.query_lens * group // tile_rows)", "step.query_lens * group // tile_rows + 1"),
@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(PLAN, "first_rows = tokens * group", "first_rows = tokens"),
     Mutant(PLAN, "= step.positions.take(tokens)", "= step.context_lens.take(step.request_of_row.take(tokens))"),
     Mutant(PLAN, "step.request_of_row.take(tokens)", "0"),
-    # which keys
+    # choice of keys
     Mutant(PLAN, "positions - (window - 1)", "positions - window"),
     Mutant(PLAN, "positions - (window - 1)", "positions - (window - 2)"),
     Mutant(PLAN, "np.maximum(0, positions", "np.minimum(0, positions"),
@@ -55,7 +55,7 @@ MUTANTS = (
     ),
     Mutant(PLAN, "stages - each * splits", "splits - 1"),
     Mutant(PLAN, "(table[:, 3] - table[:, 4])", "(table[:, 4] - table[:, 3])"),
-    # how many splits: whom they depend on
+    # number of splits: dependence on requests
     Mutant(PLAN, "work.take(tiles[:, 5])", "work.sum()"),
     Mutant(PLAN, "work.take(tiles[:, 5])", "work.max()"),
     Mutant(PLAN, "np.add.reduceat(stages, begins, dtype=np.int64)", "stages.take(begins)"),
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(PLAN, "np.minimum(fair, worth)", "fair"),
     Mutant(PLAN, "np.minimum(fair, worth)", "worth"),
     Mutant(PLAN, "np.minimum(np.minimum(fair, worth), MAX_SPLITS)", "np.minimum(fair, worth)"),
-    # how many splits: what they cost
+    # number of splits: costs
     Mutant(PLAN, "* splittable)", ")"),
     Mutant(PLAN, "-(-stages // longest)", "most"),
     Mutant(PLAN, "WORTH_MERGING = 0.75", "WORTH_MERGING = 1.0"),
@@ -111,16 +111,16 @@ CASES = (
 
 
 def load_planner(mutant: Mutant | None) -> Planner:
-    """plan_work_items of a copy of its module that carries the mutation."""
+    """Return plan_work_items from a copy of its module that contains the mutation."""
     module = ModuleType("mutated_planning")
-    sys.modules[module.__name__] = module  # where dataclasses look for it
+    sys.modules[module.__name__] = module  # dataclasses look the module up there
     exec(compile(mutant.apply(SOURCE) if mutant else SOURCE, planning.__file__, "exec"), vars(module))
     planner: Planner = module.plan_work_items
     return planner
 
 
 def caught(mutant: Mutant | None) -> str | None:
-    """What noticed the mutant, or None."""
+    """Return the check's message if the mutant was caught, or None."""
     planner = load_planner(mutant)
     for segments, options in CASES:
         try:

@@ -1,8 +1,9 @@
-"""The same kernel text for a CUDA GPU: PTX from clang, assembled by ptxas where there is one.
+"""Kernels for a CUDA GPU from the same text: PTX from clang, assembled by ptxas if available.
 
-A SIMD group is a warp and a threadgroup a block, so the kernel runs with real concurrency and with its loops unrolled,
-and NVIDIA's compute-sanitizer can watch it. The headers of include/metal_sim/ stay, but for what lanes do together and
-a few functions (cuda/). No GPU and no CUDA toolkit is needed to write PTX; a driver compiles it for its GPU.
+A SIMD group becomes a warp and a threadgroup a block. The kernel runs with real concurrency and unrolled loops, and
+NVIDIA's compute-sanitizer can check it. Most headers of include/metal_sim/ are used unchanged. cuda/ replaces
+operations across lanes and a few functions. Writing PTX needs neither a GPU nor a CUDA toolkit. A driver compiles PTX
+for its GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .source import KERNEL_ATTRIBUTE, id_expression, preamble, translation_unit
 from .toolchain import cache_dir, key_of, publish, run_clang
 
 ENTRY = "metal_kernel"
-ARCHITECTURE = "sm_80"  # the oldest whose PTX is written; newer GPUs take it, too
+ARCHITECTURE = "sm_80"  # oldest supported target; newer GPUs accept its PTX too
 _TARGET = [
     *("-target", "nvptx64-nvidia-cuda", "-nocudalib", "-Wno-unknown-cuda-version", "-w"),
     *("-Xclang", "-target-cpu", "-Xclang", ARCHITECTURE, "-Xclang", "-target-feature", "-Xclang", "+ptx71"),
@@ -32,7 +33,7 @@ _TARGET = [
 
 
 def cuda_entry(signature: Signature, text: str) -> str:
-    """The kernel with its buffers and the grid as parameters, and its thread attributes as variables."""
+    """Return the kernel with its buffers and the grid as parameters, and its thread attributes as variables."""
     parameters, variables = [], []
     for p in signature.parameters:
         if p.attribute:
@@ -51,17 +52,17 @@ def cuda_entry(signature: Signature, text: str) -> str:
 
 @dataclass(frozen=True)
 class Ptx:
-    """A kernel: one entry, ENTRY, that takes the buffers' addresses in order and the sizes of Metal's grid."""
+    """Kernel as PTX. Its entry, ENTRY, takes the buffers' addresses in order, then the sizes of Metal's grid."""
 
     text: str
     buffers: tuple[Parameter, ...]
 
 
 def ptx_of(text: str, kernel: str, template_arguments: list[str]) -> Ptx:
-    """PTX of one kernel of MLX's generated source.
+    """Return the PTX of one kernel in MLX's generated source.
 
     Raises:
-        CheckError: it does not compile, or calls a function that neither PTX nor cuda/ has.
+        CheckError: the kernel does not compile, or calls a function missing in PTX and cuda/.
     """
     include = f"#define METAL_SIM_CUDA 1\n{preamble()}"
     unit, signature = translation_unit(text, kernel, template_arguments, include=include, entry=cuda_entry)
@@ -76,7 +77,7 @@ def ptx_of(text: str, kernel: str, template_arguments: list[str]) -> Ptx:
         done = run_clang([*language_flags(), *flags, *parse, str(source), "-o", str(raw)])
         if done.returncode:
             raise CheckError(f"{kernel} does not compile for CUDA:\n{done.stderr}")
-        # Metal's constant memory holds buffers; that of PTX is a bank of 64 KiB with what is known at compile time.
+        # Metal's constant memory can hold any buffer. In PTX it is a bank of 64 KiB for data known at compile time.
         ir.write_text(raw.read_text().replace("addrspace(4)", "addrspace(1)"))
         done = run_clang(["-x", "ir", str(ir), *flags, "-S", "-o", str(made)])
         if done.returncode:
@@ -90,16 +91,18 @@ def ptx_of(text: str, kernel: str, template_arguments: list[str]) -> Ptx:
 
 @dataclass(frozen=True)
 class Assembled:
-    """What ptxas says of a kernel, for ARCHITECTURE."""
+    """Figures from ptxas for a kernel, for ARCHITECTURE."""
 
-    registers: int  # of a thread, 32 bits each
-    spilled: int  # bytes stored because registers did not suffice
+    registers: int  # 32-bit registers per thread
+    spilled: int  # bytes stored because of missing registers
     shared: int  # bytes of threadgroup memory
 
 
 @cache
 def ptxas() -> str | None:
-    """NVIDIA's assembler: METAL_SIM_PTXAS, on the PATH, a toolkit's, or that of the package nvidia-cuda-nvcc-cu12."""
+    """Return NVIDIA's assembler: METAL_SIM_PTXAS, on the PATH, a toolkit's, or that of the package
+    nvidia-cuda-nvcc-cu12.
+    """
     package = importlib.util.find_spec("nvidia")
     folders = [Path(p) / "cuda_nvcc" / "bin" for p in (package.submodule_search_locations or ())] if package else []
     candidates = [os.environ.get("METAL_SIM_PTXAS"), "ptxas", "/usr/local/cuda/bin/ptxas"]
@@ -113,12 +116,12 @@ def assemble(ptx: str, name: str) -> Assembled:
     """Assemble with ptxas.
 
     Raises:
-        CheckError: ptxas refuses it.
+        CheckError: ptxas rejects the PTX.
         ToolchainError: there is no ptxas.
     """
     program = ptxas()
     if not program:
-        raise ToolchainError("no ptxas here: install CUDA's compiler, or name one with METAL_SIM_PTXAS")
+        raise ToolchainError("no ptxas found: install CUDA's compiler, or set METAL_SIM_PTXAS")
     with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
         source = Path(tmp) / "kernel.ptx"
         source.write_text(ptx)

@@ -1,7 +1,4 @@
-"""Changes how the attention kernel reads quantized K and V, as kernel_mutants.py does the kernels.
-
-``python -m tools.metal_sim.quantized_mutants`` runs all mutants; a number runs that one.
-"""
+"""Changes how the attention kernel reads quantized K and V, as kernel_mutants.py changes the kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ MUTANTS = (
     Mutant(QUANTIZED, "word(piece, i * BITS / 32)", "word(piece, 0)"),
     Mutant(QUANTIZED, "i * BITS % 32", "i * BITS % 16"),
     Mutant(QUANTIZED, "(1u << BITS) - 1", "(1u << BITS) - 2"),
-    # Where rows lie, and whose numbers they have.
+    # Addresses of rows, and tensors that they belong to.
     Mutant(QUANTIZED, "row * (WIDTH / GROUP_SIZE)", "row * (WIDTH / GROUP_SIZE + 1)"),
     Mutant(QUANTIZED, "row * (WIDTH / GROUP_SIZE)", "row"),
     Mutant(QUANTIZED, "row * (WIDTH / COLUMNS)", "row * (WIDTH / (COLUMNS * 2))"),
@@ -36,7 +33,7 @@ MUTANTS = (
     Mutant(ITEM, "v_rows = {v_cache, v_scales, v_biases", "v_rows = {v_cache, v_scales, k_biases"),
     Mutant(ITEM, "k_rows = {k_cache, k_scales", "k_rows = {k_cache, v_scales"),
     Mutant(ITEM, "v_rows = {v_cache, v_scales", "v_rows = {k_cache, v_scales"),
-    # Direct: what a lane loads.
+    # Direct method: loads of a lane.
     Mutant(QUANTIZED, "+ column / COLUMNS);", "+ column / COLUMNS / 2);"),
     Mutant(QUANTIZED, "WHOLE || column + chunk * Loaded::CHUNK < end", "true"),
     Mutant(QUANTIZED, "Loaded::CHUNK * PARTS == END - BEGIN", "Loaded::CHUNK >= END - BEGIN"),
@@ -52,7 +49,7 @@ MUTANTS = (
     Mutant(QUANTIZED, "rows.scales[groups + round * 4]", "rows.scales[0]"),
     Mutant(QUANTIZED, "rows.group(row, first_column) + uint(lane_column / 2)", "rows.group(row, first_column)"),
     Mutant(QUANTIZED, "BEGIN + first * Loaded::CHUNK;", "first * Loaded::CHUNK;"),
-    # Direct: what it takes from other lanes.
+    # Direct method: values from other lanes.
     Mutant(QUANTIZED, "Loaded::ALIGNED ? 0 : (BEGIN", "true ? 0 : (BEGIN"),
     Mutant(QUANTIZED, "(BEGIN + first * Loaded::CHUNK) % GROUP_SIZE", "BEGIN % GROUP_SIZE"),
     Mutant(QUANTIZED, "!Loaded::ALIGNED || ", ""),
@@ -99,16 +96,16 @@ CASES = (
     # Direct and staged; several heads, a part of a fragment and of a stage.
     MutantCase([(1, 70), (5, 40), (20, 90)], 4, 2, mx.float16, head_dim=128, quantized=(8, 64), scale=0.09,
          tolerance=7e-4),
-    # Two parts, of which each has half of a group of K.
+    # Two parts with half of a group of K each.
     MutantCase([(1, 77), (9, 40)], 2, 2, mx.bfloat16, head_dim=192, v_head_dim=128, quantized=(4, 64), window=30,
          scale=0.07,
          tolerance=8e-3),
-    # Five groups of four lanes; and parts that begin within one.
+    # Five groups of four lanes, and parts that begin inside a group.
     MutantCase([(1, 50), (2, 20)], 1, 1, mx.float16, head_dim=160, quantized=(4, 32), scale=0.08, tolerance=1e-3),
     MutantCase([(1, 50), (2, 20)], 1, 1, head_dim=288, quantized=(8, 32)),
     # Two row fragments; float32 in the stage.
     MutantCase([(1, 50), (3, 20)], 12, 1, head_dim=64, quantized=(4, 32)),
-    # Latents: of a position part that begins within a group, and of the common one.
+    # Latents: with a position part that begins inside a group, and with the usual sizes.
     MutantCase([(1, 300), (2, 33)], 12, 1, head_dim=128, v_head_dim=48, is_latent=True, quantized=(8, 32)),
     MutantCase([(1, 50)], 16, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, quantized=(4, 64),
          scale=0.05,
@@ -117,7 +114,7 @@ CASES = (
 
 
 def caught(mutant: Mutant | None) -> str | None:
-    """What noticed the mutant, or None."""
+    """Return the check's message if the mutant was caught, or None."""
     backend = MetalBackend(factory_of(mutant))
     for case in CASES:
         if found := run_case(backend, case):

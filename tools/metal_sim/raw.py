@@ -1,4 +1,4 @@
-"""Runs a kernel function out of Metal source text as it stands: MLX's own headers, for instance."""
+"""Runs a kernel function from unchanged Metal source text, such as MLX's own headers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .source import translation_unit
 
 
 class RawKernel:
-    """A kernel by name, with its template arguments as Metal would spell them.
+    """Kernel by name, with its template arguments in Metal's spelling.
 
-    Call it with one array per buffer, in order; a Python or NumPy scalar for a ``constant T&``. Buffers that are
-    not const are outputs and are filled in place; ``None`` stands for a buffer that a function constant removes.
+    Call it with one array per buffer, in order, or a Python or NumPy scalar for a ``constant T&``. Buffers that are not
+    const are outputs and are filled in place. ``None`` means a buffer that a function constant removes.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Changes the kernels of recurrent layers in one place at a time and sees whether the checks notice.
+"""Changes the kernels of recurrent layers in one place at a time and tests whether the checks detect it.
 
 ``python -m tools.metal_sim.recurrence_mutants`` runs all mutants; a number runs that one. A mutant counts as caught
-when a step through the simulator raises, differs from the float64 reference, or moves more or less of the states than
-each once.
+when a step in the simulator raises, differs from the float64 reference, or does not move each state exactly once.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ MUTANTS = (
     Mutant(SSM, "row < Dh", "true"),
     Mutant(SSM, "if (row_exists && lane", "if (lane"),
     Mutant(SSM, "state[i] = row_exists && read", "state[i] = read"),
-    # and its segments and states
+    # its segments and states
     Mutant(SSM, "reads[segment]", "reads[max(segment, 1) - 1]"),
     Mutant(SSM, "read >= 0 ?", "read > 0 ?"),
     Mutant(SSM, "read >= 0 ?", "true ?"),
@@ -126,7 +125,7 @@ MUTANTS = (
     Mutant(CONVOLUTION, "ulong(segment) *", "ulong(max(read, 0)) *"),
 )
 
-# Fresh prompts, chunks and decodes, one of them without rows; states read twice, and one that nobody reads.
+# Fresh prompts, chunks and decodes, and one segment without rows. Some states are read twice, one by no segment.
 LENGTHS, READS = (1, 9, 17, 1, 0, 8, 2, 3), (2, -1, 0, 0, 3, -1, -1, 2)
 Step = GatedDeltaStep | SSMStep | ConvolutionStep
 CASES: tuple[Step, ...] = (
@@ -140,7 +139,7 @@ CASES: tuple[Step, ...] = (
 
 
 def run_case(recurrence: MetalRecurrence, case: Step) -> str | None:
-    """None, or what is wrong."""
+    """Return a description of the first error, or None."""
     try:
         with record_launches() as launches:
             out, new_states = case.run(recurrence)
@@ -150,7 +149,7 @@ def run_case(recurrence: MetalRecurrence, case: Step) -> str | None:
     worst = relative_errors(out, expected_out).max()
     if not worst <= TOLERANCE[out.dtype]:
         return f"relative error {worst:.2g} in a row"
-    # A convolution's states are inputs as they came; a recurrent state is float32 whatever the inputs are.
+    # A convolution's states are unchanged inputs. A recurrent state is float32 for inputs of every type.
     worst = relative_errors(new_states, expected_states).max()
     if not worst <= (0 if isinstance(case, ConvolutionStep) else TOLERANCE[mx.float32]):
         return f"relative error {worst:.2g} in a new state"
@@ -164,7 +163,7 @@ def run_case(recurrence: MetalRecurrence, case: Step) -> str | None:
 
 
 def caught(mutant: Mutant | None) -> str | None:
-    """What noticed the mutant, or None."""
+    """Return the check's message if the mutant was caught, or None."""
     recurrence = MetalRecurrence(factory_of(mutant))
     for case in CASES:
         if (mutant is None or mutant.kernel == KERNEL_OF[type(case)]) and (found := run_case(recurrence, case)):

@@ -1,4 +1,4 @@
-"""``python -m tools.metal_sim report``: bytes that the attention kernel moves, beside the least it could move."""
+"""``python -m tools.metal_sim report``: compares the bytes that the attention kernel moves with the minimum."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from .launch import LaunchCounts, record_launches
 HEADER = """\
 # Bytes that the attention kernel reads
 
-Written by `python -m tools.metal_sim report --write`; counted by the simulator, so the same on every machine.
+Use this page to see whether a change to the attention kernel reads more memory. `python -m tools.metal_sim
+report --write` writes this page. The simulator counts the bytes, so the figures are the same on every
+machine.
 
-*K+V read* counts every load from the cache. *Bound* is each visible byte of K and V once per KV head (for a
-prefill, too: one pass over K and V; of latents K alone, which is V as well), in float16: for a quantized cache, too, of
-which scales and biases are read as well. *Ratio* is their quotient, and *allowed*
-what the tests hold it to.
-*Other* is everything else that goes to or from device memory: queries, outputs, tables, and splits' partial results.
-*Merging* is the part of it that splits cost: their partial results, written and read again. A request is split as if it
-were alone, so the rows of 64 decodes say what that costs in company: the splits are as short as they can be, and none
-is needed to keep the device busy.
-In the rows "less these" K+V read is that of the mixed step less that of the chunk and the prompt in a step of their
-own, so what the decodes cost in company; the columns from *other* on count the whole mixed step.
-*Threadgroups* are those of the attention launch, where a GPU of unknown size is asked for 96. *Loads in flight* are
-those of K that a thread starts before it waits for one, and their bytes, beside a scale and a bias if it is quantized;
-V's are as many.
+- *K+V read*: bytes of all loads from the KV cache.
+- *Bound*: each visible byte of K and V once per KV head, in float16, for a quantized cache too. A prefill's
+  bound is one pass over K and V. A latent's bound counts K alone, because V is part of K.
+- *Ratio*: *K+V read* over *bound*. *Allowed*: largest ratio that the tests accept. Reads of a quantized cache
+  include its scales and biases.
+- *Other*: all other traffic to and from device memory: queries, outputs, tables and partial results of
+  splits.
+- *Merging*: the part of *other* that splits cost. Partial results are written once and read again. A request
+  is split as if it were alone in the batch. The rows of 64 decodes show this cost in a batch that needs no
+  splits.
+- *Threadgroups*: threadgroups of the attention launch. The host plans 96 for a GPU of unknown size.
+- *Loads in flight*: loads of K that a thread starts before it waits for the first load, and the bytes of each
+  load. V has the same number. Quantized K and V also load a scale and a bias.
+- Rows with *less these*: *K+V read* of the mixed step, minus *K+V read* of a step with the chunk and the
+  prompt alone. The difference is the decodes' share. Columns from *other* on count the whole mixed step.
 """
 BEFORE = """
 ## Before
 
-The kernel that staged every item, copied in a loop of unknown length, and split a context at the step's fair share.
-Counted by the same simulator once, when that changed: 40 cores (320 threadgroups asked for), float16; each cell is
+An earlier kernel staged every item, copied in a loop of unknown length, and split a context at the step's fair share.
+The simulator counted both kernels when that changed, for 40 cores (320 threadgroups planned) in float16. Each cell is
 before / after.
 
 | shape | threadgroups | longest item, keys | barriers of a threadgroup | threadgroup memory | loads in flight |
@@ -51,13 +55,13 @@ before / after.
 | the same, head_dim 256: two SIMD groups share a row | 64 / 128 | 512 / 512 | 42 / 43 | 173 / 222 MB | 1 / 4 |
 """
 BLOCK_SIZE = 16
-# What K and V are read from.
+# Buffers from which K and V are read.
 CACHES = ("k_cache", "k_scales", "k_biases", "v_cache", "v_scales", "v_biases")
 
 
 @dataclass(frozen=True)
 class SimShape:
-    """A step: requests as (query_len, kv_len)."""
+    """Step with requests (query_len, kv_len)."""
 
     name: str
     segments: tuple[tuple[int, int], ...]
@@ -65,22 +69,22 @@ class SimShape:
     allowed: float
     num_kv_heads: int = 1
     head_dim: int = 64
-    v_head_dim: int | None = None  # None: as head_dim
+    v_head_dim: int | None = None  # default: head_dim
     is_latent: bool = False
     window: int | None = None
     quantized: tuple[int, int] | None = None  # bits and group size; None: float16
-    # Requests that are in the step as well: what they cost in a step of their own is taken off.
+    # Other requests in the step. Their cost in a separate step is subtracted.
     others: tuple[tuple[int, int], ...] = ()
 
     @property
     def bytes_of_a_key(self) -> int:
-        """Of K and V of all KV heads, in float16; of a latent once."""
+        """Bytes of a key and its value in all KV heads, in float16. A latent counts once."""
         v_head_dim = 0 if self.is_latent else self.v_head_dim or self.head_dim
         return (self.head_dim + v_head_dim) * self.num_kv_heads * 2
 
     @property
     def attention(self) -> AttentionShape:
-        """Its attention, in float16."""
+        """Attention of the shape, in float16."""
         v_head_dim, heads = self.v_head_dim or self.head_dim, self.num_kv_heads * self.group
         kept = self.quantized or (0, 0)
         return AttentionShape(
@@ -119,7 +123,7 @@ SHAPES = (
               v_head_dim=512, is_latent=True)
         for heads in (16, 20)
     ),
-    # Tiles of 24 rows, each of which reads the latent.
+    # Tiles of 24 rows. Each tile reads the latent.
     SimShape("decode at 4,096, latent of 512 + 64, 128 heads", ((1, 4096),), 128, 6.05, head_dim=576, v_head_dim=512,
           is_latent=True),
     SimShape("prefill 512 on 512, group 4, head_dim 256", ((512, 512),), 4, 0.55 * 64, head_dim=256),
@@ -143,7 +147,7 @@ SHAPES = (
 
 
 def run(shape: SimShape) -> list[LaunchCounts]:
-    """One layer of the shape, its others included, through the simulated backend, in float16."""
+    """Run one layer of the shape with its other requests in the simulated backend, in float16."""
     from metal_engine.attention.metal.backend import MetalBackend
     from metal_engine.kv_cache.rows import step_rows
     from tools.fixtures.packed_step import kv_state, latent_state, quantized_state
@@ -179,15 +183,15 @@ def _kv_read(launches: list[LaunchCounts]) -> int:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table."""
+    """Row of the table."""
 
     shape: SimShape
     launches: list[LaunchCounts]
-    of_others: list[LaunchCounts]  # the others in a step of their own; empty without others
+    of_others: list[LaunchCounts]  # the other requests in a separate step; empty if there are none
 
     @classmethod
     def of(cls, shape: SimShape) -> Line:
-        """Run the shape, and its others alone."""
+        """Run the shape, and its other requests alone."""
         alone = replace(shape, segments=shape.others, others=())
         return cls(shape, run(shape), run(alone) if shape.others else [])
 
@@ -217,7 +221,7 @@ class Line:
 
     @property
     def loads_in_flight(self) -> str:
-        """Of K, of a thread before it waits for one, by its request with the fewest rows."""
+        """Loads of K that a thread has in flight before it waits, for the request with the fewest rows."""
         shape, size = self.shape, 2
         latent = shape.v_head_dim if shape.is_latent and shape.v_head_dim else 0
         v = variant_of(shape.attention)

@@ -1,15 +1,15 @@
-"""Shapes that the architectures of docs/models.md have in published checkpoints: what kernels are compiled for.
+"""Shapes of published checkpoints for the architectures of docs/models.md. Kernels are compiled for these shapes.
 
-An attention layer's is a row of text, ``shapes | kinds``, several shapes in a row::
+An attention layer has a row of text, ``shapes | kinds``, with one or more shapes::
 
     32/8x128             32 query heads, 8 KV heads, head_dim 128
     16/16x192:128        K has 192 numbers a head, V has 128
     128xlatent512+64     128 query heads over one latent of 512 numbers and a position part of 64
-    | window full        layers of both kinds; "full" alone when nothing is said
-    | window+sinks       what else the layers have: softcap, sinks
+    | window full        layers of both kinds; default: full
+    | window+sinks       other properties of the layers: softcap, sinks
 
-An architecture that many sizes share has one shape for each ratio of heads and each head_dim. Where no checkpoint
-says more, it has those that mlx-lm's configuration gives by default.
+An architecture with many sizes has one shape for each ratio of heads and each head_dim. If no checkpoint defines sizes,
+the row has the defaults of mlx-lm's configuration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention layer. ``latent``: all heads read one latent of ``head_dim`` numbers beside ``rope_dim``."""
+    """Attention layer.
+
+    ``latent``: all heads read one latent of ``head_dim`` numbers and ``rope_dim`` position numbers.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -45,7 +48,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """A gated delta rule: key and value heads, their sizes, and whether each column has a decay of its own."""
+    """Gated delta rule: key and value heads, their sizes, and whether each column has its own decay."""
 
     num_k_heads: int
     num_v_heads: int
@@ -66,7 +69,7 @@ class Mamba2:
 
 @dataclass(frozen=True)
 class Convolution:
-    """A short convolution over each channel by itself."""
+    """Short convolution over each channel."""
 
     kernel_size: int
     bias: bool
@@ -190,8 +193,8 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "youtu_llm": ("16/16x192:128",),
 }
 
-# model_type -> layers that carry a state. Architectures whose recurrences run as mlx-lm's own functions have only
-# their convolutions here, if any.
+# model_type -> recurrent layers. Architectures whose recurrences use mlx-lm's own functions have only their
+# convolutions here, if any.
 RECURRENT: dict[str, tuple[Layer, ...]] = {
     "bailing_hybrid": (),
     "bailing_moe_linear": (),
@@ -228,7 +231,7 @@ _SIZE = re.compile(r"(\d+)/(\d+)x(\d+)(?::(\d+))?")
 
 
 def attention_layers(row: str) -> Iterator[Attention]:
-    """The layers of a row of ATTENTION."""
+    """Yield the layers of a row of ATTENTION."""
     sizes, _, kinds = row.partition("|")
     for size in sizes.split():
         for kind in kinds.split() or ["full"]:
@@ -244,7 +247,7 @@ def attention_layers(row: str) -> Iterator[Attention]:
 
 
 def layers_by_model() -> dict[str, list[Layer]]:
-    """model_type -> layers that it has in some checkpoint, each once."""
+    """Return model_type -> layers in some checkpoint of it, without duplicates."""
     found: dict[str, list[Layer]] = {}
     for model_type in sorted({*ATTENTION, *RECURRENT}, key=str.lower):
         attention = [layer for row in ATTENTION.get(model_type, ()) for layer in attention_layers(row)]

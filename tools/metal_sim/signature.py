@@ -1,4 +1,4 @@
-"""Reads a kernel's signature out of Metal source: template parameters, buffers, thread attributes."""
+"""Parses a kernel's signature in Metal source: template parameters, buffers, thread attributes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ATTRIBUTES = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a kernel function."""
+    """Parameter of a kernel function."""
 
     name: str
     type: str  # "const device float*", "uint3"
@@ -51,13 +51,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """A kernel function, and where its parts lie in the text."""
+    """Kernel function, and the positions of its parts in the text."""
 
     name: str
     template: tuple[tuple[str, str], ...]  # (kind, name): ("typename", "T"), ("int", "N")
     parameters: tuple[Parameter, ...]
-    start: int  # of the template line, or of [[kernel]]
-    declaration: int  # of [[kernel]]
+    start: int  # position of the template line, or of [[kernel]]
+    declaration: int  # position of [[kernel]]
     end: int  # just after the closing brace
 
     @property
@@ -66,7 +66,7 @@ class Signature:
 
 
 def matching(text: str, at: int) -> int:
-    """Index just after the bracket that closes the one at ``at``. Comments and strings are skipped."""
+    """Return the index just after the bracket that closes the one at ``at``. Skips comments and strings."""
     pairs = {"(": ")", "{": "}", "[": "]", "<": ">"}
     opening, closing = text[at], pairs[text[at]]
     depth = 0
@@ -93,7 +93,7 @@ def matching(text: str, at: int) -> int:
 
 
 def split_arguments(text: str) -> list[str]:
-    """Split at the commas that stand outside all brackets."""
+    """Split at the commas outside all brackets."""
     parts, depth, last = [], 0, 0
     for i, c in enumerate(text):
         if c in "([{<":
@@ -119,7 +119,7 @@ def _parameter(text: str) -> Parameter:
 
 
 def find_kernel(text: str, name: str) -> Signature:
-    """The signature of kernel ``name``."""
+    """Return the signature of kernel ``name``."""
     template_line = r"(template\s*<(?P<template>[^{};]*?)>\s*)?"
     pattern = template_line + rf"(?P<kernel>\[\[kernel[^\]]*\]\]|\bkernel\b)\s+void\s+{name}\s*\("
     found = re.search(pattern, text)

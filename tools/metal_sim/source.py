@@ -1,6 +1,6 @@
-"""Turns Metal source into one translation unit of C++ for OpenCL. Lines stay where they are.
+"""Turns Metal source into one translation unit of C++ for OpenCL. Line numbers are preserved.
 
-What C++ for OpenCL cannot say is rewritten, and nothing else:
+Only constructs that C++ for OpenCL lacks are rewritten:
 
 - a template kernel: its arguments become ``using`` and ``constexpr`` lines in a namespace around it;
 - functional casts and constructors of vector types (``float4(...)`` is a macro in the headers; ``vec<T, 4>(...)``
@@ -23,7 +23,7 @@ from .toolchain import cache_dir, key_of
 VECTOR = r"(?:bool|char|uchar|short|ushort|int|uint|long|ulong|half|float|bfloat)[234]"
 KERNEL_ATTRIBUTE = r"^\[\[kernel[^\]]*\]\]"
 _INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$', re.M)
-# MLX versions whose generated source and headers this was tried with.
+# Versions of MLX whose generated source and headers were tested.
 TRIED_MLX = ("0.32.4",)
 
 
@@ -41,7 +41,7 @@ def mlx_version() -> str:
 
 
 def rewrite(text: str) -> str:
-    """Metal text -> text that clang accepts as C++ for OpenCL, line for line."""
+    """Return Metal text as text that clang accepts as C++ for OpenCL, line for line."""
     text = re.sub(r"(\)\s*)(const\s+)?thread(?=\s*[:{;])", lambda m: m[1] + (m[2] or ""), text)
     text = re.sub(rf"\bstatic_cast\s*<\s*({VECTOR})\s*>\s*(?=\()", r"::metal::ms_make<\1>", text)
     # OpenCL has global types of the same names.
@@ -50,7 +50,7 @@ def rewrite(text: str) -> str:
 
 
 def _rewrite_vec(text: str) -> str:
-    """``vec<T, N>(...)`` -> ``ms_make<vec<T, N>>(...)``, also inside ``static_cast<vec<T, N>>(...)``."""
+    """Replace ``vec<T, N>(...)`` by ``ms_make<vec<T, N>>(...)``, also inside ``static_cast<vec<T, N>>(...)``."""
     out, last = [], 0
     for found in re.finditer(r"(?P<cast>\bstatic_cast\s*<\s*)?\b(?:metal::)?vec\s*<", text):
         if found.start() < last:
@@ -72,7 +72,7 @@ def _rewrite_vec(text: str) -> str:
 
 
 def mlx_include() -> Path:
-    """The include directory of the installed wheel."""
+    """Return the include directory of the installed wheel."""
     import mlx.core as mx
 
     return Path(mx.__file__).parent / "include"
@@ -80,7 +80,7 @@ def mlx_include() -> Path:
 
 @cache
 def mlx_headers() -> Path:
-    """MLX's kernel headers from the installed wheel, rewritten, as an include directory."""
+    """Return MLX's kernel headers from the installed wheel, rewritten, as an include directory."""
     root = mlx_include()
     kernels = root / "mlx" / "backend" / "metal" / "kernels"
     if not (kernels / "utils.h").exists():
@@ -115,7 +115,7 @@ def with_includes(header: str, behind: str | None = None) -> str:
 
 
 def preamble() -> str:
-    """What MLX compiles in front of every custom kernel: its utils.h."""
+    """Return the text that MLX compiles in front of every custom kernel: its utils.h."""
     return '#include "mlx/backend/metal/kernels/utils.h"\n'
 
 
@@ -134,7 +134,7 @@ def _literal(value: object) -> str:
 
 
 def id_expression(p: Parameter) -> str:
-    """A thread attribute out of ``ids``, the table of a thread's ids."""
+    """Return the expression for a thread attribute in ``ids``, the table of a thread's ids."""
     row = ATTRIBUTES[p.attribute or ""]
     base = p.type.replace("const", "").strip()
     width = int(base[-1]) if base[-1] in "23" else 1
@@ -143,7 +143,7 @@ def id_expression(p: Parameter) -> str:
 
 
 def _thunk(signature: Signature) -> str:
-    """A function with a fixed signature that the runtime can call: addresses and ids in, the kernel's call out."""
+    """Return a function with a fixed signature for the runtime. It takes addresses and ids and calls the kernel."""
     arguments, number = [], 0
     for p in signature.parameters:
         if p.attribute:
@@ -160,7 +160,7 @@ def _thunk(signature: Signature) -> str:
 
 
 def _simulated(signature: Signature, text: str) -> str:
-    """The kernel as it stands, and the function that the runtime calls."""
+    """Return the unchanged kernel and the function that the runtime calls."""
     return f"{re.sub(KERNEL_ATTRIBUTE, 'kernel', text, count=1)} {_thunk(signature)}"
 
 
@@ -172,13 +172,13 @@ def translation_unit(
     include: str | None = None,
     entry: Callable[[Signature, str], str] = _simulated,
 ) -> tuple[str, Signature]:
-    """The C++ for OpenCL text of one kernel with its template arguments bound, and its signature.
+    """Return the C++ for OpenCL text of one kernel with its template arguments bound, and its signature.
 
-    ``text`` holds whatever the kernel needs after the preamble; it may carry ``#line`` directives. ``include``
-    replaces the preamble. ``entry`` makes of the kernel's signature and its text from ``[[kernel]]`` to the closing
-    brace what is compiled in its place.
+    ``text`` contains everything the kernel needs after the preamble, and may contain ``#line`` directives. ``include``
+    replaces the preamble. ``entry`` takes the kernel's signature and its text from ``[[kernel]]`` to the closing brace,
+    and returns the text that is compiled instead.
     """
-    # MLX's explicit instantiation has done its work: the arguments are in template_arguments.
+    # MLX's explicit instantiation is not needed: its arguments are in template_arguments.
     text = re.sub(r"template\s*\[\[host_name\([^\n]*\n", "\n", text)
     text = _bind_function_constants(rewrite(text), function_constants or {})
     signature = find_kernel(text, kernel)
@@ -191,11 +191,11 @@ def translation_unit(
         else f"constexpr constant {kind} {name} = {value}; "
         for (kind, name), value in zip(signature.template, given, strict=True)
     )
-    # The template line gives way; its newlines stay, so that the lines after it keep their numbers.
+    # The template line is removed. The newlines stay, which preserves the numbers of later lines.
     newlines = "\n" * text[signature.start : signature.declaration].count("\n")
     body = entry(signature, text[signature.declaration : signature.end])
-    # Other kernels of the same text are plain functions that nobody calls; they may hold threadgroup variables
-    # and templates, which only a kernel may: drop them.
+    # Other kernels of the text are never called. As plain functions, they could not have threadgroup variables and
+    # templates, so they are dropped.
     before = _drop_kernels(text[: signature.start])
     after = _drop_kernels(text[signature.end :])
     preface = include if include is not None else preamble()

@@ -1,4 +1,4 @@
-"""Addresses inside a compiled kernel -> lines of its source."""
+"""Translates addresses inside a compiled kernel to lines of its source."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from .toolchain import INCLUDE, symbolizer
 
 
 def place_of(library: Path, offset: int) -> Place | None:
-    """The line of a return address, given as an offset into the library. Frames inside this package's own headers
-    (inlined functions of the standard library) give way to the line that called them."""
+    """Return the line of a return address, which is given as an offset into the library.
+
+    Frames inside this package's own headers (inlined functions of the standard library) are replaced by the calling
+    line.
+    """
     if offset <= 0:
         return None
     # The call is the instruction before the return address.
@@ -29,6 +32,9 @@ def place_of(library: Path, offset: int) -> Place | None:
 
 
 def _short(file: str) -> str:
-    """Names given by #line are not paths, though debug information puts a directory before them."""
+    """Strip directories from names set by #line.
+
+    They are not paths, but debug information puts a directory before them.
+    """
     base = file.rsplit("/", 1)[-1]
     return base if base.endswith((":source", ":header", ":generated")) else file

@@ -1,7 +1,7 @@
-"""Changes the prefill on tensor operations in one place at a time, as kernel_mutants.py does the kernels.
+"""Changes the prefill on tensor operations in one place at a time, as kernel_mutants.py changes the kernels.
 
 ``python -m tools.metal_sim.tensor_mutants`` runs all mutants; a number runs that one. Every case runs in both of the
-simulator's layouts of elements over lanes: a kernel that knows a layout, and does not ask, is right in one of them.
+simulator's layouts of elements over lanes. A kernel that assumes a fixed layout fails in the other layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LAYOUTS = (1, 0)
 
 _BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 _IN_SIMD_GROUP = "simdgroup_barrier(mem_flags::mem_threadgroup);"
-# Where MLX's kernels know that M5 has the elements.
+# Layout of M5 that MLX's kernels assume.
 _KNOWN_LEFT = "int2(((lane >> 2 & 2) + lane % 2) * 4 + i % 4, lane_row + i / 4 * 8)"
 _KNOWN_SUM = "int2(((lane >> 2 & 2) + lane % 2) * 4 + i % 4 + i / 8 * 16, lane_row + i / 4 % 2 * 8)"
 MUTANTS = (
@@ -39,7 +39,7 @@ MUTANTS = (
     Mutant(PRODUCTS, "sum[i] = sums[i];", ""),
     Mutant(PRODUCTS, "sums[i] = sum[i];", ""),
     Mutant(PRODUCTS, "SUM_ELEMENTS = 16", "SUM_ELEMENTS = 8"),
-    # Layouts that are known and not asked for.
+    # Assumed layouts instead of queried layouts.
     Mutant(TENSOR, "place_in_left<T, true>(i)", _KNOWN_LEFT),
     Mutant(TENSOR, "place_in_left<T, false>(i)", _KNOWN_LEFT),
     Mutant(TENSOR, "place_in_left<T, false>(i)", "place_in_left<T, true>(i)"),
@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant(TENSOR, "place_in_sum<T, true>(i)", "place_in_sum<T, false>(i)"),
     Mutant(TENSOR, "place_in_sum<T, false>(i).y", "place_in_sum<T, true>(i).y"),
     Mutant(TENSOR, "int2 place = place_in_sum<T, false>(i)", "int2 place = place_in_sum<T, true>(i)"),
-    # Who takes which rows and keys.
+    # Distribution of rows and keys.
     Mutant(TENSOR, "num_rows <= 16 ? 1", "num_rows <= 17 ? 1"),
     Mutant(TENSOR, "num_rows <= 32 ? 2", "num_rows <= 33 ? 2"),
     Mutant(TENSOR, "has_keys = slot * PRODUCT_COLUMNS < BK", "has_keys = true"),
@@ -91,29 +91,29 @@ MUTANTS = (
     Mutant(TENSOR, "shrinks[strip * 8 + lane_row]", "shrinks[lane_row]"),
     Mutant(TENSOR, "- peak[strip] + WEIGHT_SHIFT", "- peak[strip]"),
     Mutant(TENSOR, "* scale;", ";"),
-    # What leaves.
+    # Output.
     Mutant(TENSOR, "d * KEY_STRIPS + fragment]", "fragment]"),
     Mutant(TENSOR, "fragment * 8 + lane_column + i % 2];", "fragment * 8 + lane_column];"),
 )  # fmt: skip
 
 CASES = (
-    # The window begins where a fragment does; tiles of 16, 17, 32, 33 and 64 rows.
+    # The window begins at the start of a fragment; tiles of 16, 17, 32, 33 and 64 rows.
     MutantCase([(9, 18), (5, 76), (33, 150), (17, 130), (16, 90), (32, 32), (64, 64)], 1, 1, mx.float16, window=64,
          softcap=15.0, sinks=True, head_dim=32, tolerance=2e-3),
-    # Several KV heads and heads of a group, tiles that end within a token, a row that sees all of a stage but one key;
-    # K and V of different sizes.
+    # Several KV heads and heads per group, tiles that end inside a token, a row that sees all keys of a stage except
+    # one; K and V of different sizes.
     MutantCase([(1, 7), (30, 200), (10, 72)], 6, 2, mx.bfloat16, sinks=True, head_dim=48, v_head_dim=64,
          tolerance=8e-3),
-    # Splits, beside a decode; some that a row sees nothing of.
+    # Splits in a batch with a decode. A row sees no key of some splits.
     MutantCase([(12, 1100), (1, 600)], 2, 1, mx.float16, 1000, window=1090, sinks=True, head_dim=32, tolerance=2e-3),
-    # Weights that float16 would not hold, and scores far below zero.
+    # Weights too small for float16, and scores far below zero.
     MutantCase([(20, 2000)], 1, 1, mx.float16, scores=(17.0, 0.0), head_dim=32, tolerance=2e-3),
     MutantCase([(20, 90)], 1, 1, mx.float16, scores=(-9_984.0, -9_992.0), head_dim=32, tolerance=5e-3),
 )  # fmt: skip
 
 
 def factory_in(layout: int, factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory of kernels whose tensors have one of the simulator's layouts."""
+    """Return a factory of kernels whose tensors have one of the simulator's layouts."""
 
     def defining(**arguments: Any) -> Any:
         header = arguments.pop("header", "")
@@ -123,7 +123,7 @@ def factory_in(layout: int, factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def caught(mutant: Mutant | None) -> str | None:
-    """What noticed the mutant, or None."""
+    """Return the check's message if the mutant was caught, or None."""
     for layout in LAYOUTS:
         backend = MetalBackend(factory_in(layout, factory_of(mutant)), tensor_ops=True)
         for case in CASES:

@@ -1,4 +1,4 @@
-"""Finds clang, runs it, and keeps what it made in a cache directory."""
+"""Finds and runs clang, and stores its output in a cache directory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .errors import ToolchainError
 
 HERE = Path(__file__).parent
 INCLUDE = HERE / "include"
-# Modules that shape compiled code.
+# Modules that affect compiled code.
 CODE = ("build", "check", "ptx", "signature", "source", "toolchain", "trace", "trace_child")
-# Older ones lack the C++ for OpenCL 2021 that the check pass rests on.
+# Older versions lack C++ for OpenCL 2021, which the check pass needs.
 OLDEST_CLANG = 16
 INSTALL_HINT = (
     "The Metal simulator needs clang 16 or newer. On Debian or Ubuntu: tools/metal_sim/install_clang.sh "
@@ -41,7 +41,7 @@ def _version(clang: str) -> int | None:
 
 @cache
 def clang() -> str:
-    """The clang++ to use. Raises with what to do where there is none."""
+    """Return the clang++ to use. Raises with installation advice if there is none."""
     given = os.environ.get("METAL_SIM_CLANG")
     candidates = [given] if given else [f"clang++-{v}" for v in range(OLDEST_CLANG, 30)]
     if not given:
@@ -55,7 +55,7 @@ def clang() -> str:
 
 @cache
 def cache_dir() -> Path:
-    """Where compiled kernels stay between runs (``METAL_SIM_CACHE``, else the user's cache directory)."""
+    """Return the folder of compiled kernels (``METAL_SIM_CACHE``, else the user's cache directory)."""
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = Path(os.environ.get("METAL_SIM_CACHE") or users / "metal-sim")
     try:
@@ -66,7 +66,7 @@ def cache_dir() -> Path:
 
 @cache
 def fingerprint() -> str:
-    """Changes whenever the clang, the machine's kind or a file that shapes compiled code does."""
+    """Return a digest that changes with the clang, the kind of machine, and every file that affects compiled code."""
     h = hashlib.sha256()
     code = [HERE / f"{n}.py" for n in CODE]
     headers = [path for folder in (INCLUDE, HERE / "cuda", HERE / "runtime") for path in folder.rglob("*")]
@@ -91,7 +91,7 @@ def run_clang(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def publish(text: str | bytes, path: Path) -> None:
-    """Write a file so that other processes see all of it or nothing."""
+    """Write a file atomically for other processes."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as f:
         f.write(text.encode() if isinstance(text, str) else text)
     os.replace(f.name, path)
@@ -99,7 +99,10 @@ def publish(text: str | bytes, path: Path) -> None:
 
 @cache
 def host_features() -> list[str]:
-    """Flags for conversions of half in hardware where the CPU has them (slower, and the same, without)."""
+    """Return flags for hardware conversions of half, if the CPU has them.
+
+    Software conversions give the same results, but slower.
+    """
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -109,7 +112,7 @@ def host_features() -> list[str]:
 
 @cache
 def runtime_library() -> Path:
-    """The compiled runtime, built at first use."""
+    """Return the compiled runtime. Builds it at first use."""
     out = cache_dir() / f"runtime-{key_of('runtime')}.so"
     if out.exists():
         return out
@@ -125,7 +128,7 @@ def runtime_library() -> Path:
 
 @cache
 def symbolizer() -> list[str]:
-    """A program that turns addresses into lines, inlined frames included."""
+    """Return a command that translates addresses to lines, including inlined frames."""
     directory = Path(os.path.realpath(clang())).parent
     for name in (directory / "llvm-symbolizer", "llvm-symbolizer", "llvm-symbolizer-16"):
         if path := shutil.which(str(name)):

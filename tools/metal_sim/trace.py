@@ -1,4 +1,4 @@
-"""The Metal source that MLX generates for a kernel call, had by tracing in a child process and kept on disk."""
+"""Returns the Metal source that MLX generates for a kernel call, by tracing in a child process. Stored on disk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _ask(request: dict[str, Any]) -> str:
 
 
 def generated_source(request: dict[str, Any]) -> tuple[str, str, list[str]]:
-    """(source text, kernel name, template arguments) for a request as trace_child.py takes it."""
+    """Return (source text, kernel name, template arguments) for a request in trace_child.py's format."""
     version = mlx_version()
     path = cache_dir() / f"{key_of('trace', version, json.dumps(request, sort_keys=True))}.metal"
     if path.exists():

@@ -1,7 +1,7 @@
-"""Runs in a process of its own: prints the Metal source that MLX generates for a kernel.
+"""Child process that prints the Metal source that MLX generates for a kernel.
 
-MLX prints it from C++ on file descriptor 1 when a kernel is called with ``verbose=True`` inside
-``mx.export_function``, Metal or no Metal. Requests and answers are lines of JSON on descriptors of our own.
+MLX prints it from C++ on file descriptor 1 when a kernel is called with ``verbose=True`` inside ``mx.export_function``,
+with or without Metal. Requests and responses are lines of JSON on separate descriptors.
 """
 
 import json
@@ -45,7 +45,7 @@ def generated_source(request: dict) -> str:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    # Nothing else may reach the pipe that carries the answers.
+    # Only responses may reach the pipe.
     os.dup2(2, 1)
     for line in sys.stdin:
         try:

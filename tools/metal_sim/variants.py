@@ -1,7 +1,7 @@
 """Finds every kernel variant that the engine launches for the shapes of shapes.py.
 
-The engine's own host code says which: it runs over kernels that note how they are called and compute nothing. So the
-names and values of template arguments are the host's business alone.
+The engine's own host code runs with kernels that record their calls and compute nothing. Names and values of template
+arguments are therefore known only to the host code.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .kernel import SimulatedKernel
 from .shapes import Attention, Convolution, GatedDelta, Layer, Mamba2
 
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
-# --kv-cache-dtype, in the type that most checkpoints have: a kernel's other types differ in what they load and compute
-# as they do without it.
+# Values of --kv-cache-dtype, tested with the type of most checkpoints. Other types change the kernel in the same way as
+# without quantization.
 QUANTIZED = ("int8", "int4")
 QUANTIZED_DTYPE = mx.bfloat16
-# Steps as (rows, context) of each request: what plans may tell apart. Contexts of which some are split and some not.
+# Steps as (rows, context) of each request, in all kinds that plans can distinguish. Some contexts are split.
 STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((1, 4),),
     ((1, 700),),
@@ -43,28 +43,29 @@ STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((64, 0),),
     ((300, 20_000), (1, 9_000), (17, 0)),
 )
-# --block-size is the user's. A layer of most models is taken with each that the kernels know, others with the default.
+# Users can set --block-size. The layer of most models is compiled for each block size of the kernels, other layers for
+# the default.
 COMMON_LAYER = Attention(32, 8, 128, 128)
 BLOCK_SIZES = (8, 16, 32)
 WINDOW, SOFTCAP = 1024, 50.0
 _NUM_CHANNELS = 2048
-_NUM_BLOCKS = 8  # of a cache that no kernel reads
+_NUM_BLOCKS = 8  # blocks of a cache that is never read
 
 
 @dataclass
 class Variant:
-    """One function that MLX would compile."""
+    """Function that MLX would compile."""
 
     kernel: str  # "paged_attention"
-    function: str  # MLX's name of it, which tells template arguments and the types of inputs
-    text: str  # behind MLX's preamble
+    function: str  # MLX's name of the function, which contains template arguments and input types
+    text: str  # text after MLX's preamble
     template: dict[str, str]
-    threadgroup: tuple[int, int, int]  # the largest that it is launched with
+    threadgroup: tuple[int, int, int]  # largest threadgroup that it is launched with
     needed_by: set[str] = field(default_factory=set)  # architectures
 
     @property
     def threads(self) -> int:
-        """Threads of a threadgroup."""
+        """Number of threads in a threadgroup."""
         return math.prod(self.threadgroup)
 
     @property
@@ -74,7 +75,7 @@ class Variant:
 
 
 class _NotingKernel(SimulatedKernel):
-    """Notes which function a call needs, and returns zeros."""
+    """Kernel that records the function needed for a call, and returns zeros."""
 
     recorder: Recorder
 
@@ -101,13 +102,13 @@ class _NotingKernel(SimulatedKernel):
 
 
 class Recorder:
-    """A kernel factory, as ``mx.fast.metal_kernel``; gathers what its kernels were called for.
+    """Kernel factory like ``mx.fast.metal_kernel`` that records the calls of its kernels.
 
     Attributes:
         kernels: names of the kernels that were made.
-        variants: by MLX's name of the function.
-        models: architectures that the next calls are for.
-        refused: (architectures, layer and dtype, reason) of what the host code refuses.
+        variants: variants by MLX's name of the function.
+        models: architectures that need the next calls.
+        refused: (architectures, layer and dtype, reason) for layers that the host code rejects.
     """
 
     def __init__(self) -> None:
@@ -123,7 +124,7 @@ class Recorder:
         return kernel
 
     def record(self, layer: Layer, models: set[str], dtype: mx.Dtype) -> None:
-        """Note all variants for a layer, as a GPU without tensor operations has them."""
+        """Record all variants for a layer on a GPU without tensor operations."""
         self.models = models
         if isinstance(layer, Attention):
             for block_size in _block_sizes(layer):
@@ -135,13 +136,16 @@ class Recorder:
             _call_recurrence(MetalRecurrence(self), layer, dtype)
 
     def record_tensor_ops(self, layer: Attention, models: set[str], dtype: mx.Dtype) -> None:
-        """Note what a GPU with tensor operations has besides."""
+        """Record the additional variants on a GPU with tensor operations."""
         self.models = models
         for block_size in _block_sizes(layer):
             self._record_attention(layer, dtype, block_size, tensor_ops=True)
 
     def record_quantized(self, layer: Attention, models: set[str], kv_cache_dtype: str) -> None:
-        """Note what reads quantized K and V, on either GPU; nothing where the server refuses to quantize them."""
+        """Record the variants for quantized K and V on both kinds of GPU.
+
+        Records nothing if the server rejects quantization.
+        """
         self.models = models
         block_size = EngineArgs(model="").block_size
         try:
@@ -190,7 +194,7 @@ def _rows(segments: Sequence[tuple[int, int]], block_size: int) -> StepRows:
 
 
 def _call_recurrence(kernels: MetalRecurrence, layer: Layer, dtype: mx.Dtype) -> None:
-    """Call the kernel of a layer that carries a state, for one segment of eight rows."""
+    """Call the kernel of a recurrent layer with one segment of eight rows."""
     n = 8
     tables = mx.array([0, n], mx.int32), mx.array([-1], mx.int32)
 
@@ -209,7 +213,7 @@ def _call_recurrence(kernels: MetalRecurrence, layer: Layer, dtype: mx.Dtype) ->
             x, b = rows(layer.num_heads, layer.head_dim), rows(layer.num_groups, layer.columns)
             dt = mx.zeros((n, layer.num_heads), mx.float32)
             states = mx.zeros((1, layer.num_heads, layer.head_dim, layer.columns), mx.float32)
-            # Checkpoints have A_log and D in float32, or converted like the rest.
+            # Checkpoints have A_log and D in float32, or in the type of the other weights.
             for of_heads in {dtype, mx.float32}:
                 a_log = mx.zeros((layer.num_heads,), of_heads)
                 kernels.ssm_update(x, a_log, b, b, a_log, dt, states, *tables)
@@ -223,7 +227,7 @@ def _call_recurrence(kernels: MetalRecurrence, layer: Layer, dtype: mx.Dtype) ->
 
 
 def record_variants(layers: dict[str, list[Layer]], dtypes: Sequence[mx.Dtype] = DTYPES) -> Recorder:
-    """Every variant for these layers of architectures, in every dtype. Each layer is looked at once."""
+    """Record every variant for these layers of architectures in every dtype. Each layer is recorded once."""
     models: dict[Layer, set[str]] = {}
     for model_type, kinds in layers.items():
         for layer in kinds:

@@ -1,11 +1,11 @@
-"""N replicas of the engine behind a router, over simulated time: the figures of docs/scaling-limits.md.
+"""Simulates N replicas of the engine behind a router: the figures of docs/dev/scaling-limits.md.
 
     python -m tools.simulate --replicas 1 4 16 64 --plot docs/images/replicas.png
-    python -m tools.simulate --vary load pool        # one thing at a time, at 16 replicas
+    python -m tools.simulate --vary load pool        # one setting at a time, at 16 replicas
     python -m tools.simulate --steps my_mac.json     # step times that tools.benchmarks.step_time_model measured there
 
-Each replica is the project's scheduler with its prefix cache; steps take what a model says that was fitted to measured
-steps. Users' chats are drawn at random, see tools/simulate/traffic.py. Everything is seeded.
+Each replica is the project's scheduler with its prefix cache. A model fitted to measured steps gives the time of a
+step. Users' chats are drawn at random, see tools/simulate/traffic.py. All random numbers are seeded.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ from tools.simulate.summary import HEADER, SimulationSummary, summarize
 from tools.simulate.traffic import TrafficConfig, make_chats
 
 MEGABYTE = 1_000_000
-# Small fleets are run often enough for as many requests as one of this size has.
+# Small fleets are run repeatedly, to get as many requests as a fleet of this size.
 _REPLICAS_TOGETHER = 16
 
 
 @dataclass(frozen=True)
 class Varied:
-    """One thing to vary: what it is called, its values, and the arguments that each of them changes."""
+    """A setting to vary.
+
+    Attributes:
+        title: heading of its column.
+        values: label -> arguments changed for this value.
+    """
 
     title: str
     values: dict[str, dict[str, Any]]
@@ -74,7 +79,7 @@ VARIED = {
 
 
 def scenario_of(args: argparse.Namespace, num_replicas: int, policy: str) -> SimulatedScenario:
-    """What the arguments ask for, with so many replicas."""
+    """Return the scenario of the arguments with ``num_replicas`` replicas."""
     lost = args.lost and Loss(
         num_replicas=args.lost, at=args.warm_up + 60, noticed_after=args.noticed_after, seconds=args.lost_for
     )
@@ -102,7 +107,7 @@ def scenario_of(args: argparse.Namespace, num_replicas: int, policy: str) -> Sim
 
 
 def traffic_of(args: argparse.Namespace, num_replicas: int) -> TrafficConfig:
-    """Of all users of so many replicas."""
+    """Return the traffic of all users of ``num_replicas`` replicas."""
     return TrafficConfig(
         num_users=round(args.users_per_replica * num_replicas),
         chats_per_day=args.chats_per_day * args.load,
@@ -112,7 +117,7 @@ def traffic_of(args: argparse.Namespace, num_replicas: int) -> TrafficConfig:
 
 
 def run(args: argparse.Namespace, num_replicas: int, policy: str, model: StepTimeModel) -> SimulationSummary:
-    """Runs a scenario, a small one several times with seeds of its own."""
+    """Run a scenario. Small fleets are run several times with different seeds."""
     scenario = scenario_of(args, num_replicas, policy)
     fleets = []
     for number in range(max(1, _REPLICAS_TOGETHER // num_replicas)):
@@ -126,7 +131,7 @@ def run(args: argparse.Namespace, num_replicas: int, policy: str, model: StepTim
 def run_all(
     jobs: list[tuple[argparse.Namespace, int, str]], processes: int, model: StepTimeModel
 ) -> Iterator[SimulationSummary]:
-    """Yields what each of these calls of :func:`run` returns, in their order, which is not that of their ends."""
+    """Yield the results of calls of :func:`run` in the order of ``jobs``."""
     if processes == 1:
         yield from (run(*job, model) for job in jobs)
         return
@@ -147,11 +152,11 @@ def print_row(first: list[str], summary: SimulationSummary, with_store: bool) ->
 
 
 def scale(args: argparse.Namespace, model: StepTimeModel) -> dict[str, dict[int, SimulationSummary]]:
-    """All policies at all numbers of replicas; prints the table, and returns what it shows, by policy."""
+    """Run all policies at all numbers of replicas. Prints the table and returns its summaries by policy."""
     summaries: dict[str, dict[int, SimulationSummary]] = {policy: {} for policy in args.policies}
     print_header(["policy", "replicas", "users"], bool(args.store_mb))
     rows = list(itertools.product(args.policies, args.replicas))
-    # With one replica there is nothing to choose: it is run once.
+    # With one replica, policies do not differ, so only one is run.
     jobs = [(args, count, policy) for policy, count in rows if count > 1 or policy == args.policies[0]]
     results = run_all(jobs, args.processes, model)
     for policy, count in rows:
@@ -163,8 +168,8 @@ def scale(args: argparse.Namespace, model: StepTimeModel) -> dict[str, dict[int,
 
 
 def vary(args: argparse.Namespace, model: StepTimeModel) -> None:
-    """One thing at a time, at the first number of replicas; prints a table for each."""
-    jobs: dict[str, tuple[argparse.Namespace, int, str]] = {}  # those of all tables, each once
+    """Vary one setting at a time at the first number of replicas. Prints a table for each setting."""
+    jobs: dict[str, tuple[argparse.Namespace, int, str]] = {}  # jobs of all tables, without duplicates
     for name, policy in itertools.product(args.vary, args.policies):
         for changes in VARIED[name].values.values():
             changed = argparse.Namespace(**(vars(args) | changes))
@@ -189,7 +194,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=int, nargs="+", help="1 4 16 64, or 16 with --vary")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, help="default: cache_aware session round_robin")
     parser.add_argument(
-        "--vary", nargs="+", choices=VARIED, help="one after the other, at the first number of replicas"
+        "--vary", nargs="+", choices=VARIED, help="settings to vary one at a time, at the first number of replicas"
     )
     parser.add_argument("--plot", type=Path, help="file to draw TTFT and hit rates to (needs matplotlib)")
     parser.add_argument("--seed", type=int, default=0)
@@ -198,13 +203,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--period", type=float, default=1800.0, help="simulated seconds in which requests count")
     steps = parser.add_argument_group("step times")
     steps.add_argument("--steps", type=Path, default=STEPS_FILE, help="measured steps, by step_time_model")
-    steps.add_argument("--speed", type=float, default=1.0, help="steps are so much faster than those measured")
+    steps.add_argument("--speed", type=float, default=1.0, help="factor by which steps are faster than measured")
     users = parser.add_argument_group("traffic")
     users.add_argument("--users-per-replica", type=float, default=100_000 / 64)
-    users.add_argument("--chats-per-day", type=float, default=2.0, help="of a user, in the mean")
-    users.add_argument("--load", type=float, default=1.0, help="factor on the above")
-    users.add_argument("--turns", type=float, default=2.5, help="of a chat, in the mean")
-    users.add_argument("--systems", type=int, default=64, help="different system prompts")
+    users.add_argument("--chats-per-day", type=float, default=2.0, help="mean chats of a user")
+    users.add_argument("--load", type=float, default=1.0, help="factor on --chats-per-day")
+    users.add_argument("--turns", type=float, default=2.5, help="mean turns of a chat")
+    users.add_argument("--systems", type=int, default=64, help="number of system prompts")
     replicas = parser.add_argument_group("replicas")
     replicas.add_argument("--pool-tokens", type=int, default=32_768, help="tokens that a replica's KV cache holds")
     router = parser.add_argument_group("routing: cache_aware and exact, and the overload guard of all policies")
@@ -213,21 +218,24 @@ def make_parser() -> argparse.ArgumentParser:
     router.add_argument("--balance-abs", type=int, default=defaults.balance_abs)
     router.add_argument("--balance-rel", type=float, default=defaults.balance_rel)
     router.add_argument(
-        "--balance-not-capped", dest="balance_capped", action="store_false", help="take --balance-abs as it is"
+        "--balance-not-capped", dest="balance_capped", action="store_false", help="do not cap --balance-abs"
     )
     router.add_argument(
-        "--not-guarded", dest="guarded", action="store_false", help="overloaded replicas are not left out"
+        "--not-guarded", dest="guarded", action="store_false", help="do not exclude overloaded replicas"
     )
     router.add_argument(
-        "--tree-tokens", type=int, default=defaults.max_tree_blocks * BLOCK_SIZE, help="remembered, of all replicas"
+        "--tree-tokens",
+        type=int,
+        default=defaults.max_tree_blocks * BLOCK_SIZE,
+        help="tokens in the prefix tree, for all replicas",
     )
     store = parser.add_argument_group("shared KV store")
-    store.add_argument("--store-mb", type=float, help="MB/s of its link, each way, for all replicas; none without")
+    store.add_argument("--store-mb", type=float, help="MB/s of its shared link in each direction (default: no store)")
     store.add_argument("--kv-bytes-per-token", type=int, default=46_080, help="default: the demo model in float32")
     lost = parser.add_argument_group("lost replicas")
-    lost.add_argument("--lost", type=int, default=0, help="so many vanish a minute into the period")
-    lost.add_argument("--lost-for", type=float, default=300.0, help="seconds")
-    lost.add_argument("--noticed-after", type=float, default=15.0, help="seconds until the router knows")
+    lost.add_argument("--lost", type=int, default=0, help="number of replicas lost one minute into the period")
+    lost.add_argument("--lost-for", type=float, default=300.0, help="seconds until lost replicas return")
+    lost.add_argument("--noticed-after", type=float, default=15.0, help="seconds until the router detects the loss")
     return parser
 
 
@@ -238,14 +246,14 @@ def main() -> None:
     measured = load(args.steps)
     model = replace(measured, **{name: value / args.speed for name, value in vars(measured).items()})
     if args.speed != 1:
-        print(f"  taken as {args.speed:g} times as fast: an assumption, not a measurement")
+        print(f"  assumed to be {args.speed:g} times as fast: an assumption, not a measurement")
     rate = args.users_per_replica * args.chats_per_day * args.load / 86_400
     print(
         f"{args.period:,.0f} simulated seconds after {args.warm_up:,.0f} of warm-up; {rate:.4f} chats a second and "
         f"replica; {args.pool_tokens:,} tokens of cache a replica\n"
     )
     start = time.monotonic()
-    gc.disable()  # hardly any cycles here, and many objects to look through
+    gc.disable()  # few cycles exist, but many objects would be scanned
     try:
         if args.vary:
             vary(args, model)

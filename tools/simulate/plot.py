@@ -1,4 +1,4 @@
-"""TTFT and hit rate over the number of replicas, as a picture."""
+"""Plots TTFT and hit rate over the number of replicas."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools.simulate.summary import SimulationSummary
 
 
 def plot_replicas(summaries: Mapping[str, Mapping[int, SimulationSummary]], path: Path) -> None:
-    """Draw all policies' figures, which are by policy and number of replicas, to a file."""
+    """Draw the figures of all policies to a file. ``summaries`` is by policy and number of replicas."""
     import matplotlib
 
     matplotlib.use("Agg")

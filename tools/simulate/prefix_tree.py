@@ -1,7 +1,7 @@
-"""What a router remembers: which prefixes it has sent where. It does not know what a replica has evicted since.
+"""Router's record of the prefixes that it has sent to each replica. It does not see a replica's evictions.
 
-A prefix is a chain of block hashes, each of which stands for its block and all before it. So a tree of prefixes is a
-flat table: a prefix is in it if its last hash is.
+A prefix is a chain of block hashes. Each hash represents its block and all blocks before it. A tree of prefixes is
+therefore a flat table: it contains a prefix if it contains the prefix's last hash.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Sequence
 
 
 class PrefixTree:
-    """The prefixes sent to each replica, the longest unused ones forgotten first.
+    """Prefixes sent to each replica, evicted in LRU order.
 
     Args:
-        num_replicas: how many there are.
-        max_blocks: blocks remembered at most, of all replicas together. One that went to several counts for each.
+        num_replicas: number of replicas.
+        max_blocks: capacity in blocks for all replicas together. A block sent to several replicas counts for each.
     """
 
     def __init__(self, num_replicas: int, max_blocks: int) -> None:
         self._max_blocks = max_blocks
-        # Hash -> the replicas that its prefix went to, the last one last.
+        # Hash -> replicas that got its prefix, the most recent last.
         self._replicas: dict[bytes, dict[int, None]] = {}
-        # Replicas and hashes in order of use. Ends of prefixes are used before their beginnings, see `insert`.
+        # (replica, hash) in order of use. The end of a prefix counts as used before its start, see `insert`.
         self._held: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         self._num_blocks = [0] * num_replicas
 
     def match(self, hashes: Sequence[bytes]) -> tuple[int, int | None]:
-        """Returns how many leading blocks went to some replica before, and to which one last; (0, None) if none."""
+        """Return the number of leading blocks in the tree and the last replica that got them, or (0, None)."""
         length, last = 0, None
         for block_hash in hashes:
             replicas = self._replicas.get(block_hash)
@@ -37,8 +37,8 @@ class PrefixTree:
         return length, last
 
     def insert(self, hashes: Sequence[bytes], replica: int) -> None:
-        """Remember that a prompt with these blocks went to a replica."""
-        # From the end, so that the beginning, which more prompts share, is the most recently used.
+        """Record that a prompt with these blocks went to a replica."""
+        # In reverse order, so that the start counts as most recently used: more prompts share the start.
         for block_hash in reversed(hashes):
             self._held[replica, block_hash] = None
             self._held.move_to_end((replica, block_hash))
@@ -55,11 +55,11 @@ class PrefixTree:
                 del self._replicas[oldest]
 
     def num_blocks(self, replica: int) -> int:
-        """Returns how many blocks are remembered of a replica."""
+        """Return the number of blocks recorded for a replica."""
         return self._num_blocks[replica]
 
     def check_integrity(self) -> None:
-        """Assert that all tables say the same, and that there are no more blocks than there may be."""
+        """Assert that all tables agree and that the capacity is not exceeded."""
         pairs = {(replica, block_hash) for block_hash, of in self._replicas.items() for replica in of}
         assert pairs == set(self._held)
         assert self._num_blocks == [sum(of == replica for of, _ in pairs) for replica in range(len(self._num_blocks))]

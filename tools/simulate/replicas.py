@@ -1,4 +1,4 @@
-"""One engine over simulated time: the real scheduler, and a model of how long its steps take."""
+"""One engine in simulated time: the real scheduler, and a model of step times."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from metal_engine.step import ModelOutput, SchedulerOutput
 from tools.benchmarks.step_time_model import StepTimeModel
 from tools.simulate.store import SimulatedTransfer
 
-# What every step samples. Chats differ in their prompts, so their answers need not.
+# Token that every step samples. Chats already differ in their prompts.
 ANSWER_TOKEN = 7
 
 
 class Replica:
-    """Plans a step, says when it ends, and takes in its tokens then.
+    """Plans a step, returns its end, and updates the scheduler with its tokens at the end.
 
     Args:
-        scheduler: the project's own.
-        model: how long a step takes.
-        transfer: moves blocks between the replica and a store; None without one.
+        scheduler: the project's own scheduler.
+        model: model of step times.
+        transfer: moves blocks between the replica and a store; None without a store.
 
     Attributes:
-        num_rows: tokens computed so far, prompts' and answers'.
+        num_rows: number of tokens computed so far, in prompts and answers.
     """
 
     def __init__(self, scheduler: Scheduler, model: StepTimeModel, transfer: SimulatedTransfer | None = None) -> None:
@@ -36,7 +36,7 @@ class Replica:
         return self._plan is not None
 
     def begin(self, now: float) -> float | None:
-        """Plan a step that begins ``now``; returns when it ends, None if there is nothing to compute yet."""
+        """Plan a step that begins at ``now``. Return the end of the step; None if no step can run."""
         assert self._plan is None
         if self.transfer is not None:
             self.transfer.advance()
@@ -49,7 +49,7 @@ class Replica:
         return now + self._seconds(plan, num_rows)
 
     def end(self) -> list[RequestOutput]:
-        """End the step that was begun: returns the new token of each request that has one."""
+        """End the current step. Return the new tokens of its requests."""
         assert self._plan is not None
         plan, self._plan = self._plan, None
         if self.transfer is not None and plan.kv_connector_metadata is not None:

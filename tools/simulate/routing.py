@@ -1,8 +1,8 @@
-"""Which replica a request goes to.
+"""Routing policies: the choice of a replica for each request.
 
-``cache_aware`` and the overload guard follow the gateway smg as far as the help of its command says (``smg launch
---help`` of 1.13); defaults are its own. What it does with workers that have just started or make no progress is left
-out. Loads are requests that were sent and have not ended: a router knows those of its own.
+``cache_aware`` and the overload guard follow the gateway smg as described in its command's help (``smg launch --help``
+of 1.13). Defaults are smg's own. Its treatment of workers that have just started or make no progress is not modelled.
+The load of a replica is the number of requests that the router has sent to it and that have not ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tools.simulate.prefix_tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a router sees of a request: who asks, and the prompt as the hashes of its full blocks."""
+    """Router's view of a request: the user, and the prompt as the hashes of its full blocks."""
 
     user: int
     block_hashes: Sequence[bytes]
@@ -26,26 +26,26 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Limits of ``cache_aware``, and of the overload guard, which holds for every policy.
+    """Limits of ``cache_aware``, and of the overload guard, which applies to all policies.
 
     Attributes:
-        cache_threshold: share of a prompt that must have gone to a replica before, for that one to be chosen.
-        balance_abs: the least loaded replica is chosen instead if that one's load is above the mean by more than this
-            many requests ...
-        balance_rel: ... and above the mean by more than this factor.
-        balance_capped: ``balance_abs`` is no more than two standard deviations of the mean load (or 4).
-        max_tree_blocks: blocks remembered, of all replicas together.
-        guarded: overloaded replicas are left out while there are others.
-        overload_waiting: so many waiting requests make a replica overloaded ...
-        overload_usage: ... and so does this share of its KV cache in use.
-        poll_interval: seconds between two looks at both.
+        cache_threshold: minimum share of a prompt that a replica must have got before, to be chosen for its cache.
+        balance_abs: number of requests. The least loaded replica is chosen instead if the load of the replica with the
+            cached prefix exceeds the mean by more than this number and by more than ``balance_rel``.
+        balance_rel: factor on the mean load, see ``balance_abs``.
+        balance_capped: True to cap ``balance_abs`` at two standard deviations of the mean load (at least 4).
+        max_tree_blocks: capacity of the prefix tree in blocks, for all replicas together.
+        guarded: True to exclude overloaded replicas while other replicas are available.
+        overload_waiting: number of waiting requests from which a replica is overloaded.
+        overload_usage: used share of the KV cache from which a replica is overloaded.
+        poll_interval: seconds between two polls of waiting requests and cache usage.
     """
 
     cache_threshold: float = 0.3
     balance_abs: int = 64
     balance_rel: float = 1.5
     balance_capped: bool = True
-    max_tree_blocks: int = 2**26 // 64  # 2^26 characters, some four a token
+    max_tree_blocks: int = 2**26 // 64  # 2^26 characters, at about four per token
     guarded: bool = True
     overload_waiting: int = 8
     overload_usage: float = 0.8
@@ -53,16 +53,16 @@ class RouterConfig:
 
 
 class Policy(Protocol):
-    """Chooses among the replicas that are ``healthy`` as far as the router knows, and not left out by the guard.
+    """Chooses among the replicas that the router considers ``healthy`` and that the guard does not exclude.
 
-    ``loads`` are by replica.
+    ``loads`` is indexed by replica.
     """
 
     def choose(self, ask: Ask, healthy: Sequence[int], loads: Sequence[int]) -> int: ...
 
 
 class RoundRobin:
-    """Each replica in turn."""
+    """Replicas in rotation."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -73,19 +73,19 @@ class RoundRobin:
 
 
 class Session:
-    """A user's requests go to one replica, the same as long as that is healthy; others' move only if theirs is not."""
+    """Sends all requests of a user to one replica while it is healthy. Only users of lost replicas are moved."""
 
     def choose(self, ask: Ask, healthy: Sequence[int], loads: Sequence[int]) -> int:
         return max(healthy, key=lambda replica: _weight(ask.user, replica))
 
 
 def _weight(user: int, replica: int) -> bytes:
-    # Not `hash`: of ints it is no hash, of others it differs between runs.
+    # `hash` is unsuitable: it is the identity for ints, and differs between runs for other types.
     return blake2b(f"{user}/{replica}".encode(), digest_size=8).digest()
 
 
 class LeastLoaded:
-    """The replica with the fewest requests; among equals, the one that was sent the fewest so far."""
+    """The replica with the fewest requests. Ties: the replica with the fewest requests so far."""
 
     def __init__(self, num_replicas: int) -> None:
         self._num_sent = [0] * num_replicas
@@ -102,10 +102,10 @@ class LeastLoaded:
 
 
 class CacheAware:
-    """The replica to which most of the prompt went before; the least loaded one if that has too much to do, or is lost.
+    """The replica that got most of the prompt before, or the least loaded replica if that one is overloaded or lost.
 
-    Of several with the same share of the prompt it is the one that was sent it last. smg's help does not say what
-    happens to a prompt whose replica is lost; here it goes to the least loaded one, as if nothing were known of it.
+    If several replicas got the same share of the prompt, the most recent one is chosen. smg's help does not describe
+    the routing of prompts whose replica is lost. Here they go to the least loaded replica, like unknown prompts.
     """
 
     def __init__(self, num_replicas: int, config: RouterConfig) -> None:
@@ -123,10 +123,10 @@ class CacheAware:
 
 
 class Exact:
-    """The replica that has most of the prompt in its cache at this moment; among equals, the least loaded one.
+    """The replica with the largest part of the prompt in its cache now. Ties: the least loaded replica.
 
     Args:
-        num_cached: returns how many leading blocks a replica has; smg learns it from engines that announce theirs.
+        num_cached: returns how many leading blocks a replica has cached. smg gets this from engines that publish it.
     """
 
     def __init__(
@@ -146,17 +146,17 @@ class Exact:
 
 
 def spills(replica: int, healthy: Sequence[int], loads: Sequence[int], config: RouterConfig) -> bool:
-    """Whether a replica has so much more to do than the healthy ones in the mean that caches matter no more."""
+    """Return True if a replica's load exceeds the mean of the healthy replicas by too much to use its cache."""
     mean = sum(loads[one] for one in healthy) / len(healthy)
     margin: float = config.balance_abs
     if config.balance_capped:
-        # Requests that come and go at random: the variance of how many there are is their mean (Poisson).
+        # Requests arrive and end at random, so the variance of their number equals its mean (Poisson).
         margin = min(margin, max(4.0, 2 * math.sqrt(mean)))
     return loads[replica] > mean + margin and loads[replica] > config.balance_rel * mean
 
 
 def is_overloaded(num_waiting: int, usage: float, config: RouterConfig) -> bool:
-    """Whether the guard leaves out a replica with so many waiting requests, and that share of its KV cache in use."""
+    """Return True if the guard excludes a replica with this number of waiting requests and this cache usage."""
     return config.guarded and (num_waiting >= config.overload_waiting or usage >= config.overload_usage)
 
 
@@ -166,7 +166,7 @@ POLICIES = ("cache_aware", "exact", "session", "least_loaded", "round_robin")
 def make_policy(
     name: str, num_replicas: int, config: RouterConfig, num_cached: Callable[[int, Sequence[bytes]], int]
 ) -> Policy:
-    """Returns the policy of that name, one of :data:`POLICIES`."""
+    """Return the policy of a name in :data:`POLICIES`."""
     if name == "cache_aware":
         return CacheAware(num_replicas, config)
     if name == "exact":

@@ -1,4 +1,4 @@
-"""N replicas behind a router, over simulated time: every request from its arrival to its end."""
+"""N replicas behind a router in simulated time: every request from its arrival to its end."""
 
 from __future__ import annotations
 
@@ -26,32 +26,35 @@ from tools.simulate.store import SharedStore, SimulatedTransfer, StoreConfig
 from tools.simulate.traffic import Chat
 
 BLOCK_SIZE = 16
-# A user whose stream broke asks again after so many seconds.
+# Seconds after which a user repeats a request whose stream broke.
 ASKS_AGAIN_AFTER = 5.0
-# What happens first of what happens at the same time: who comes then is there when the next step is planned.
+# Order of simultaneous events: requests arrive before the next step is planned.
 _COMES, _STEP_ENDS, _WAKES = range(3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The first ``num_replicas`` replicas vanish, and come back empty.
+    """Loss of the first ``num_replicas`` replicas, which later return empty.
 
     Attributes:
-        at: when they do; seconds.
-        noticed_after: how long the router goes on sending requests there. Then requests that have no token yet go to
-            others; streams that had begun break off.
-        seconds: how long they are away.
+        at: time of the loss in seconds.
+        noticed_after: seconds in which the router still sends requests there. Afterwards, requests without a
+            token move to other replicas, and running streams break.
+        seconds: duration of the outage.
     """
 
     num_replicas: int
     at: float
-    noticed_after: float = 15.0  # three failed health checks, five seconds apart
+    noticed_after: float = 15.0  # three failed health checks at intervals of five seconds
     seconds: float = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedScenario:
-    """What is simulated; times in seconds. Requests count that come within ``period`` after ``warm_up``."""
+    """Settings of a simulation, with times in seconds.
+
+    Requests count if they arrive within ``period`` after ``warm_up``.
+    """
 
     num_replicas: int
     policy: str
@@ -65,19 +68,19 @@ class SimulatedScenario:
 
     @property
     def end(self) -> float:
-        """When the last request may come."""
+        """Time of the last possible arrival."""
         return self.warm_up + self.period
 
 
 @dataclass(eq=False, slots=True)
 class Served:
-    """A request and what became of it.
+    """Request with its outcome.
 
     Attributes:
-        num_possible_tokens: prompt tokens that one cache of endless size, shared by all replicas, would have had.
-        replica: where it is or was last.
-        outcome: "finished", or "broken" if its replica was lost after its first token; None before its end.
-        num_retries: how often it was sent to another replica because its own was lost.
+        num_possible_tokens: prompt tokens that an unlimited cache shared by all replicas would have had.
+        replica: current or last replica.
+        outcome: "finished", or "broken" if its replica was lost after the first token; None while it runs.
+        num_retries: number of times that the request was moved because its replica was lost.
     """
 
     request_id: str
@@ -115,7 +118,7 @@ class SimulatedFleet:
 
     Attributes:
         served: every request, in order of arrival.
-        store: the shared one; None without.
+        store: shared store; None without a store.
     """
 
     def __init__(self, scenario: SimulatedScenario, model: StepTimeModel, chats: Sequence[Chat]) -> None:
@@ -127,21 +130,21 @@ class SimulatedFleet:
         self._events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = itertools.count()
         count = scenario.num_replicas
-        self._ever: list[Replica] = []  # lost ones, too
+        self._ever: list[Replica] = []  # includes lost replicas
         self.replicas: list[Replica | None] = [self._new_replica() for _ in range(count)]  # None: lost
-        self._healthy = list(range(count))  # as far as the router knows
-        self._overloaded: set[int] = set()  # as the router has seen them last
+        self._healthy = list(range(count))  # the router's view
+        self._overloaded: set[int] = set()  # as of the router's last poll
         self._is_polling = False
         self._in_flight: list[dict[str, Served]] = [{} for _ in range(count)]
         self._policy = make_policy(scenario.policy, count, scenario.router, self._num_cached)
-        self._known: set[bytes] = set()  # blocks that somebody has been about to compute
+        self._known: set[bytes] = set()  # blocks that some replica was sent for computation
         for chat in chats:
             self._at(chat.at, _COMES, self._ask, chat, 0, [], [])
         if scenario.loss is not None:
             self._at(scenario.loss.at, _COMES, self._lose, scenario.loss)
 
     def run(self) -> list[Served]:
-        """Run until every request has ended; returns them."""
+        """Run until every request has ended. Return the requests."""
         while self._events:
             self._now, _, _, happen, args = heapq.heappop(self._events)
             happen(*args)
@@ -172,7 +175,7 @@ class SimulatedFleet:
         return sum(replica.scheduler.num_preemptions for replica in self._ever)
 
     def _ask(self, chat: Chat, turn: int, history: list[int], hashes: list[bytes]) -> None:
-        """A user sends the message of a turn. A chat that has grown too long ends before it."""
+        """Send the message of a turn. A chat that would exceed the context length ends before the turn."""
         prompt = chat.prompt(history, turn)
         answer = chat.turns[turn].num_answer_tokens
         if len(prompt) + answer > self.scenario.scheduler.max_model_len:
@@ -191,7 +194,7 @@ class SimulatedFleet:
 
     def _send(self, served: Served) -> None:
         loads = [len(in_flight) for in_flight in self._in_flight]
-        # If all are overloaded, the least loaded one takes it.
+        # If all replicas are overloaded, the least loaded replica gets the request.
         allowed = [one for one in self._healthy if one not in self._overloaded]
         allowed = allowed or [min(self._healthy, key=lambda one: loads[one])]
         index = self._policy.choose(Ask(served.chat.user, served.block_hashes), allowed, loads)
@@ -201,7 +204,7 @@ class SimulatedFleet:
         self._in_flight[index][served.request_id] = served
         replica = self.replicas[index]
         if replica is None:
-            return  # nobody knows yet that it is lost
+            return  # the loss has not been detected yet
         answer = served.num_answer_tokens
         served.request = Request(
             served.request_id, served.prompt, _params(answer), max_tokens=answer,
@@ -231,7 +234,7 @@ class SimulatedFleet:
         asks_at = self._now + chat.turns[turn].pause
         if turn + 1 < len(chat.turns) and asks_at < self.scenario.end:
             self._at(asks_at, _COMES, self._ask, chat, turn + 1, history, hashes)
-        served.prompt, served.block_hashes, served.request = [], [], None  # not needed any more, and large
+        served.prompt, served.block_hashes, served.request = [], [], None  # large, and not needed any more
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -249,7 +252,7 @@ class SimulatedFleet:
 
     def _end_step(self, index: int, replica: Replica) -> None:
         if self.replicas[index] is not replica:
-            return  # lost meanwhile
+            return  # lost in the meantime
         in_flight = self._in_flight[index]
         for output in replica.end():
             self._record_output(output, in_flight[output.request_id])
@@ -258,7 +261,10 @@ class SimulatedFleet:
     # --- what the router sees of the replicas ---------------------------------------------------------------
 
     def _start_polling(self) -> None:
-        """Have the router look at loads at the next multiple of its interval. It stops where nothing is in flight."""
+        """Schedule the router's next poll at a multiple of its interval.
+
+        Polling pauses while no request is in flight.
+        """
         if not self._is_polling and self.scenario.router.guarded:
             self._is_polling = True
             interval = self.scenario.router.poll_interval
@@ -268,7 +274,7 @@ class SimulatedFleet:
         self._is_polling = False
         for index, replica in enumerate(self.replicas):
             if replica is None:
-                continue  # no answer: what was seen last stays
+                continue  # no response: keep the state of the last poll
             stats = SchedulerStats.of(replica.scheduler)
             usage = stats.num_used_blocks / stats.num_blocks
             if is_overloaded(stats.num_waiting, usage, self.scenario.router):

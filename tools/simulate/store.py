@@ -1,8 +1,7 @@
-"""A KV store that replicas share: what it holds, and how long its links take to carry it.
+"""KV store shared by replicas: its contents, and the transfer times of its links.
 
-The scheduler's side of KV transfer is the project's own; :class:`SimulatedTransfer` stands in for the threads that
-move blocks, over simulated time. The store has one link out and one link in, which all replicas share, first come
-first served.
+The scheduler half of KV transfer is the project's own. :class:`SimulatedTransfer` replaces the threads that move
+blocks, in simulated time. The store has one outgoing and one incoming link, shared by all replicas in FIFO order.
 """
 
 from __future__ import annotations
@@ -18,13 +17,20 @@ from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stores.base import StoreRest
 from metal_engine.kv_transfer.transfer import LoadTicket
 
-_NOTHING = np.empty(0, np.uint8)  # in place of a block: nobody looks inside
-_CLOCK_TICK = 1e-3  # after a deadline, so that it has certainly passed
+_NOTHING = np.empty(0, np.uint8)  # placeholder for a block, whose contents are never read
+_CLOCK_TICK = 1e-3  # added to a deadline, so that it has passed for certain
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """Bytes a second of each link, bytes that a block takes, seconds to the first byte, and bytes that fit in."""
+    """Settings of a store.
+
+    Attributes:
+        bandwidth: bytes per second of each link.
+        block_bytes: size of a block in bytes.
+        latency: seconds to the first byte.
+        capacity: size of the store in bytes.
+    """
 
     bandwidth: float
     block_bytes: int
@@ -38,9 +44,9 @@ class _Link:
         self._free_at = 0.0
 
     def carry(self, now: float, num_bytes: int, deadline: float = math.inf) -> tuple[float, float]:
-        """Send bytes after all that are under way, until a deadline.
+        """Queue bytes behind all transfers in flight. The transfer is cut off at the deadline.
 
-        Returns when the first one starts, and when the last one is there if there were no deadline.
+        Returns the start of the transfer, and its end without regard to the deadline.
         """
         start = max(now, self._free_at)
         end = start + num_bytes / self._bandwidth
@@ -49,7 +55,7 @@ class _Link:
 
 
 class SharedStore:
-    """Blocks by hash, the longest unused ones forgotten first. A block is there once it has been carried in."""
+    """Blocks by hash, evicted in LRU order. A block is stored once its transfer has ended."""
 
     def __init__(self, config: StoreConfig) -> None:
         self.config = config
@@ -60,9 +66,11 @@ class SharedStore:
         self._writes = _Link(config.bandwidth)
 
     def read(self, hashes: Sequence[bytes], now: float, deadline: float = math.inf) -> tuple[int, float, float]:
-        """Read the leading blocks that are there; returns how many, and when the first and the last byte arrive.
+        """Read the leading blocks that are stored.
 
-        What would arrive after the deadline is not sent: who reads has given up by then.
+        Return their number, and the arrival times of the first and last byte.
+
+        Bytes that would arrive after the deadline are not sent, because the reader has given up by then.
         """
         length = 0
         while length < len(hashes) and self._there_from.get(hashes[length], math.inf) <= now:
@@ -75,7 +83,7 @@ class SharedStore:
         return length, start + self.config.latency, end + self.config.latency
 
     def write(self, hashes: Sequence[bytes], now: float) -> float:
-        """Write blocks, those left out that are there or on their way; returns when the last one is there."""
+        """Write the blocks that are neither stored nor in transfer. Return the time when all are stored."""
         end = now
         for block_hash in hashes:
             if block_hash in self._there_from:
@@ -89,12 +97,12 @@ class SharedStore:
 
 
 class SimulatedTransfer:
-    """One replica's transfer: what :class:`KVConnectorScheduler` asks of a ``KVTransfer``, over simulated time.
+    """Transfer of one replica in simulated time, with the ``KVTransfer`` interface for :class:`KVConnectorScheduler`.
 
     Args:
-        store: shared with other replicas.
-        config: limits and deadlines, as of a real transfer.
-        clock: the simulation's, in seconds.
+        store: store shared with other replicas.
+        config: limits and deadlines, as for a real transfer.
+        clock: clock of the simulation in seconds.
     """
 
     def __init__(self, store: SharedStore, config: KVTransferConfig, clock: Callable[[], float]) -> None:
@@ -102,10 +110,10 @@ class SimulatedTransfer:
         self._store = store
         self._config = config
         self._rest = StoreRest(clock)
-        self._under_way: dict[LoadTicket, tuple[float, float]] = {}  # when the first byte arrives, and the last
-        self._writing: list[tuple[float, int]] = []  # until when, and how many bytes
+        self._under_way: dict[LoadTicket, tuple[float, float]] = {}  # arrival times of the first and last byte
+        self._writing: list[tuple[float, int]] = []  # end time and number of bytes of each write
 
-    # --- what the scheduler's side asks for -----------------------------------------------------------------
+    # --- interface of the scheduler half --------------------------------------------------------------------
 
     def start_load(
         self,
@@ -116,7 +124,10 @@ class SimulatedTransfer:
         prefix: Sequence[bytes] = (),
         min_state_blocks: int = 0,
     ) -> LoadTicket:
-        """Begin to load the leading blocks that the store has; none while the store is let rest."""
+        """Begin to load the leading blocks that the store has.
+
+        Loads nothing while the store is paused after a failure.
+        """
         now = self.clock()
         ticket = LoadTicket(request_id, list(hashes), follow, has_answered=True, started=now, last_arrival=now)
         length, start, end = 0, now, now
@@ -128,17 +139,17 @@ class SimulatedTransfer:
         return ticket
 
     def end_load(self, ticket: LoadTicket) -> dict[bytes, np.ndarray]:
-        """Stop loading; returns what has arrived."""
+        """Stop a load. Return the blocks that have arrived."""
         if ticket in self._under_way:
             self._advance(ticket, self.clock())
             self._under_way.pop(ticket, None)
         return dict(ticket.blocks)
 
     def release(self, ticket: LoadTicket) -> None:
-        """Host memory is not simulated."""
+        """Do nothing: host memory is not simulated."""
 
     def load_timed_out(self, ticket: LoadTicket) -> None:
-        """A store that gave nothing in time is let rest, as a real one is."""
+        """Handle a load without data before its deadline. Pauses the store, as in a real transfer."""
         self._advance(ticket, self.clock())
         if not ticket.blocks:
             self._rest.failed()
@@ -147,16 +158,16 @@ class SimulatedTransfer:
         raise AssertionError("every ticket is answered at once")
 
     def grant_saves(self, num_blocks: int) -> int:
-        """Returns how many blocks there is host memory for while others are being written."""
+        """Return how many of the blocks fit into the host memory not used by pending writes."""
         now = self.clock()
         self._writing = [(end, num_bytes) for end, num_bytes in self._writing if end > now]
         taken = sum(num_bytes for _, num_bytes in self._writing)
         return max(0, min(num_blocks, (self._config.max_save_bytes - taken) // self._store.config.block_bytes))
 
     def grant_state_saves(self, num_states: int) -> int:
-        return 0  # no recurrent states here
+        return 0  # recurrent states are not simulated
 
-    # --- what the replica asks for --------------------------------------------------------------------------
+    # --- interface of the replica ---------------------------------------------------------------------------
 
     def save(self, hashes: Sequence[bytes]) -> None:
         """Write blocks that a step has completed."""
@@ -164,12 +175,12 @@ class SimulatedTransfer:
         self._writing.append((end, len(hashes) * self._store.config.block_bytes))
 
     def advance(self) -> None:
-        """Bring all loads to the present."""
+        """Advance all loads to the current time."""
         for ticket in list(self._under_way):
             self._advance(ticket, self.clock())
 
     def next_change(self) -> float | None:
-        """Returns when the next load ends or is too late; None if none is under way."""
+        """Return the time of the next end or timeout of a load; None without loads in flight."""
         deadlines = [
             min(end, start_of.started + self._config.load_timeout + _CLOCK_TICK)
             for start_of, (_, end) in self._under_way.items()

@@ -1,4 +1,4 @@
-"""What a scenario came to, in the figures of docs/scaling-limits.md."""
+"""Results of a scenario, as the figures of docs/dev/scaling-limits.md."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ HEADER = (
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationSummary:
-    """Figures of the requests that came within the period; seconds.
+    """Figures of the requests that arrived within the period. Times are in seconds.
 
     Attributes:
-        tokens_per_second: of a replica: prompts, cached or not, and answers of the requests that ended in the period.
-        token_seconds: of each finished request with an answer of more than one token, the mean time between two.
-        hit_rate: share of the prompts' tokens that was found in the replica's cache, or in the store.
-        from_store: of the prompts' tokens, the share that came from the store.
-        possible: the share that one endless cache, shared by all, would have had.
-        busiest: requests of the replica that was sent most, over the mean.
-        num_broken: streams that broke because their replica was lost.
-        store_bytes_per_second: read, and written.
+        tokens_per_second: throughput of a replica: prompt tokens (cached or not) and output tokens of requests that
+            ended
+            in the period.
+        token_seconds: mean time between two tokens, for each finished request with more than one output token.
+        hit_rate: share of prompt tokens found in the replica's cache or in the store.
+        from_store: share of prompt tokens loaded from the store.
+        possible: share of prompt tokens that an unlimited cache shared by all replicas would have had.
+        busiest: number of requests on the busiest replica, relative to the mean.
+        num_broken: number of streams that broke because their replica was lost.
+        store_bytes_per_second: bytes per second read from the store, and written to it.
     """
 
     num_requests: int
@@ -57,7 +59,7 @@ class SimulationSummary:
 
 
 def summarize(fleets: Sequence[SimulatedFleet]) -> SimulationSummary:
-    """The figures of several runs of one scenario, which have ended, together.
+    """Return the combined figures of several completed runs of one scenario.
 
     Raises:
         ValueError: no request counts.

@@ -1,15 +1,15 @@
-"""Who asks what, and when: chats of many users.
+"""Chats of many users: their prompts and times.
 
 The shape of a chat is an assumption, except where a source is named:
 
-- Turns are geometric with a mean of 2.5: WildChat has over 2.5 million turns in 1 million conversations
+- Turns are geometric with a mean of 2.5. WildChat has over 2.5 million turns in 1 million conversations
   (arXiv 2405.01470, abstract).
-- Messages and answers have log-normal lengths with means of about 100 and 207 tokens; between an answer and the next
-  message a user takes log-normal 45 s (median).
-- Every chat begins with one of 64 system prompts of 200 to 2,000 tokens; the k-th most frequent one has a share in
-  proportion to 1 / k.
-- Users differ: how often one begins a chat is log-normal (sigma 1), 2 a day in the mean. Chats begin at random, at an
-  even rate: a peak hour is a higher load.
+- Messages and answers have log-normal lengths with means of about 100 and 207 tokens. The time between an answer and
+  the user's next message is log-normal with a median of 45 s.
+- Every chat begins with one of 64 system prompts of 200 to 2,000 tokens. The share of the k-th most frequent prompt is
+  proportional to 1 / k.
+- Users differ: the number of chats of a user per day is log-normal (sigma 1) with a mean of 2. Chats begin at random at
+  a constant rate. A peak hour is simulated by a higher load.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import random
 from dataclasses import dataclass
 
 SECONDS_PER_DAY = 86_400
-_CHAT_TOKENS = 1_000_000  # token ids from here on are chats' own; those below are system prompts'
+_CHAT_TOKENS = 1_000_000  # first token id for chats; smaller ids are for system prompts
 _SYSTEM_TOKENS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A user's message: its length and its answer's in tokens, and the seconds after which the next one follows."""
+    """Message of a user: lengths of message and answer in tokens, and the seconds until the user's next message."""
 
     num_message_tokens: int
     num_answer_tokens: int
@@ -35,7 +35,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A user's conversation. ``system`` names its system prompt, which has ``num_system_tokens`` tokens."""
+    """Conversation of a user. ``system`` is the index of its system prompt, which has ``num_system_tokens`` tokens."""
 
     chat_id: int
     user: int
@@ -45,14 +45,17 @@ class Chat:
     turns: tuple[Turn, ...]
 
     def prompt(self, history: list[int], turn: int) -> list[int]:
-        """Returns the prompt of a turn; ``history`` is the prompt and the answer of the turn before it, or empty."""
+        """Return the prompt of a turn.
+
+        ``history`` holds the prompt and the answer of the previous turn, or is empty.
+        """
         before = history or [_SYSTEM_TOKENS + self.system] * self.num_system_tokens
         return before + [_CHAT_TOKENS + self.chat_id] * self.turns[turn].num_message_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficConfig:
-    """How much traffic there is, and of which kind; seconds and tokens."""
+    """Amount and shape of the traffic, in seconds and tokens."""
 
     num_users: int
     chats_per_day: float = 2.0
@@ -76,7 +79,7 @@ class TrafficConfig:
 
 
 def make_chats(config: TrafficConfig, seconds: float, seed: int) -> list[Chat]:
-    """Returns the chats that begin within ``seconds``, in order."""
+    """Return the chats that begin within ``seconds``, in order."""
     rng = random.Random(seed)
     low, high = config.system_range
     systems = [round(low * (high / low) ** rng.random()) for _ in range(config.num_systems)]

@@ -1,7 +1,7 @@
 """The ``metal`` backend: one kernel launch per layer for any mix of segments.
 
-The kernel factory is an argument: ``mx.fast.metal_kernel`` on a Mac, ``tools.metal_sim.metal_kernel`` anywhere. The
-host code is the same.
+The kernel factory is an argument: ``mx.fast.metal_kernel`` on a Mac, ``tools.metal_sim.metal_kernel`` elsewhere. Both
+use the same host code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KernelFactory = Callable[..., Any]
 
 
 def _on_device(table: np.ndarray) -> mx.array:
-    """``table`` on the device, with zero rows at its end until it has DEVICE_ELEMENTS. No kernel reads these."""
+    """Upload ``table``, padded with zero rows to at least DEVICE_ELEMENTS elements. No kernel reads the padding."""
     missing = max(0, DEVICE_ELEMENTS - table.size)
     rows = -(-missing // table.shape[1])
     return mx.array(np.pad(table, ((0, rows), (0, 0))) if rows else table)
@@ -40,7 +40,7 @@ _ShapeKey = tuple[mx.Dtype, int, AttentionSpec, int]
 
 
 def _shape_key(q: mx.array, state: KVState) -> _ShapeKey:
-    """What :func:`_shape` takes."""
+    """Return the arguments of :func:`_shape`."""
     return q.dtype, q.shape[1], state.spec, state.block_size
 
 
@@ -54,12 +54,12 @@ def _shape(dtype: mx.Dtype, num_heads: int, spec: AttentionSpec, block_size: int
 
 
 def shape_of(q: mx.array, state: KVState) -> AttentionShape:
-    """What a layer's attention computes, from its queries, [N, Hq, D], and its state."""
+    """Return the shape of a layer's attention from its queries, [N, Hq, D], and its state."""
     return _shape(*_shape_key(q, state))
 
 
 def _numbers_of_groups(state: KVState) -> list[mx.array]:
-    """Scales and biases of the keys, and of the values, [num_slots, num_kv_heads, groups]; nothing of others."""
+    """Return scales and biases of keys and values, each [num_slots, num_kv_heads, groups]; [] if not quantized."""
     if not isinstance(state, QuantizedKVState):
         return []
     return [*state.key_groups, *state.value_groups]
@@ -76,16 +76,19 @@ class _Uploaded:
     num_items: int
     num_partial_rows: int
     table: mx.array
-    rows: mx.array | None  # for the merge; None where nothing is split
+    rows: mx.array | None  # rows to merge; None if nothing is split
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """How the kernels are launched for layers that ask for the same: all but the layers' own arrays.
+    """Launch parameters of the kernels for layers with equal arguments: everything except the layers' own arrays.
 
     Attributes:
-        tables: inputs that follow q, K and V, but for the sinks.
-        merge_rows: input of the merge; None where nothing is split. ``merge_options`` likewise.
+        kernel: the attention kernel.
+        tables: inputs after q, K and V, without the sinks.
+        options: other arguments of the launch.
+        merge_rows: input of the merge; None if nothing is split.
+        merge_options: other arguments of the merge's launch.
     """
 
     kernel: Callable[..., Any]
@@ -97,18 +100,18 @@ class _Launch:
 
 @dataclass
 class MetalStep:
-    """One step's work; every layer of a kind shares its tables and how it is launched, and is checked as that."""
+    """One step's work. Layers of a kind share tables and launch parameters, and only the first of them is checked."""
 
     rows: StepRows
     backend: MetalBackend
     _uploaded: dict[_ItemsKey, _Uploaded] = field(default_factory=dict)
     _launches: dict[tuple[object, ...], _Launch] = field(default_factory=dict)
     _block_table: mx.array | None = None
-    is_planned: bool = False  # all of it is given: nothing may be planned from the rows
+    is_planned: bool = False  # True if the work is given, so that planning from the rows is an error
 
     @property
     def asked(self) -> tuple[_ItemsKey, ...]:
-        """For what kinds of work items layers have asked."""
+        """Kinds of work items that layers have requested."""
         return tuple(self._uploaded)
 
     def _items(
@@ -117,7 +120,7 @@ class MetalStep:
         key = (shape.group, shape.num_kv_heads, window, variant.bk, variant.tile_rows, per_core)
         if key not in self._uploaded:
             if self.is_planned:
-                raise RuntimeError(f"a layer asks for work items {key}, which no layer has asked for before")
+                raise RuntimeError(f"a layer requests work items {key}, which no layer has requested before")
             items = self.backend.plan(self.rows, key)
             rows = _on_device(items.rows) if items.is_split else None
             self._uploaded[key] = _Uploaded(len(items.table), items.num_partial_rows, _on_device(items.table), rows)
@@ -132,7 +135,7 @@ class MetalStep:
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
-    ) -> mx.array:  # [N, Hq, Dv], dtype of q; of latents their latent_dim columns
+    ) -> mx.array:  # [N, Hq, Dv], dtype of q; for latents, the latent_dim columns
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`."""
         key = (state.spec, state.block_size, q.shape, q.dtype, scale, window, softcap, sinks is not None)
         launch = self._launches.get(key)
@@ -160,14 +163,14 @@ class MetalStep:
         softcap: float | None,
         sinks: mx.Dtype | None,
     ) -> _Launch:
-        """Checks a layer's call, and works out the launch for it and all that are like it."""
+        """Check a layer's call, and return the launch for all layers with equal arguments."""
         kind = self.backend.kind_of(_shape_key(q, state), window is not None, bool(softcap), sinks)
         shape = kind.shape
         self._check(q, state, shape, window)
         uploaded = self._items(shape, kind.variant, window, kind.cut.threadgroups_per_core)
         if self._block_table is None:
             self._block_table = _on_device(self.rows.block_table)
-        # MLX has no outputs without elements, and the merge takes these as inputs.
+        # MLX does not support empty outputs, and the merge takes these as inputs.
         partial_rows = max(DEVICE_ELEMENTS, uploaded.num_partial_rows)
         numbers = self.backend.constant([scale, softcap or 0.0], mx.float32)
         window_size = self.backend.constant([window or 0], mx.int32)
@@ -200,13 +203,13 @@ class MetalStep:
         if state.spec.dtype != q.dtype or values.shape[:2] != keys.shape[:2]:
             raise ValueError(f"q is {q.dtype}; {state.spec.dtype} keys {keys.shape}, values {values.shape}")
         if q.shape[2] != shape.head_dim:
-            raise ValueError(f"q {q.shape} does not go with keys of {state.spec}")
+            raise ValueError(f"q {q.shape} does not match keys of {state.spec}")
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, not {window}")
 
 
 def _attention_kernel(kernel_factory: KernelFactory, *, tensor_ops: bool = False, quantized: bool = False) -> Any:
-    """The attention kernel, or one of its kinds for other GPUs and other caches."""
+    """Create the attention kernel, or a variant of it for tensor operations or quantized caches."""
     name, header = "paged_attention", kernel_text("attention_rows.metal")
     inputs = ["q", "k_cache", "v_cache"]
     if tensor_ops:
@@ -226,7 +229,7 @@ def _attention_kernel(kernel_factory: KernelFactory, *, tensor_ops: bool = False
 
 
 def _with_rows(table: np.ndarray, num_rows: int) -> np.ndarray:
-    """A table with rows of zeros at its end, as many as it lacks of ``num_rows``."""
+    """Return a table padded with zero rows to ``num_rows`` rows."""
     if len(table) == num_rows:
         return table
     larger = np.zeros((num_rows, table.shape[1]), table.dtype)
@@ -235,12 +238,13 @@ def _with_rows(table: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 class MetalBackend:
-    """Makes each step's attention. Holds the kernels; MLX compiles each variant at its first use.
+    """Creates each step's attention. Holds the kernels. MLX compiles each variant at its first use.
 
     Args:
-        kernel_factory: ``mx.fast.metal_kernel`` or the simulator's.
-        target_threadgroups: each request is split until it has about so many; None: as unknown GPUs get.
-        tensor_ops: compute prefill with Metal's tensor operations, for the shapes that fit. The GPU must have them.
+        kernel_factory: ``mx.fast.metal_kernel`` or the simulator's function.
+        target_threadgroups: approximate number of threadgroups into which each request is split; None for the default
+            of an unknown GPU.
+        tensor_ops: True to compute prefill of supported shapes with Metal's tensor operations. The GPU must have them.
 
     Attributes:
         cuts: cut of the work for each kind of layer. Other kinds have the default cut.
@@ -258,7 +262,7 @@ class MetalBackend:
         self.cuts: Mapping[AttentionKind, Cut] = {}
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._constants: dict[tuple[object, ...], mx.array] = {}
-        # Made of data, once: mx.zeros would be one more kernel for the GPU in every layer.
+        # Created from host data once: mx.zeros would launch one more kernel in every layer.
         self.no_sinks = mx.array([0.0], mx.float32)
         self.target_threadgroups = target_threadgroups or THREADGROUPS_PER_CORE * UNKNOWN_GPU_CORES
         self.attention = _attention_kernel(kernel_factory)
@@ -275,7 +279,7 @@ class MetalBackend:
         )
 
     def constant(self, values: list[float] | list[int], dtype: mx.Dtype) -> mx.array:
-        """A small array that layers and steps share."""
+        """Return a small array that layers and steps share."""
         key = (*values, dtype)
         if key not in self._constants:
             self._constants[key] = mx.array(values, dtype)
@@ -283,18 +287,18 @@ class MetalBackend:
 
     @property
     def has_tensor_ops(self) -> bool:
-        """Whether some shapes use tensor operations."""
+        """True if some shapes use tensor operations."""
         return self.tensor_attention is not None
 
     def uses_tensor_ops(self, shape: AttentionShape) -> bool:
-        """Whether prefill of a shape is computed with tensor operations."""
+        """Return True if prefill of a shape uses tensor operations."""
         return self.attention_for(shape) in (self.tensor_attention, self.quantized_tensor_attention)
 
     def kind_of(self, key: _ShapeKey, has_window: bool, has_softcap: bool, sinks: mx.Dtype | None) -> Kind:
         """Return the shape, variant and template arguments of a kind of layer. Each kind is computed once.
 
         Raises:
-            UnsupportedAttentionError: the kernel does not do the shape.
+            UnsupportedAttentionError: the kernel does not support the shape.
         """
         whole_key = (key, has_window, has_softcap, sinks)
         kind = self._kinds.get(whole_key)
@@ -312,36 +316,36 @@ class MetalBackend:
         return variant_of(shape, cut), cut.threadgroups_per_core, uses_tensor_ops
 
     def attention_for(self, shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> Callable[..., Any]:
-        """The kernel for every step of a shape: decodes get the same one alone and beside prefills."""
+        """Return the kernel for all steps of a shape. Decodes use the same kernel alone and together with prefills."""
         with_tensor_ops = self.quantized_tensor_attention if shape.bits else self.tensor_attention
         if with_tensor_ops is not None and fits_tensor_ops(shape, cut):
             return with_tensor_ops
         return self.quantized_attention if shape.bits else self.attention
 
     def without_tensor_ops(self) -> MetalBackend:
-        """A backend with the same kernels but the one for tensor operations."""
+        """Return a backend with the same kernels, except those for tensor operations."""
         other = copy(self)
         other.tensor_attention = other.quantized_tensor_attention = None
         return other
 
     def with_cuts(self, cuts: Mapping[AttentionKind, Cut]) -> MetalBackend:
-        """A backend with the same kernels that cuts the work of some kinds of layers otherwise."""
+        """Return a backend with the same kernels and another division of the work for some kinds of layers."""
         other = copy(self)
         other.cuts, other._kinds = cuts, {}
         return other
 
     def splitting(self) -> MetalBackend:
-        """A backend with the same kernels that splits every context that may be split."""
+        """Return a backend with the same kernels that splits every context that may be split."""
         other = copy(self)
         other.target_threadgroups = 1 << 30
         return other
 
     def for_step(self, rows: StepRows) -> MetalStep:
-        """A step's attention; work items are planned when the first layer of a kind attends."""
+        """Return a step's attention. Work items are planned when the first layer of a kind attends."""
         return MetalStep(rows, self)
 
     def plan(self, rows: StepRows, key: _ItemsKey) -> WorkItems:
-        """Work items of a step for one kind of layer."""
+        """Plan the work items of a step for one kind of layer."""
         group, num_kv_heads, window, key_step, tile_rows, per_core = key
         return plan_work_items(
             rows,
@@ -354,7 +358,7 @@ class MetalBackend:
         )
 
     def tables(self, rows: StepRows, asked: Hashable) -> StepTables:
-        """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`: items of no rows fill the tables up."""
+        """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`. Items without rows pad the tables."""
         assert isinstance(asked, tuple)
         num_rows = rows.num_tokens
         arrays = [_on_device(_with_rows(rows.block_table, num_rows))]

@@ -1,4 +1,4 @@
-"""What layers of one kind have in common in every step: shape, cut and the kernels' template arguments."""
+"""Properties that layers of one kind share in every step: shape, cut and the kernels' template arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Kind:
 
 
 def make_kind(shape: AttentionShape, cut: Cut, has_window: bool, has_softcap: bool, has_sinks: bool) -> Kind:
-    """Return what layers of a kind share. Raises UnsupportedAttentionError if the kernel does not do the shape."""
+    """Return the properties of a kind of layer. Raises UnsupportedAttentionError for an unsupported shape."""
     check_supported(shape)
     variant = variant_of(shape, cut)
     template: list[tuple[str, mx.Dtype | int]] = [

@@ -1,7 +1,7 @@
-"""Cuts a step into the kernel's work items: pure NumPy, done once per step.
+"""Divides a step into the kernel's work items: pure NumPy, done once per step.
 
-A mixed batch, 2 query heads per KV head, tiles of 8 rows (4 tokens); the last column is the item's keys. A tile is full
-wherever its request has rows, even if it ends between the heads of a token::
+Example: a mixed batch with 2 query heads per KV head, and tiles of 8 rows (4 tokens). The last column has the item's
+keys. A tile is full if its request has enough rows, even if it ends between the heads of a token::
 
     request 0  fresh, 6 tokens     [t0 t1 t2 t3]                  keys 0 .. 3
                                    [t4 t5]                        keys 0 .. 5
@@ -11,14 +11,14 @@ wherever its request has rows, even if it ends between the heads of a token::
                                    ...
                                    [t9]                           keys 4,544 .. 5,000
 
-Every item is run once per KV head. A decode is an item with one token, alone or in company.
+Every item runs once per KV head. A decode is an item with one token, alone or in a larger batch.
 
-The kernel takes keys in *stages* of ``key_step``. A tile's splits share its stages out evenly::
+The kernel processes keys in *stages* of ``key_step``. A tile's splits divide its stages evenly::
 
     1,030 keys, stages of 64       |00|000|000|000|000|00.|       6 splits of 2 or 3 stages; the last stage has 6 keys
 
-How many splits a tile has depends on its own request and on the device, not on the rest of the step: a request is split
-as if it were alone. So it gets the same bits in any company.
+The number of splits of a tile depends only on the tile's request and on the device. Other requests in the batch have no
+influence, so the results of a request are bitwise the same in every batch.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ import numpy as np
 
 from metal_engine.kv_cache.rows import StepRows
 
-# Fields of an item in the kernel's table (paged_attention.metal): first row, rows, position of the first, first key,
-# end of the keys, request, first partial row or -1. ITEM_FIELDS reaches the kernel as a template argument.
-# A row is (packed token) * group + (query head of the group): a tile may begin and end within a token.
+# Fields of an item in the kernel's table (paged_attention.metal): first row, number of rows, position of the first row,
+# first key, end of the keys, request, first partial row or -1. ITEM_FIELDS reaches the kernel as a template argument.
+# A row is (packed token) * group + (query head of the group), so a tile may begin and end within a token.
 ITEM_FIELDS = 7
 
-# Merging is one more launch in every layer: not for less.
+# Merging is one more launch in every layer, which fewer keys are not worth.
 MIN_KEYS_TO_SPLIT = 512
-# A split writes its rows' outputs in float32 and the merge reads them: for each row as many bytes as K and V of 2 keys
-# have in half precision. With KEYS_PER_ROW keys for each row that is a sixteenth of the K and V that the split reads;
-# with 16 rows and SHORT_ENOUGH_KEYS an eighth, with more rows more.
-# The shortest split has so many, but at least MIN_SPLIT_KEYS, for fewer are not worth a threadgroup, and at most
-# SHORT_ENOUGH_KEYS, for one with many rows takes its time by computing.
+# A split writes its rows' outputs in float32, and the merge reads them. Per row, both transfer as many bytes as K and V
+# of 2 keys in half precision. That is a sixteenth of the K and V that a split with KEYS_PER_ROW keys per row reads,
+# and an eighth for 16 rows and SHORT_ENOUGH_KEYS. With more rows, the fraction grows.
+# The shortest split has KEYS_PER_ROW keys per row, but at least MIN_SPLIT_KEYS, because fewer are not worth a
+# threadgroup, and at most SHORT_ENOUGH_KEYS, because computation dominates the time of a split with many rows.
 KEYS_PER_ROW = 32
 MIN_SPLIT_KEYS = 128
 SHORT_ENOUGH_KEYS = 256
-# Nor for less than a quarter of the time that a request's longest item takes.
+# A request is split only if its longest item becomes at most this fraction of its longest item before.
 WORTH_MERGING = 0.75
-# Of a tile: a thread of the merge reads them one after the other. It reaches that kernel as a template argument.
+# Maximum splits of a tile, which a thread of the merge reads in sequence. Reaches the merge as a template argument.
 MAX_SPLITS = 128
 
 
 @dataclass(frozen=True)
 class WorkItems:
-    """The work of a step for layers of one kind."""
+    """Work of a step for layers of one kind."""
 
     table: np.ndarray  # [num_items, ITEM_FIELDS] int32
-    rows: np.ndarray  # [N * group, 3] int32: first partial row, splits, partial rows between splits; for the merge
+    rows: np.ndarray  # [N * group, 3] int32, for the merge: first partial row, splits, partial rows between splits
     num_partial_rows: int
 
     @property
@@ -73,40 +73,45 @@ def plan_work_items(
     key_step: int,
     tile_rows: int,
 ) -> WorkItems:
-    """Work items of a step.
+    """Plan the work items of a step.
 
     Args:
-        target_threadgroups: a request is split until it has about so many, as far as its splits stay long enough.
-        key_step: splits begin at multiples of it after the range's first key.
-        tile_rows: most rows of an item.
+        step: rows of the step.
+        group: query heads per KV head.
+        num_kv_heads: number of KV heads.
+        window: sliding window in tokens, or None.
+        target_threadgroups: approximate number of threadgroups into which a request is split, if the splits stay long
+            enough.
+        key_step: keys of a stage. Splits begin at multiples of it after the range's first key.
+        tile_rows: maximum rows of an item.
     """
     tiles, begins = _cut_tiles(step, group, tile_rows, window)
-    keys = tiles[:, 4] - tiles[:, 3]  # [T], as all that follow but `work`
+    keys = tiles[:, 4] - tiles[:, 3]  # [T], as all arrays below except `work`
     splittable = keys >= MIN_KEYS_TO_SPLIT
     if not splittable.any():
         return WorkItems(_longest_first(tiles), np.zeros((step.num_tokens * group, 3), np.int32), 0)
 
     stages = (keys + (key_step - 1)) // key_step
-    # A request's tiles share the device as if it were alone: each tile may have its part of the target.
+    # A request's tiles share the device as if the request were alone: each tile gets its part of the target.
     work = np.add.reduceat(stages, begins, dtype=np.int64) * num_kv_heads  # [B]
     fair = stages * np.int64(target_threadgroups) // work.take(tiles[:, 5])
-    # At least two stages, so that a last split whose last stage is not full is no shorter than half of the others.
+    # Splits have at least two stages. A last split with an incomplete stage is then at least half as long as others.
     shortest = np.minimum(tiles[:, 1] * KEYS_PER_ROW, SHORT_ENOUGH_KEYS)
     shortest = np.maximum(shortest, max(MIN_SPLIT_KEYS, 2 * key_step))
     worth = stages // ((shortest + (key_step - 1)) // key_step)
     most = np.maximum(1, np.minimum(np.minimum(fair, worth), MAX_SPLITS) * splittable)
-    # A tile is done when its longest split is. Fewer splits that are no longer do as well.
+    # A tile is done when its longest split is done. Use the smallest number of splits with the same longest split.
     longest = -(-stages // most)
     if len(begins) < len(tiles):
-        # A request is done when its longest item is, and a tile that stays whole may be nearly as long.
+        # A request is done when its longest item is done. A tile that stays whole may be nearly as long.
         before, after = (np.maximum.reduceat(lengths, begins).take(tiles[:, 5]) for lengths in (stages, longest))
         longest = np.where(after <= before * WORTH_MERGING, longest, stages)
     return _split_tiles(tiles, stages, -(-stages // longest), key_step)
 
 
 def _cut_tiles(step: StepRows, group: int, tile_rows: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """A whole item for each tile in the order of the rows, [T, ITEM_FIELDS] int32; the first of each request, [B]."""
-    if step.num_tokens == step.num_requests and group <= tile_rows:  # decodes only, a tile each
+    """Return an item for each whole tile in row order, [T, ITEM_FIELDS] int32, and each request's first tile, [B]."""
+    if step.num_tokens == step.num_requests and group <= tile_rows:  # only decodes, one tile each
         tokens = begins = np.arange(step.num_tokens)
         first_rows = tokens * group
         last_tokens = tokens
@@ -120,7 +125,7 @@ def _cut_tiles(step: StepRows, group: int, tile_rows: int, window: int | None) -
     positions = step.positions.take(tokens)
     tiles = np.empty((len(tokens), ITEM_FIELDS), np.int32)
     tiles[:, 0] = first_rows
-    tiles[:-1, 1] = first_rows[1:]  # a tile ends where the next one begins
+    tiles[:-1, 1] = first_rows[1:]  # a tile ends where the next tile begins
     tiles[-1, 1] = step.num_tokens * group
     tiles[:, 1] -= tiles[:, 0]
     tiles[:, 2] = positions
@@ -134,43 +139,44 @@ def _cut_tiles(step: StepRows, group: int, tile_rows: int, window: int | None) -
 def _split_tiles(
     tiles: np.ndarray,  # [T, ITEM_FIELDS]
     stages: np.ndarray,  # [T]
-    splits: np.ndarray,  # [T]; 1: the tile stays whole
+    splits: np.ndarray,  # [T]; 1 for a tile that stays whole
     key_step: int,
 ) -> WorkItems:
-    """The items of tiles of which some are split, and how rows are merged."""
+    """Return the items of tiles, some of which are split, and the rows to merge."""
     splits = splits.astype(np.int32)
-    ends = splits.cumsum(dtype=np.int32)  # [T] items up to the last of each tile
-    # Splits of `each` stages, and at the end of the tile some of one more.
+    ends = splits.cumsum(dtype=np.int32)  # [T] number of items up to the end of each tile
+    # A tile has splits of `each` stages, followed by splits of one more stage.
     each = stages // splits
     shorter = splits - (stages - each * splits)
     table = tiles.repeat(splits, 0)
-    index = np.arange(len(table), dtype=np.int32) - (ends - splits).repeat(splits)  # [num_items] of a split in its tile
+    # [num_items] index of the split in its tile
+    index = np.arange(len(table), dtype=np.int32) - (ends - splits).repeat(splits)
     stage = index * each.repeat(splits) + np.maximum(index - shorter.repeat(splits), 0)
     starts = stage * key_step + table[:, 3]
     table[:, 3] = starts
-    table[:-1, 4] = starts[1:]  # a split ends where the next one begins
+    table[:-1, 4] = starts[1:]  # a split ends where the next split begins
     table[ends - 1, 4] = tiles[:, 4]
 
     whole = splits == 1
     rows = tiles[:, 1]
-    partial_rows = rows * ~whole  # [T] that a split writes
+    partial_rows = rows * ~whole  # [T] partial rows of each split
     all_partial_rows = partial_rows * splits
     partial_ends = all_partial_rows.cumsum(dtype=np.int32)
     first_partial = partial_ends - all_partial_rows
     first_partial[whole] = -1
     table[:, 6] = index * partial_rows.repeat(splits) + first_partial.repeat(splits)
 
-    merges = np.empty((len(tiles), 3), np.int32)  # of each tile's first row
+    merges = np.empty((len(tiles), 3), np.int32)  # for each tile's first row
     merges[:, 0] = first_partial
     merges[:, 1] = splits
     merges[:, 2] = partial_rows
     merges[whole] = 0
     merges = merges.repeat(rows, 0)  # [N * group, 3]
-    row = np.arange(len(merges)) - tiles[:, 0].repeat(rows)  # in its tile
+    row = np.arange(len(merges)) - tiles[:, 0].repeat(rows)  # index of the row in its tile
     merges[:, 0] += row * (merges[:, 1] > 0)
     return WorkItems(_longest_first(table), merges, int(partial_ends[-1]))
 
 
 def _longest_first(table: np.ndarray) -> np.ndarray:
-    """The GPU starts threadgroups in order: a long one at the end would run alone."""
+    """Sort items by length. The GPU starts threadgroups in order, and a long one started last would run alone."""
     return table.take((table[:, 3] - table[:, 4]).argsort(kind="stable"), 0)

@@ -33,7 +33,7 @@ TOO_WIDE_TO_STAGE = 256
 QUANTIZED_COLUMNS = (8, 4)  # that a lane may load at a time
 MAX_STRIPS = 3  # row fragments of a direct item: all of them leave through threadgroup memory together
 # A lane has 128 registers. Two threadgroups run on a core if it takes at most 104. Addresses and the like take 35 of
-# them, as compiled for M1 (docs/kernels.md), and more for each key fragment that it holds and for each row fragment.
+# them, as compiled for M1 (docs/dev/kernels.md), and more for each key fragment and for each row fragment.
 MOST_REGISTERS = 104 - 35
 REGISTERS_OF_HELD = 5
 REGISTERS_OF_STRIP = 12

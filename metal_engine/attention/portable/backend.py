@@ -1,8 +1,8 @@
-"""Variable-length paged attention in plain MLX ops: the oracle of the Metal kernel and the CPU's own path.
+"""Variable-length paged attention in plain MLX operations: the Metal kernel's reference, and the backend on a CPU.
 
-``planning`` cuts a step into units that gather only keys that some row of them may see. Here they are computed. The
-softmax is online: (maximum, sum, output) per row goes from tile to tile, in float32, base 2; memory is bounded by a
-few tiles of scores on each stream, however long the context is. ``attend`` only builds the graph.
+``planning`` divides a step into units that gather only keys that one of their rows may see. This module computes the
+units. The softmax is online: (maximum, sum, output) per row is updated tile by tile, in float32 and base 2. Memory is
+limited to a few tiles of scores per stream, for contexts of any length. ``attend`` only builds the graph.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _WorkKey = tuple[int | None, Dims]  # window, and dimensions
 
 @dataclass
 class PortableStep:
-    """One step's work: index arrays and masks. It keeps no layer's arrays: the next write to them must be in place."""
+    """Index arrays and masks of one step. Holds no arrays of layers, so that writes to those arrays stay in place."""
 
     rows: StepRows
     limits: Limits
     weights: Weights
     _work: dict[_WorkKey, Work] = field(default_factory=dict)
-    is_planned: bool = False  # all of it is given: nothing may be planned from the rows
+    is_planned: bool = False  # True if the work is given, so that planning from the rows is an error
 
     @property
     def asked(self) -> tuple[_WorkKey, ...]:
-        """For what kinds of work layers have asked."""
+        """Kinds of work that layers have requested."""
         return tuple(self._work)
 
     def work(self, window: int | None, dims: Dims) -> Work:
         key = (window, dims)
         if key not in self._work:
             if self.is_planned:
-                raise RuntimeError(f"a layer asks for work {key}, which no layer has asked for before")
+                raise RuntimeError(f"a layer requests work {key}, which no layer has requested before")
             self._work[key] = plan_work(self.rows, window, dims, self.limits)
         return self._work[key]
 
@@ -63,7 +63,7 @@ class PortableStep:
     ) -> mx.array:  # [N, Hq, Dv], dtype of q
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`. Builds the graph and evaluates nothing.
 
-        Raises ValueError where shapes disagree with each other or with the step.
+        Raises ValueError if shapes do not match each other or the step.
         """
         self._validate(q, state, window)
         spec = state.spec
@@ -73,7 +73,7 @@ class PortableStep:
         # Base 2: e^s = 2^(s * log2(e)), with the factor folded into q, or into the softcap.
         queries = q.astype(mx.float32) * (scale / softcap if softcap else scale * LOG2E)
         outputs: list[mx.array] = []
-        # What ends each lane so far. Chains the tiles: evaluated side by side, each would hold its scores.
+        # Last arrays of each lane. They chain the tiles: if evaluated concurrently, each tile would hold its scores.
         lasts: list[list[mx.array]] = [[], []]
         for unit in work.units:
             with mx.stream(second_stream()) if unit.lane else nullcontext():
@@ -96,7 +96,7 @@ class PortableStep:
         sinks: mx.array | None,
         last: list[mx.array],
     ) -> tuple[list[mx.array], list[mx.array]]:
-        """-> [T * R, Hq, Dv] of each of the unit's queries, and what is computed last."""
+        """Return [T * R, Hq, Dv] for each of the unit's queries, and the arrays that are computed last."""
         num_kv_heads = state.spec.num_kv_heads
         query_tiles = [part.of(queries, num_kv_heads) for part in unit.queries]
         states = [_initial_state(sinks, part, num_kv_heads) for part in unit.queries]
@@ -113,7 +113,7 @@ class PortableStep:
                     scores = (scores.reshape(by_row) + bias).reshape(scores.shape)
                 seen = values[:, :, tile.lo : tile.hi]  # [T, Hkv, L, Dv]
                 running = update(states[tile.query], scores, seen, self.weights)
-                # The sum too: left for later, it would keep the tile's weights alive until the end.
+                # Includes the sum: computed later, it would keep the tile's weights in memory until the end.
                 states[tile.query], last = running, [running.out, running.total]
         num_heads = queries.shape[1]
         return [_finish(s, t, num_heads) for s, t in zip(states, unit.queries, strict=True)], last
@@ -123,9 +123,7 @@ class PortableStep:
         if q.shape[0] != self.rows.num_tokens:
             raise ValueError(f"q has {q.shape[0]} rows, but the step has {self.rows.num_tokens} tokens")
         if spec.head_dim != q.shape[2] or len(state.values) != num_slots:
-            raise ValueError(
-                f"q {q.shape}, {num_slots} keys and {len(state.values)} values of {spec} do not fit together"
-            )
+            raise ValueError(f"q {q.shape}, {num_slots} keys and {len(state.values)} values of {spec} do not match")
         if state.block_size != self.rows.block_size:
             raise ValueError(f"the state's blocks hold {state.block_size} tokens, not {self.rows.block_size}")
         if q.shape[1] % spec.num_kv_heads:
@@ -137,7 +135,7 @@ class PortableStep:
 
 
 def _initial_state(sinks: mx.array | None, queries: Queries, num_kv_heads: int) -> SoftmaxState | None:
-    """A sink is a key seen before all others, with a value of zero."""
+    """Return the state after the sink, which acts as a first key with a value of zero."""
     if sinks is None:
         return None
     t, r, group = queries.num_requests, queries.num_rows, sinks.size // num_kv_heads
@@ -147,7 +145,7 @@ def _initial_state(sinks: mx.array | None, queries: Queries, num_kv_heads: int) 
 
 
 def _finish(state: SoftmaxState | None, queries: Queries, num_heads: int) -> mx.array:
-    """-> [T * R, Hq, Dv]"""
+    """Return the output, [T * R, Hq, Dv]."""
     assert state is not None  # every row sees at least its own key
     out = state.out / state.total  # [T, Hkv, R * G, Dv]
     t, num_kv_heads, _, v_head_dim = out.shape
@@ -156,9 +154,9 @@ def _finish(state: SoftmaxState | None, queries: Queries, num_heads: int) -> mx.
 
 
 class PortableBackend:
-    """The portable backend, see the module's docstring. Runs wherever MLX does.
+    """The portable backend, see the module's docstring. Runs wherever MLX runs.
 
-    What is special to a CPU is chosen here, once: limits that read runs in place and use two streams, and a vectorized
+    Selects settings for a CPU once: limits with which runs are read directly and two streams are used, and a vectorized
     exponential.
     """
 
@@ -170,11 +168,11 @@ class PortableBackend:
         self._weights = cpu_weights if on_cpu else plain_weights
 
     def for_step(self, rows: StepRows) -> PortableStep:
-        """Plan a step. Index arrays are made for a kind of layer when the first of its kind attends."""
+        """Plan a step. Index arrays for a kind of layer are created when its first layer attends."""
         return PortableStep(rows, self._limits, self._weights)
 
     def tables(self, rows: StepRows, asked: Hashable) -> StepTables | None:
-        """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`; None where keys fill several spans."""
+        """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`. None if keys fill several spans."""
         assert isinstance(asked, tuple)
         arrays: list[mx.array] = []
         for window, dims in asked:

@@ -1,4 +1,4 @@
-"""Powers of two on a CPU, in vectors."""
+"""Vectorized powers of two for a CPU."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 from metal_engine.device.compiled import CompiledByShape
 
 LOG2E = 1.0 / math.log(2.0)
-FLOOR = -100.0  # 2^-100 is nothing beside a row's largest weight, 1, and not yet a denormal, which is slow
+FLOOR = -100.0  # 2^-100 is negligible beside a row's largest weight, 1, and not yet a denormal, which is slow
 
 
 def _exp2_coefficients() -> list[float]:
-    """Highest power first: 2^f on [-1/2, 1/2] by Chebyshev interpolation of degree 5, relative error 2e-7."""
+    """Return coefficients of 2^f on [-1/2, 1/2], highest power first: Chebyshev, degree 5, relative error 2e-7."""
     nodes = 0.5 * np.cos(np.pi * (np.arange(6) + 0.5) / 6)
     return [float(c) for c in np.polyfit(nodes, 2.0**nodes, 5)]
 
 
 _EXP2 = _exp2_coefficients()
-_ROUND = 1.5 * 2.0**23  # adding it rounds a float32 to an integer, which is then in the low bits
+_ROUND = 1.5 * 2.0**23  # adding this rounds a float32 to an integer, which is then in its low bits
 
 
 def exp2(x: mx.array) -> mx.array:
-    """2^x for float32 x in [-126, 126], relative error 3e-7.
+    """Return 2^x for float32 x in [-126, 126], with a relative error of 3e-7.
 
-    MLX's CPU backend computes exp and power one element at a time (12 and 4 ns each), but add, multiply and
-    shift in vectors: the sixteen ops of the polynomial take 2 ns together while the array stays in the cache.
+    MLX's CPU backend computes exp and power one element at a time (12 and 4 ns each), but vectorizes add, multiply and
+    shift. The sixteen operations of the polynomial take 2 ns together while the array stays in the cache.
     """
     rounded = x + _ROUND
     fraction = x - (rounded - _ROUND)
@@ -43,4 +43,4 @@ def _weights(scores: mx.array, peak: mx.array) -> mx.array:
 
 
 weights_of_scores = CompiledByShape(_weights)
-"""2^(scores - peak) on a CPU, float32, with a peak that no score exceeds; what is nothing beside 1 becomes 2^FLOOR."""
+"""2^(scores - peak) on a CPU, float32. No score may exceed the peak. Negligible weights become 2^FLOOR."""

@@ -1,4 +1,4 @@
-"""Which requests of a step share a batched product of attention, and which of two streams computes it."""
+"""Groups requests of a step into batched products of attention, and divides the groups between two streams."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ class Limits:
     scores: int  # elements of a tile of scores: rows * query heads * keys
     span: int  # elements of gathered K or V
     tile_rows: int  # rows of a query tile
-    small_area: int = 16_384  # rows * keys up to which a request with several rows goes into a group
+    small_area: int = 16_384  # largest rows * keys for which a request with several rows joins a group
     group_slack: int = 2_048  # padding that is cheaper than one more group, in units of `_cost`
-    group_waste: float = 0.125  # padding of a group relative to its real work
-    # A decode reads keys in consecutive slots where they are, from so many keys on; None: never.
+    group_waste: float = 0.125  # allowed padding of a group, relative to its real work
+    # Minimum keys of a decode that reads keys in consecutive slots without gathering them; None turns this off.
     run_keys: int | None = None
-    lane_elements: int | None = None  # of K, gathered for decodes: from so many on two streams; None: never
-    min_keys: int = 64  # a tile or span has at least so many keys, whatever the other limits say
+    lane_elements: int | None = None  # minimum elements of gathered K for two streams; None for one stream
+    min_keys: int = 64  # minimum keys of a tile or span, regardless of the other limits
 
 
-# On a CPU a chain of elementwise ops runs several times faster while its arrays stay in the cache, and arrays
-# of several MB may be fresh pages from the system every time. A GPU wants more work per launch.
+# On a CPU, a chain of elementwise operations is several times faster while its arrays fit in the cache, and arrays of
+# several MB may be newly mapped pages every time. A GPU needs more work per launch.
 CPU_LIMITS = Limits(scores=384 * 1024, span=1024 * 1024, tile_rows=64, run_keys=640, lane_elements=384 * 1024)
 GPU_LIMITS = Limits(scores=16 << 20, span=8 << 20, tile_rows=256)
 
 
 @dataclass(frozen=True)
 class Dims:
-    """What planning must know of a layer."""
+    """Dimensions of a layer that planning needs."""
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # the larger of K's and V's
+    head_dim: int  # maximum of K's and V's
 
 
 @dataclass(frozen=True)
 class RowSegment:
-    """One request's rows in a step, and the absolute positions [key_start, key_end) that any of them sees."""
+    """One request's rows in a step, and the absolute positions [key_start, key_end) that its rows see."""
 
     request: int
     start: int
@@ -57,13 +57,16 @@ class RowSegment:
 
 
 def _cost(num_rows: int, num_keys: int) -> int:
-    """Cost of one request in a group: gathering a key takes about as long as scoring it for three rows."""
+    """Return the cost of one request in a group. Gathering a key takes about as long as scoring it for three rows."""
     return num_keys * (num_rows + 3)
 
 
 def group_segments(segments: Iterable[RowSegment], dims: Dims, limits: Limits) -> list[list[RowSegment]]:
-    """Groups of similar segments: padding them all to the largest rows and keys costs at most
-    max(group_slack, group_waste * real work), and a group of short contexts needs only one span."""
+    """Return groups of similar segments.
+
+    Padding a group to its largest rows and keys costs at most max(group_slack, group_waste * real work). A group of
+    short contexts needs only one span.
+    """
     groups: list[list[RowSegment]] = []
     rows = keys = real = 0
     for segment in sorted(segments, key=lambda s: (-s.num_rows, -s.num_keys, s.request)):
@@ -82,21 +85,22 @@ def group_segments(segments: Iterable[RowSegment], dims: Dims, limits: Limits) -
             groups.append([segment])
             rows, keys, real = segment.num_rows, segment.num_keys, cost
     for group in groups:
-        group.sort(key=lambda s: s.start)  # packed order needs no permutation of the output
+        group.sort(key=lambda s: s.start)  # the output is then in packed order without a permutation
     return groups
 
 
 def in_lanes(groups: list[list[RowSegment]], dims: Dims, limits: Limits) -> list[tuple[int, list[RowSegment]]]:
-    """Groups with their lanes, 0 or 1: decodes are divided so that each lane has about as many keys to gather.
+    """Assign groups to lanes 0 and 1. Decodes are divided so that both lanes gather about the same number of keys.
 
-    A gather takes one core, whatever BLAS has. What has several rows stays on lane 0: its products take all cores.
+    A gather uses one core, even if BLAS uses more. Groups with several rows stay on lane 0: their products use all
+    cores.
     """
-    # Keys of each decode, padding included; 0 in groups that are not decodes.
+    # Keys of each decode with padding; 0 for groups that are not decodes.
     keys = [
         max(segment.num_keys for segment in group) if all(segment.num_rows == 1 for segment in group) else 0
         for group in groups
     ]
-    room = sum(len(group) * count for group, count in zip(groups, keys, strict=True)) / 2  # on lane 0
+    room = sum(len(group) * count for group, count in zip(groups, keys, strict=True)) / 2  # keys left for lane 0
     if limits.lane_elements is None or 2 * room * dims.num_kv_heads * dims.head_dim < limits.lane_elements:
         return [(0, group) for group in groups]
     lanes = []

@@ -1,11 +1,11 @@
-r"""What the portable backend does in a step, planned on the host: which rows meet which keys, in tiles of what size.
+r"""Plans the portable backend's work in a step on the host: which rows meet which keys, in tiles of which size.
 
-A step's rows are cut into *units*, and a unit gathers only keys that some row of it may see:
+A step's rows are divided into *units*. A unit gathers only keys that one of its rows may see:
 
-- a **group** of requests with few rows each (decodes, short chunks) is one batched matrix product. Requests of
-  similar length share a group, so that a short one does not pay for a long one beside it. On a CPU, two streams
-  share the decodes' groups where there is much to gather;
-- a **long segment**, many rows of one request, goes in query tiles. K and V are gathered once per span of keys,
+- A **group** of requests with few rows each (decodes, short chunks) is one batched matrix product. Requests of similar
+  length share a group, so that a short request is not padded to a long one. On a CPU, two streams share the decodes'
+  groups if there are many keys to gather.
+- A **long segment**, many rows of one request, is processed in query tiles. K and V are gathered once per span of keys,
   for every tile that sees some of it::
 
         keys     |-- span 0 --|-- span 1 --|-- span 2 --|       . not computed
@@ -13,10 +13,10 @@ A step's rows are cut into *units*, and a unit gathers only keys that some row o
         tile 1   |############|########\...|............|       \ computed, with a mask on the edge
         tile 2   |....\#######|############|\...........|       (here a window cuts off keys on the left)
 
-- **decodes over runs**: on a CPU, a request with one row and many keys reads those that lie in consecutive slots
-  where they are, without gathering them.
+- **Decodes over runs**: on a CPU, a request with one row and many keys reads keys in consecutive slots directly from
+  the cache, without gathering them.
 
-The index arithmetic happens once per step for each window that the model's layers use.
+The index arithmetic is done once per step for each window of the model's layers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from metal_engine.attention.portable.groups import Dims, Limits, RowSegment, gro
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.writes import consecutive_runs
 
-# A run is multiplied with all KV heads as one row and queries padded with zeros: for many heads that is too much work.
+# A run is multiplied with all KV heads as one row and zero-padded queries: for more heads this is too much work.
 MAX_RUN_HEADS = 16
-MASKED = -1e30  # a score that loses against any real one, yet finite: -inf minus -inf would be NaN
+MASKED = -1e30  # a score below any real score, but finite: -inf minus -inf would be NaN
 
 
 @dataclass(frozen=True)
 class Queries:
-    """R packed rows of each of T requests. ``rows`` None: they are the rows ``start : start + T * R``."""
+    """R packed rows of each of T requests. If ``rows`` is None, they are the rows ``start : start + T * R``."""
 
     num_requests: int  # T
     num_rows: int  # R
@@ -45,7 +45,7 @@ class Queries:
     rows: mx.array | None = None  # [T * R]
 
     def of(self, packed: mx.array, num_kv_heads: int) -> mx.array:
-        """Packed rows [N, Hq, D] -> [T, Hkv, R * G, D]: a group's query heads become rows that share K and V."""
+        """Select packed rows [N, Hq, D] -> [T, Hkv, R * G, D]: a group's query heads become rows that share K and V."""
         t, r = self.num_requests, self.num_rows
         picked = packed[self.start : self.start + t * r] if self.rows is None else packed[self.rows]
         split = picked.reshape(t, r, num_kv_heads, -1, packed.shape[-1])  # [T, R, Hkv, G, D]
@@ -54,7 +54,7 @@ class Queries:
 
 @dataclass(frozen=True)
 class ScoreTile:
-    """The scores of ``queries[query]`` against the keys ``lo : hi`` of a span."""
+    """Scores of ``queries[query]`` for the keys ``lo : hi`` of a span."""
 
     query: int
     lo: int
@@ -64,9 +64,9 @@ class ScoreTile:
 
 @dataclass(frozen=True)
 class Span:
-    """Keys that are gathered at once, and who reads them."""
+    """Keys that are gathered at once, and the tiles that read them."""
 
-    head_rows: mx.array  # [T, Hkv, S] slot * Hkv + head: what KVState.read_heads takes
+    head_rows: mx.array  # [T, Hkv, S] slot * Hkv + head: argument of KVState.read_heads
     tiles: list[ScoreTile]
 
 
@@ -74,34 +74,34 @@ class Span:
 class Unit:
     queries: list[Queries]
     spans: list[Span]
-    lane: int = 0  # 1: on a stream beside the thread's own
+    lane: int = 0  # 1: on a second stream
 
 
 @dataclass(frozen=True)
 class RunDecodes:
-    """One row of each of T requests. Most of a request's keys are a run: they have consecutive slots."""
+    """One row of each of T requests. Most keys of a request form a run of consecutive slots."""
 
     queries: Queries
-    runs: list[list[tuple[int, int]]]  # [T] a run, in parts of bounded size: first slot, number of keys
-    rest: mx.array | None  # [T, S] slots of the other keys; None: there are none
-    bias: mx.array | None  # [T, 1, S] 0 or MASKED: requests have different numbers of them
-    own_heads: mx.array  # [Hkv, 1, Hkv, 1] 1 where a query's KV head is a key's, else 0
+    runs: list[list[tuple[int, int]]]  # [T] parts of the run, of limited size: first slot, number of keys
+    rest: mx.array | None  # [T, S] slots of the other keys; None if there are no other keys
+    bias: mx.array | None  # [T, 1, S] 0 or MASKED, because requests have different numbers of other keys
+    own_heads: mx.array  # [Hkv, 1, Hkv, 1] 1 if the query's KV head is the key's, else 0
 
 
 @dataclass(frozen=True)
 class Work:
-    """A step's work for all layers with the same window and dimensions. Output is in the order of the lists."""
+    """Work of a step for all layers with the same window and dimensions. Outputs are in the order of the lists."""
 
     units: list[Unit]
     run_decodes: list[RunDecodes]
-    order: mx.array | None  # [N] each packed row's place in the units' concatenated output; None: its own
-    keys_gathered: int  # per KV head, padding included
-    scores_computed: int  # (row, key) pairs per query head, padding included
+    order: mx.array | None  # [N] index of each packed row in the units' concatenated output; None if in packed order
+    keys_gathered: int  # keys per KV head, with padding
+    scores_computed: int  # (row, key) pairs per query head, with padding
 
 
 @dataclass(frozen=True)
 class SlotRun:
-    """The most keys of a decode that have consecutive slots, by their positions."""
+    """Longest sequence of a decode's keys in consecutive slots, as a range of positions."""
 
     segment: RowSegment
     start: int
@@ -112,13 +112,13 @@ class SlotRun:
         return self.segment.num_keys - (self.end - self.start)
 
     def remainder(self) -> np.ndarray:
-        """Positions of the request's other keys, [num_rest]."""
+        """Return the positions of the request's other keys, [num_rest]."""
         before = np.arange(self.segment.key_start, self.start)
         return np.concatenate([before, np.arange(self.end, self.segment.key_end)])
 
 
 def plan_work(rows: StepRows, window: int | None, dims: Dims, limits: Limits) -> Work:
-    """Cut a step into units and upload their indices and masks."""
+    """Divide a step into units and upload their indices and masks."""
     planner = _Planner(rows, window, dims, limits)
     small: list[RowSegment] = []
     runs: list[SlotRun] = []
@@ -142,7 +142,7 @@ class _Planner:
 
     def __init__(self, rows: StepRows, window: int | None, dims: Dims, limits: Limits) -> None:
         self.rows = rows
-        self.window = int(rows.seq_lens.max()) if window is None else window  # no window sees every key
+        self.window = int(rows.seq_lens.max()) if window is None else window  # without a window, all keys are visible
         self.dims = dims
         self.limits = limits
         self.keys_gathered = 0
@@ -152,7 +152,7 @@ class _Planner:
 
     def segments(self) -> list[RowSegment]:
         rows = self.rows
-        key_start = np.maximum(rows.context_lens - self.window + 1, 0)  # the first row sees furthest back
+        key_start = np.maximum(rows.context_lens - self.window + 1, 0)  # the first row sees the earliest keys
         columns = (rows.cu_seqlens_q[:-1], rows.query_lens, key_start, rows.seq_lens)
         return [RowSegment(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
 
@@ -166,7 +166,7 @@ class _Planner:
         return mx.array(order)
 
     def head_rows(self, requests: np.ndarray, positions: np.ndarray) -> mx.array:
-        """What gathers positions [T, S] of requests [T], for every KV head: [T, Hkv, S] int32."""
+        """Return the indices that gather positions [T, S] of requests [T] for every KV head: [T, Hkv, S] int32."""
         heads = self.dims.num_kv_heads
         slots = self.rows.slots(requests[:, None], positions)  # [T, S]
         self.keys_gathered += slots.size
@@ -179,8 +179,8 @@ class _Planner:
     def keys_per_tile(self, num_rows: int) -> int:
         return max(self.limits.min_keys, self.limits.scores // (num_rows * self.dims.num_heads))
 
-    # A group, T = 3, R = 1. Padded columns repeat the request's last key, so that only the request's own
-    # slots are read (what is in others may be NaN, and 0 * NaN is NaN); the mask takes them out.
+    # A group, T = 3, R = 1. Padded columns repeat the request's last key, so that only the request's own slots are
+    # read. Other slots may contain NaN, and 0 * NaN is NaN. The mask removes the padded columns.
     #
     #     columns     0 1 2 3 4 5 6 7
     #     request 0   4 5 6 7 8 9 . .      key_start 4 (a window of 6), key_end 10
@@ -188,7 +188,7 @@ class _Planner:
     #     request 2   0 1 2 3 4 . . .      key_end 5
 
     def grouped(self, segments: list[RowSegment]) -> Unit:
-        """A unit of several requests with few rows each."""
+        """Return a unit of several requests with few rows each."""
         num_requests = len(segments)
         fields = ((s.request, s.start, s.num_rows, s.key_start, s.key_end) for s in segments)
         request, start, rows, key_start, key_end = map(np.array, zip(*fields, strict=True))  # each [T]
@@ -220,7 +220,7 @@ class _Planner:
         return Unit([queries], spans)
 
     def run(self, segment: RowSegment) -> SlotRun | None:
-        """The keys that a decode is to read in place, if there are enough of them: half of its keys or more."""
+        """Return the keys that a decode reads directly, if there are enough of them and they are half of its keys."""
         least = self.limits.run_keys
         if least is None or segment.num_rows > 1 or segment.num_keys < least or self.dims.num_kv_heads > MAX_RUN_HEADS:
             return None
@@ -236,7 +236,7 @@ class _Planner:
         return SlotRun(segment, start, end) if is_long and is_rest_small else None
 
     def run_decodes(self, runs: list[SlotRun]) -> list[RunDecodes]:
-        """Requests whose other keys are about as many share their gather."""
+        """Return decodes over runs. Requests with similar numbers of other keys are gathered together."""
         by_start = {run.segment.start: run for run in runs}
         others = [RowSegment(r.segment.request, r.segment.start, 1, 0, r.num_rest) for r in runs]
         return [
@@ -263,7 +263,7 @@ class _Planner:
         self.scores_computed += sum(r.end - r.start for r in runs) + len(runs) * num_rest
         rest = bias = None
         if num_rest:
-            # Padding repeats the request's last key, see above.
+            # Padding repeats the request's last key, as above.
             positions = np.stack(
                 [
                     np.pad(p, (0, num_rest - len(p)), constant_values=r.segment.key_end - 1)
@@ -279,7 +279,7 @@ class _Planner:
         return RunDecodes(queries, parts, rest, bias, own_heads)
 
     def tiled(self, segment: RowSegment) -> Unit:
-        """A unit of one request with many rows."""
+        """Return a unit of one request with many rows."""
         tile_rows = min(self.limits.tile_rows, segment.num_rows)
         tile_keys = self.keys_per_tile(tile_rows)
         span_keys = self.keys_per_span(1)
@@ -291,9 +291,9 @@ class _Planner:
             end = min(start + span_keys, segment.key_end)
             score_tiles = []
             for t, (first_row, num_rows) in enumerate(tiles):
-                pos = segment.context_len + first_row  # of the tile's first query
+                pos = segment.context_len + first_row  # position of the tile's first query
                 lo, hi = max(start, pos - self.window + 1), min(end, pos + num_rows)
-                # Tiles of equal length: a full one and a sliver would cost an extra round of small ops.
+                # Tiles of equal length: a full tile and a small remainder would cost an extra round of operations.
                 count = -(-(hi - lo) // tile_keys)
                 for k in range(count):
                     a, b = (lo + (hi - lo) * j // count for j in (k, k + 1))
@@ -304,17 +304,17 @@ class _Planner:
             spans.append(Span(head_rows, score_tiles))
         return Unit([Queries(1, rows, segment.start + r) for r, rows in tiles], spans)
 
-    # The mask of a score tile depends only on where it lies relative to the first query. So all
-    # are slices of two small arrays, one per edge (x: masked; columns: key minus the first query's position):
+    # The mask of a score tile depends only on its position relative to the first query. All masks are therefore slices
+    # of two small arrays, one per edge (x: masked; columns: key minus the first query's position):
     #
     #     causal   -2 -1  0  1  2         window 2   -2 -1  0  1  2
     #     row 0     .  .  .  x  x                     x  .  .  .  .     row r sees key k
     #     row 1     .  .  .  .  x                     x  x  .  .  .     iff r - window < k <= r
 
     def edges(self, lo: int, hi: int, num_rows: int, tile_rows: int, tile_keys: int) -> tuple[mx.array, ...]:
-        """Biases [num_rows, 1, hi - lo] for keys lo : hi relative to a tile's first query; () if all seen.
+        """Return biases [num_rows, 1, hi - lo] for keys lo : hi relative to a tile's first query; () if all are seen.
 
-        ``tile_rows`` and ``tile_keys`` bound the rows and keys of any of the segment's tiles.
+        ``tile_rows`` and ``tile_keys`` are the maximum rows and keys of the segment's tiles.
         """
         if (tile_rows, tile_keys) not in self._edges:
             row = np.arange(tile_rows)[:, None, None]

@@ -1,9 +1,9 @@
-"""Decodes that read most of their keys where they are in the cache.
+"""Decodes that read most of their keys directly from the cache.
 
-All KV heads' K of a token are one row here, [Hkv * D], and a query is zero where other heads' are. A run of consecutive
-slots is then a matrix that is part of the cache as it is, and a product reads it from there; to gather the keys first,
-head by head, takes longer than all the rest. The zeros cost little: few rows of queries meet many keys, and memory sets
-the pace. Keys outside the run are gathered, those of all requests together.
+All KV heads' K of a token form one row here, [Hkv * D]. A query is zero in the columns of other heads. A run of
+consecutive slots is then a contiguous matrix in the cache, which a product reads directly. Gathering the keys first,
+head by head, would take longer than everything else. The zeros cost little: the product has few rows of queries and
+many keys, so memory bandwidth limits its speed. Keys outside the run are gathered, for all requests together.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ def attend_runs(
     last: list[mx.array],
     weights: Weights,
 ) -> mx.array:
-    """Attention of T decodes. For a CPU.
+    """Compute attention of T decodes. For a CPU.
 
     Args:
-        queries: [N, Hq, D] float32, scaled: the step's.
-        sinks: [Hq]; see :meth:`metal_engine.attention.backend.StepAttention.attend`.
-        last: to be computed before any of this, so that temporary arrays do not add up.
+        decodes: the decodes.
+        queries: scaled queries of the step, [N, Hq, D] float32.
+        state: state of the layer.
+        softcap: softcap of the scores, or None.
+        sinks: attention sinks, [Hq]; see :meth:`metal_engine.attention.backend.StepAttention.attend`.
+        last: arrays that must be computed first, so that temporary arrays do not add up.
+        weights: computes softmax weights.
 
     Returns:
-        [T, Hq, Dv] float32.
+        Outputs, [T, Hq, Dv] float32.
     """
     num_heads, num_kv_heads = queries.shape[1], state.spec.num_kv_heads
     queries = decodes.queries.of(queries, num_kv_heads)  # [T, Hkv, G, D]
@@ -47,7 +51,7 @@ def attend_runs(
         seen: _Seen | None = None
         for slot, count in parts:
             k, v = state.read_tokens(slice(slot, slot + count))
-            # Scores by key, [L, Hq]: so that the product finds both matrices in the order in which it reads them.
+            # Scores by key, [L, Hq], so that the product reads both matrices in their memory order.
             scores = _capped(k @ after(columns[request], last), softcap)
             seen = _add(seen, scores, v, weights)
             last = list(seen[1:])
@@ -64,11 +68,11 @@ def attend_runs(
     return _own_heads(running.out / running.total, num_kv_heads)
 
 
-_Seen = tuple[mx.array, mx.array, mx.array]  # of one request: peak [1, Hq], total [1, Hq], out [Hq, Hkv * Dv]
+_Seen = tuple[mx.array, mx.array, mx.array]  # for one request: peak [1, Hq], total [1, Hq], out [Hq, Hkv * Dv]
 
 
 def _add(seen: _Seen | None, scores: mx.array, values: mx.array, weights: Weights) -> _Seen:
-    """Does what :func:`update` does, with scores by key: [L, Hq]."""
+    """Add keys as :func:`update` does, with scores by key: [L, Hq]."""
     peak = mx.max(scores, axis=0, keepdims=True)
     if seen is not None:
         peak = mx.maximum(peak, seen[0])
@@ -85,7 +89,7 @@ def _capped(scores: mx.array, softcap: float | None) -> mx.array:
 
 
 def _own_heads(out: mx.array, num_kv_heads: int) -> mx.array:
-    """Of sums over the values of all KV heads [T, Hq, Hkv * Dv], each query head's own: [T, Hq, Dv]."""
+    """Select each query head's own KV head from sums over all of them: [T, Hq, Hkv * Dv] -> [T, Hq, Dv]."""
     if num_kv_heads == 1:
         return out
     num_requests, num_heads = out.shape[:2]

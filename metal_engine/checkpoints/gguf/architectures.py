@@ -1,7 +1,7 @@
-"""The architectures of GGUF files that run here: mlx-lm's module for each, where tensors belong, what it is set to.
+"""Supported architectures of GGUF files: mlx-lm's module for each, the places of tensors, and settings.
 
-Names, units and permutations are those of llama.cpp's ``convert_hf_to_gguf.py``; what it leaves out of a file is what
-llama.cpp itself takes for granted. An architecture is here if mlx-lm's module computes the same as llama.cpp does.
+Names, units and permutations follow llama.cpp's ``convert_hf_to_gguf.py``. Values that it omits from a file are
+llama.cpp's defaults. An architecture is supported if mlx-lm's module computes the same as llama.cpp.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GEMMA = {**_DENSE, **_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 
 
 def _experts(router: str, experts: str) -> dict[str, str]:
-    """Where the experts' tensors belong; one holds all experts of a layer."""
+    """Return the modules of the experts' tensors. One tensor holds all experts of a layer."""
     stacked = {f"ffn_{part}_exps": f"{experts}.{part}_proj" for part in ("gate", "up", "down")}
     return {"ffn_gate_inp": router, **stacked}
 
@@ -42,18 +42,18 @@ _SHARED_EXPERT = {f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part
 
 @dataclass(frozen=True)
 class Architecture:
-    """What is to be known of an architecture to load it as a model of mlx-lm's.
+    """Information needed to load an architecture as a model of mlx-lm.
 
     Attributes:
         model_type: mlx-lm's module.
-        modules: the model's or the layer's modules by the names of their tensors, without ``.weight`` and ``.bias``.
-        settings: the part of the configuration that only this architecture has, from the metadata.
-        own_head_dim: whether heads may have another size than ``hidden_size / num_attention_heads``.
-        rope_scaling: the kinds of RoPE scaling that the module computes.
-        interleaved: whether rows of q and k are in llama.cpp's order, see :func:`gguf_config`.
-        rope_traditional: whether the module rotates neighbours if told so, and rows can stay in that order.
-        norm_offset: what the converter added to the weights of norms; mlx-lm's module adds it when it runs.
-        needs_bfloat16: whether its activations can leave float16's range.
+        modules: tensor name without ``.weight`` or ``.bias`` -> module of the model or the layer.
+        settings: returns the part of the configuration that only this architecture has, from the metadata.
+        own_head_dim: True if the size of heads may differ from ``hidden_size / num_attention_heads``.
+        rope_scaling: kinds of RoPE scaling that the module supports.
+        interleaved: True if the rows of q and k are in llama.cpp's order, see :func:`gguf_config`.
+        rope_traditional: True if the module can rotate neighbouring elements, so that rows can stay in that order.
+        norm_offset: number that the converter added to the weights of norms. mlx-lm's module adds it at run time.
+        needs_bfloat16: True if activations can exceed the range of float16.
     """
 
     model_type: str
@@ -68,10 +68,10 @@ class Architecture:
 
 
 def find_architecture(header: GgufHeader) -> Architecture:
-    """The architecture that a file names.
+    """Return the architecture that a file names.
 
     Raises:
-        UnsupportedModelError: it cannot run here.
+        UnsupportedModelError: the architecture is not supported.
     """
     name = header.architecture
     if name not in ARCHITECTURES:
@@ -88,14 +88,14 @@ def find_architecture(header: GgufHeader) -> Architecture:
     return architecture
 
 
-# --- what only one architecture has ---
+# --- settings of single architectures ---
 
 
 def _sliding_layers(header: GgufHeader, period: int) -> list[bool]:
-    """Which layers attend to a window only, in order.
+    """Return, for each layer in order, True if the layer attends only to a window.
 
-    The file says so for each layer, or how many layers make up a group whose last one attends to everything, or
-    nothing: then groups are of ``period``.
+    The file has one value per layer, or the number of layers in a group whose last layer attends to all tokens. If the
+    file has neither, groups have ``period`` layers.
     """
     pattern = header.value("attention.sliding_window_pattern", period)
     num_layers = header.num_layers
@@ -105,7 +105,7 @@ def _sliding_layers(header: GgufHeader, period: int) -> list[bool]:
         layers = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
     if len(layers) != num_layers or all(layers):
         raise UnsupportedModelError(
-            f"{header.path.name}: {header.architecture} whose {num_layers} layers have the windows {short(pattern)} "
+            f"{header.path.name}: {header.architecture} with {num_layers} layers and the windows {short(pattern)} "
             "is not supported"
         )
     return layers
@@ -138,7 +138,10 @@ def _gemma3(header: GgufHeader) -> Config:
 
 
 def _gemma_query_scalar(header: GgufHeader, layers_of_the_largest: int) -> float:
-    """Queries are divided by its root. Files do not have it: llama.cpp knows the one size that is different."""
+    """Return the number by whose square root queries are divided.
+
+    It is not in the file. As in llama.cpp, it is the head size, except for the largest model.
+    """
     if header.num_layers == layers_of_the_largest:
         return float(header.require_value("embedding_length") // header.require_value("attention.head_count"))
     return float(header.head_dim)
@@ -153,7 +156,7 @@ def _phi3(header: GgufHeader) -> Config:
 
 
 def _routing(header: GgufHeader, experts: str) -> Config:
-    """How many experts there are, under the name ``experts``, and how many of them a token goes through."""
+    """Return the number of experts, under the name ``experts``, and the number of experts per token."""
     count, used = header.require_value("expert_count"), header.require_value("expert_used_count")
     if not 0 < used <= count:
         raise UnsupportedModelError(
@@ -185,9 +188,9 @@ def _qwen_experts(header: GgufHeader) -> Config:
     return {
         **routing,
         "moe_intermediate_size": header.value("expert_feed_forward_length", inner // routing["num_experts_per_tok"]),
-        # Of qwen2moe: an expert for every token.
+        # For qwen2moe: an expert that every token uses.
         "shared_expert_intermediate_size": header.value("expert_shared_feed_forward_length", inner),
-        # Of qwen3moe: experts in every layer, and llama.cpp takes for granted that their weights add up to 1.
+        # For qwen3moe: experts in every layer. llama.cpp always normalizes their weights to a sum of 1.
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "norm_topk_prob": True,

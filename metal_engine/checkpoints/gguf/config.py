@@ -1,4 +1,4 @@
-"""The configuration that a Hugging Face checkpoint would have, from the metadata of a GGUF file."""
+"""Converts the metadata of a GGUF file to the configuration of an equivalent Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ LONGROPE_FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "
 
 
 def gguf_config(header: GgufHeader) -> dict[str, Any]:
-    """``config.json`` of a checkpoint, as mlx-lm reads it.
+    """Return the content of an equivalent ``config.json``, as mlx-lm reads it.
 
-    Files of llama and its kin hold the rows of q and k of each head interleaved, row 2i + j for Hugging Face's row
-    j * head_dim / 2 + i, because llama.cpp rotates neighbours (2i, 2i + 1) where Hugging Face rotates halves
-    (i, head_dim / 2 + i). ``rope_traditional`` makes mlx-lm rotate neighbours too, so the rows stay as they
-    are: q . k is a sum over a head's dimensions, whatever their order.
+    Files of llama and similar architectures interleave the rows of q and k within each head: row 2i + j is Hugging
+    Face's row j * head_dim / 2 + i. The reason is that llama.cpp rotates neighbours (2i, 2i + 1), while Hugging Face
+    rotates halves (i, head_dim / 2 + i). With ``rope_traditional``, mlx-lm rotates neighbours too. The rows can then
+    keep their order, because q . k is a sum over a head's dimensions in any order.
 
     Raises:
-        UnsupportedModelError: the architecture, or a variant of it, cannot run here.
+        UnsupportedModelError: the architecture, or a variant of it, is not supported.
         ModelLoadError: a value is missing.
     """
     architecture = find_architecture(header)
@@ -56,23 +56,23 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def interleaved_modules(config: dict[str, Any]) -> dict[str, int]:
-    """The modules of each block that keep their rows interleaved, and how many heads they have."""
+    """Return module name -> number of heads, for the modules of each block whose rows stay interleaved."""
     if not config["rope_traditional"]:
         return {}
     return {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
 
 def default_dtype(header: GgufHeader) -> str:
-    """What weights become that do not stay quantized, where a GPU runs them and ``--dtype`` does not say.
+    """Return the type of weights that are not kept quantized, for a GPU without ``--dtype``.
 
     Raises:
-        UnsupportedModelError: the architecture cannot run here.
+        UnsupportedModelError: the architecture is not supported.
     """
     return "bfloat16" if find_architecture(header).needs_bfloat16 else "float16"
 
 
 def _check_sizes(header: GgufHeader, architecture: Architecture) -> tuple[int, int, int]:
-    """Checks what modules are made from; returns the numbers of heads, and of the MLP's inner dimensions."""
+    """Check the sizes of modules. Return the numbers of heads and KV heads, and the MLP's inner size."""
     arch = header.architecture
     num_heads = header.require_value("attention.head_count")
     num_kv_heads = header.value("attention.head_count_kv", num_heads)
@@ -82,7 +82,7 @@ def _check_sizes(header: GgufHeader, architecture: Architecture) -> tuple[int, i
     head_dim = header.head_dim
     others = {header.value("attention.value_length", head_dim), header.value("rope.dimension_count_swa", head_dim)}
     rotated = header.value("rope.dimension_count", head_dim)
-    if architecture.model_type != "phi3" or not 0 < rotated < head_dim:  # the one with partial RoPE
+    if architecture.model_type != "phi3" or not 0 < rotated < head_dim:  # phi3 is the only one with partial RoPE
         others.add(rotated)
     if not architecture.own_head_dim:
         others.add(header.require_value("embedding_length") // num_heads)
@@ -95,15 +95,15 @@ def _check_sizes(header: GgufHeader, architecture: Architecture) -> tuple[int, i
         raise UnsupportedModelError(f"{header.path.name}: {arch} with scaled weights of experts is not supported")
     if "token_embd.weight" not in header.tensors:
         raise ModelLoadError(f"{header.path.name} has no token_embd.weight: not a complete model")
-    if header.num_layers > len(header.tensors):  # mlx-lm makes a module for each before it looks at the weights
+    if header.num_layers > len(header.tensors):  # mlx-lm would create a module for each layer before reading weights
         raise ModelLoadError(
-            f"{header.path.name} says {short(header.num_layers)} layers and has {len(header.tensors)} tensors"
+            f"{header.path.name} names {short(header.num_layers)} layers but has {len(header.tensors)} tensors"
         )
     return num_heads, num_kv_heads, ffn_size
 
 
 def _rope_scaling(header: GgufHeader, architecture: Architecture) -> dict[str, Any] | None:
-    """``rope_scaling`` as mlx-lm reads it. Factors per frequency (Llama 3) are a tensor, see ``model.py``."""
+    """Return ``rope_scaling`` for mlx-lm. Factors per frequency (Llama 3) are in a tensor, see ``model.py``."""
     prefix = f"{header.architecture}.rope.scaling."
     values = {k.removeprefix(prefix): v for k, v in header.metadata.items() if k.startswith(prefix)}
     kind = values.get("type", "none")
@@ -113,7 +113,7 @@ def _rope_scaling(header: GgufHeader, architecture: Architecture) -> dict[str, A
         return None
     if kind == "linear" and kind in architecture.rope_scaling:
         return {"type": "linear", "factor": values["factor"]}
-    # What multiplies the usual factor of attention, or replaces it.
+    # Factors that multiply or replace the usual attention factor.
     attention = {values.get(key, 1.0) for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")}
     if (
         kind == "yarn"
@@ -134,7 +134,7 @@ def _rope_scaling(header: GgufHeader, architecture: Architecture) -> dict[str, A
 
 
 def _longrope(header: GgufHeader, values: dict[str, Any]) -> dict[str, Any] | None:
-    """Phi-3's scaling: factors for each frequency, in tensors. mlx-lm takes the long ones at every length."""
+    """Return Phi-3's scaling: factors per frequency, from tensors. mlx-lm uses the long factors at every length."""
     names = [name for name in LONGROPE_FACTORS.values() if name in header.tensors]
     if not names:
         return None
@@ -142,7 +142,7 @@ def _longrope(header: GgufHeader, values: dict[str, Any]) -> dict[str, Any] | No
     scaling: dict[str, Any] = {"type": "longrope"}
     for key, name in LONGROPE_FACTORS.items():
         if name not in header.tensors:
-            raise ModelLoadError(f"{header.path.name} has {names[0]} and no {name}: not a complete model")
+            raise ModelLoadError(f"{header.path.name} has {names[0]} but no {name}: not a complete model")
         tensor = header.tensors[name]
         if tensor.type != GGMLQuantizationType.F32 or tensor.shape != (count,):
             raise ModelLoadError(
@@ -154,7 +154,7 @@ def _longrope(header: GgufHeader, values: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _check_longrope_attention(header: GgufHeader, values: dict[str, Any]) -> None:
-    """Refuses a factor of attention other than the one that mlx-lm computes from the two context lengths."""
+    """Refuse an attention factor that differs from mlx-lm's, which follows from the two context lengths."""
     context, original = header.require_value("context_length"), values.get("original_context_length", 0)
     if original < 2:
         raise ModelLoadError(

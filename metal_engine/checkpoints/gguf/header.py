@@ -1,11 +1,11 @@
-"""The header of a GGUF file: metadata and the type, shape and place of every tensor.
+"""Reads the header of a GGUF file: metadata, and the type, shape and offset of every tensor.
 
-The format is llama.cpp's (``docs/gguf.md`` of ggml). PyPI's ``gguf`` has a reader too, which makes two NumPy
-arrays for every string of the vocabulary: 2 s for 49k tokens, 6 s for 150k. This one takes 0.1 s, checks
-every length against the file, and is tested against that reader. Enumerations and block sizes are ``gguf``'s.
+The format is llama.cpp's (``docs/gguf.md`` of ggml). The reader in PyPI's ``gguf`` creates two NumPy arrays for every
+string of the vocabulary, which takes 2 s for 49k tokens and 6 s for 150k. This reader takes 0.1 s, checks every length
+against the file, and is tested against ``gguf``'s reader. Enumerations and block sizes come from ``gguf``.
 
-Anyone may have written the file. Counts, lengths and sizes are checked before anything is done as often or made as
-large as they say, and a file of zeros that claims to be a header of terabytes ends at its second entry.
+The file may come from an untrusted source. Counts, lengths and sizes are checked before they determine loops or
+allocations. Parsing a file of zeros that claims a header of terabytes ends at its second entry.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from metal_engine.errors import ModelLoadError, short
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-# Tensors, and entries of metadata: dense models have hundreds of either.
+# Limit of tensors, and of metadata entries. Dense models have hundreds of each.
 _MAX_ENTRIES = 1 << 16
-# Of all arrays together: a vocabulary of 262k tokens has 1.3 million, its merges, scores and types included.
+# Limit of the elements of all arrays. A vocabulary of 262k tokens has 1.3 million with its merges, scores and types.
 _MAX_ELEMENTS = 1 << 22
-_MAX_DIMS = 4  # ggml's
-# struct codes of the scalar value types.
+_MAX_DIMS = 4  # ggml's limit
+# Scalar value type -> struct code.
 _SCALARS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -48,14 +48,14 @@ _SCALARS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """Where a tensor lies and how it is stored.
+    """Position and storage of a tensor.
 
     Attributes:
-        name: as in the file, e.g. ``blk.0.attn_q.weight``.
+        name: name in the file, such as ``blk.0.attn_q.weight``.
         type: ggml's storage type.
-        shape: elements, outermost first as in NumPy (the file lists them innermost first).
-        offset: of its first byte, from the start of the file.
-        nbytes: its size in the file.
+        shape: sizes, outermost first as in NumPy. The file lists them innermost first.
+        offset: position of the first byte in the file.
+        nbytes: size in the file.
     """
 
     name: str
@@ -67,7 +67,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """Metadata (numbers, strings, lists of them) and tensors of one GGUF file."""
+    """Metadata (numbers, strings and lists of them) and tensors of one GGUF file."""
 
     path: Path
     metadata: dict[str, Any]
@@ -75,14 +75,14 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """``general.architecture``, e.g. "llama"."""
+        """Value of ``general.architecture``, such as "llama"."""
         return str(self.require("general.architecture"))
 
     def require(self, key: str) -> Any:
-        """A metadata value that the file must have.
+        """Return a metadata value that the file must have.
 
         Raises:
-            ModelLoadError: it has not.
+            ModelLoadError: the value is missing.
         """
         try:
             return self.metadata[key]
@@ -90,14 +90,14 @@ class GgufHeader:
             raise ModelLoadError(f"{self.path.name} has no {key}: not a complete model") from None
 
     def value(self, key: str, default: Any = None) -> Any:
-        """A metadata value of the architecture, e.g. ``context_length`` for ``llama.context_length``."""
+        """Return a metadata value of the architecture, such as ``context_length`` for ``llama.context_length``."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def require_value(self, key: str) -> Any:
-        """As :meth:`value`, of one that the file must have.
+        """Return a metadata value of the architecture that the file must have.
 
         Raises:
-            ModelLoadError: it has not.
+            ModelLoadError: the value is missing.
         """
         return self.require(f"{self.architecture}.{key}")
 
@@ -108,7 +108,7 @@ class GgufHeader:
 
     @property
     def head_dim(self) -> int:
-        """Of queries and keys; where the file does not say, heads share the hidden size."""
+        """Size of query and key heads. Default: the heads divide the hidden size evenly."""
         shared = self.require_value("embedding_length") // self.require_value("attention.head_count")
         size: int = self.value("attention.key_length", shared)
         return size
@@ -118,7 +118,7 @@ class GgufHeader:
         return float(self.value("rope.freq_base", 10000.0))
 
     def rows(self, name: str) -> np.ndarray:
-        """The bytes of a tensor, not copied: uint8 [rows, bytes_per_row] (one row for a vector)."""
+        """Return the bytes of a tensor without copying: uint8 [rows, bytes_per_row], with one row for a vector."""
         tensor = self.tensors[name]
         rows = math.prod(tensor.shape[:-1])
         data = self._file[tensor.offset : tensor.offset + tensor.nbytes]
@@ -130,10 +130,10 @@ class GgufHeader:
 
 
 def read_gguf_header(path: str | Path) -> GgufHeader:
-    """Read everything of a GGUF file but the weights.
+    """Read all of a GGUF file except the weights.
 
     Raises:
-        ModelLoadError: not a GGUF file, a version or tensor type unknown here, or cut short.
+        ModelLoadError: not a GGUF file, an unsupported version or tensor type, or a truncated file.
     """
     path = Path(path)
     check_readable(path)
@@ -146,15 +146,15 @@ def read_gguf_header(path: str | Path) -> GgufHeader:
     try:
         return _parse(path, data)
     except (struct.error, _Damaged) as error:
-        raise ModelLoadError(f"{path.name} is cut short or corrupted: load it anew") from error
+        raise ModelLoadError(f"{path.name} is truncated or corrupted: download it again") from error
 
 
 class _Damaged(Exception):
-    """A length that points past the file's end, or a value that makes no sense."""
+    """The file has a length beyond its end, or an invalid value."""
 
 
 class _Cursor:
-    """Reads little-endian values one after another."""
+    """Reads consecutive little-endian values."""
 
     def __init__(self, data: memoryview, offset: int) -> None:
         self.data = data
@@ -171,7 +171,7 @@ class _Cursor:
         end = self.offset + length
         if end > len(self.data) or end > MAX_HEADER_BYTES:
             raise _Damaged
-        # Tokens of a byte-level vocabulary may be cut inside a character.
+        # Tokens of a byte-level vocabulary may contain incomplete characters.
         value = str(self.data[self.offset : end], encoding="utf-8", errors="replace")
         self.offset = end
         return value
@@ -184,11 +184,11 @@ class _Cursor:
         try:
             return self.scalar(_SCALARS[GGUFValueType(value_type)])
         except ValueError:
-            raise _Damaged from None  # no such value type: the file is damaged
+            raise _Damaged from None  # unknown value type: the file is damaged
 
     def _array(self) -> list[Any]:
         element_type, length = self.scalar("I"), self.scalar("Q")
-        # Checked before a loop or an allocation of that length. The format has arrays in arrays, but no model has.
+        # Checked before loops and allocations of this length. The format allows nested arrays, but no model has any.
         if length > self.elements_left or element_type == GGUFValueType.ARRAY:
             raise _Damaged
         self.elements_left -= length
@@ -205,8 +205,8 @@ def _parse(path: Path, data: memoryview) -> GgufHeader:
     cursor = _Cursor(data, len(_MAGIC))
     version = cursor.scalar("I")
     if version not in _VERSIONS:
-        # Version 1 is long gone; a huge number is a big-endian file.
-        raise ModelLoadError(f"{path.name}: GGUF version {version} cannot be read (2 and 3 can, little-endian)")
+        # Version 1 is obsolete. A huge number means a big-endian file.
+        raise ModelLoadError(f"{path.name}: GGUF version {version} is not supported (little-endian 2 and 3 are)")
     num_tensors, num_values = cursor.scalar("Q"), cursor.scalar("Q")
     if max(num_tensors, num_values) > _MAX_ENTRIES:
         raise _Damaged
@@ -233,7 +233,7 @@ def _parse(path: Path, data: memoryview) -> GgufHeader:
     }
     end = start
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
-        if tensor.offset < end:  # two in one place: small files could claim any size of memory
+        if tensor.offset < end:  # with overlapping tensors, small files could claim any amount of memory
             raise _Damaged
         end = tensor.offset + tensor.nbytes
     if end > len(data):

@@ -1,7 +1,7 @@
-"""GGUF checkpoints as mlx-lm models.
+"""Loads GGUF checkpoints as mlx-lm models.
 
-Their metadata becomes the configuration a Hugging Face checkpoint would have (``config.py``), their tensors mlx-lm's
-parameters (``architectures.py`` says which).
+The metadata becomes the configuration of an equivalent Hugging Face checkpoint (``config.py``). The tensors become
+mlx-lm's parameters, as described in ``architectures.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from metal_engine.checkpoints.gguf.weights import QuantizedTensor, load_tensor
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, short
 
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d{1,9})\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
-# Tensors whose rows the converter interleaves, and where their number of heads is.
+# Tensor whose rows the converter interleaves -> setting with its number of heads.
 _ROTATED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 
@@ -33,17 +33,17 @@ def load_gguf_model(
     """Load a checkpoint.
 
     Args:
-        path: a GGUF file.
-        dtype: float32, float16 or bfloat16; of all weights, or of the scales of those that stay quantized.
-        dequantize: whether types that MLX has too (``weights.KEPT``) are dequantized; others always are.
-        divide: leaves a share of the model, and computes its weights; until then they are as they are in the file.
+        path: path of a GGUF file.
+        dtype: float32, float16 or bfloat16: type of all weights, or of the scales of weights that stay quantized.
+        dequantize: True to dequantize types that MLX also has (``weights.KEPT``). Other types are always dequantized.
+        divide: reduces the model to one rank's shard and computes its weights, which are lazy until then.
 
     Returns:
-        The mlx-lm model, its parameters evaluated, and the configuration it was built from.
+        The mlx-lm model with evaluated parameters, and its configuration.
 
     Raises:
-        UnsupportedModelError: the architecture, or a variant of it, cannot run here.
-        ModelLoadError: the file cannot be read, or its tensors are not those of the architecture.
+        UnsupportedModelError: the architecture, or a variant of it, is not supported.
+        ModelLoadError: the file cannot be read, or its tensors do not match the architecture.
     """
     header = read_gguf_header(path)
     architecture = find_architecture(header)
@@ -51,9 +51,9 @@ def load_gguf_model(
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     if config["tie_word_embeddings"] and config["model_type"] == "gemma3_text":
-        model.sanitize({})  # this one takes its head away when it sees the weights
+        model.sanitize({})  # gemma3 removes its LM head here
     weights: dict[str, mx.array] = {}
-    kept: dict[str, dict[str, Any]] = {}  # module path -> how it is quantized
+    kept: dict[str, dict[str, Any]] = {}  # module path -> quantization settings
     for name, parameter, shape in _parameters(header, architecture, model):
         is_matrix = parameter.endswith(".weight") and len(shape) > 1
         loaded = _load(header, architecture, config, name, dtype, dequantize or not is_matrix)
@@ -63,7 +63,7 @@ def load_gguf_model(
         else:
             weights[parameter] = loaded.reshape(shape)
         if divide is None:
-            # Now, so that the memory of what it was made from is free before the next one.
+            # Evaluated now, to free the memory of the source arrays before the next tensor.
             mx.eval(loaded.arrays if isinstance(loaded, QuantizedTensor) else weights[parameter])
     if kept:
         config["quantization"] = kept
@@ -82,11 +82,11 @@ def load_gguf_model(
 def _parameters(
     header: GgufHeader, architecture: Architecture, model: nn.Module
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Each tensor's name, the parameter that it is, and that parameter's shape; all are checked before the first.
+    """Return each tensor's name, its parameter's name and the parameter's shape. Check all tensors first.
 
     Raises:
-        UnsupportedModelError: the model has no place for a tensor.
-        ModelLoadError: a tensor is missing, or of another shape than the model's.
+        UnsupportedModelError: the model has no parameter for a tensor.
+        ModelLoadError: a tensor is missing, or its shape differs from the model's.
     """
     parameters = dict(tree_flatten(model.parameters()))
     expected = {path: array.shape for path, array in parameters.items()}
@@ -100,11 +100,11 @@ def _parameters(
                 f"{header.path.name}: {header.architecture} has no place for tensor {short(name)}"
             )
         shape = expected[parameter]
-        # The converter once dropped dimensions of 1.
+        # Earlier versions of the converter dropped dimensions of 1.
         if [n for n in tensor.shape if n > 1] != [n for n in shape if n > 1]:
             raise ModelLoadError(
                 f"{header.path.name}: tensor {short(name)} is {list(tensor.shape)}, "
-                f"and its metadata make it {list(shape)}"
+                f"but its metadata imply {list(shape)}"
             )
         found[parameter] = name
     missing = [_tensor_name(architecture, parameter) for parameter in expected if parameter not in found]
@@ -115,14 +115,14 @@ def _parameters(
 
 
 def _rope_tensors(architecture: Architecture) -> tuple[str, ...]:
-    """Those that are no parameters, but change how the architecture's RoPE is computed."""
+    """Return the tensors that are not parameters, but change the architecture's RoPE."""
     if "longrope" in architecture.rope_scaling:
         return tuple(LONGROPE_FACTORS.values())
     return (ROPE_FREQS,) if architecture.model_type == "llama" else ()
 
 
 def _parameter_name(header: GgufHeader, architecture: Architecture, name: str) -> str | None:
-    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; None if it has no place."""
+    """Map ``blk.3.attn_q.weight`` to ``model.layers.3.self_attn.q_proj.weight``; None for an unknown tensor."""
     match = _TENSOR_NAME.fullmatch(name)
     if match is None:
         return None
@@ -135,7 +135,7 @@ def _parameter_name(header: GgufHeader, architecture: Architecture, name: str) -
 
 
 def _tensor_name(architecture: Architecture, parameter: str) -> str:
-    """The other way round."""
+    """Map the name of a parameter to the name of its tensor."""
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", parameter)
     prefix, rest = (f"blk.{match[1]}.", match[2]) if match else ("", parameter)
     for tensor, module in architecture.modules.items():
@@ -149,10 +149,10 @@ def _tensor_name(architecture: Architecture, parameter: str) -> str:
 def _load(
     header: GgufHeader, architecture: Architecture, config: dict[str, Any], name: str, dtype: mx.Dtype, dequantize: bool
 ) -> mx.array | QuantizedTensor:
-    """A tensor as mlx-lm's module wants it."""
+    """Load a tensor in the form that mlx-lm's module needs."""
     module = name.split(".")[-2]
     if architecture.norm_offset and module.endswith("norm"):
-        # Subtracted in float32: the difference is what was published, in full precision.
+        # Subtracted in float32: the difference is the published weight in full precision.
         weight = load_tensor(header, name, mx.float32, dequantize=True)
         assert isinstance(weight, mx.array)
         return (weight - architecture.norm_offset).astype(dtype)
@@ -166,10 +166,10 @@ def _load(
 
 
 def _halves(rows: mx.array, num_heads: int) -> mx.array:
-    """Takes interleaved rows back into Hugging Face's order: first those of a head's first half.
+    """Convert interleaved rows to Hugging Face's order, which has the rows of a head's first half first.
 
     Args:
-        rows: [num_heads * head_dim, ...].
+        rows: rows of all heads, [num_heads * head_dim, ...].
     """
     pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return mx.contiguous(pairs.swapaxes(1, 2)).reshape(rows.shape)
@@ -183,18 +183,18 @@ def _set_rope_factors(header: GgufHeader, config: dict[str, Any], model: nn.Modu
 
 
 class _FactorRoPE(nn.Module):
-    """RoPE with each frequency divided by a factor of its own, as Llama 3's GGUF files have it.
+    """RoPE that divides each frequency by its own factor, as in Llama 3's GGUF files.
 
     Args:
-        config: for the base, the head size and which dimensions are rotated together.
-        factors: float32 [head_dim / 2].
+        config: configuration with the base, the head size and the pairing of dimensions.
+        factors: factors of the frequencies, float32 [head_dim / 2].
     """
 
     def __init__(self, config: dict[str, Any], factors: mx.array) -> None:
         super().__init__()
         self.dims: int = config["head_dim"]
         self.traditional: bool = config["rope_traditional"]
-        # mx.fast.rope takes reciprocal frequencies. The underscore keeps them out of the parameters.
+        # mx.fast.rope takes reciprocal frequencies. The underscore excludes them from the parameters.
         self._freqs = factors * config["rope_theta"] ** (mx.arange(0, self.dims, 2) / self.dims)
 
     def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:

@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, as a fast ``transformers`` tokenizer.
+"""Creates a fast ``transformers`` tokenizer from a GGUF file.
 
-``transformers`` reads GGUF only with torch installed, so it is built here from ``tokenizer.ggml.*`` with the
-``tokenizers`` library. Two kinds: byte-level BPE ("gpt2"), whose pre-tokenizer the file names but does not
-carry, and SentencePiece BPE with byte fallback ("llama"). No MLX.
+``transformers`` reads GGUF only if torch is installed. Therefore the tokenizer is created here from
+``tokenizer.ggml.*`` with the ``tokenizers`` library. Two kinds are supported: byte-level BPE ("gpt2"), whose
+pre-tokenizer is only named in the file, and SentencePiece BPE with byte fallback ("llama"). Does not import MLX.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from transformers import PreTrainedTokenizerFast
 from metal_engine.checkpoints.gguf.header import GgufHeader, read_gguf_header
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, short
 
-# Ends of a turn that checkpoints have as control tokens without always naming them in the metadata.
+# End-of-turn tokens. Checkpoints have them as control tokens, but do not always name them in the metadata.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|return|>", "<|call|>")
-# Where a vocabulary has both (gpt-oss), "<|end|>" ends one message of several in a turn.
+# If a vocabulary has both of these (gpt-oss), "<|end|>" ends one of several messages in a turn.
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
 _END_OF_MESSAGE = "<|end|>"
 _SPACE = "▁"
-# Each is a pattern that all text is searched for; models have up to 7,000.
+# Limit of tokens that are never split. All text is searched for each of them; models have up to 7,000.
 _MAX_UNSPLIT = 1 << 16
-# Characters looked at when every token is cut at every place; vocabularies of 262k tokens take some 20 million.
+# Limit of characters examined while each token is split at each position. A vocabulary of 262k tokens needs 20 million.
 _MAX_CUTS = 1 << 30
 
 
 @dataclass(frozen=True)
 class _Bpe:
-    """The rules that a name in ``tokenizer.ggml.pre`` stands for.
+    """Rules of a pre-tokenizer, selected by its name in ``tokenizer.ggml.pre``.
 
     Attributes:
-        split: makes the pre-tokenizer that comes before the mapping of bytes to characters.
-        nfc: whether text is normalized, as the original tokenizer does.
-        ignore_merges: whether a word that is a token as a whole is left whole, not merged up from bytes.
-        add_bos: whether text begins with this token where the file does not say.
+        split: creates the pre-tokenizers, which end with the mapping of bytes to characters.
+        nfc: True if text is normalized to NFC, as in the original tokenizer.
+        ignore_merges: True if a word that is a token is used directly, without merging from bytes.
+        add_bos: default for adding a beginning-of-sequence token, if the file does not say.
     """
 
     split: Callable[[], list[Any]]
@@ -52,13 +52,13 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
 def _pattern(digits: str) -> Callable[[], list[Any]]:
-    """The split of GPT-4 and its descendants, which differ in how many digits go together."""
+    """Return the split of GPT-4 and its descendants, which differ in the number of digits per piece."""
     words = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
     return _split(rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 def _cased_pattern(digits: str, endings: str) -> Callable[[], list[Any]]:
-    """The split of GPT-4o: a capital letter within a word begins another one, and marks belong to their letters."""
+    """Return the split of GPT-4o: a capital inside a word starts a new piece, and marks stay with their letters."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     start = r"[^\r\n\p{L}\p{N}]?"
     words = f"{start}{upper}*{lower}+{endings}|{start}{upper}+{lower}*{endings}"
@@ -82,7 +82,7 @@ def _gpt2_single_digits() -> list[Any]:
 
 _LLAMA3 = _Bpe(_pattern(r"\p{N}{1,3}"), ignore_merges=True, add_bos=True)
 _GPT4 = _Bpe(_pattern(r"\p{N}{1,3}"))
-# Each is the pre-tokenizer of the original tokenizer.json files, which llama.cpp implements under that name.
+# llama.cpp's name of a pre-tokenizer -> pre-tokenizer of the original tokenizer.json files.
 PRE_TOKENIZERS = {
     "gpt-2": _Bpe(_gpt2),
     "smollm": _Bpe(_gpt2_single_digits),
@@ -92,7 +92,7 @@ PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3,
     "qwen2": _Bpe(_pattern(r"\p{N}"), nfc=True),
     "deepseek-r1-qwen": _Bpe(_pattern(r"\p{N}"), add_bos=True),
-    # Phi-4 and OLMo 2, SmolLM3, Granite 3, gpt-oss and Phi-4 mini, Mistral Nemo.
+    # Used by Phi-4 and OLMo 2, SmolLM3, Granite 3, gpt-oss and Phi-4 mini, Mistral Nemo, in this order.
     "dbrx": _GPT4,
     "smaug-bpe": _GPT4,
     "refact": _Bpe(_gpt2_single_digits),
@@ -102,10 +102,10 @@ PRE_TOKENIZERS = {
 
 
 def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
-    """Build the tokenizer of a GGUF file, chat template included.
+    """Create the tokenizer of a GGUF file, with its chat template.
 
     Raises:
-        UnsupportedModelError: the kind of tokenizer is not known here; guessing would give wrong tokens.
+        UnsupportedModelError: the kind of tokenizer is not supported. A guess would give wrong tokens.
         ModelLoadError: the file cannot be read or a part is missing.
     """
     header = read_gguf_header(path)
@@ -141,7 +141,7 @@ def load_gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
 
 
 def gguf_eos_token_ids(header: GgufHeader) -> list[int]:
-    """Every token id that ends generation, ascending: the file's own, and known ends of a turn."""
+    """Return every token id that ends generation, in ascending order: the file's own, and known ends of a turn."""
     metadata = header.metadata
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     ids = {token_id for token_id in named if token_id is not None}
@@ -160,12 +160,12 @@ def gguf_eos_token_ids(header: GgufHeader) -> list[int]:
 def _byte_level_bpe(header: GgufHeader) -> tuple[Tokenizer, bool]:
     pre = header.metadata.get("tokenizer.ggml.pre")
     if pre not in PRE_TOKENIZERS:
-        problem = f"pre-tokenizer {short(pre)} is not known" if pre else "the file names no pre-tokenizer"
+        problem = f"pre-tokenizer {short(pre)} is not supported" if pre else "the file names no pre-tokenizer"
         raise UnsupportedModelError(f"{header.path.name}: {problem}; name another tokenizer with --tokenizer")
     rules = PRE_TOKENIZERS[pre]
     tokens = header.require("tokenizer.ggml.tokens")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
-    # A space inside a part is written "Ġ", so the one space separates the two parts.
+    # Spaces inside the two parts are written as "Ġ", so the only space separates the parts.
     merges = [tuple(merge.split(" ", 1)) for merge in header.require("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rules.ignore_merges))
     if rules.nfc:
@@ -208,10 +208,10 @@ def _sentencepiece_bpe(header: GgufHeader) -> Tokenizer:
 
 
 def _merges_from_scores(header: GgufHeader, vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the two neighbours whose union scores best; BPE wants the pairs in that order."""
+    """Return BPE merges in the order of SentencePiece, which merges the neighbours whose union has the best score."""
     types = header.require("tokenizer.ggml.token_type")
     if sum(len(token) ** 2 for token in vocab) > _MAX_CUTS:
-        raise ModelLoadError(f"{header.path.name} has tokens of more characters than words have")
+        raise ModelLoadError(f"{header.path.name} has tokens with too many characters")
     merges = []
     for token, token_id in vocab.items():
         if types[token_id] not in (TokenType.NORMAL, TokenType.USER_DEFINED):
@@ -224,22 +224,22 @@ def _merges_from_scores(header: GgufHeader, vocab: dict[str, int], scores: list[
 
 
 def _special_tokens(header: GgufHeader) -> dict[str, str]:
-    """The tokens that the metadata gives a role: bos, eos, unknown, padding."""
+    """Return the tokens with a role in the metadata: bos, eos, unknown, padding."""
     tokens = header.require("tokenizer.ggml.tokens")
     special = {}
     for role in ("bos", "eos", "unknown", "padding"):
         token_id = header.metadata.get(f"tokenizer.ggml.{role}_token_id")
-        if token_id is not None and token_id < len(tokens):  # some files say -1, unsigned, for «none»
+        if token_id is not None and token_id < len(tokens):  # some files contain -1, as unsigned, for "none"
             special[role] = tokens[token_id]
     return special
 
 
 def _add_special_tokens(header: GgufHeader, tokenizer: Tokenizer) -> None:
-    """Control tokens are special; user-defined ones are ordinary text that is never cut."""
+    """Add control tokens as special tokens, and user-defined tokens as ordinary text that is never split."""
     kinds = header.metadata.get("tokenizer.ggml.token_type", [])
     unsplit = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
     if sum(kind in unsplit for kind in kinds) > _MAX_UNSPLIT:
-        raise ModelLoadError(f"{header.path.name} has more control tokens than models have")
+        raise ModelLoadError(f"{header.path.name} has more control and user-defined tokens than {_MAX_UNSPLIT}")
     added = [
         AddedToken(token, special=kind != TokenType.USER_DEFINED, normalized=False)
         for token, kind in zip(header.require("tokenizer.ggml.tokens"), kinds, strict=False)

@@ -1,6 +1,6 @@
-"""Tensors of a GGUF file as MLX arrays, dequantized or in MLX's own quantized form.
+"""Loads tensors of a GGUF file as MLX arrays, dequantized or in MLX's quantized form.
 
-``mx.load`` is not used: it silently gives wrong weights for Q4_K and converts the whole file at once.
+``mx.load`` is not used: it returns wrong weights for Q4_K without an error, and converts the whole file at once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from gguf.constants import GGMLQuantizationType as T
 from metal_engine.checkpoints.gguf.header import GgufHeader, GgufTensor
 from metal_engine.errors import ModelLoadError, short
 
-# Blocks of 32 elements with one scale each: MLX's forms with this group size say the same.
+# Blocks have 32 elements with one scale each. MLX's quantization with this group size is equivalent.
 GROUP_SIZE = 32
-# Bits of an element and MLX's mode.
+# GGUF type -> bits per element and MLX's mode.
 KEPT = {
     T.Q4_0: (4, "affine"),
     T.Q4_1: (4, "affine"),
@@ -33,16 +33,16 @@ _FLOATS = (T.F32, T.F16, T.BF16)
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """MLX's quantization in groups of ``GROUP_SIZE`` along a row.
+    """A tensor in MLX's quantization, in groups of ``GROUP_SIZE`` along a row.
 
-    An element is scale * q + bias in mode "affine"; in mode "mxfp4" q is a float of 4 bits and the scale a power of 2.
+    In mode "affine", an element is scale * q + bias. In mode "mxfp4", q is a 4-bit float and the scale a power of 2.
 
     Attributes:
-        weight: uint32 [..., rows, columns * bits / 32], the first element in the lowest bits.
+        weight: uint32 [..., rows, columns * bits / 32], with the first element in the lowest bits.
         scales: [..., rows, columns / GROUP_SIZE]; in mode "mxfp4" uint8, the exponent plus 127.
-        biases: as ``scales``; None in mode "mxfp4".
-        bits: per element.
-        mode: MLX's name of the form.
+        biases: same shape as ``scales``; None in mode "mxfp4".
+        bits: bits per element.
+        mode: MLX's name of the quantization mode.
     """
 
     weight: mx.array
@@ -53,30 +53,30 @@ class QuantizedTensor:
 
     @property
     def arrays(self) -> dict[str, mx.array]:
-        """The parameters of a quantized module, by name."""
+        """Parameters of a quantized module, by name."""
         both = {"weight": self.weight, "scales": self.scales}
         return both if self.biases is None else {**both, "biases": self.biases}
 
     @property
     def settings(self) -> dict[str, Any]:
-        """How mlx-lm's configuration says it."""
+        """Quantization settings in the form of mlx-lm's configuration."""
         settings: dict[str, Any] = {"group_size": GROUP_SIZE, "bits": self.bits}
         return settings if self.mode == "affine" else {**settings, "mode": self.mode}
 
     def with_rows(self, change: Callable[[mx.array], mx.array]) -> QuantizedTensor:
-        """The same after a change of the rows' order."""
+        """Return the tensor with its rows reordered by ``change``."""
         biases = None if self.biases is None else change(self.biases)
         return replace(self, weight=change(self.weight), scales=change(self.scales), biases=biases)
 
 
 def load_tensor(header: GgufHeader, name: str, dtype: mx.Dtype, dequantize: bool) -> mx.array | QuantizedTensor:
-    """Loads one tensor, with elements or scales of type ``dtype``.
+    """Load one tensor with elements or scales of type ``dtype``.
 
-    Without ``dequantize`` matrices of the types in ``KEPT`` come as :class:`QuantizedTensor`; everything else is
-    dequantized. In float32 the result equals ``gguf.quants.dequantize`` bit for bit.
+    Without ``dequantize``, matrices of the types in ``KEPT`` become :class:`QuantizedTensor`. All other tensors are
+    dequantized. In float32, the result equals ``gguf.quants.dequantize`` exactly.
 
     Raises:
-        ModelLoadError: the tensor is stored in a type that cannot be read.
+        ModelLoadError: the tensor has an unsupported storage type.
     """
     tensor = header.tensors[name]
     if tensor.type in _FLOATS:
@@ -84,7 +84,7 @@ def load_tensor(header: GgufHeader, name: str, dtype: mx.Dtype, dequantize: bool
     if _is_kept(tensor, dequantize):
         return _REPACK[tensor.type](header, tensor, dtype)
     if _REPACK.get(tensor.type) is _repack:
-        # In float32 the scales, and so the sums below, are exact: q * d has at most 19 significant bits.
+        # In float32 the scales are exact, and so are the sums below: q * d has at most 19 significant bits.
         packed = _repack(header, tensor, mx.float32)
         full = mx.dequantize(packed.weight, packed.scales, packed.biases, GROUP_SIZE, packed.bits)
         return full.reshape(tensor.shape).astype(dtype)
@@ -98,7 +98,7 @@ def load_tensor(header: GgufHeader, name: str, dtype: mx.Dtype, dequantize: bool
 
 
 def loaded_bytes(tensor: GgufTensor, float_bytes: int, dequantize: bool) -> int:
-    """How much memory a tensor takes after :func:`load_tensor` with a type of so many bytes."""
+    """Return the memory of a tensor after :func:`load_tensor`, in bytes, for a type of ``float_bytes`` bytes."""
     size = math.prod(tensor.shape)
     if not _is_kept(tensor, dequantize):
         return size * float_bytes
@@ -113,13 +113,13 @@ def _is_kept(tensor: GgufTensor, dequantize: bool) -> bool:
 
 def _float_tensor(header: GgufHeader, tensor: GgufTensor) -> mx.array:
     rows = header.rows(tensor.name)
-    if tensor.type == T.BF16:  # NumPy has no such type
+    if tensor.type == T.BF16:  # NumPy lacks this type
         return mx.array(rows.view(np.uint16)).view(mx.bfloat16).reshape(tensor.shape)
     return mx.array(rows.view(np.float32 if tensor.type == T.F32 else np.float16)).reshape(tensor.shape)
 
 
 def _repack(header: GgufHeader, tensor: GgufTensor, dtype: mx.Dtype) -> QuantizedTensor:
-    """Rearranges ggml's blocks of one tensor as MLX's arrays.
+    """Rearrange ggml's blocks of one tensor as MLX's arrays.
 
     ggml, in bytes:  Q4_0 = d[2] qs[16]    Q4_1 = d[2] m[2] qs[16]    Q8_0 = d[2] qs[32]
     Elements:        d * (q - 8)           d * q + m                  d * q, q signed
@@ -127,7 +127,7 @@ def _repack(header: GgufHeader, tensor: GgufTensor, dtype: mx.Dtype) -> Quantize
     blocks = _blocks(header, tensor)
     scales = _half_column(blocks, 0)
     if tensor.type == T.Q8_0:
-        # Signed to unsigned is adding 128, that is flipping the top bit; the bias takes it back.
+        # Adding 128 to a signed number flips its top bit and makes it unsigned. The bias subtracts 128 again.
         packed = blocks[..., 2:] ^ np.uint8(0x80)
         biases = -128.0 * scales
     else:
@@ -137,10 +137,10 @@ def _repack(header: GgufHeader, tensor: GgufTensor, dtype: mx.Dtype) -> Quantize
 
 
 def _repack_q4_k(header: GgufHeader, tensor: GgufTensor, dtype: mx.Dtype) -> QuantizedTensor:
-    """As :func:`_repack`, for blocks of eight groups.
+    """Rearrange the blocks of a Q4_K tensor, as :func:`_repack`. A block has eight groups.
 
-    Q4_K = d[2] dmin[2] scales[12] qs[128]; the scales are eight s and eight m of 6 bits, elements d * s * q - dmin * m.
-    Bytes 32j ... of qs hold group 2j in their low halves and group 2j + 1 in their high halves.
+    Q4_K = d[2] dmin[2] scales[12] qs[128]. The scales are eight s and eight m of 6 bits. Elements are d * s * q -
+    dmin * m. Bytes 32j ... of qs hold group 2j in their low halves and group 2j + 1 in their high halves.
     """
     blocks = _blocks(header, tensor, 8 * GROUP_SIZE)
     s, m = quants.Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12))
@@ -153,7 +153,10 @@ def _repack_q4_k(header: GgufHeader, tensor: GgufTensor, dtype: mx.Dtype) -> Qua
 
 
 def _repack_mxfp4(header: GgufHeader, tensor: GgufTensor, dtype: mx.Dtype) -> QuantizedTensor:
-    """As :func:`_repack`: MXFP4 = e[1] qs[16], elements 2^(e - 127) * q; MLX has the same exponents and codes."""
+    """Rearrange an MXFP4 tensor, as :func:`_repack`.
+
+    MXFP4 = e[1] qs[16]. Elements are 2^(e - 127) * q. MLX has the same exponents and codes.
+    """
     blocks = _blocks(header, tensor)
     exponents = np.ascontiguousarray(blocks[..., 0])
     return QuantizedTensor(_words(_in_order(blocks[..., 1:])), mx.array(exponents), None, *KEPT[T.MXFP4])
@@ -170,25 +173,25 @@ def _affine(
 
 
 def _blocks(header: GgufHeader, tensor: GgufTensor, size: int = GROUP_SIZE) -> np.ndarray:
-    """uint8 [..., rows, columns / size, bytes of a block]."""
+    """Return a tensor's blocks, uint8 [..., rows, columns / size, bytes of a block]."""
     return header.rows(tensor.name).reshape(*tensor.shape[:-1], tensor.shape[-1] // size, -1)
 
 
 def _words(packed: np.ndarray) -> mx.array:
-    """Groups of bytes [..., groups, bytes] as rows of uint32."""
+    """Convert groups of bytes [..., groups, bytes] to rows of uint32."""
     return mx.array(np.ascontiguousarray(packed).reshape(*packed.shape[:-2], -1).view(np.uint32))
 
 
 def _half_column(blocks: np.ndarray, offset: int) -> np.ndarray:
-    """The float16 at ``offset`` of each block, as float32 [..., rows, groups]."""
+    """Return the float16 at ``offset`` of each block, as float32 [..., rows, groups]."""
     halves = np.ascontiguousarray(blocks[..., offset : offset + 2]).view(np.float16)
     return halves[..., 0].astype(np.float32)
 
 
 def _in_order(nibbles: np.ndarray) -> np.ndarray:
-    """Sixteen bytes of a 4-bit block as MLX has them.
+    """Rearrange the sixteen bytes of a 4-bit block in MLX's order.
 
-    ggml keeps element i in the low half of byte i and element 16 + i in the high half; MLX keeps elements 2i and
+    ggml stores element i in the low half of byte i and element 16 + i in the high half. MLX stores elements 2i and
     2i + 1 in byte i.
     """
     low, high = nibbles & np.uint8(0x0F), nibbles >> np.uint8(4)
@@ -196,5 +199,5 @@ def _in_order(nibbles: np.ndarray) -> np.ndarray:
 
 
 def _pairs(nibbles: np.ndarray) -> np.ndarray:
-    """Sixteen half bytes as eight bytes, the first of each pair in the low half."""
+    """Pack sixteen half bytes into eight bytes, with the first of each pair in the low half."""
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << np.uint8(4))

@@ -1,4 +1,4 @@
-"""What the dynamic linker knows about this process: which libraries are loaded, and who provides a symbol."""
+"""Queries to the dynamic linker: the loaded libraries, and the library that provides a symbol."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class _DlInfo(ctypes.Structure):
 
 
 class _DlPhdrInfo(ctypes.Structure):
-    """The head of ``struct dl_phdr_info`` of link.h; the rest is not needed."""
+    """Beginning of ``struct dl_phdr_info`` of link.h. The other fields are not needed."""
 
     _fields_ = (("dlpi_addr", ctypes.c_void_p), ("dlpi_name", ctypes.c_char_p))
 
 
 def symbol_address(library: ctypes.CDLL, symbol: str) -> int | None:
-    """The address of ``symbol`` as seen from ``library``; ``ctypes.CDLL(None)`` is the global scope."""
+    """Return the address of ``symbol`` as seen from ``library``. ``ctypes.CDLL(None)`` is the global scope."""
     try:
         function = getattr(library, symbol)
     except AttributeError:
@@ -33,7 +33,7 @@ def symbol_address(library: ctypes.CDLL, symbol: str) -> int | None:
 
 
 def library_at(address: int) -> str | None:
-    """The path of the loaded library that ``address`` belongs to."""
+    """Return the path of the loaded library that contains ``address``."""
     dladdr = ctypes.CDLL(None).dladdr
     dladdr.argtypes = (ctypes.c_void_p, ctypes.POINTER(_DlInfo))
     info = _DlInfo()
@@ -43,13 +43,13 @@ def library_at(address: int) -> str | None:
 
 
 def loaded_libraries() -> list[str]:
-    """Paths of the loaded libraries, in the order in which they were loaded (Linux)."""
+    """Return the paths of the loaded libraries, in load order (Linux)."""
     paths: list[str] = []
     callback_type = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_DlPhdrInfo), ctypes.c_size_t, ctypes.c_void_p)
 
     def visit(info: ctypes._Pointer[_DlPhdrInfo], size: int, data: int | None) -> int:
         paths.append(os.fsdecode(info.contents.dlpi_name or b""))
-        return 0  # go on
+        return 0  # continue the iteration
 
     ctypes.CDLL(None).dl_iterate_phdr(callback_type(visit), None)
     return paths

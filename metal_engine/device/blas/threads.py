@@ -1,4 +1,4 @@
-"""The number of threads of OpenBLAS, while other programs use the cores as well (Linux)."""
+"""Adapts the number of OpenBLAS threads to the CPU use of other programs (Linux)."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class BlasThreads:
     """Adapts the number of BLAS threads to the cores that other programs leave free.
 
     A matrix product completes when its last thread completes, and the finished threads spin. If another program holds
-    the core of one thread, all wait for the system to run it again: with every core taken, one thread is several times
-    faster.
+    the core of one thread, all threads wait until the system runs that thread again. If every core is taken, one thread
+    is several times faster than many.
 
     Args:
         most: number of threads if no other program runs.
-        set_threads: sets the number of threads of products that start from now on.
-        busy: see :func:`busy_seconds`.
-        own: returns this process's CPU time in seconds.
-        clock: returns the time in seconds.
+        set_threads: function that sets the number of threads for later products.
+        busy: function such as :func:`busy_seconds`.
+        own: function that returns this process's CPU time in seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class BlasThreads:
 
 
 def blas_threads() -> BlasThreads | None:
-    """Return the adaptation for the BLAS in use. None unless it is OpenBLAS, with two or more threads.
+    """Return the adaptation for the BLAS in use. None unless the BLAS is OpenBLAS with at least two threads.
 
-    A number of threads that is set in the environment stays.
+    An environment variable with the number of threads also disables the adaptation.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
         return None

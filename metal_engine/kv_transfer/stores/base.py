@@ -1,6 +1,6 @@
-"""What a store is: bytes under block hashes, some at a time. It knows nothing of what the bytes mean.
+"""Interface of a KV store, which maps block hashes to bytes. It does not depend on the meaning of the bytes.
 
-A store that failed is let rest: a dead store costs a deadline once, not with every request.
+A failure starts a pause in which the store is not used. A dead store therefore costs one deadline, not one per request.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ _LONGEST_REST_SECONDS = 30.0
 
 
 class StoreError(Exception):
-    """The store cannot be used right now, or refused a block. The message says why."""
+    """The store cannot be used now, or refused a block. The message gives the reason."""
 
 
 class KVStore(Protocol):
-    """Blocks under their hashes, for one fingerprint. Methods may block, and are called from several threads.
+    """Blocks by hash, for one fingerprint. Methods may block, and are called from several threads.
 
-    A store may lose any block at any time, and other processes may write the same ones.
+    A store may lose any block at any time, and other processes may write the same blocks.
     """
 
     def contains(self, hashes: Sequence[bytes]) -> list[bool]:
-        """Say of each block whether it is there. Raises StoreError."""
+        """Return a list with True for each block that the store contains. Raises StoreError."""
 
     def get(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Read the blocks, in order, up to the first that is not there. Raises StoreError."""
+        """Read the blocks in order, up to the first missing block. Raises StoreError."""
 
     def put(self, blocks: Sequence[tuple[bytes, bytes]]) -> None:
-        """Store (hash, bytes) pairs; a reader never sees part of one. Raises StoreError if some are not stored."""
+        """Store (hash, bytes) pairs. Readers never see a partial block. Raises StoreError if a block is not stored."""
 
     def discard(self, block_hash: bytes) -> None:
-        """Remove a block, if it is there. Raises StoreError."""
+        """Remove a block. A missing block is not an error. Raises StoreError."""
 
     def close(self) -> None:
-        """Let go of connections and the like."""
+        """Close connections and release other resources."""
 
 
 class StoreRest:
-    """Says when a store that failed may be asked again.
+    """Pause in the use of a store after a failure.
 
-    Doubles the pause with every failure, until the store works again. Thread-safe: a race costs one more attempt.
+    The pause doubles with every failure until the store works again. Thread-safe: a race costs one more attempt.
 
     Args:
         clock: returns seconds.

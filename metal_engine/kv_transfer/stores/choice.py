@@ -1,4 +1,4 @@
-"""The store that a configuration asks for."""
+"""Opens the store that the configuration names."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 
 
 def check_place(config: KVTransferConfig) -> None:
-    """Refuse a directory that cannot be a store, before a model is loaded.
+    """Check that a directory can be used as a store, before a model is loaded.
 
     Raises:
-        ConfigError: it has other things in it, or is none.
+        ConfigError: the path is not a directory, or the directory contains other files.
     """
     if config.kv_connector != "disk" or not config.saves:
         return
@@ -29,7 +29,7 @@ def open_store(config: KVTransferConfig, layout: BlockLayout) -> KVStore:
     """Open the store for blocks of this layout.
 
     Raises:
-        ConfigError: it cannot be used as configured.
+        ConfigError: the store cannot be used as configured.
     """
     store: DiskStore | ValkeyStore
     try:
@@ -45,6 +45,7 @@ def open_store(config: KVTransferConfig, layout: BlockLayout) -> KVStore:
         raise ConfigError(None, f"KV transfer: {error}") from error
     if limit < layout.max_stored_bytes:
         raise ConfigError(
-            None, f"KV transfer: a block has up to {layout.max_stored_bytes} bytes, more than the {key} of {limit}"
+            None,
+            f"KV transfer: a block has up to {layout.max_stored_bytes} bytes, more than the {key} of {limit}: raise it",
         )
     return store

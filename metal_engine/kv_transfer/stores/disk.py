@@ -1,9 +1,9 @@
-"""KV blocks in a directory: on an SSD, or on a volume that several machines share.
+"""Stores KV blocks in a directory: on an SSD, or on a volume that several machines share.
 
-A block is written beside its place under a name of its own and renamed into it: a reader sees a whole block or
-none, and a writer that dies leaves at most a temporary file, which is swept up later. Of two writers of the same
-block either may win. Nothing is forced to the medium: what a power failure cuts short fails its checksum.
-Where its files lie, and which of a directory's files are its own: ``store_folder.py``.
+A block is written to a temporary file and renamed into place. A reader therefore sees a whole block or no block. A
+writer that dies leaves at most a temporary file, which is removed later. If two writers store the same block, either
+may win. No fsync: a block that a power failure truncates fails its checksum. ``store_folder.py`` defines the paths of
+the files, and which files in the directory belong to the store.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from metal_engine.settings.args import GIB
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_SIZE = 20 * GIB
-# Older temporary files belong to nobody that still writes.
+# Temporary files older than this are not being written any more.
 _TEMPORARY_SECONDS = 600.0
-# Eviction goes down to this share of the cap, so that it is not due again with the next block.
+# Eviction shrinks the store to this fraction of max_size, so that the next block does not trigger eviction again.
 _EVICT_TO = 0.9
-# Written since the directory was last measured, as a share of the cap, before it is measured again. Each process
-# counts only what it wrote itself, so n of them may exceed the cap by n times this.
+# The directory is measured again when this fraction of max_size has been written since the last measurement. Each
+# process counts only its own writes, so n processes may exceed max_size by n times this fraction.
 _MEASURE_EVERY = 0.05
 
 
 class DiskStore:
-    """Implements :class:`metal_engine.kv_transfer.stores.base.KVStore` over a directory.
+    """Implements :class:`metal_engine.kv_transfer.stores.base.KVStore` with a directory.
 
     Args:
-        path: the directory; made if need be. Several fingerprints and processes may share it.
-        fingerprint: of the blocks that are stored and found: 32 hex digits.
-        max_size: bytes of blocks of all fingerprints; beyond it those not used for longest go first.
-        writable: whether blocks will be put, so that a directory that cannot be written is refused.
+        path: path of the directory, which is created if it does not exist. Several fingerprints and processes may share
+            it.
+        fingerprint: fingerprint of the blocks to store and find: 32 hex digits.
+        max_size: size limit in bytes for the blocks of all fingerprints. Beyond it, the least recently used blocks are
+            removed.
+        writable: True if blocks will be stored. A directory without write access is then refused.
 
     Raises:
-        NotAStoreError: the directory has things in it that are not a store's, or is another user's (for ``writable``).
-        StoreError: the directory cannot be made, read or (for ``writable``) written.
+        NotAStoreError: the directory contains files that no store made, or belongs to another user (if ``writable``).
+        StoreError: the directory cannot be created, read or (if ``writable``) written.
     """
 
     def __init__(
@@ -79,18 +81,18 @@ class DiskStore:
         return found
 
     def _read(self, block_hash: bytes) -> bytes:
-        """A block's bytes, which counts as a use of it. Raises OSError."""
+        """Read a block and mark it as used. Raises OSError."""
         *names, name = block_names(self._fingerprint, block_hash)
         with self._folder.opened(*names) as folder:
-            # Nothing but a file is waited for.
+            # O_NONBLOCK: opening a pipe or a device instead of a file must not block.
             place = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         with open(place, "rb") as file:
             if not stat.S_ISREG(os.fstat(place).st_mode):
-                raise OSError("it is no file")
+                raise OSError("it is not a regular file")
             content = file.read()
             try:
-                os.utime(place)  # used now: it is evicted later
-            except OSError as error:  # a directory that is not ours to write
+                os.utime(place)  # marks the block as used now, which delays its eviction
+            except OSError as error:  # the directory is not writable
                 logger.debug("cannot mark %s as used: %s", name, error)
         return content
 
@@ -111,7 +113,7 @@ class DiskStore:
                         file.write(stored)
                     os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
                 except OSError:
-                    with contextlib.suppress(OSError):  # it may never have been made; what is left is swept up
+                    with contextlib.suppress(OSError):  # the file may not exist; a remaining one is removed later
                         os.unlink(temporary, dir_fd=folder)
                     raise
         except OSError as error:
@@ -119,23 +121,23 @@ class DiskStore:
 
     def discard(self, block_hash: bytes) -> None:
         if not self._folder.is_marked:
-            raise StoreError(f"{self.root} is no KV store of this version: nothing is removed from it")
+            raise StoreError(f"{self.root} is not a KV store of this version: nothing is removed from it")
         try:
             self._folder.remove(block_names(self._fingerprint, block_hash))
         except OSError as error:
             raise StoreError(f"cannot remove {self.place(block_hash)}: {error}") from error
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: the store holds no file open."""
 
     def place(self, block_hash: bytes) -> Path:
-        """The file of a block."""
+        """Return the path of a block's file."""
         return self.root.joinpath(*block_names(self._fingerprint, block_hash))
 
     # --- size -----------------------------------------------------------------------------------------------
 
     def _measure_and_evict(self) -> None:
-        """Measure the directory and, beyond the cap, remove blocks, those used longest ago first."""
+        """Measure the directory. If it exceeds ``max_size``, remove the least recently used blocks."""
         self._unmeasured = 0
         try:
             with self._folder.opened() as folder:
@@ -146,9 +148,9 @@ class DiskStore:
             finally:
                 os.close(lock)
         except BlockingIOError:
-            return  # another process is at it
+            return  # another process is evicting
         except FileNotFoundError:
-            return  # the whole directory has been removed, or is a store no more: nothing of it is ours
+            return  # the directory was removed, or is no longer a store: none of its files may be removed
         except OSError as error:
             raise StoreError(f"cannot measure {self.root}: {error}") from error
 

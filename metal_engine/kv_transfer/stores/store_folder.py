@@ -1,10 +1,10 @@
-"""A directory that is a KV store: marked as one, closed to others, entered without following links.
+"""The directory of a KV store: marked as a store, closed to other users, accessed without following links.
 
-    DIR/metal-engine-kv-store                                     the marker: one line, with the store's version
+    DIR/metal-engine-kv-store                                     the marker: one line with the store's version
     DIR/<fingerprint>/<first two digits of the hash>/<hash>.safetensors
-    .tmp-<32 hex digits>, in DIR and in each folder below it      what is being written
+    .tmp-<32 hex digits>, in DIR and in each folder below it      temporary files of writes in progress
 
-What has another name, or lies elsewhere, is somebody else's: it is neither read, overwritten nor removed.
+The store never reads, overwrites or removes files with other names or in other places.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MARKER = "metal-engine-kv-store"
 _MARKER_TEXT = b"metal-engine KV store, version 1\n"
-# A store without a marker is an earlier version's, which had a lock; or the system's own things lie in it.
+# Names that may exist in a store without a marker: the lock of an earlier version, and entries made by the system.
 _HARMLESS = frozenset({".evicting", "lost+found", ".DS_Store", ".snapshot"})
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _DIGITS = re.compile(r"[0-9a-f]{2}")
@@ -36,15 +36,18 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 class NotAStoreError(StoreError):
-    """The directory is no KV store and has other things in it, or is another user's."""
+    """The directory is not a KV store and contains other files, or it belongs to another user."""
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A block, or what is left of one that was being written.
+    """A block, or the temporary file of an interrupted write.
 
     Attributes:
-        names: of its folders below the store, and its own.
+        names: names of the folders below the store, then the name of the file.
+        is_temporary: True for a temporary file.
+        size: size in bytes.
+        mtime_ns: time of the last modification or use, in nanoseconds.
     """
 
     names: tuple[str, ...]
@@ -54,7 +57,7 @@ class StoredFile:
 
 
 def block_names(fingerprint: str, block_hash: bytes) -> tuple[str, str, str]:
-    """Where a block lies: its folders' names and its file's. Fingerprints are 32 hex digits, hashes 32 bytes."""
+    """Return the names of a block's folders and file. A fingerprint has 32 hex digits, a hash 32 bytes."""
     digits = block_hash.hex()
     assert _FINGERPRINT.fullmatch(fingerprint) and len(digits) == 64, (fingerprint, digits)
     return fingerprint, digits[:2], f"{digits}.safetensors"
@@ -65,10 +68,10 @@ def temporary_name() -> str:
 
 
 class StoreFolder:
-    """The directory of a store. Folders are made with mode 0700 and files with 0600, whatever the umask.
+    """The directory of a store. Folders are created with mode 0700 and files with 0600, regardless of the umask.
 
     Args:
-        path: the directory; links in the path itself are the user's, and followed once, here.
+        path: path of the directory. Links in this path are resolved once, here.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -82,11 +85,12 @@ class StoreFolder:
             return False
 
     def prepare(self) -> None:
-        """Make the directory a store that this process may write, if it is not one yet.
+        """Turn the directory into a store that this process can write, unless it is a store already.
 
         Raises:
-            NotAStoreError: it has no marker and things in it that no store made, or belongs to another user.
-            OSError: it cannot be made or written.
+            NotAStoreError: the directory has no marker and contains files that no store made, or it belongs to another
+                user.
+            OSError: the directory cannot be created or written.
         """
         if self.mark():
             return
@@ -94,11 +98,11 @@ class StoreFolder:
             _make_private(self.root, folder)
 
     def check(self) -> None:
-        """Raise NotAStoreError if the path cannot become a store: it is no directory, or has other things in it."""
+        """Raise NotAStoreError if the path cannot become a store: not a directory, or with other files in it."""
         if not self.root.exists() or self.is_marked:
             return
         if not self.root.is_dir():
-            raise NotAStoreError(f"{self.root} is no directory")
+            raise NotAStoreError(f"{self.root} is not a directory")
         with self.opened() as folder:
             self._refuse_others(folder)
 
@@ -109,15 +113,15 @@ class StoreFolder:
             )
 
     def mark(self) -> bool:
-        """Make the directory, close it to others and put the marker into it; does nothing where there is a marker.
+        """Create the directory, close it to other users and add the marker. An existing marker is only checked.
 
         Returns:
-            whether there was none.
+            True if the marker was added, False if it existed.
 
         Raises:
-            NotAStoreError: it has no marker and things in it that no store made, belongs to another user, or is of
-                another version.
-            OSError: it cannot be made or written.
+            NotAStoreError: the directory has no marker and contains files that no store made, belongs to another user,
+                or is a store of another version.
+            OSError: the directory cannot be created or written.
         """
         for path in (*reversed(self.root.parents), self.root):
             if not path.is_dir():
@@ -131,7 +135,7 @@ class StoreFolder:
                 return True
             with open(marker, "rb") as file:
                 if file.read(len(_MARKER_TEXT) + 1) != _MARKER_TEXT:
-                    raise NotAStoreError(f"{self.root / MARKER} is not of this version: name another directory")
+                    raise NotAStoreError(f"{self.root / MARKER} has another version: name another directory")
         return False
 
     def _mark_new(self, folder: int) -> None:
@@ -140,7 +144,7 @@ class StoreFolder:
         _make_private(self.root, folder)
         if is_old:
             logger.info("KV store %s: taken over from an earlier version", self.root)
-        # Renamed into place, so that no other process sees a part of it; on the medium first, so that none ever does.
+        # Renamed into place, so that no other process sees a partial marker. The fsync protects against power failures.
         temporary = temporary_name()
         with write_private(temporary, folder) as file:
             file.write(_MARKER_TEXT)
@@ -150,14 +154,14 @@ class StoreFolder:
 
     @contextmanager
     def opened(self, *names: str, make: bool = False) -> Iterator[int]:
-        """Open a folder of the store, as a descriptor to work in, without following links below its path.
+        """Open a folder of the store and yield its descriptor. Links below the store's path are not followed.
 
         Args:
-            names: of the folders on the way.
-            make: whether folders that are missing are made, and the whole store where it was removed.
+            names: names of the folders on the path.
+            make: True to create missing folders, and the whole store if it was removed.
 
         Raises:
-            NotAStoreError: the directory is no store any more.
+            NotAStoreError: the directory is not a store any more.
             OSError: the folder cannot be opened.
         """
         try:
@@ -191,7 +195,10 @@ class StoreFolder:
             os.unlink(names[-1], dir_fd=folder)
 
     def files(self) -> Iterator[StoredFile]:
-        """The files that the store made; what vanishes meanwhile is passed over. Folders are closed to others."""
+        """Yield the files that the store made, and close its folders to other users.
+
+        Files that disappear during the scan are skipped.
+        """
         with self.opened() as root:
             yield from _own_files(root, (), (_FINGERPRINT, _DIGITS))
 
@@ -202,7 +209,7 @@ def write_private(name: str, folder: int) -> contextlib.AbstractContextManager:
 
 
 def _own_files(folder: int, names: tuple[str, ...], below: tuple[re.Pattern[str], ...]) -> Iterator[StoredFile]:
-    """The files of a folder and those below it whose folders have names of these forms."""
+    """Yield the store's files in a folder, and in its subfolders whose names match the patterns in ``below``."""
     with os.scandir(folder) as found:
         entries = list(found)
     for entry in entries:
@@ -224,7 +231,7 @@ def _own_files(folder: int, names: tuple[str, ...], below: tuple[re.Pattern[str]
 
 
 def _is_own_file(entry: os.DirEntry[str], names: tuple[str, ...]) -> bool:
-    """Whether a store makes files of this name in this place: two folders down for a block."""
+    """Return True if the store creates files with this name in this place: blocks lie two folders down."""
     own = _TEMPORARY.fullmatch(entry.name) or (
         len(names) == 2 and _BLOCK.fullmatch(entry.name) and entry.name.startswith(names[1])
     )
@@ -232,7 +239,7 @@ def _is_own_file(entry: os.DirEntry[str], names: tuple[str, ...]) -> bool:
 
 
 def _other_things(folder: int, names: tuple[str, ...] = ()) -> str | None:
-    """Something that no store made, in a directory that has no marker: its path in there; None if there is none."""
+    """Return the relative path of an entry that no store made, in a directory without a marker; None if none exists."""
     with os.scandir(folder) as found:
         entries = list(found)
     forms = (_FINGERPRINT, _DIGITS)[len(names) :]
@@ -254,19 +261,19 @@ def _other_things(folder: int, names: tuple[str, ...] = ()) -> str | None:
     return None
 
 
-# --- who may enter ---------------------------------------------------------------------------------------------
+# --- access permissions ----------------------------------------------------------------------------------------
 
 
 def _make_private(root: Path, folder: int) -> None:
-    """Close the directory to others.
+    """Close the directory to other users.
 
-    It is ours if what we make in it has the same owner: shares of a network may give all files another owner than
-    the process has. One that is root's (a volume's mount point) stays as it is, for root may do everything anyway;
-    and root may use anybody's (a folder of the host's in a container).
+    The owner of a new file in the directory is compared with the owner of the directory, because a network share may
+    assign files an owner of its own. A directory of root, such as the mount point of a volume, stays unchanged, because
+    root has access anyway. A process of root may use a directory of any user, such as a host's folder in a container.
 
     Raises:
-        NotAStoreError: it is another user's.
-        OSError: it cannot be written.
+        NotAStoreError: the directory belongs to another user.
+        OSError: the directory cannot be written.
     """
     probe = temporary_name()
     try:
@@ -279,10 +286,12 @@ def _make_private(root: Path, folder: int) -> None:
     if status.st_uid not in (us, 0) and us != 0:
         raise NotAStoreError(f"{root} belongs to another user (uid {status.st_uid}): name a directory of your own")
     if status.st_uid == us and _close_to_others(folder):
-        logger.warning("KV store %s: was open to other users (mode %04o), is 0700 now", root, status.st_mode & 0o7777)
+        logger.warning(
+            "KV store %s: was open to other users (mode %04o); it is 0700 now", root, status.st_mode & 0o7777
+        )
     if status.st_uid not in (us, 0) or os.fstat(folder).st_mode & 0o022:
         logger.warning(
-            "KV store %s: other users can write there (owner %d, mode %04o), and so make the model say what they like",
+            "KV store %s: other users can write there (owner %d, mode %04o), and can so control the model's output",
             root,
             status.st_uid,
             os.fstat(folder).st_mode & 0o7777,
@@ -290,12 +299,12 @@ def _make_private(root: Path, folder: int) -> None:
 
 
 def _close_to_others(folder: int) -> bool:
-    """Take others' permissions from a folder; whether there were some that could be taken."""
+    """Remove other users' permissions from a folder. Return True if permissions were removed."""
     mode = os.fstat(folder).st_mode
     if not mode & 0o077:
         return False
     try:
         os.fchmod(folder, 0o700)
-    except PermissionError:  # another user's, in a mount that is root's, or a file system without modes
+    except PermissionError:  # the folder belongs to another user, or the file system has no modes
         return False
     return not os.fstat(folder).st_mode & 0o077

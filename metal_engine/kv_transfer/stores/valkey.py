@@ -1,7 +1,7 @@
-"""KV blocks in a Valkey (or Redis) server, for machines without a common volume.
+"""Stores KV blocks in a Valkey (or Redis) server, for machines without a common volume.
 
-A block is one value under ``metal-engine:kv:<fingerprint>:<hash>``, with a time to live that begins anew when it is
-read. How much the server keeps is its own setting (``maxmemory``, with an eviction policy such as ``allkeys-lru``).
+A block is one value under ``metal-engine:kv:<fingerprint>:<hash>``. Each read renews its time to live. The server's own
+settings limit the total size: ``maxmemory``, with an eviction policy such as ``allkeys-lru``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ DEFAULT_SOCKET_TIMEOUT = 5.0
 
 
 class ValkeyStore:
-    """Implements :class:`metal_engine.kv_transfer.stores.base.KVStore` over a server.
+    """Implements :class:`metal_engine.kv_transfer.stores.base.KVStore` with a Valkey server.
 
-    The client keeps a pool of connections and connects anew where one was lost.
+    The client has a pool of connections and replaces lost connections.
 
     Args:
-        url: as in ``redis://host:6379/0``, ``rediss://`` for TLS or ``unix://path``; may carry a user and password.
-        fingerprint: of the blocks that are stored and found.
-        ttl: seconds that a block is kept after it was last used.
-        max_block_bytes: blocks larger than this are refused.
-        socket_timeout: seconds that connecting, or an answer, may take.
+        url: URL such as ``redis://host:6379/0``, ``rediss://`` for TLS or ``unix://path``. It may contain a user and a
+            password.
+        fingerprint: fingerprint of the blocks to store and find.
+        ttl: time to live of a block after its last use, in seconds.
+        max_block_bytes: size limit of a block. Larger blocks are refused.
+        socket_timeout: time limit in seconds for connecting and for each response.
 
     Raises:
-        StoreError: the client library is missing, the URL is none, or the server does not answer.
+        StoreError: the client library is missing, the URL is invalid, or the server does not respond.
     """
 
     def __init__(
@@ -58,8 +59,8 @@ class ValkeyStore:
                 url, socket_timeout=socket_timeout, socket_connect_timeout=socket_timeout
             )
         except ValueError as error:
-            raise StoreError(f"the url of the KV store is not one: {error}") from error
-        with self._refusing("the server does not answer"):
+            raise StoreError(f"the url of the KV store is not valid: {error}") from error
+        with self._refusing("the server does not respond"):
             self._client.ping()
 
     def contains(self, hashes: Sequence[bytes]) -> list[bool]:
@@ -95,9 +96,9 @@ class ValkeyStore:
 
     @contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
-        """Raises StoreError in place of the client's errors."""
+        """Convert errors of the client library to StoreError."""
         try:
             yield
         except self._errors as error:
-            # Never the URL: it may have a password in it.
+            # The URL is never in the message, because it may contain a password.
             raise StoreError(f"valkey: {what}: {type(error).__name__}: {error}") from error

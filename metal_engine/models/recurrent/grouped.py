@@ -1,4 +1,4 @@
-"""Whole modules, run once for each group of segments: the way for modules whose parts cannot be told apart."""
+"""Runs whole modules once for each group of segments, for modules whose functions are not known."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from metal_engine.models.recurrent.state_cache import GroupStates, StateCache
 def run_in_groups(module: nn.Module, entries: dict[int, set[int]]) -> None:
     """Make a module that uses a :class:`StateCache` run once for each group of a step's segments.
 
-    Its weights are read once for each group, and decodes are one group.
+    The module's weights are read once for each group. All decodes form one group.
 
     Args:
-        entries: by id of a cache, the indices that the module puts into: of several modules that share a cache, each
-            has its own.
+        module: the module, changed in place.
+        entries: id of a cache -> indices that the module writes. Modules that share a cache write different indices.
     """
     cls = type(module)
     original: Callable[..., Any] = cls.__call__
@@ -49,7 +49,7 @@ def run_in_groups(module: nn.Module, entries: dict[int, set[int]]) -> None:
 
 
 def _of_group(argument: Any, group: SegmentGroup, num_rows: int, cache: StateCache, view: GroupStates) -> Any:
-    """An argument of the module as the group sees it: packed rows [N, 1, ...] become [b, s, ...]."""
+    """Convert an argument of the module for a group: packed rows [N, 1, ...] become [b, s, ...]."""
     if argument is cache:
         return view
     if isinstance(argument, mx.array) and argument.ndim >= 2 and argument.shape[:2] == (num_rows, 1):

@@ -1,8 +1,9 @@
-"""Which way a model's recurrent layers go: by function where their functions can be told apart, else by module.
+"""Installs our caches in a model's recurrent layers: by function if their functions are known, else by module.
 
-By function, a module runs once over all packed rows, so that its weights are read once; only its convolutions and its
-recurrences see segments. That takes that each array is kept by one of them: by the convolution whose input it was the
-end of while the model was watched, or by a recurrence known by name that got it as its state, as it was.
+By function, a module runs once over all packed rows, so its weights are read once. Only its convolutions and
+recurrences process segments. This requires that one of them stores each array. A convolution stores an array if the
+array was the end of its input while the model was recorded. A recurrence, known by name, stores an array that it
+received unchanged as its state.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ logger = logging.getLogger(__name__)
 def install_states(
     pairs: list[tuple[RecordingState, StateCache]], trace: CallTrace, *, whole_modules: bool = False
 ) -> None:
-    """Make the modules that were seen use our caches.
+    """Make the recorded modules use our caches.
 
     Args:
-        pairs: what was recorded of each cache, and the cache that takes its place.
-        trace: of the run that was recorded.
-        whole_modules: run every module by groups, as if no function of it were known: the slower way, and the oracle
-            of the other in tests.
+        pairs: recorder of each cache, and the cache that replaces it.
+        trace: calls of the recorded run.
+        whole_modules: True to run every module by groups, even if its functions are known. This is slower, and serves
+            tests as a reference.
     """
-    entries: dict[int, dict[int, set[int]]] = {}  # of the modules that run by groups: id -> cache -> indices
+    entries: dict[int, dict[int, set[int]]] = {}  # id of a module that runs by groups -> id of a cache -> indices
     modules: dict[int, nn.Module] = {}
     for recorded, cache in pairs:
         kept = {} if whole_modules else recorded.kept_by_convolutions(trace)
@@ -41,5 +42,5 @@ def install_states(
             modules[key] = user
             entries.setdefault(key, {})[id(cache)] = recorded.puts.get(key, set())
     for key, module in modules.items():
-        logger.debug("%s runs group by group", type(module).__name__)
+        logger.debug("%s runs once for each group of segments", type(module).__name__)
         run_in_groups(module, entries[key])

@@ -1,4 +1,4 @@
-"""mlx-lm's recurrences as launches of our Metal kernels, all segments at once, where a kernel does the shape."""
+"""mlx-lm's recurrences as launches of Metal kernels, for all segments at once, if a kernel supports the shape."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mlx_lm.models.ssm import compute_dt
 from metal_engine.models.recurrent.state_cache import StateCache
 
 Launch = Callable[[StateCache, str, Mapping[str, Any]], mx.array | None]
-"""From a cache, the name of its array and the arguments of mlx-lm's function, by name, to the output [N, 1, ...].
+"""Function of a cache, the name of its array and the arguments of mlx-lm's function. Returns the output [N, 1, ...].
 
-None where no kernel does the shape; then nothing has been taken from the cache.
+Returns None if no kernel supports the shape. It has then taken nothing from the cache.
 """
 
 
 def gated_delta(cache: StateCache, name: str, arguments: Mapping[str, Any]) -> mx.array | None:
-    """:func:`mlx_lm.models.gated_delta.gated_delta_update` over packed rows."""
+    """Run :func:`mlx_lm.models.gated_delta.gated_delta_update` over packed rows."""
     if cache.metal is None or arguments["mask"] is not None:
         return None
     q, k, v = (arguments[arg].squeeze(1) for arg in ("q", "k", "v"))
@@ -36,7 +36,7 @@ def gated_delta(cache: StateCache, name: str, arguments: Mapping[str, Any]) -> m
 
 
 def ssm_update(cache: StateCache, name: str, arguments: Mapping[str, Any]) -> mx.array | None:
-    """:func:`mlx_lm.models.ssm.ssm_update` over packed rows."""
+    """Run :func:`mlx_lm.models.ssm.ssm_update` over packed rows."""
     if cache.metal is None or arguments["mask"] is not None or arguments["lengths"] is not None:
         return None
     x, B, C, dt = (arguments[arg].squeeze(1) for arg in ("hidden_states", "B", "C", "dt"))

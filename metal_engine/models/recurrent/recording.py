@@ -1,4 +1,4 @@
-"""What a model's modules do with recurrent state, seen while it runs over caches that record."""
+"""Records how a model's modules use recurrent state, while the model runs over recording caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from metal_engine.kv_cache.spec import ArraySpec, RecurrentSpec
 
 @dataclass(frozen=True)
 class WatchedConvolution:
-    """A convolution that ran: what it got, [b, s, C], and the ids of the modules that it ran within."""
+    """A recorded call of a convolution: its input, [b, s, C], and the ids of the modules that enclose the call."""
 
     module: nn.Conv1d
     inputs: mx.array
@@ -29,7 +29,7 @@ def _is_floating(array: mx.array) -> bool:
 
 
 class CallTrace:
-    """Which modules are running, and what their convolutions get."""
+    """Record of the running modules and of the inputs of convolutions."""
 
     def __init__(self) -> None:
         self.running: list[nn.Module] = []
@@ -37,15 +37,16 @@ class CallTrace:
 
     @property
     def is_tied_by_trunk(self) -> bool:
-        """Whether what touches a cache now is the trunk of a pipeline, and no layer.
+        """True if a pipeline's trunk, and not a layer, accesses the cache now.
 
-        On all ranks but the last it ties to a cache what it sends. Logits depend on that anyway.
+        On all ranks except the last, the trunk makes a cache depend on the data that it sends. Logits depend on that
+        data anyway.
         """
         return bool(self.running) and hasattr(self.running[-1], "pipeline")
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """While it lasts, every call of a module of ``model`` is noted."""
+        """Record every call of a module of ``model`` within a ``with`` block."""
         modules = list({id(module): module for module in model.modules()}.values())
         classes = {cls: self._watched(cls) for cls in {type(module) for module in modules}}
         for module in modules:
@@ -73,13 +74,13 @@ class CallTrace:
 
 
 def _is_depthwise(conv: nn.Conv1d) -> bool:
-    """Whether each channel is convolved by itself, with its last inputs: what our convolutions do."""
+    """True if each channel is convolved by itself, with only its last inputs. Our convolutions support this."""
     is_plain = conv.stride == 1 and conv.dilation == 1 and conv.padding == 0
     return bool(is_plain and conv.groups == conv.weight.shape[0] and conv.weight.shape[-1] == 1)
 
 
 class WatchedState(mx.array):
-    """An array of a recorded cache: a recurrence that gets it as its state says so."""
+    """An array of a recorded cache. A recurrence that receives it as its state calls :meth:`note_recurrence`."""
 
     def __init__(self, array: mx.array, owner: RecordingState, index: int) -> None:
         super().__init__(array)
@@ -91,12 +92,12 @@ class WatchedState(mx.array):
 
 
 class RecordingState(ArraysCache):
-    """mlx-lm's own cache of recurrent state, which notes what touches it.
+    """mlx-lm's cache of recurrent state, which records its users.
 
     Attributes:
-        users: by id, the innermost modules that take from it or put into it.
-        puts: by a module's id, the indices that it puts into.
-        recurrent: indices of the arrays that recurrences known by name got as they were, as their states.
+        users: id -> innermost modules that read from or write to the cache.
+        puts: id of a module -> indices that it writes to.
+        recurrent: indices of the arrays that known recurrences received unchanged as their states.
     """
 
     def __init__(self, size: int, trace: CallTrace) -> None:
@@ -127,10 +128,10 @@ class RecordingState(ArraysCache):
 
     @property
     def spec(self) -> RecurrentSpec:
-        """What the layer keeps of a request.
+        """Spec of the state that the layer stores for a request.
 
         Raises:
-            UnsupportedModelError: some of it was never put there, has no size, or is made of no floating-point numbers.
+            UnsupportedModelError: an array was never stored, is empty, or does not hold floating-point numbers.
         """
         if any(entry is None or entry.size == 0 for entry in self.cache):
             raise UnsupportedModelError("a layer leaves some of its recurrent state empty")
@@ -142,9 +143,9 @@ class RecordingState(ArraysCache):
         return RecurrentSpec(tuple(ArraySpec(tuple(entry.shape[1:]), entry.dtype) for entry in self.cache))
 
     def kept_by_convolutions(self, trace: CallTrace) -> dict[int, nn.Conv1d]:
-        """Indices of the arrays that are the end of what a convolution got, but for its first row, [b, K-1, C].
+        """Return the arrays that convolutions store, by index: the input without its first row, [b, K-1, C].
 
-        Computes them. An array that could be that of several is left out.
+        Computes the arrays. An array that could belong to several convolutions is left out.
         """
         kept: dict[int, nn.Conv1d] = {}
         for conv in trace.convolutions:

@@ -1,5 +1,4 @@
-"""mlx-lm's recurrences, called over packed rows: a function of mlx-lm is put where its own was, which hands them to the
-segments that they belong to."""
+"""Replacements for mlx-lm's recurrences that accept packed rows and process them by segments."""
 
 from __future__ import annotations
 
@@ -23,14 +22,15 @@ Recurrence = Callable[..., tuple[mx.array, mx.array]]
 
 @dataclass(frozen=True)
 class _Signature:
-    """How a recurrence takes its rows.
+    """Arguments of a recurrence that have rows or states.
 
     Attributes:
-        time_axes: by name, the time axis of each argument that has one.
-        state: name of the argument that has the state.
+        time_axes: argument name -> time axis, for each argument with a time axis.
+        state: name of the argument for the state.
         output_axis: time axis of the output.
-        launch: the same as a launch of a Metal kernel.
-        in_chunks: the same in matrix products on a CPU, where mlx-lm's goes token by token or nearly so.
+        launch: implementation as a Metal kernel launch; None if there is no kernel.
+        in_chunks: implementation in matrix products for a CPU, where mlx-lm computes almost token by token; None if
+            there is no such implementation.
     """
 
     time_axes: Mapping[str, int]
@@ -61,8 +61,8 @@ def _by_segments(original: Recurrence, signature: _Signature) -> Recurrence:
 
     def recurrence(*args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
         if len(args) > len(positional) or not kwargs.keys() <= parameters.keys():
-            return original(*args, **kwargs)  # which says what is wrong
-        # By hand: inspect takes a tenth of what a step of decodes costs the host.
+            return original(*args, **kwargs)  # raises an error that describes the problem
+        # Bound by hand: inspect would take a tenth of the host time of a decode step.
         arguments = defaults | dict(zip(positional, args, strict=False)) | kwargs
         placeholder = arguments.get(signature.state)
         if isinstance(placeholder, WatchedState):

@@ -1,8 +1,8 @@
-"""A layer's recurrent state in the form in which mlx-lm's models use a cache of arrays.
+"""Cache through which mlx-lm's models use a layer's recurrent state.
 
-A module of mlx-lm takes an array out of its cache, computes over its rows, and puts the new one back. Over a paged pool
-neither happens as it stands: what is taken out is a placeholder, what is put back is passed over, and the function that
-needs the state (a convolution, a recurrence) gets it here, by segments.
+A module of mlx-lm takes an array from its cache, computes with it over its rows, and stores the new array. Over a paged
+pool, the array taken is a placeholder and the array stored is ignored. Instead, the function that needs the state (a
+convolution or a recurrence) gets the state from this cache, by segments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from metal_engine.recurrence.metal import MetalRecurrence
 
 
 class OwnedState(mx.array):
-    """Stands for an array of a state cache in a call of a recurrence, which finds the cache by it."""
+    """Placeholder for an array of a state cache. A recurrence finds the cache through it."""
 
     def __init__(self, dtype: mx.Dtype, owner: StateCache, name: str) -> None:
         super().__init__(mx.zeros((1,), dtype))
@@ -32,13 +32,13 @@ class OwnedState(mx.array):
 
 
 class StateCache:
-    """Stands for mlx-lm's ``ArraysCache`` over one layer's states.
+    """Replacement for mlx-lm's ``ArraysCache`` over one layer's states.
 
     Attributes:
-        convolved: names of the arrays that convolutions keep (:meth:`convolve`).
+        convolved: names of the arrays that convolutions store (:meth:`convolve`).
     """
 
-    # Nothing is padded here.
+    # mlx-lm reads these two attributes. Packed rows have no padding.
     lengths = None
     left_padding = None
 
@@ -52,12 +52,12 @@ class StateCache:
 
     @property
     def metal(self) -> MetalRecurrence | None:
-        """Launches kernels for all segments at once; None where MLX's own operations do."""
+        """Launcher of kernels for all segments at once; None to use MLX's own operations."""
         return self._step.recurrence
 
     @property
     def is_running(self) -> bool:
-        """Whether a packed step is being run, and not mlx-lm's own forward."""
+        """True while a packed step runs, False during mlx-lm's own forward pass."""
         return self._step.rows is not None
 
     @property
@@ -68,18 +68,18 @@ class StateCache:
 
     @property
     def num_writes(self) -> int:
-        """In how many steps the layer has left states, all of them; for the check at load."""
+        """Number of steps in which the layer has written all its states, for the check at load."""
         return min(self._num_puts.values())
 
     @property
     def num_reads(self) -> int:
         return self.num_writes
 
-    # --- what mlx-lm's models ask of a cache ---
+    # --- cache interface of mlx-lm's models ---
 
     @property
     def keys(self) -> mx.array:
-        """For a rank of a pipeline, as :attr:`metal_engine.models.layer_cache.LayerCache.keys` is."""
+        """Keys for a rank of a pipeline, see :attr:`metal_engine.models.layer_cache.LayerCache.keys`."""
         return mx.zeros((0,))
 
     @keys.setter
@@ -104,22 +104,22 @@ class StateCache:
     def __getitem__(self, index: int) -> mx.array:
         name = self._names[index]
         spec = self._state.spec.request_arrays[name]
-        if name in self.convolved:  # the rows themselves go through mlx-lm's concatenation untouched
+        if name in self.convolved:  # an empty array: mlx-lm's concatenation leaves the rows unchanged
             return mx.zeros((self.segments.num_rows, 0, *spec.shape[1:]), spec.dtype)
         return OwnedState(spec.dtype, self, name)
 
     def __setitem__(self, index: int, value: mx.array) -> None:
-        pass  # kept by the convolution or the recurrence that has computed it
+        pass  # the convolution or recurrence that computed the state has stored it
 
     # --- states, by segments ---
 
     def take(self, name: str) -> list[mx.array | None]:
-        """What each group of the step goes on from, [b, ...]; None for one that begins."""
+        """Return the initial states of each group of the step, [b, ...]; None for a group that starts requests."""
         groups = self.segments.groups
         return self._state.take(name, reads_of(groups), [group.writes for group in groups])
 
     def put(self, name: str, group: SegmentGroup, values: mx.array) -> None:
-        """Keep what a group of the step leaves, [b, ...]."""
+        """Store the new states of a group of the step, [b, ...]."""
         self._put(name, group.writes, values)
 
     def _put(self, name: str, slots: tuple[int, ...], values: mx.array) -> None:
@@ -129,29 +129,29 @@ class StateCache:
             self._num_puts[name] += 1
 
     def take_all(self, name: str) -> mx.array:
-        """What each segment of the step goes on from, [B, ...]; zeros for one that begins."""
+        """Return the initial state of each segment of the step, [B, ...]; zeros for a segment that starts a request."""
         (states,) = self._state.take(name, [self.segments.reads], [self.segments.writes])
         assert states is not None
         return states
 
     def put_all(self, name: str, values: mx.array) -> None:
-        """Keep what each segment of the step leaves, [B, ...]."""
+        """Store the new state of each segment of the step, [B, ...]."""
         self._put(name, self.segments.writes, values)
 
     def dtype(self, name: str) -> mx.Dtype:
         return self._state.spec.request_arrays[name].dtype
 
     def convolve(self, name: str, conv: nn.Conv1d, call: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
-        """A causal depthwise convolution over packed rows.
+        """Run a causal depthwise convolution over packed rows.
 
         Args:
-            name: of the array with what a segment keeps of its inputs, [K-1, C].
+            name: name of the array with the inputs that a segment keeps, [K-1, C].
             conv: the convolution.
-            call: mlx-lm's call of it, without padding: [b, s + K-1, C] -> [b, s, C].
-            x: [N, 1, C].
+            call: mlx-lm's call of the convolution, without padding: [b, s + K-1, C] -> [b, s, C].
+            x: packed rows, [N, 1, C].
 
         Returns:
-            [N, 1, C].
+            Outputs, [N, 1, C].
         """
         rows, weight = x.squeeze(1), conv.weight.squeeze(-1)
         if self.metal is not None and self.metal.does_convolution(rows, weight) and self.dtype(name) == x.dtype:
@@ -175,7 +175,7 @@ class GroupStates(ArraysCache):
     """mlx-lm's cache of arrays, for a call of a whole module over one group.
 
     Attributes:
-        written: what the module has put back, by index.
+        written: index -> array that the module has stored.
     """
 
     def __init__(self, states: list[mx.array | None]) -> None:
@@ -189,7 +189,7 @@ class GroupStates(ArraysCache):
 
 
 def packed_convolution(conv: nn.Conv1d, cache: StateCache, name: str) -> None:
-    """Make a module's convolution, which keeps an array of a cache, run over all segments of a step at once."""
+    """Make a convolution that stores an array of a cache run over all segments of a step at once."""
     cls = type(conv)
     original: Callable[[nn.Conv1d, mx.array], mx.array] = cls.__call__
 

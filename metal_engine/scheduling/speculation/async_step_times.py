@@ -1,8 +1,8 @@
-"""Whether a step is planned ahead, while the one before it runs, or waits for the tokens of that one.
+"""Decides whether to plan a step asynchronously, while its predecessor runs, or to wait for the predecessor's tokens.
 
-With ``--async-scheduling``, a step that is planned ahead hides what the host does, and has no drafts: they follow
-tokens that are known. One that has drafts is planned when all tokens are known, and the next one when its own are,
-since nobody knows before how many of the drafts are accepted.
+Applies to ``--async-scheduling``. An asynchronously planned step hides the host's work, but cannot have drafts, because
+drafts follow known tokens. A step with drafts is planned when all tokens are known. Its successor must wait for its
+tokens too, because the number of accepted drafts is unknown until the step ends.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes
 
-# One decision of so many is the other one, so that what has not been measured for long is measured again.
+# Every 256th decision is inverted, so that the other mode is measured again from time to time.
 _TRIED_EVERY = 256
 
 
 class AsyncStepTimes:
-    """How long steps take that are planned ahead and only decode, by their number of rows: from end to end."""
+    """Durations of asynchronously planned steps that only decode, by number of rows, from one step end to the next."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -27,39 +27,39 @@ class AsyncStepTimes:
         self._num_decisions = 0
 
     def planned(self, step_id: int, num_rows: int) -> None:
-        """A step was planned ahead that decodes so many rows, and does nothing else."""
+        """Record that an asynchronously planned step decodes ``num_rows`` rows; 0 if it also prefills."""
         self._planned[step_id] = num_rows
 
     def ended(self, step_id: int) -> None:
-        """A step has ended, planned ahead or not."""
+        """Record the end of a step, planned asynchronously or not."""
         now, before = self._clock(), self._last_end
         self._last_end = now
         num_rows = self._planned.pop(step_id, 0)
-        # Those of steps that failed are not waited for.
+        # Drop the entries of earlier steps that failed: no end is reported for them.
         self._planned = {planned: rows for planned, rows in self._planned.items() if planned > step_id}
         if num_rows and before is not None:
             self._times.measured(num_rows, now - before)
 
     def failed(self, step_ids: set[int]) -> None:
-        """Some steps have failed, or will not be run: no time from the end before them to the next one is measured."""
+        """Discard failed or cancelled steps. The interval between the step ends around them is not measured."""
         self._planned = {step_id: rows for step_id, rows in self._planned.items() if step_id not in step_ids}
         self._last_end = None
 
     def seconds(self, num_rows: int) -> float | None:
-        """Returns how long a step of so many rows takes; None if none of so few has been measured."""
+        """Return the duration of a step of ``num_rows`` rows; None if no step of this size or less was measured."""
         times = self._times.times(num_rows, 0)
         return times[0] if times else None
 
     def is_slower(self, num_rows: float, choice: DraftLengths) -> bool:
-        """Returns whether a step with drafts gives more tokens a second than one that is planned ahead.
+        """Return True if a step with drafts yields more tokens per second than an asynchronously planned step.
 
         Args:
-            num_rows: of steps ahead on average, 1 at least; each row gives a token.
-            choice: of the step with drafts.
+            num_rows: average number of rows of asynchronously planned steps, at least 1. Each row yields a token.
+            choice: draft lengths of the step with drafts, with its expected tokens and duration.
         """
         seconds = self.seconds(int(num_rows))
         if seconds is None:
-            return False  # it is to be measured
+            return False  # the engine then plans asynchronously, which measures the duration
         self._num_decisions += 1
         is_slower = choice.tokens * seconds > num_rows * choice.seconds
         return is_slower != (self._num_decisions % _TRIED_EVERY == 0)

@@ -1,4 +1,4 @@
-"""How many drafts there is room for: attention work, blocks of the pool, and slots of recurrent states."""
+"""Limits on the number of drafts: attention work, blocks of the pool, and slots for recurrent states."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 def room_for_drafts(
     request: Request, num_computed: int, work: int, num_tokens: int, states: RequestStates | None
 ) -> int:
-    """Returns how many drafts may follow a running request's first ``num_computed`` tokens.
+    """Return how many drafts may follow a running request's first ``num_computed`` tokens.
 
     Args:
-        num_computed: tokens that are planned, or are with the drafts.
-        work: attention work that is left of the step.
-        num_tokens: that its blocks, and free ones, have room for, from its first token on.
-        states: recurrent states; None for a model without.
+        num_computed: number of the request's tokens that are computed or planned, without the drafts.
+        work: attention work left in the step.
+        num_tokens: token capacity of the request's blocks plus all free blocks, counted from the request's first token.
+        states: recurrent states; None for models without recurrent layers.
     """
     room = min(num_tokens - num_computed, rows_for_work(num_computed, work))
     return room if states is None else min(room, states.draft_room(request, num_computed))
 
 
 class DraftCapacity:
-    """What a step would leave for drafts that gave each of some running requests its next token.
+    """Capacity for drafts in a step that computes the next token of each given request.
 
     Args:
-        requests: each has one token to compute, which may not be known yet.
+        requests: running requests. Each has one token left to compute, which the step in flight may still be sampling.
         work: attention work of a step.
+        blocks: block pool.
+        states: recurrent states; None for models without recurrent layers.
     """
 
     def __init__(self, requests: list[Request], work: int, blocks: BlockManager, states: RequestStates | None) -> None:
@@ -40,7 +42,7 @@ class DraftCapacity:
             self._num_free_blocks -= blocks.num_held_tokens(request.request_id) <= request.num_computed_tokens
 
     def take(self, request: Request, num_drafts: int) -> int:
-        """Take room for one of the requests' drafts, up to so many; returns for how many there was some."""
+        """Reserve capacity for up to ``num_drafts`` drafts of a request. Return the number of drafts that fit."""
         if self._states is not None and not self._states.may_keep_for_drafts(request, self._num_spare):
             return 0
         start, block_size = request.num_computed_tokens + 1, self._blocks.block_size

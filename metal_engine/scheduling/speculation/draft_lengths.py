@@ -1,13 +1,13 @@
-"""How many drafts pay: from how long steps take, and from how many of a request's drafts have been accepted.
+"""Chooses how many drafts are worth their cost, from measured step times and acceptance rates.
 
-A step of n rows takes T(n) and gives, of each request that samples, one token and its accepted drafts. As many drafts
-are taken as make expected tokens / T(n) largest. Where another row costs as much as it gives, that is none.
+A step of n rows takes T(n) seconds. Each request that samples yields one token plus its accepted drafts. The number of
+drafts maximizes expected tokens / T(n). If an additional row costs as much as it yields, no drafts are used.
 
-What drafts make a step take longer, all requests in it wait for, and answers that have none are not done in fewer steps
-for them. So where there are others in the step, that time counts for more than it is.
+All requests in a step wait for the time that drafts add, including requests without drafts, whose outputs do not need
+fewer steps. The added time is therefore weighted more if the step has other requests.
 
-A recurrent state cannot go back to the last accepted draft. So where one is rejected, the next step computes the
-accepted ones again, and the rows before them: what that takes is added to T(n).
+A recurrent state cannot return to the last accepted draft. If a draft is rejected, the next step recomputes the
+accepted drafts and the rows before them. The cost of this is added to T(n).
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# Drafts that are less likely to be accepted are not worth a guess at what they cost.
+# Drafts with a lower acceptance probability are not considered, whatever they cost.
 MIN_GAIN = 0.05
-# How much a step changes what is known of its size, at least; and after how many steps half of it is forgotten.
+# Minimum weight of a new measurement, and number of measured steps after which the weight of an old one has halved.
 _STEP_WEIGHT = 0.25
 _HALF_LIFE = 512
-# A step that takes so many times as long as it should has been held up by something else.
+# Limit on a measured time relative to the known time, because other load on the machine may have delayed the step.
 _HELD_UP = 1.5
-# Steps of so many rows are tried right away.
+# Steps of up to this many rows are tried without a measurement of a similar size.
 _ALWAYS_TRIED = 8
-# How much one draft changes what is expected of its request's next, and of requests that are new.
+# Weights of one draft in the acceptance of its request and of new requests, and the initial acceptance.
 _DRAFT_WEIGHT = 0.2
 _SHARED_WEIGHT = 0.02
 _FIRST_GUESS = 0.7
-# By how much more the time that drafts take counts, for the share of a step's requests that are others than whose they
-# are. Requests that guess right half of the time would make sixteen at once take 3% longer otherwise.
+# Extra weight of the step time that drafts add, scaled by the fraction of the step's requests that do not own the
+# drafts. Without it, requests with half of their drafts accepted would make a batch of sixteen requests 3% slower.
 _OTHERS_WEIGHT = 0.75
 
 
 @dataclass(slots=True)
 class _Size:
-    """Steps of some size.
+    """Measured duration of steps of one size class.
 
     Attributes:
-        seconds: that they take.
-        last: the measured step, counted from 0, that was the last of this size.
-        is_sure: whether there was more than one: the first may have compiled something.
+        seconds: duration of a step.
+        last: number of the last measured step of this size.
+        is_sure: True after a second measurement: the first step may have compiled kernels.
     """
 
     seconds: float
@@ -52,9 +52,9 @@ class _Size:
 
 
 class StepTimes:
-    """How long steps take that only decode, by their number of rows, drafts included.
+    """Durations of steps that only decode, by number of rows including drafts.
 
-    What has not been measured for long counts for less and less beside the time of a step without drafts, so it is
+    An old measurement loses weight against the time of a step without drafts. A size that looked too slow is therefore
     tried again, about once in a thousand steps.
     """
 
@@ -66,19 +66,19 @@ class StepTimes:
         self._num_rows = 0
 
     def start(self) -> None:
-        """A step is being planned."""
+        """Start timing a step. Called when its planning starts."""
         self._started = self._clock()
         self._num_rows = 0
 
     def planned(self, num_rows: int) -> None:
-        """The step decodes so many rows, and does nothing else."""
+        """Record that the step decodes ``num_rows`` rows; 0 if it also prefills, so that it is not measured."""
         self._num_rows = num_rows
 
     def end(self, drafting_seconds: float = 0.0) -> float:
-        """The step has ended; returns how long it took.
+        """Record the end of the step. Return its duration in seconds.
 
         Args:
-            drafting_seconds: of it, in which a draft model ran.
+            drafting_seconds: part of the duration in which the draft model ran; not counted in the measurement.
         """
         num_rows, self._num_rows = self._num_rows, 0
         seconds = self._clock() - self._started
@@ -87,7 +87,7 @@ class StepTimes:
         return seconds
 
     def measured(self, num_rows: int, seconds: float) -> None:
-        """A step of so many rows has taken so long."""
+        """Record the duration of a step of ``num_rows`` rows."""
         size, seconds = _size(num_rows), max(seconds, 1e-9)
         self._num_measured += 1
         known = self._sizes.get(size)
@@ -105,11 +105,12 @@ class StepTimes:
         return float(0.5 ** ((self._num_measured - size.last) / _HALF_LIFE))
 
     def times(self, num_rows: int, most: int) -> list[float]:
-        """Returns how long steps of ``num_rows``, ``num_rows + 1``, ... ``num_rows + most`` rows take, in seconds.
+        """Return the durations in seconds of steps of ``num_rows``, ``num_rows + 1``, ... ``num_rows + most`` rows.
 
-        Empty if no step of so few rows has been measured. Sizes in between lie on a line. Somewhat larger ones than any
-        are taken to cost nothing more, so they are tried; the list ends with those. It has one time only where all
-        steps that have been measured have fewer rows by far.
+        The result is empty if no step of ``num_rows`` rows or fewer has been measured. Durations between measured sizes
+        are interpolated linearly. Sizes slightly above the largest measured size get the time of the largest size, so
+        that they are tried. The result ends there, and has a single entry if ``num_rows`` is far above all measured
+        sizes.
         """
         known = sorted((size, entry) for size, entry in self._sizes.items() if entry.is_sure)
         above = bisect_right(known, num_rows, key=lambda pair: pair[0])
@@ -132,13 +133,13 @@ class StepTimes:
 
 
 def _size(num_rows: int) -> int:
-    """The number of rows, rounded down to 4 binary digits: sizes that are much the same are one."""
+    """Return the size class of a step: the number of rows, rounded down to 4 significant bits."""
     shift = max(0, num_rows.bit_length() - 4)
     return num_rows >> shift << shift
 
 
 class Acceptance:
-    """How likely it is that a request's next draft is accepted, if those before it are."""
+    """Estimated probability that a request's next draft is accepted if its earlier drafts are."""
 
     def __init__(self) -> None:
         self._shared = _FIRST_GUESS
@@ -148,7 +149,10 @@ class Acceptance:
         return self._of_request.get(request_id, self._shared)
 
     def tried(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Take in what became of some drafts; those after the first that was rejected say nothing."""
+        """Update the estimates with the results of drafts.
+
+        Drafts after the first rejected draft carry no information.
+        """
         probability = self.of(request_id)
         for i in range(min(num_drafts, num_accepted + 1)):
             is_right = float(i < num_accepted)
@@ -161,12 +165,12 @@ class Acceptance:
 
 
 def least_gain(num_sampling: int, times: Sequence[float], draft_seconds: float = 0.0) -> float:
-    """Returns how likely drafts must be accepted, at least, for any number of them to pay.
+    """Return the smallest acceptance probability at which some number of drafts is worth its cost.
 
     Args:
-        num_sampling: tokens that the step gives without drafts.
-        times: of :meth:`StepTimes.times`.
-        draft_seconds: what it takes to find one draft of each request, before the step.
+        num_sampling: number of tokens that the step yields without drafts.
+        times: result of :meth:`StepTimes.times`.
+        draft_seconds: time to find one draft per request before the step, in seconds.
     """
     weight = 1.0 if draft_seconds else time_weight(max(1, num_sampling))
     costs = [
@@ -179,18 +183,18 @@ def least_gain(num_sampling: int, times: Sequence[float], draft_seconds: float =
 
 
 def time_weight(num_sampling: int) -> float:
-    """Returns how much the time counts that the rows of drafts make a step of so many requests take longer."""
+    """Return the weight of the time that draft rows add to a step of ``num_sampling`` requests."""
     return 1 + _OTHERS_WEIGHT * (1 - 1 / num_sampling)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLengths:
-    """How many drafts the requests of a step should have.
+    """Number of drafts for each request of a step.
 
     Attributes:
-        lengths: of each request.
-        tokens: that the step can be expected to give.
-        seconds: that it takes, with what rejected drafts make the next one take longer.
+        lengths: number of drafts of each request.
+        tokens: expected number of tokens that the step yields.
+        seconds: duration of the step, plus the expected time that rejected drafts add to the next step.
     """
 
     lengths: list[int]
@@ -209,22 +213,22 @@ def choose_lengths(
     chances: Sequence[float] | None = None,
     catching_up: Sequence[float] | None = None,
 ) -> DraftLengths:
-    """Returns how many drafts each request should have.
+    """Return how many drafts each request should have.
 
     Args:
-        acceptances: of each request, the probability that its next draft is accepted.
-        limits: of each request, how many drafts there are.
-        num_sampling: tokens that the step gives without drafts.
-        times: of :meth:`StepTimes.times`: without drafts, with one, and so on to the most that the step may
-            have.
-        draft_seconds: what it takes to find one draft of each request, before the step.
-        num_again: of each request, rows of this step that the next one computes again, beside the accepted drafts,
-            where a draft is rejected; None if nothing is computed again.
-        chances: of each request, the probability that it comes to its drafts at all; None: all do.
-        catching_up: of each request, seconds that its first draft takes beside; None: nothing.
+        acceptances: probability that the next draft of a request is accepted, for each request.
+        limits: number of available drafts, for each request.
+        num_sampling: number of tokens that the step yields without drafts.
+        times: result of :meth:`StepTimes.times`, indexed by the step's number of drafts, up to the maximum number.
+        draft_seconds: time to find one draft per request before the step, in seconds.
+        num_again: number of rows that the next step recomputes if a draft is rejected, beside the accepted drafts, for
+            each request. None if nothing is recomputed.
+        chances: probability that the tokens before a request's drafts are right, for each request. None means 1.
+        catching_up: additional seconds that a request's first draft costs, for each request. None means 0.
     """
     chances = chances or [1.0] * len(limits)
-    # The draft after j others is accepted with them: that of a request comes after its earlier ones here.
+    # Draft j is accepted only if all earlier drafts of its request are. Sorting by gain keeps a request's drafts in
+    # order.
     gains = sorted(
         (
             (chance * p ** (j + 1), -i)
@@ -235,7 +239,7 @@ def choose_lengths(
     )
     lengths = [0] * len(limits)
     tokens = best_tokens = float(num_sampling)
-    weight = 1.0 if draft_seconds else time_weight(num_sampling)  # a draft model has drafts of all requests
+    weight = 1.0 if draft_seconds else time_weight(num_sampling)  # a draft model drafts for all requests
     best_seconds = best_weighed = times[0]
     num_taken, num_rows_again, longest, before = 0, 0.0, 0, 0.0
     for num_drafts, ((gain, negative), seconds) in enumerate(zip(gains, times[1:], strict=False), start=1):
@@ -244,7 +248,7 @@ def choose_lengths(
         i = -negative
         tokens += gain
         if num_again is not None:
-            # If this draft is the first that is rejected, those before it are computed again.
+            # If this is the first rejected draft, the drafts before it are recomputed.
             p = acceptances[i]
             num_rows_again += chances[i] * p ** lengths[i] * (1 - p) * (num_again[i] + lengths[i])
             seconds += _cost(times, num_rows_again)
@@ -262,7 +266,7 @@ def choose_lengths(
 
 
 def _cost(times: Sequence[float], num_rows: float) -> float:
-    """Returns how much longer a step takes with so many more rows, on average, than without."""
+    """Return how much longer a step takes with ``num_rows`` more rows, which is an expected value."""
     most = len(times) - 1
     if num_rows >= most:
         return (times[most] - times[0]) * num_rows / most

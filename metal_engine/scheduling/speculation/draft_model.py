@@ -1,4 +1,7 @@
-"""What a draft model is asked for, and what it costs. It runs where the model does; here only drafts are counted."""
+"""Costs and drafts of a draft model, as the scheduler sees them.
+
+The runner runs the model; here drafts are only counted.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,21 @@ from metal_engine.scheduling.speculation.ngram import TOKENS_PER_STEP, Predicted
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 
-# Steps among which the time to catch up with a request is divided, at most: it may go on for so long.
+# Maximum number of steps over which the time to catch up with a request is spread: the request may run that long.
 _CATCHING_UP_STEPS = 128
-# How much of the time goes to seeing whether drafts that did not pay would now.
+# Fraction of the total step time for probes, which test whether drafts that were not worth their cost are now.
 _TRYING_SHARE = 0.02
-# How much one measurement changes what is known, and how much longer than known one counts as at most: something else
-# has held it up.
+# Weight of a new measurement, and limit on a measurement relative to the known value: a longer time was delayed by
+# something else.
 _WEIGHT = 0.25
 _HELD_UP = 1.5
 
 
 class DraftModelProposer:
-    """Drafts for all requests, which a draft model fills in.
+    """Proposer of drafts that the draft model fills in.
 
     Implements :class:`metal_engine.scheduling.speculation.speculation.Proposer`.
-
-    They are of the text that a request's client expects, as long as the request follows one; those are known at once.
+    While a request follows the text that its client has predicted, the drafts are tokens of that text instead.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -47,11 +49,11 @@ class DraftModelProposer:
 
 
 class _Seconds:
-    """What something takes, from measurements.
+    """Estimated duration of an operation, from measurements.
 
     Attributes:
-        first: may have compiled something; 0 until there is one.
-        known: 0 until there are two.
+        first: first measurement in seconds, which may include compilation; 0 before it.
+        known: current estimate in seconds; 0 before the second measurement.
     """
 
     def __init__(self) -> None:
@@ -68,38 +70,38 @@ class _Seconds:
 
 
 class DraftCosts:
-    """What a draft model takes, as it is measured, and what may be spent on drafts that are not expected to pay."""
+    """Measured costs of a draft model, and the time budget for drafts that are not expected to be worth their cost."""
 
     def __init__(self) -> None:
-        self._forward = _Seconds()  # that gives each request a draft
-        self._token = _Seconds()  # that it has fallen behind
-        self._seconds = 0.0  # of all steps
-        self._tried_seconds = 0.0  # of them, for drafts that were not expected to pay
-        self._num_computed: dict[str, int] = {}  # by request: tokens that the draft model has, as far as is known
+        self._forward = _Seconds()  # one forward, which drafts one token for each request
+        self._token = _Seconds()  # one token that the draft model has to catch up with
+        self._seconds = 0.0  # total duration of all steps
+        self._tried_seconds = 0.0  # time that the draft model spent on probes
+        self._num_computed: dict[str, int] = {}  # request id -> leading tokens with KV of the draft model
 
     @property
     def forward_seconds(self) -> float:
-        """Of a forward that gives each request a draft; 0 while that is not known."""
+        """Seconds of a forward that drafts one token for each request; 0 before the second measurement."""
         return self._forward.known
 
     @property
     def _token_seconds(self) -> float:
-        """Of a token that the draft model has fallen behind: never more than a forward takes; 0 while not known."""
+        """Seconds per token that the draft model has to catch up with, at most the time of a forward; 0 at first."""
         return self._token.known or min(self._token.first, self.forward_seconds)
 
     @property
     def are_known(self) -> bool:
-        """Until then one request has drafts, and no prompt is followed."""
+        """True if the time of a forward was measured. Until then, one request has drafts and no prompt is prefilled."""
         return self.forward_seconds > 0
 
     def measured(
         self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, is_try: bool
     ) -> None:
-        """Take in a step, and what the draft model did in it.
+        """Record the durations of a step and of the draft model's work in it.
 
         Args:
-            requests: ids of those that have not ended.
-            is_try: whether its drafts were not expected to pay.
+            requests: ids of unfinished requests.
+            is_try: True if the step's drafts are a probe, which is not expected to be worth its cost.
         """
         self._seconds += step_seconds
         if drafting is None:
@@ -113,27 +115,27 @@ class DraftCosts:
             self._token.measured((drafting.seconds - drafting.forward_seconds) / drafting.num_tokens)
 
     def num_missing_tokens(self, request: Request) -> int:
-        """Returns how many tokens of a request the draft model lacks, beside those that are new in each step."""
+        """Return how many tokens of a request the draft model lacks, beside the tokens that are new in each step."""
         return request.num_tokens - NEW_TO_DRAFT_MODEL - self._num_computed.get(request.request_id, 0)
 
     def may_probe(self, request: Request) -> bool:
-        """Whether a draft of a request may be computed only to see whether it comes."""
+        """Return True if the time budget for probes allows a draft of this request."""
         num_missing_tokens = self.num_missing_tokens(request) + NEW_TO_DRAFT_MODEL
         seconds = self.forward_seconds + num_missing_tokens * (self._token_seconds or self.forward_seconds)
         return self._tried_seconds + seconds <= _TRYING_SHARE * self._seconds
 
     def catching_up_seconds(self, request: Request) -> float:
-        """What it takes to compute the tokens of a request that the draft model lacks: the share of each further step.
-
-        0 while nothing is known of that.
-        """
+        """Return the time to catch up with a request, in seconds per remaining step of the request; 0 if unknown."""
         num_steps = min(_CATCHING_UP_STEPS, request.max_tokens - request.num_output_tokens)
         return max(0, self.num_missing_tokens(request)) * self._token_seconds / max(1, num_steps)
 
     def settled(self, request_id: str, num_tokens: int) -> None:
-        """A request has so many tokens, accepted drafts among them: KV of others is of rejected drafts."""
+        """Record that a request has ``num_tokens`` tokens with its accepted drafts.
+
+        KV of later tokens is of rejected drafts.
+        """
         self._num_computed[request_id] = min(num_tokens, self._num_computed.get(request_id, 0))
 
     def forget(self, request_id: str) -> None:
-        """A request has ended, or lost its blocks."""
+        """Drop the data of a request that has ended or lost its blocks."""
         self._num_computed.pop(request_id, None)

@@ -1,6 +1,6 @@
-"""Proposes what comes next from what came before: where the last tokens stood earlier, the tokens that followed them.
+"""Prompt lookup: finds an earlier occurrence of a request's last tokens, and proposes the tokens that followed it.
 
-Each request has an index of its tokens, which grows with them; no step scans a sequence.
+Each request has an index of its tokens that grows with them. No step scans a sequence.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ from collections.abc import Sequence
 from metal_engine.request import Request
 from metal_engine.settings.config import SpeculativeConfig
 
-# Earlier places that one proposal looks at, the latest first: 20 µs at most.
+# Maximum number of earlier occurrences that one proposal compares, latest first. Takes at most 20 µs.
 MAX_CANDIDATES = 32
-# Tokens that are indexed in a step, of all requests together: some 8 ms.
+# Maximum number of tokens indexed in a step, over all requests. Takes about 8 ms.
 TOKENS_PER_STEP = 8192
 _MIN_BUCKETS, _MAX_BUCKETS = 1 << 10, 1 << 20
 
 
 class NgramIndex:
-    """Finds where the last tokens of a sequence stood before.
+    """Index of a sequence that finds earlier occurrences of its last tokens.
 
-    A *place* p stands for the tokens right before it, and for token p that followed them. Places whose last
-    ``min_tokens`` tokens fall into one bucket are a chain, the latest first::
+    A *place* p is a position in the sequence. It identifies the tokens right before it, and token p, which followed
+    them. Places whose preceding ``min_tokens`` tokens hash to the same bucket form a chain, latest first::
 
         heads[bucket] -> p -> earlier[p - min_tokens] -> ... -> -1
 
     Takes 4 bytes for each token and for each bucket.
 
     Args:
-        min_tokens: tokens that must agree.
-        max_tokens: tokens that are compared.
-        num_tokens: of the sequence; when it has twice as many it outgrows the index, whose chains get long.
+        min_tokens: number of tokens that must match.
+        max_tokens: maximum number of tokens to compare.
+        num_tokens: current length of the sequence. At twice this length, the sequence outgrows the index: chains get
+            long.
     """
 
     def __init__(self, min_tokens: int, max_tokens: int, num_tokens: int) -> None:
@@ -50,11 +51,11 @@ class NgramIndex:
         return len(self._heads) < _MAX_BUCKETS and len(self._earlier) > len(self._heads)
 
     def num_missing(self, token_ids: list[int]) -> int:
-        """Returns how many places of the sequence are not indexed yet."""
+        """Return how many places of the sequence are not indexed yet."""
         return max(0, len(token_ids) - self._min_tokens - len(self._earlier))
 
     def extend(self, token_ids: list[int], num_places: int) -> None:
-        """Index the next ``num_places`` places of the sequence, or as many as it has."""
+        """Index the next ``num_places`` places of the sequence, or all remaining places if there are fewer."""
         first = len(self._earlier) + self._min_tokens
         for place in range(first, min(first + num_places, len(token_ids))):
             bucket = self._bucket(token_ids, place)
@@ -62,13 +63,13 @@ class NgramIndex:
             self._heads[bucket] = place
 
     def find(self, token_ids: list[int], last: list[int]) -> int | None:
-        """Returns the place where most of the tokens at the end of ``last`` stand, and of several such the latest.
+        """Return the place with the longest match for the tokens at the end of ``last``; of equal matches, the latest.
 
-        None if there is none. Only the latest ``MAX_CANDIDATES`` places of the bucket are looked at.
+        None if no place matches. Compares only the latest ``MAX_CANDIDATES`` places of the bucket.
 
         Args:
-            token_ids: the sequence.
-            last: the same, or another one.
+            token_ids: the indexed sequence.
+            last: sequence whose end is looked up; may be ``token_ids`` itself.
         """
         end = len(last)
         if end < self._min_tokens:
@@ -87,7 +88,7 @@ class NgramIndex:
         return best
 
     def _num_common(self, token_ids: list[int], place: int, last: list[int]) -> int:
-        """Returns how many tokens before ``place`` are those at the end of ``last``, ``max_tokens`` at most."""
+        """Return how many tokens before ``place`` match the end of ``last``, at most ``max_tokens``."""
         end = len(last)
         most = min(self._max_tokens, place, end)
         length = 0
@@ -96,9 +97,9 @@ class NgramIndex:
         return length
 
     def propose(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """Returns the ``num_tokens`` tokens that followed the last ones before; none if they are new.
+        """Return the ``num_tokens`` tokens that followed an earlier occurrence of the last tokens; empty without one.
 
-        A copy that reaches the end of the sequence goes on with what it has copied, as in a loop.
+        If the copy reaches the end of the sequence, it continues with the tokens it has copied, as in a loop.
         """
         place = self.find(token_ids, token_ids)
         if place is None:
@@ -110,27 +111,30 @@ class NgramIndex:
 
 
 class PredictedText:
-    """Where a request is in the text that its client expects: there, until another token comes; then where that stands.
+    """Position of a request in the text that its client predicts.
+
+    Starts at the beginning of the text and follows it until the request generates a different token. Then it looks up
+    the request's last tokens in the text.
 
     Args:
-        token_ids: the text.
-        num_prompt_tokens: of the request, whose output is expected to begin with the text.
+        token_ids: the predicted text.
+        num_prompt_tokens: length of the request's prompt. The output is expected to begin with the text.
     """
 
     def __init__(self, token_ids: Sequence[int], config: SpeculativeConfig, num_prompt_tokens: int) -> None:
         self._token_ids = list(token_ids)
         self._index = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max, len(token_ids))
-        self._place: int | None = 0  # of what comes after the tokens seen
+        self._place: int | None = 0  # place of the next expected token
         self._num_seen = num_prompt_tokens
 
     def index(self, num_places: int) -> int:
-        """Index so many places of the text, if there are so many left; returns how many."""
+        """Index up to ``num_places`` more places of the text. Return how many places were indexed."""
         num_missing = min(num_places, self._index.num_missing(self._token_ids))
         self._index.extend(self._token_ids, num_missing)
         return num_missing
 
     def propose(self, token_ids: list[int], num_tokens: int) -> list[int]:
-        """Returns the next ``num_tokens`` tokens of the text; none where the request's tokens have left it."""
+        """Return the next ``num_tokens`` tokens of the text; empty if the text lacks the request's last tokens."""
         new, self._num_seen = token_ids[self._num_seen :], len(token_ids)
         if self._place is not None and self._token_ids[self._place : self._place + len(new)] == new:
             self._place += len(new)
@@ -140,15 +144,15 @@ class PredictedText:
 
 
 class PredictedTexts:
-    """Drafts of the texts that requests' clients expect, as long as the requests follow them."""
+    """Drafts from the texts that clients predict, for requests that follow their text."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._predictions: dict[str, PredictedText] = {}
-        self._followed: set[str] = set()  # requests whose last proposal came from there
+        self._followed: set[str] = set()  # requests whose last proposal came from their predicted text
 
     def propose(self, request: Request, num_tokens: int, room: int) -> tuple[list[int], int]:
-        """Returns drafts, and how many places of the text were indexed, ``room`` at most."""
+        """Return drafts, and the number of places of the text that were indexed, at most ``room``."""
         if not request.options.predicted_token_ids:
             return [], 0
         prediction = self._predictions.get(request.request_id)
@@ -165,7 +169,7 @@ class PredictedTexts:
         return drafts, num_indexed
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Count what became of the last proposal, if it was of a prediction."""
+        """Count accepted and rejected drafts of the last proposal if it came from a predicted text."""
         if request.request_id in self._followed:
             accepted, rejected = request.num_predicted_tokens
             request.num_predicted_tokens = accepted + num_accepted, rejected + num_drafts - num_accepted
@@ -176,9 +180,9 @@ class PredictedTexts:
 
 
 class NgramProposer:
-    """Drafts for all requests (:class:`metal_engine.scheduling.speculation.speculation.Proposer`).
+    """Proposer of drafts by prompt lookup (:class:`metal_engine.scheduling.speculation.speculation.Proposer`).
 
-    They are of the text that a request's client expects, as long as the request follows one.
+    While a request follows the text that its client has predicted, the drafts come from that text.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -205,7 +209,7 @@ class NgramProposer:
         index.extend(request.token_ids, self._room)
         self._room -= min(num_missing, self._room)
         if index.num_missing(request.token_ids):
-            return []  # the rest of a long prompt is indexed with the next steps
+            return []  # the remaining tokens of a long prompt are indexed in the next steps
         return index.propose(request.token_ids, num_tokens)
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:

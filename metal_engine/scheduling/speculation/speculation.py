@@ -1,10 +1,12 @@
-"""Drafts: tokens that a request is likely to generate, computed in one step with its last known token.
+"""Speculative decoding: adds drafts to plans, and handles the rejected drafts.
 
-A request with k drafts has 1 + k rows in a step, and samples at each of them. The first draft that is not what was
-sampled before it is rejected with all after it. Drafts take what running requests and prompts have left of a step.
+A draft is a token that a request is likely to generate. The draft is computed in the same step as the request's last
+known token. A request with k drafts has 1 + k rows in a step, and samples at each row. A draft that differs from the
+token sampled at the row before it is rejected, as are all drafts after it. Drafts only get tokens of the step's budget
+that running requests and prompts do not use.
 
-A recurrent state cannot go back to the last accepted draft: the one from before the drafts is kept, and where a draft
-is rejected the request's next step begins there and computes the accepted ones again.
+A recurrent state cannot return to the last accepted draft. The state before the drafts is therefore kept. If a draft is
+rejected, the request's next step starts from that state and recomputes the accepted drafts.
 """
 
 from __future__ import annotations
@@ -24,22 +26,22 @@ from metal_engine.scheduling.speculation.proposals import Proposals, Proposer
 from metal_engine.settings.config import SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, ModelOutput, SchedulerOutput
 
-# Rows of a request with a recurrent state that a step computes without drafts: where there are more, it has none, since
-# the state gets on only when none is rejected.
+# Maximum number of rows of a recurrent request in a step, without its drafts. With more rows to recompute, it gets no
+# drafts, because its state advances only if no draft is rejected.
 _MAX_ROWS_AGAIN = 16
 
 
 class Speculation:
-    """Adds drafts to plans, as many as pay, and takes back what they took when they are rejected.
+    """Adds as many drafts to plans as are worth their cost, and rolls back rejected drafts.
 
     Args:
-        config: how many drafts a request and a step may have.
-        blocks: the pool; drafts take blocks that are free, and nobody is preempted for them.
-        proposer: where drafts come from.
-        times: how long steps take; measured from now on if not given.
-        costs: of the draft model, if there is one; likewise.
-        states: recurrent states of running requests; None for a pool of blocks alone.
-        ahead: how long steps take that are planned ahead; measured from now on if not given.
+        config: limits on the drafts of a request and of a step.
+        blocks: block pool. Drafts use free blocks only; no request is preempted for them.
+        proposer: source of drafts.
+        times: measured step times. Default: an empty record.
+        costs: measured costs of the draft model. Default: an empty record, if there is a draft model.
+        states: recurrent states of running requests; None for models without recurrent layers.
+        ahead: measured times of asynchronously planned steps. Default: an empty record.
     """
 
     def __init__(
@@ -64,24 +66,29 @@ class Speculation:
             costs = DraftCosts()
         self._costs = costs
         self._proposals = Proposals(config.speculative, proposer, costs)
-        self._is_try = False  # whether the drafts of the last planned step are not expected to pay
-        self._was_worth_waiting = False  # whether the next step has been waited with, for drafts
-        self._to_try: Request | None = None  # for which it has been waited with, to see whether a draft comes
-        self._in_flight: set[str] = set()  # requests with drafts that are not settled
-        self._steps: set[int] = set()  # ids of steps that have not ended, with --async-scheduling
+        self._is_try = False  # True if the drafts of the last planned step are only a probe
+        self._was_worth_waiting = False  # True if planning of the next step waits for tokens, because of drafts
+        self._to_try: Request | None = None  # request whose probe the planning of the next step waits for
+        self._in_flight: set[str] = set()  # requests with drafts in flight
+        self._steps: set[int] = set()  # ids of steps in flight; only used with --async-scheduling
 
-    # --- when ---
+    # --- when to wait for tokens ---
 
     def should_wait_for_tokens(self, running: Mapping[str, Request], others_wait: bool) -> bool:
-        """Whether a step must not be planned before the tokens of those under way are known.
+        """Return True if planning of the next step must wait for the tokens in flight.
 
-        It must not if one of those has drafts. Else it waits if all it would do ahead is to decode, if there is room
-        for drafts beside that, and if it can be expected to give more tokens a second with them: those of what is known
-        now, of which the first stand for the tokens under way, or a draft model's, which will be of all tokens.
+        This holds if a step in flight has drafts. It also holds if all of these are true:
+
+        - An asynchronously planned step would only decode.
+        - The step has capacity for drafts.
+        - With drafts, the step is expected to yield more tokens per second, or a probe of the draft model is due.
+
+        The expectation uses the drafts for the tokens known now, of which the first ones guess the tokens in flight. A
+        draft model will run when all tokens are known, so its drafts include no such guesses.
 
         Args:
             running: all running requests.
-            others_wait: whether there are requests to admit.
+            others_wait: True if requests are waiting for admission.
         """
         if not self._config.async_scheduling:
             return False
@@ -91,16 +98,16 @@ class Speculation:
             return False
         requests = [r for r in running.values() if r.num_output_tokens + r.num_output_placeholders < r.max_tokens]
         remaining = [num_remaining(r, self._config) for r in requests]
-        # Drafts that fit into a step of these requests alone.
+        # Maximum number of drafts in a step with only these requests.
         most = min(self._config.max_num_batched_tokens, self._max_sample_rows) - len(requests)
         is_ahead = any(r.num_output_placeholders for r in requests)
         only_decodes = all(r.num_output_tokens or r.num_output_placeholders for r in requests)
-        # Those that need their tokens on the host have nothing to compute ahead: there is nothing to give up.
+        # If every request needs its tokens on the host, no step can be planned asynchronously anyway: do not wait.
         if not is_ahead or not only_decodes or max(remaining) != 1 or most <= 0:
             return False
         self._proposals.begin_step()
         times = self._times.times(len(requests), most)
-        # What is not known of steps with drafts is to be found out: as if it were nothing that more of them take.
+        # Step times beyond the measured sizes are assumed not to grow, so that these sizes are tried and measured.
         hoped = [*times, *(times[-1:] or [1.0]) * (1 + most - len(times))]
         proposals, others = self._proposals.of(requests, len(requests), hoped, num_planned=0)
         self._proposals.record_untried_drafts(others)
@@ -130,35 +137,36 @@ class Speculation:
         times: list[float],
         hoped: list[float],
     ) -> bool:
-        """Whether drafts of what is known while tokens are under way give more than steps ahead of all requests.
+        """Return True if drafts based on the known tokens yield more than asynchronously planned steps.
 
         Args:
-            limits: of the drafts of each proposal that follow those tokens, as many as there is room for.
-            times: of steps with drafts; ``hoped``: likewise, to the most drafts that a step has room for.
+            limits: number of drafts after the tokens in flight, for each proposal, within the available capacity.
+            times: step times by number of drafts, as far as measured.
+            hoped: ``times`` extended to the maximum number of drafts.
         """
         pending = [self._proposals.num_known_places(r, drafts) for r, drafts in proposals.items()]
         acceptances = [self._proposals.acceptance.of(r.request_id) for r in proposals]
         chances = [p**n for p, n in zip(acceptances, pending, strict=True)]
         num_again = [1] * len(limits) if self._states is not None else None
         choice = self._choice(proposals, acceptances, limits, len(requests), times, num_again, chances)
-        if sum(choice.lengths) == len(times) - 1:  # the step has so many, and the next one's times go further
+        if sum(choice.lengths) == len(times) - 1:  # all measured sizes are used: consider larger steps
             choice = self._choice(proposals, acceptances, limits, len(requests), hoped, num_again, chances)
         return self._pays(requests, choice)
 
     def _pays(self, requests: list[Request], choice: DraftLengths) -> bool:
-        """Whether a step has drafts, and gives more tokens a second than steps ahead of the same requests."""
+        """Return True if the step has drafts and yields more tokens per second than asynchronously planned steps."""
         num_waiting = sum(request.sampling_params.needs_token_on_host for request in requests)
-        # Those that need their tokens on the host are in every second step that is planned ahead.
+        # A request that needs its tokens on the host can be in every second asynchronously planned step only.
         return any(choice.lengths) and self._ahead.is_slower(len(requests) - num_waiting / 2, choice)
 
     # --- planning ---
 
     def add_drafts(self, plan: SchedulerOutput, budget: StepBudget, running: Mapping[str, Request]) -> None:
-        """Give the requests that sample in a plan drafts, out of what is left of its budget."""
+        """Add drafts to the requests that sample in the plan, within the remaining budget."""
         scheduled = plan.num_scheduled_tokens
         if not scheduled:
-            return  # there is nothing to do before the steps under way have ended
-        # The end of a prompt is a chunk among chunks, and has no drafts.
+            return  # nothing to schedule until the steps in flight finish
+        # The last chunk of a prompt has no drafts.
         decoding = [request for r in plan.sampled_req_ids if self._decodes(request := running[r], scheduled[r])]
         num_rows = sum(scheduled[request.request_id] for request in decoding)
         only_decodes = len(decoding) == len(scheduled)
@@ -166,14 +174,14 @@ class Speculation:
             self._proposals.admitted(new.request_id)
         was_worth_waiting, self._was_worth_waiting = self._was_worth_waiting, False
         pick_probe_request, self._to_try = self._to_try, None
-        if self._steps:  # planned ahead
+        if self._steps:  # planned asynchronously
             self._proposals.planned_ahead(scheduled)
             self._ahead.planned(plan.step_id, num_rows if only_decodes else 0)
             self._steps.add(plan.step_id)
             return
         if self._config.async_scheduling:
             self._steps.add(plan.step_id)
-        # Else the time runs from the end of the step before, with what the host does between them.
+        # Otherwise the time runs from the end of the previous step, and includes the host's work between the steps.
         if not self._config.async_scheduling or len(plan.new_requests) == len(scheduled):
             self._times.start()
         self._is_try = False
@@ -183,12 +191,13 @@ class Speculation:
         times = self._times.times(num_rows, most) if has_room else []
         usable = [request for request in decoding if self._can_have_drafts(plan, request)]
         proposals, others = self._proposals.of(usable, len(decoding), times)
-        # Where nobody could have gone on before, no step ahead is given up.
+        # If all requests need their tokens on the host, no step could have been planned asynchronously instead.
         may_pay = was_worth_waiting or all(request.sampling_params.needs_token_on_host for request in decoding)
         chosen = self._chosen(proposals, decoding, times, plan, may_pay=may_pay)
         num_drafts = sum(self._add(plan, budget, request, drafts) for request, drafts in chosen)
         self._proposals.record_untried_drafts(others)
-        # Beside steps ahead, those that pay are others than those that are likely enough.
+        # With async scheduling, likely drafts may still lose to an asynchronously planned step: they can be probed,
+        # too.
         unpaid = [*proposals, *others] if self._config.async_scheduling else others
         if pick_probe_request in unpaid:
             unpaid = [pick_probe_request]
@@ -205,7 +214,7 @@ class Speculation:
         return num_rows == 1 or (self._states is not None and self._states.recomputes_drafts(request))
 
     def _schedule_draft_prefill(self, plan: SchedulerOutput, running: Mapping[str, Request]) -> None:
-        """Have a draft model compute the prompts of a plan, too, where drafts are likely to pay later."""
+        """Select the prompts that the draft model also prefills: their drafts are likely to be worth the cost."""
         if self._costs is None:
             return
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
@@ -227,7 +236,7 @@ class Speculation:
         choose = partial(choose_lengths, acceptances, num_sampling=num_sampling, times=times, num_again=num_again)
         choose = partial(choose, chances=chances, draft_seconds=self._proposals.draft_seconds, catching_up=catching_up)
         choice = choose(limits=limits)
-        if any(catching_up):  # nobody goes without for one who is far behind
+        if any(catching_up):  # the catch-up cost of one request must not cost others their drafts
             near = [0 if behind else limit for behind, limit in zip(catching_up, limits, strict=True)]
             choice = max(choice, choose(limits=near), key=lambda choice: choice.tokens / choice.seconds)
         return choice
@@ -241,10 +250,11 @@ class Speculation:
         *,
         may_pay: bool,
     ) -> list[tuple[Request, list[int]]]:
-        """Returns of each request's drafts the first, as many as pay.
+        """Return the leading drafts of each request that are worth their cost.
 
         Args:
-            may_pay: they were found to give more than a step ahead would have, or there is none to compare with.
+            may_pay: True if no comparison with an asynchronously planned step is needed, because the drafts have won it
+                already or no such step was possible.
         """
         if not proposals:
             return []
@@ -262,7 +272,10 @@ class Speculation:
         return chosen
 
     def _add(self, plan: SchedulerOutput, budget: StepBudget, request: Request, drafts: list[int]) -> int:
-        """Plan a request's drafts, as far as there are blocks and attention work for them; returns how many."""
+        """Plan a request's drafts within the free blocks and the attention work.
+
+        Return the number of planned drafts.
+        """
         num_computed, blocks = request.num_computed_tokens, self._blocks
         num_tokens = blocks.num_held_tokens(request.request_id) + blocks.num_free_blocks * blocks.block_size
         room = room_for_drafts(request, num_computed, budget.attention_work, num_tokens, self._states)
@@ -277,7 +290,7 @@ class Speculation:
         return len(drafts)
 
     def _with_blocks(self, request: Request, plan: SchedulerOutput, drafts: list[int]) -> list[int]:
-        """Returns the drafts, with free blocks taken for them; none if no slot of a state is to be had."""
+        """Allocate blocks for the drafts and return the drafts. Return an empty list if no state slot is available."""
         request_id, start = request.request_id, request.num_computed_tokens
         if drafts and self._states is not None and not self._states.keep_for_drafts(plan, request):
             return []
@@ -288,14 +301,15 @@ class Speculation:
                 plan.new_block_ids.setdefault(request_id, []).extend(new_block_ids)
         return drafts
 
-    # --- what becomes of them ---
+    # --- results ---
 
     def settle(
         self, plan: SchedulerOutput, model_output: ModelOutput, requests: Mapping[str, Request]
     ) -> dict[str, list[int]]:
-        """Take back what rejected drafts took: their rows are computed again, for other tokens.
+        """Roll back rejected drafts: their rows are recomputed for other tokens.
 
-        Returns the drafts of each request that are accepted, which are no tokens of it yet.
+        Returns:
+            The accepted drafts of each request, which have not been appended to its tokens yet.
         """
         self._steps.discard(plan.step_id)
         self._end_step(plan, model_output, requests)
@@ -303,13 +317,13 @@ class Speculation:
         for request_id, planned in plan.scheduled_spec_decode_tokens.items():
             request = requests.get(request_id)
             if request is None:
-                continue  # aborted while the step was under way
+                continue  # aborted while the step was in flight
             drafts = model_output.drafts_of(plan, request_id)
             num_accepted = model_output.num_accepted_tokens[request_id]
             self._in_flight.discard(request_id)
             request.num_output_placeholders -= len(planned)
             if request.status is RequestStatus.RUNNING:
-                request.num_computed_tokens -= len(planned) - len(drafts)  # rows that there were not
+                request.num_computed_tokens -= len(planned) - len(drafts)  # rows of missing drafts
                 num_rows = plan.num_scheduled_tokens[request_id] - (len(planned) - len(drafts))
                 self._take_back(request, num_rows, len(drafts) - num_accepted)
                 self._blocks.trim(request_id, request.num_tokens + num_accepted)
@@ -323,16 +337,16 @@ class Speculation:
     def _end_step(self, plan: SchedulerOutput, output: ModelOutput, requests: Mapping[str, Request]) -> None:
         planned, drafting = plan.scheduled_spec_decode_tokens, output.drafting
         if drafting is not None and any(len(drafts) < len(planned[r]) for r, drafts in drafting.token_ids.items()):
-            self._times.planned(0)  # it had fewer rows
+            self._times.planned(0)  # fewer rows ran than planned, because drafts were missing: do not record the time
         seconds = self._times.end(0.0 if drafting is None else drafting.seconds)
         if self._costs is not None:
             self._costs.measured(seconds, drafting, requests, is_try=self._is_try)
         if self._config.async_scheduling:
             self._ahead.ended(plan.step_id)
-            self._times.start()  # what comes between is hidden where steps are planned ahead, and counts where not
+            self._times.start()  # the next time includes the host's work between steps, which only async planning hides
 
     def _take_back(self, request: Request, num_rows: int, num_rejected: int) -> None:
-        """Some of the drafts in a request's rows were rejected."""
+        """Roll back a request's ``num_rejected`` rejected drafts; with a recurrent state, all ``num_rows`` rows."""
         if self._states is None:
             request.num_computed_tokens -= num_rejected
             return
@@ -341,18 +355,18 @@ class Speculation:
         self._states.settle_drafts(request, is_rejected=num_rejected > 0)
 
     def failed(self, plan: SchedulerOutput | None) -> None:
-        """A plan has failed, or will not be run: the drafts in it are void. None: all that have not ended."""
+        """Void the drafts of a plan that has failed or will not run. None: the drafts of all steps in flight."""
         steps = set(self._steps) if plan is None else {plan.step_id}
         self._steps -= steps
         self._in_flight.difference_update(self._in_flight.copy() if plan is None else plan.scheduled_spec_decode_tokens)
-        self._times.start()  # what is planned next begins now, and a step before it that is under way is not measured
+        self._times.start()  # time the next step from now, and do not measure the step in flight
         self._ahead.failed(steps)
 
     def suspend_drafts(self, request_id: str) -> None:
-        """Plan a request without drafts the next time: what its grammar has been asked is still to be answered."""
+        """Suspend drafts of a request for the next plan: its grammar has not returned the last mask yet."""
         self._proposals.suspend_drafts(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Drop what is kept of a request that has ended."""
+        """Drop the data of a request that has ended."""
         self._in_flight.discard(request_id)
         self._proposals.forget(request_id)

@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``: what sets it apart from other generating endpoints."""
+"""Endpoint class of Anthropic's ``/v1/messages``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ Event = dict[str, Any]
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; as far as they came if they were cut off, as the official client reads a stream's."""
+    """Parse a call's arguments.
+
+    Incomplete JSON is parsed as far as possible, as the official client does in a stream.
+    """
     return from_json(arguments, allow_partial=True) if arguments.strip() else {}
 
 
 class MessagesEndpoint(Conversation):
-    """Answers are blocks, which a stream's events tell of as they grow."""
+    """Responds with content blocks. The events of a stream report how each block grows."""
 
     id_prefix = "msg"
     has_choices = False
 
     def __init__(self, served: ServedModel) -> None:
         super().__init__(served)
-        self._open: str | None = None  # kind of the last block, while more of it may come
+        self._open: str | None = None  # kind of the last block; None after it ended
         self._num_blocks = 0
 
     def response(self, generation: Generation) -> BaseModel:
@@ -88,7 +91,7 @@ class MessagesEndpoint(Conversation):
 
 
 def _block(delta: AnswerDelta) -> dict[str, Any]:
-    """The block that a delta begins."""
+    """Return the block that starts with a delta."""
     if isinstance(delta, CallStart):
         return {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
     if isinstance(delta, TextDelta) and delta.kind == "content":
@@ -97,7 +100,7 @@ def _block(delta: AnswerDelta) -> dict[str, Any]:
 
 
 def _stop(choice: Choice) -> dict[str, Any]:
-    """Why a choice ended."""
+    """Return Anthropic's stop reason of a choice."""
     if choice.finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if choice.num_calls:

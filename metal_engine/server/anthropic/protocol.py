@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``: its bodies, and how they read as a chat."""
+"""Bodies of Anthropic's ``/v1/messages``, and their conversion to a chat."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class OutputConfig(RequestModel):
 
 
 class CountTokensBody(RequestModel):
-    """``POST /v1/messages/count_tokens``: what of a message's request makes its prompt."""
+    """``POST /v1/messages/count_tokens``: the fields of a message request that affect its prompt."""
 
     model: str
     messages: Annotated[LongList[AnthropicMessage], Field(min_length=1)]
@@ -78,7 +78,7 @@ class AnthropicOutputTokens(BaseModel):
 
 
 class AnthropicUsage(BaseModel):
-    """``input_tokens`` are those that were not in the prefix cache."""
+    """Token counts. ``input_tokens`` excludes tokens from the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -112,17 +112,17 @@ class AnthropicError(BaseModel):
     error: AnthropicErrorDetail
 
 
-# A chat's field -> the one that it was made of.
+# Maps a field of the chat to the field of the request that it is made from.
 RENAMED = {"stop": "stop_sequences", "chat_template_kwargs": "thinking", "response_format": "output_config"}
-# Efforts beyond what templates know.
+# Efforts that chat templates do not know.
 _HIGHEST = {"xhigh": "high", "max": "high"}
 
 
 def to_chat(body: CountTokensBody) -> ChatCompletionBody:
-    """A message's request as a chat's.
+    """Convert a message request to a chat request.
 
     Raises:
-        APIError: 400, naming the field at fault.
+        APIError: status 400, naming the field at fault.
     """
     fields: dict[str, Any] = {"model": body.model, "messages": _messages(body)}
     if body.messages[-1].role == "assistant":
@@ -146,7 +146,7 @@ def to_chat(body: CountTokensBody) -> ChatCompletionBody:
 
 
 def _template_variables(body: CountTokensBody) -> dict[str, Any]:
-    """How much the model shall think, as chat templates are told; those that do not know it write the same without."""
+    """Return the template variables about reasoning. A chat template that does not use them ignores them."""
     variables: dict[str, Any] = {}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
@@ -193,7 +193,7 @@ def _problem(error: Exception) -> str:
 
 
 def _user_turn(content: str | list[dict[str, Any]]) -> list[Message]:
-    """Results of tools first, each a message of its own, as templates want them; then what the user says."""
+    """Convert a user turn. Tool results come first, as separate messages, because chat templates expect that."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     results: list[Message] = []
@@ -212,7 +212,7 @@ def _user_turn(content: str | list[dict[str, Any]]) -> list[Message]:
 
 
 def _system_turn(content: str | list[dict[str, Any]]) -> list[Message]:
-    """An instruction from within the conversation, as Claude Code sends them."""
+    """Convert an instruction inside the conversation, as Claude Code sends it."""
     return [{"role": "system", "content": _text(content)}]
 
 
@@ -226,7 +226,7 @@ def _assistant_turn(content: str | list[dict[str, Any]]) -> list[Message]:
             case "thinking":
                 turn["reasoning"] = block["thinking"]
             case "redacted_thinking":
-                pass  # nobody can read it
+                pass  # only Anthropic's models can read it
             case "tool_use":
                 function = {"name": block["name"], "arguments": dumps(block["input"])}
                 call = {"id": block["id"], "type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""Anthropic's routes."""
+"""Routes of Anthropic's API."""
 
 from __future__ import annotations
 

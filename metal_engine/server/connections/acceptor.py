@@ -1,4 +1,4 @@
-"""Accepting connections: no more than there is room for, handshakes of TLS included."""
+"""Accepts connections up to their limit. TLS handshakes count as connections."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from metal_engine.server.connections.registry import Connections
 
 logger = logging.getLogger(__name__)
 
-# Taken from the queue of the socket in one go.
+# Maximum number of connections accepted in one call.
 _MOST_AT_ONCE = 64
-# Until descriptors or memory are there again, or a place among the connections.
+# Seconds until the next attempt if descriptors or memory ran out, or if the number of connections is at its limit.
 _SHORTAGE_SECONDS = 0.2
 _NO_ROOM_SECONDS = 0.05
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -26,9 +26,10 @@ _TLS_SHUTDOWN_SECONDS = 5.0
 
 
 class Acceptor:
-    """Takes connections from a listening socket. What :class:`asyncio.Server` is, as far as uvicorn uses it.
+    """Accepts connections from a listening socket. Implements the part of :class:`asyncio.Server` that uvicorn uses.
 
-    The event loops' own servers count neither handshakes nor connections, and uvloop's ends when descriptors run out.
+    The servers of the event loops limit neither handshakes nor connections, and uvloop's server ends when descriptors
+    run out.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class Acceptor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._is_short = False
-        self._held: socket.socket | None = None  # accepted, and there is no room for it yet
+        self._held: socket.socket | None = None  # accepted socket that waits for a free connection place
 
     def start(self, backlog: int) -> None:
-        """Begin to listen.
+        """Start to listen.
 
         Raises:
-            OSError: the address is in use by now.
+            OSError: another process has bound the address in the meantime.
         """
         (listening,) = self.sockets
         listening.setblocking(False)
@@ -64,7 +65,7 @@ class Acceptor:
         self._loop.add_reader(listening.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept no more, and let go of those whose handshake is under way."""
+        """Stop listening and cancel connections whose TLS handshake has not finished."""
         (listening,) = self.sockets
         if self._pause is not None:
             self._pause.cancel()
@@ -101,7 +102,7 @@ class Acceptor:
             task.add_done_callback(partial(self._on_connected, connection, accepted))
 
     def _on_shortage(self, error: OSError) -> None:
-        """Make room, and try again in a moment: what could not be accepted still waits in the socket's queue."""
+        """Close an idle connection and retry a moment later. The new connection stays in the socket's queue."""
         if error.errno not in _SHORTAGES:
             logger.error("cannot accept a connection: %s", error)
         elif not self._is_short:
@@ -126,6 +127,6 @@ class Acceptor:
     def _on_connected(self, connection: Connection, accepted: socket.socket, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         connection.connecting = None
-        if task.cancelled() or task.exception() is not None:  # left, or cannot speak TLS
+        if task.cancelled() or task.exception() is not None:  # disconnected, or the TLS handshake failed
             accepted.close()
             connection.forget()

@@ -1,4 +1,4 @@
-"""One client's connection: uvicorn's HTTP/1.1, with bounds on everything that a client can send or leave unsent."""
+"""Connection of one client: uvicorn's HTTP/1.1 with limits on everything that a client can send or delay."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from metal_engine.server.errors import APIError, error_response, invalid
 
 logger = logging.getLogger(__name__)
 
-# In the ASGI scope of a request whose connection may only ask how the server is.
+# Key in the ASGI scope: True for a request over a spare connection, which may only request /health and /ready.
 IS_SPARE = "metal_engine.is_spare_connection"
-# After a refusal, what the client goes on sending is read into nothing, so that it gets to read the answer.
+# Seconds for which data is read and discarded after an error response, so that the client can read that response.
 _LINGER_SECONDS = 2.0
 
 
 class Connection(HttpToolsProtocol):
-    """A client's connection. It belongs to ``connections`` from when it is accepted until it is closed.
+    """Connection of a client. Registered in ``connections`` from its acceptance until it is closed.
 
     Attributes:
-        is_spare: it may only ask for ``/health`` and ``/ready``.
-        connecting: the task that sets it up, TLS's handshake included, while it does.
+        is_spare: True if the connection may only request ``/health`` and ``/ready``.
+        connecting: task that sets the connection up, including the TLS handshake; None afterwards.
     """
 
     def __init__(self, *args: Any, limits: ConnectionLimits, connections: Connections, **options: Any) -> None:
@@ -38,16 +38,16 @@ class Connection(HttpToolsProtocol):
         self.connecting: asyncio.Task[None] | None = None
         self._limits = limits
         self._registry = connections
-        # What the client is sending: nothing, a request line and headers, or the body that they announced.
+        # Data that the client is sending: nothing, a request line with headers, or the body that follows them.
         self._phase: Literal["idle", "head", "body"] = "idle"
-        self._num_answering = 0  # requests whose answers are not complete
+        self._num_answering = 0  # number of requests whose responses are incomplete
         self._num_head_bytes = 0
-        # Bytes since the parser last told of a beginning, a head, a part of a body or an end.
+        # Bytes since the last callback of the parser for a beginning, a head, a part of a body or an end.
         self._num_untold_bytes = 0
         self._told = False
         self._refused = False
-        self._deadline = inf  # for the client to send
-        self._write_deadline = inf  # for the client to read
+        self._deadline = inf  # time limit for the client to send
+        self._write_deadline = inf  # time limit for the client to read
         self._await_client(limits.read_seconds)
 
     def _await_client(self, seconds: float) -> None:
@@ -65,7 +65,10 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def forget(self) -> None:
-        """The connection came to nothing. Its transport may have told of its beginning, and tells of no end."""
+        """Remove a connection that was never established.
+
+        Its transport may have called ``connection_made``, and will not call ``connection_lost``.
+        """
         self._registry.remove(self)
         self.connections.discard(self)
 
@@ -74,10 +77,10 @@ class Connection(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         if self._deadline == inf and not self._num_answering and self._phase == "idle":
-            self._await_client(self._limits.read_seconds)  # the first byte of another request
+            self._await_client(self._limits.read_seconds)  # first byte of the next request
         rest = memoryview(data)
         while rest and not self._refused:
-            # No more than the parser may hold unseen: it keeps a header until its last byte has come.
+            # Limit the bytes that the parser can buffer: it keeps a header until the header is complete.
             piece = rest[: self._limits.max_head_bytes + 1 - self._num_untold_bytes]
             rest = rest[len(piece) :]
             self._told = False
@@ -114,7 +117,7 @@ class Connection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase == "body":  # a trailer, which must not pass for a header of the request
+        if self._phase == "body":  # a trailer must not count as a header of the request
             return
         self._count_head(len(name) + len(value) + 4)
         if len(self.headers) >= self._limits.max_headers:
@@ -135,21 +138,25 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._told = True
         if self.parser.get_method() == b"CONNECT":
-            raise APIError(405, "this server is no proxy: CONNECT is not supported")
+            raise APIError(405, "this server is not a proxy: CONNECT is not supported")
         if self.parser.should_upgrade():
-            return  # the parser stops here, and gets the same again without the wish
+            return  # the parser stops here and gets the head again without the upgrade
         if sum(name == b"host" for name, _ in self.headers) > 1:
             raise invalid("the request has more than one Host")
         if len(self.pipeline) >= self._limits.max_pipelined:
-            raise invalid(f"more than {self._limits.max_pipelined} requests were sent ahead of their answers")
+            raise invalid(f"more than {self._limits.max_pipelined} requests were sent before their responses")
         self.scope[IS_SPARE] = self.is_spare  # type: ignore[literal-required]
         try:
             super().on_headers_complete()
-        except (httptools.HttpParserError, UnicodeError, AttributeError) as error:  # uvicorn takes any path for one
+        except (
+            httptools.HttpParserError,
+            UnicodeError,
+            AttributeError,
+        ) as error:  # uvicorn accepts any target as a path
             raise invalid("the request's target is not a path, or not ASCII") from error
         self._phase = "body"
         self._num_answering += 1
-        self._deadline = inf  # the application waits for the body, where it wants one
+        self._deadline = inf  # the application has its own time limit for the body
         if self.is_spare:
             self.cycle.keep_alive = False
 
@@ -159,20 +166,20 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._told = True
-        if self._phase == "head":  # an upgrade's
+        if self._phase == "head":  # an upgrade request
             return
         self._phase = "idle"
         super().on_message_complete()
         if self._num_answering:
             self._registry.request_received(self)
-        else:  # the rest of a body whose request had been answered before
+        else:  # rest of a body whose request already has its response
             self._await_client(self._limits.keep_alive_seconds)
 
     def _strip_upgrade_header(self) -> bytes:
-        """The head that has just been parsed, as it would be had the client not wished for another protocol.
+        """Return the head that the parser has just read, without the ``Upgrade`` header.
 
-        Clients that could speak HTTP/2 ask for it so, and are content with an answer in HTTP/1.1; but the parser takes
-        what follows such a head for the other protocol's.
+        Clients that could use HTTP/2 offer it this way, and accept a response in HTTP/1.1. But the parser treats the
+        data after such a head as data of the other protocol.
         """
         version = self.parser.get_http_version().encode()
         line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
@@ -191,15 +198,15 @@ class Connection(HttpToolsProtocol):
         self._registry.wait_for(self)
         if self.transport.is_closing():
             self._await_client(self._limits.write_seconds)
-        elif self._phase != "idle":  # the rest of a body that nobody wants, or another request's head
+        elif self._phase != "idle":  # rest of a body that is not needed, or the head of the next request
             self._await_client(self._limits.read_seconds)
 
     def _refuse(self, error: APIError) -> None:
-        """Answer what cannot be served, read no more, and close."""
+        """Respond with an error, stop reading requests, and close the connection."""
         self._refused = True
         if self._num_answering > (self._phase == "body"):
-            # Answers to earlier requests come first, and to write after them what is wrong with this one is not worth
-            # a queue of its own: the connection ends with them.
+            # Responses to earlier requests come first. A queue for this error alone is not worthwhile, so the
+            # connection closes after those responses.
             self.cycle.keep_alive = False
             if self._phase == "body":
                 self.transport.close()
@@ -216,7 +223,7 @@ class Connection(HttpToolsProtocol):
         self._deadline = self.loop.time() + _LINGER_SECONDS
 
     def _give_up_request(self) -> None:
-        """Tell the application that the client of the request whose body is coming has left."""
+        """Report a disconnect to the application for the request whose body is arriving."""
         self._num_answering -= 1
         self.cycle.disconnected = True
         self.cycle.message_event.set()
@@ -226,7 +233,7 @@ class Connection(HttpToolsProtocol):
         scope: Scope = {"path": path}
         response = error_response(error, scope)
         request_id = uuid.uuid4().hex
-        # Nobody has shown a key: more than this would let anyone fill the log.
+        # The client is not authenticated. At a higher level, anyone could fill the log.
         logger.debug("refused a request: %s %s request_id=%s", error.status_code, error.message, request_id)
         added = [(b"connection", b"close"), (b"x-request-id", request_id.encode())]
         headers = [*self.server_state.default_headers, *response.raw_headers, *added]
@@ -236,14 +243,14 @@ class Connection(HttpToolsProtocol):
     # --- leaving ---
 
     def evict(self) -> None:
-        if self.transport is None:  # TLS's handshake
+        if self.transport is None:  # still in the TLS handshake
             if self.connecting is not None:
                 self.connecting.cancel()
             return
         if self._phase != "idle" and not self._refused and not self.transport.is_closing():
             message = "too many connections (setting max-connections), and the rest of this request did not come"
             self._refuse(APIError(503, message, code="overloaded", headers={"retry-after": "1"}))
-        if self.transport.get_write_buffer_size():  # a client that does not read would keep the place
+        if self.transport.get_write_buffer_size():  # a client that does not read would keep its place
             self.transport.abort()
         else:
             self.transport.close()
@@ -264,7 +271,7 @@ class Connection(HttpToolsProtocol):
     def _on_late_client(self) -> None:
         if self.transport.is_closing():
             self.transport.abort()
-        elif self._num_answering:  # the head of another request, while an answer is on its way
+        elif self._num_answering:  # head of the next request, while a response is being sent
             self._await_client(self._limits.read_seconds)
         elif self._refused:
             self.transport.abort()
@@ -276,8 +283,8 @@ class Connection(HttpToolsProtocol):
 
 
 def _to_api_error(error: httptools.HttpParserError) -> APIError:
-    """What to tell a client about a request that could not be parsed."""
-    cause = error.__context__  # of a callback
+    """Return the error for a request that could not be parsed."""
+    cause = error.__context__  # raised in a callback of the parser
     if isinstance(cause, APIError):
         return cause
     return invalid(f"the request is not valid HTTP/1.1: {error}")

@@ -1,4 +1,4 @@
-"""What one connection may take, and how many there may be."""
+"""Limits on each connection and on the number of connections."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from metal_engine.errors import ConfigError
 from metal_engine.settings.args import ServerArgs
 
 DEFAULT_MAX_CONNECTIONS = 4096
-# Descriptors for everything else: model files, the KV cache's, logs, the libraries'.
+# Descriptors for other purposes: model files, files of the KV cache, logs, and libraries.
 RESERVED_DESCRIPTORS = 128
-# With fewer connections than this a server is of no use.
+# Minimum number of connections for a useful server.
 _FEWEST_CONNECTIONS = 16
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Bounds on what clients can make the server hold before any of their requests has been looked at.
+    """Limits on resources that clients can hold before the application has processed any of their requests.
 
     Attributes:
-        max_connections: connections at once.
-        num_spare: connections beyond those, for ``/health`` and ``/ready`` only.
-        spare_seconds: what a spare connection may take to ask.
-        max_head_bytes: of a request line and its headers, together.
-        max_headers: how many headers a request may have.
-        max_pipelined: requests that may wait behind the one that is being answered.
-        read_seconds: what the request line and headers may take, and a pause within a body.
-        write_seconds: how long an answer may wait for a client that does not read it.
-        keep_alive_seconds: how long a connection may stay open between requests.
+        max_connections: maximum number of connections.
+        num_spare: number of additional connections, for ``/health`` and ``/ready`` only.
+        spare_seconds: time limit for the request of a spare connection.
+        max_head_bytes: maximum size of a request line and its headers together.
+        max_headers: maximum number of headers of a request.
+        max_pipelined: maximum number of requests that wait for the response to an earlier request on the connection.
+        read_seconds: time limit for the request line and headers, and for a pause within a body.
+        write_seconds: time for which a response waits for a client that does not read it.
+        keep_alive_seconds: time for which a connection may stay open between requests.
     """
 
     max_connections: int = DEFAULT_MAX_CONNECTIONS
@@ -43,10 +43,10 @@ class ConnectionLimits:
 
 
 def connection_limits(args: ServerArgs) -> ConnectionLimits:
-    """The limits that ``args`` ask for. Raises the process's limit of open files as far as they need it.
+    """Return the limits from ``args``. Increases the process's limit of open files if necessary.
 
     Raises:
-        ConfigError: the process may not open as many files.
+        ConfigError: the process may not open enough files.
     """
     beside = RESERVED_DESCRIPTORS + ConnectionLimits.num_spare
     wanted = args.max_connections or DEFAULT_MAX_CONNECTIONS

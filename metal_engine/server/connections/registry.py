@@ -1,4 +1,4 @@
-"""Keeps track of connections, and chooses which one is closed when there are too many."""
+"""Tracks connections, and selects the connection to close when there are too many."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 1.0
 _WARN_SECONDS = 60.0
-# What the first bytes of a client may take even where others want its place: else a burst would throw itself out.
+# Grace period for a new client's first bytes, even if other clients wait for a connection place. Without it, the
+# connections of a burst would evict each other.
 _GRACE_SECONDS = 0.1
 
 
@@ -22,30 +23,30 @@ def _now() -> float:
 
 
 class Closable(Protocol):
-    """A connection, as far as the registry knows it."""
+    """Interface to a connection that the registry needs."""
 
     is_spare: bool
 
     def evict(self) -> None:
-        """Close at once: another needs the place."""
+        """Close the connection at once, because another connection needs its place."""
 
     def check_time(self, now: float) -> None:
-        """Close if the client has let a time limit pass. ``now`` is the event loop's clock."""
+        """Close the connection if the client has exceeded a time limit. ``now`` is the event loop's clock."""
 
 
 class Connections:
-    """All connections of a server. Belongs to the event loop.
+    """All connections of a server. Must be used in the event loop's thread.
 
-    A connection *waits* while the server waits for its client: for the rest of a request, or for another one. Where
-    there is no room for a new one, the one that has waited longest makes it. Where none waits, there are a few spare
-    places, whose connections may ask how the server is and nothing else.
+    A connection *waits* while its client has to send the rest of a request, or the next request. If all places are
+    taken, a new connection replaces the connection that has waited longest. If no connection waits, a few spare places
+    accept new connections for ``/health`` and ``/ready`` only.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._open: set[Closable] = set()
         self._num_spare = 0
-        # Since when they wait, the earliest first.
+        # Start times of waiting, in ascending order.
         self._waiting: dict[Closable, float] = {}
         self._spare_waiting: dict[Closable, float] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -55,7 +56,10 @@ class Connections:
         return len(self._open)
 
     def add(self, connection: Closable) -> bool:
-        """Take in a new connection, which may make another go, or may be a spare one; False if there is no room yet."""
+        """Add a new connection, evicting a waiting one if necessary. Use a spare place if none waits.
+
+        Return False if there is no place yet.
+        """
         if len(self._open) - self._num_spare >= self._limits.max_connections:
             connection.is_spare = not self._waiting
             if connection.is_spare:
@@ -71,23 +75,26 @@ class Connections:
         return True
 
     def remove(self, connection: Closable) -> None:
-        """Forget a connection that has been closed; again does nothing."""
+        """Remove a connection that has been closed. Removing it again has no effect."""
         if connection in self._open:
             self._open.discard(connection)
             self._num_spare -= connection.is_spare
             self.request_received(connection)
 
     def wait_for(self, connection: Closable) -> None:
-        """The server has begun to wait for the connection's client."""
+        """Record that the server waits for data from the connection's client."""
         if connection in self._open:
             (self._spare_waiting if connection.is_spare else self._waiting).setdefault(connection, _now())
 
     def request_received(self, connection: Closable) -> None:
-        """The connection's client has sent what the server waited for."""
+        """Record that the connection's client has sent the data that the server waited for."""
         (self._spare_waiting if connection.is_spare else self._waiting).pop(connection, None)
 
     def evict_oldest(self) -> bool:
-        """Close the connection that has waited longest; False if none waits, or only for a moment."""
+        """Close the connection that has waited longest.
+
+        Return False if none has waited longer than the grace period.
+        """
         return self._evict(self._waiting)
 
     def _evict(self, waiting: dict[Closable, float]) -> bool:
@@ -102,12 +109,12 @@ class Connections:
         now = _now()
         if now - self._warned > _WARN_SECONDS:
             self._warned = now
-            logger.warning("%d connections are busy (setting max-connections): others are refused", len(self))
+            logger.warning("%d connections are busy (setting max-connections): new ones are rejected", len(self))
 
     # --- time limits ---
 
     def _schedule(self) -> None:
-        # Far shorter than any limit, so that a test's short limits hold, too.
+        # Much shorter than any limit, so that short limits in tests work too.
         shortest = min(self._limits.read_seconds, self._limits.write_seconds, self._limits.spare_seconds)
         self._timer = asyncio.get_running_loop().call_later(min(_SWEEP_SECONDS, shortest / 2), self._sweep)
 

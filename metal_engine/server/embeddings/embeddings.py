@@ -1,4 +1,4 @@
-"""``/v1/embeddings``: inputs to vectors, and vectors to JSON."""
+"""``/v1/embeddings``: computes vectors for the inputs, and encodes them as JSON."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts
 from metal_engine.server.workers import Weight
 
-# Numbers of all vectors of an answer that has them as JSON numbers: 26 MiB, twice while it is put together.
+# Maximum number of vector elements in a response with JSON numbers: 26 MiB, twice while the response is assembled.
 MAX_NUMBERS = 1 << 21
-# Numbers written in the event loop: 5 ms.
+# Maximum number of vector elements to encode in the event loop: 5 ms.
 FEW = 1 << 14
 
 
 def numbers(vector: np.ndarray) -> bytes:
-    """A vector as a JSON array; nine digits are enough to have each float32 back."""
+    """Encode a vector as a JSON array. Nine digits are enough to restore each float32 exactly."""
     return b"[" + ",".join(["%.9g"] * len(vector)).encode() % tuple(vector.tolist()) + b"]"
 
 
 async def create_embeddings(served: ServedModel, body: EmbeddingBody, num_bytes: int) -> bytes:
-    """The answer, as JSON. Raises APIError for what cannot be served."""
+    """Return the response as JSON. Raises APIError if the request cannot be served."""
     options = await checked_options(served, body, num_bytes)
     as_base64 = body.encoding_format == "base64"
     pooled = await embed(
@@ -48,15 +48,17 @@ async def create_embeddings(served: ServedModel, body: EmbeddingBody, num_bytes:
 
 
 def _inputs(body: EmbeddingBody) -> list[str | list[int]]:
-    """The body's input in any of its four forms, as a list of texts or token id lists."""
+    """Return the body's input, which has one of four forms, as a list of texts or lists of token ids."""
     given = body.input
     is_one = isinstance(given, str) or (given and isinstance(given[0], int))
     return cast(list[str | list[int]], [given] if is_one else given)
 
 
 def vectors_json(pooled: Pooled, write: Callable[[np.ndarray], bytes] = numbers) -> Iterator[bytes]:
-    """Each vector as JSON; in a thread, unless there are few numbers (:data:`FEW`). Raises APIError for one that has
-    values that are no numbers."""
+    """Yield each vector as JSON. Call it in a thread if there are more than :data:`FEW` numbers.
+
+    Raises APIError for a vector that contains NaN or infinity.
+    """
     for index, vector in enumerate(pooled.vectors):
         check_cancelled()
         if not np.isfinite(vector).all():

@@ -1,4 +1,4 @@
-"""What the bodies of pooling endpoints have in common, checked."""
+"""Checks the fields that all pooling endpoints share."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from metal_engine.server.generation.preparation import ServedModel
 
 
 async def checked_options(served: ServedModel, body: PoolingBody, num_bytes: int) -> RequestOptions:
-    """How to serve a request, once its parameters have been judged.
+    """Check the request's parameters and return the options for the engine.
 
     Raises:
-        APIError: 400 for a parameter that would change the answer.
+        APIError: status 400, for a parameter that would change the response.
     """
     await served.workers.run_if_large(num_bytes, served.parameters.check, body)
     return RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")

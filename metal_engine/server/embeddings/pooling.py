@@ -1,4 +1,4 @@
-"""Prompts to vectors, for every endpoint that needs some: prepared in a thread, pooled side by side, all or none."""
+"""Pools prompts to vectors for all pooling endpoints. Prompts of a request run concurrently, and fail together."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from metal_engine.server.logs import note
 from metal_engine.server.workers import Weight
 from metal_engine.text.tokenizer import Tokenizer
 
-# Prompts of one request; OpenAI takes as many.
+# Maximum number of prompts in one request, the same as OpenAI's.
 MAX_INPUTS = MAX_SEQUENCES
-# Numbers of all vectors of an answer: 16 MiB, and 22 as base64.
+# Maximum number of vector elements in a response: 16 MiB, or 22 MiB as base64.
 MAX_VALUES = 1 << 22
-# Requests handed to the engine in one go: 2 ms.
+# Number of requests submitted to the engine before the event loop gets control: 2 ms.
 _AT_ONCE = 128
 
 TokenizePrompts = Callable[[Tokenizer], list[list[int]]]
@@ -33,12 +33,12 @@ TokenizePrompts = Callable[[Tokenizer], list[list[int]]]
 
 @dataclass(frozen=True)
 class Pooled:
-    """What some prompts came to.
+    """Pooling results of the prompts of one request.
 
     Attributes:
-        request_id: of them all.
-        vectors: one for each prompt, in order, [D] float32; or its logits, where those were asked for.
-        num_prompt_tokens: of all prompts.
+        request_id: id of the client's request.
+        vectors: one vector for each prompt, in order, [D] float32; or the prompt's logits, if the task requested them.
+        num_prompt_tokens: number of tokens of all prompts.
     """
 
     request_id: str
@@ -48,14 +48,15 @@ class Pooled:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingTask:
-    """Prompts that a client wants to be pooled.
+    """Pooling task of one client request.
 
     Attributes:
-        tokenize: makes the prompts' token ids; called in a thread. What it raises as ValueError is ``field``'s fault.
-        params: how to pool them; made in a thread, too, because it may raise ParameterError.
-        num_bytes: what the prompts are made of.
-        field: the body's field that has the prompts.
-        max_values: numbers of all vectors together, at most.
+        tokenize: function that returns the prompts' token ids. Runs in a thread. Its ValueError is reported for
+            ``field``.
+        params: function that returns the pooling parameters. Runs in a thread, and may raise ParameterError.
+        num_bytes: size of the data that the prompts are made of, in bytes.
+        field: field of the body that contains the prompts.
+        max_values: maximum number of elements of all vectors together.
     """
 
     tokenize: TokenizePrompts
@@ -78,14 +79,14 @@ async def embed(
     field: str = "input",
     max_values: int = MAX_VALUES,
 ) -> Pooled:
-    """Vectors of texts or of lists of token ids, as the checkpoint pools them.
+    """Compute the vectors of texts or of lists of token ids, with the checkpoint's pooling.
 
     Args:
-        num_bytes: of the body that they came in.
-        field: the name of the inputs in it, for errors.
+        num_bytes: size of the request body in bytes.
+        field: name of the body's field with the inputs, for errors.
 
     Raises:
-        APIError: they cannot be served; 4xx with the field at fault, or 503.
+        APIError: the inputs cannot be served: 4xx with the field at fault, or 503.
     """
     return await pool(
         served,
@@ -103,13 +104,13 @@ async def embed(
 
 
 async def pool(served: ServedModel, task: PoolingTask, num_prompts: int) -> Pooled:
-    """Pool prompts side by side. If one fails, or the client leaves, the others are aborted.
+    """Pool prompts concurrently. If one fails, or the client disconnects, the others are aborted.
 
     Raises:
-        APIError: they cannot be served; 4xx with the field at fault, or 503.
+        APIError: the prompts cannot be served: 4xx with the field at fault, or 503.
     """
     engine = served.engine
-    served.admission.check(0)  # before any work on it
+    served.admission.check(0)  # before the expensive work
     if engine.error is not None:
         raise engine_dead(engine.error)
     if not 1 <= num_prompts <= MAX_INPUTS:
@@ -141,7 +142,7 @@ def _prepared(served: ServedModel, task: PoolingTask) -> list[PreparedRequest]:
             raise invalid_prompt(error, field) from error
         num_tokens = sum(map(len, prompts))
         if num_tokens > MAX_PROMPT_TOKENS:
-            raise invalid(f" has {num_tokens} tokens, and may have {MAX_PROMPT_TOKENS} at most", where=field)
+            raise invalid(f"has {num_tokens} tokens, but the limit is {MAX_PROMPT_TOKENS}", where=field)
         _check_num_values(served, task, params, len(prompts))
         return engine.prepare_pooling(prompts, params, task.options.cache_salt, served.adapter)
     except ParameterError as error:
@@ -160,17 +161,17 @@ def _check_num_values(served: ServedModel, task: PoolingTask, params: PoolingPar
     size = params.dimensions or served.engine.config.model.hidden_size
     if not params.token_ids and num_prompts * size > task.max_values:
         raise invalid(
-            f" of {num_prompts} entries comes to vectors of {num_prompts * size} numbers, and an answer may have "
-            f"{task.max_values}: send fewer at a time, or ask for fewer dimensions",
+            f": {num_prompts} entries result in vectors of {num_prompts * size} numbers in total; the limit is "
+            f"{task.max_values}. Send fewer entries, or set dimensions to a lower number",
             where=task.field,
         )
 
 
 class _Run:
-    """Requests in the engine, of one request of a client.
+    """Requests in the engine that belong to one request of a client.
 
     Args:
-        timeout: seconds after which they are cut; 0 for never.
+        timeout: seconds after which the requests are aborted; 0 for no limit.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class _Run:
         self._timed_out = False
 
     async def outputs(self) -> list[RequestOutput]:
-        """Each request's only output, in order. Raises APIError if one fails; the others are aborted."""
+        """Return the only output of each request, in order. If one fails, abort the others and raise APIError."""
         timer = None
         if self._timeout:
             timer = asyncio.get_running_loop().call_later(self._timeout, self._time_out)

@@ -1,4 +1,4 @@
-"""The wire format of embeddings, reranking and scores: OpenAI's, Jina's and Cohere's, vLLM's."""
+"""Wire format of embeddings, reranking and scores, as in the APIs of OpenAI, Jina, Cohere and vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metal_engine.server.protocol import LongList, RequestModel
 
 
 class PoolingBody(RequestModel):
-    """What the endpoints have in common."""
+    """Fields that all pooling endpoints share."""
 
     model: str | None = None
     truncate_prompt_tokens: int | None = None
@@ -55,7 +55,7 @@ class ScoreBody(PoolingBody):
 
 # --- responses ----------------------------------------------------------------------------------------------
 
-# Clients never see it.
+# Internal, so it stays out of the OpenAPI schema.
 _Placeholder = SkipJsonSchema[Placeholder]
 
 
@@ -65,7 +65,7 @@ class PoolingUsage(BaseModel):
 
 
 class Embedding(BaseModel):
-    """``embedding`` is a list of numbers, or the base64 text of as many float32, least significant byte first."""
+    """``embedding`` is a list of numbers, or the base64 text of little-endian float32 values."""
 
     object: Literal["embedding"] = "embedding"
     index: int
@@ -86,7 +86,7 @@ class RerankDocument(BaseModel):
 
 
 class RerankResult(BaseModel):
-    """``document`` is left out where documents are not wanted back."""
+    """``document`` is left out if the client does not want documents back."""
 
     index: int
     document: RerankDocument | None = Field(default=None, exclude_if=lambda value: value is None)

@@ -1,4 +1,4 @@
-"""Routes that answer with vectors or scores."""
+"""Routes that respond with vectors or scores."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def _rerank(served: ServedModel, body: RerankBody, num_bytes: int) -> byte
 
 
 def _ranked(model: str, scores: Scores, documents: list[str] | None, top_n: int | None) -> bytes:
-    """The answer as JSON, best first; made document by document, for they may be long."""
+    """Encode the response as JSON, best score first, one document at a time because documents may be long."""
     order = sorted(range(len(scores.values)), key=lambda i: -scores.values[i])[:top_n]
     results = []
     for i in order:

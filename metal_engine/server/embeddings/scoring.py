@@ -1,4 +1,4 @@
-"""How well documents answer queries: as a reranker says, or by the cosine of an embedding model's vectors."""
+"""Scores of documents for queries, from a reranker or as the cosine of an embedding model's vectors."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.settings.config import RerankerConfig
 from metal_engine.text.tokenizer import Tokenizer
 
-# Characters of all pairs together. A query is in the prompt of each of its documents.
+# Maximum number of characters of all pairs together. A query is in the prompt of each of its documents.
 MAX_PAIR_CHARACTERS = 1 << 24
 MAX_INSTRUCTION = 1 << 14
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Queries and documents to be scored against each other, and where they came from.
+    """Pairs of a query and a document to score, and the settings of the request.
 
     Attributes:
-        queries: one for each document.
-        document_field: the body's field of the documents.
-        instruction: what a reranker is asked to judge; None: what its model card says.
-        num_bytes: of the body.
+        queries: one query for each document.
+        document_field: field of the body that contains the documents.
+        instruction: criterion for a reranker; None for the instruction of its model card.
+        num_bytes: size of the body in bytes.
     """
 
     queries: Sequence[str]
@@ -43,7 +43,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Scores:
-    """A score for each pair, higher for a better answer, and the tokens that were read for them."""
+    """Score of each pair, higher for a better match, and the number of prompt tokens."""
 
     request_id: str
     values: list[float]
@@ -51,10 +51,10 @@ class Scores:
 
 
 async def score(served: ServedModel, pairs: Pairs, id_prefix: str) -> Scores:
-    """Score each pair: 0 to 1 by a reranker, -1 to 1 by an embedding model.
+    """Score each pair: 0 to 1 with a reranker, -1 to 1 with an embedding model.
 
     Raises:
-        APIError: the model does neither, or the pairs cannot be served.
+        APIError: the model is neither, or the pairs cannot be served.
     """
     model = served.engine.config.model
     if not 1 <= len(pairs.documents) <= MAX_INPUTS:
@@ -87,7 +87,8 @@ async def _by_reranker(served: ServedModel, reranker: RerankerConfig, pairs: Pai
         tokenize=tokenize,
         params=lambda: PoolingParams(
             token_ids=(reranker.false_token_id, reranker.true_token_id),
-            # Prompts are cut already: what has to stay is at their ends. This lets long texts through to be cut.
+            # The prompts are already truncated, because their ends must stay. -1 admits long texts, which are truncated
+            # here.
             truncate_prompt_tokens=None if pairs.truncate_prompt_tokens is None else -1,
         ),
         num_bytes=pairs.num_bytes,
@@ -103,7 +104,7 @@ async def _by_reranker(served: ServedModel, reranker: RerankerConfig, pairs: Pai
 def _reranker_prompts(
     reranker: RerankerConfig, pairs: Pairs, tokenizer: Tokenizer, max_model_len: int
 ) -> list[list[int]]:
-    """Prompts as the model card makes them; what is cut is the end of the document."""
+    """Return prompts in the model card's format. Truncation removes the end of the document."""
     prefix = tokenizer.encode(reranker.prefix, add_special_tokens=False)
     suffix = tokenizer.encode(reranker.suffix, add_special_tokens=False)
     limit = pairs.truncate_prompt_tokens
@@ -129,7 +130,7 @@ def _sigmoid(x: float) -> float:
 
 
 async def _by_cosine(served: ServedModel, pairs: Pairs, id_prefix: str) -> Scores:
-    # Each text is pooled once, however many pairs it is in.
+    # Each text is pooled only once, even if it is in several pairs.
     place = {text: i for i, text in enumerate(dict.fromkeys([*pairs.queries, *pairs.documents]))}
     texts = list(place)
     task = PoolingTask(

@@ -1,4 +1,4 @@
-"""A prepared request to its answer: one body, or a stream of events."""
+"""Runs a prepared request and creates its response: one body, or a stream of events."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from metal_engine.server.workers import Weight
 
 logger = logging.getLogger(__name__)
 
-# Between two comments that say that a model is being loaded.
+# Seconds between two comments that say that a model is being loaded.
 _LOADING_SECONDS = 2.0
-# The header of a stream that has its answer's id, which clients otherwise hear with the first token.
+# Header of a stream with the id of its response. Otherwise, clients get the id only with the first token.
 GENERATION_ID = "x-generation-id"
-# What a route that may stream says of its answer.
+# OpenAPI description of the response of a route that can stream.
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 @dataclass(frozen=True)
 class LateErrors:
-    """How an error is told in a stream that has begun before its request was looked at.
+    """Format of an error in a stream that has begun before its request was validated.
 
     Attributes:
-        encode: makes an event of it.
-        renamed: a field of the body -> the name by which the client knows it.
+        encode: function that makes an event of an error.
+        renamed: map from a field of the body to the client's name of that field.
     """
 
     encode: Callable[[APIError], bytes]
@@ -49,7 +49,7 @@ OPENAI_ERRORS = LateErrors(lambda error: sse(error.body))
 
 @dataclass(frozen=True)
 class Answerer:
-    """Runs a request to its answer: one body, or a stream of events."""
+    """Runs requests and creates their responses: one body, or a stream of events."""
 
     models: Models
     sse_keep_alive: float
@@ -63,14 +63,16 @@ class Answerer:
         num_bytes: int,
         late: LateErrors | None = OPENAI_ERRORS,
     ) -> Response:
-        """The response to a request whose prompt was made of so many bytes.
+        """Return the response to a request.
 
-        A stream whose model has to be loaded begins at once, with comments that say so.
+        A stream begins at once. While its model is being loaded, comments in the stream say so.
 
         Args:
-            kind: what sets the request's endpoint apart.
-            endpoint: makes one, for a model.
-            late: None for streams that are no event streams: these begin when the model is loaded.
+            kind: class of the endpoint.
+            num_bytes: size of the data that the prompt is made of, in bytes.
+            endpoint: function that creates the endpoint for a model.
+            late: format of errors in streams that begin before the model is loaded. None for streams that are not event
+                streams: they begin after the model is loaded.
         """
         request_id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
         if body.stream and late is not None and not self.models.is_ready(body.model):
@@ -134,9 +136,9 @@ def _encoded(endpoint: Endpoint[BodyT], generation: Generation) -> bytes:
 
 
 async def _events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT) -> AsyncGenerator[bytes, None]:
-    """A generation as server-sent events, or lines: one item, so one write, for whatever came at once.
+    """Encode a generation as server-sent events, or lines. Outputs that arrive together become one item and one write.
 
-    An error becomes the last event, so that it is not taken for a normal end.
+    An error becomes the last event, so that clients do not take the end of the stream for a success.
     """
     started: set[int] = set()
     continuous_usage = body.continuous_usage

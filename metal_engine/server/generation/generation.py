@@ -1,4 +1,4 @@
-"""One request in the engine, as all generating endpoints see it: its sequences, their outputs, its usage."""
+"""A client's request in the engine, as all generating endpoints use it: its sequences, their outputs and its usage."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from metal_engine.server.protocol import FinishReason, KVTransferHandover
 from metal_engine.server.usage import CompletionTokensDetails, PredictedTokensDetails, PromptTokensDetails, Usage
 from metal_engine.text.tokenizer import Tokenizer
 
-# Log probabilities of one answer that is no stream, or of its prompts: 100 bytes each while they are collected, and as
-# many as JSON.
+# Maximum number of log probabilities in a response that is not a stream, or of its prompts. Each takes 100 bytes while
+# it is collected, and another 100 bytes as JSON.
 MAX_LOGPROB_ENTRIES = 1 << 17
-# Tokens and log probabilities of an answer that is read and encoded outside the event loop.
+# Number of tokens and log probabilities above which a response is parsed and encoded outside the event loop.
 _LONG = 1 << 11
 
-# Sequences that begin, or end, before the event loop does other things: 3 ms.
+# Number of sequences to start or end before the event loop gets control: 3 ms.
 _TASKS_AT_ONCE = 256
 
-# The index of a choice, an output of it, and what the output's text comes to; nothing where that is not read.
+# Index of a choice, one output of that choice, and the deltas parsed from the output's text. The list of deltas is
+# empty if the output is not parsed.
 ChoiceOutput = tuple[int, RequestOutput, list[AnswerDelta]]
-# Outputs of a step or more, each with the index of its choice.
+# Outputs that arrived together, each with the index of its choice.
 _Batch = list[tuple[int, RequestOutput]]
 
 
 @dataclass
 class Choice:
-    """What one sequence has come to so far.
+    """State of one sequence of a generation.
 
     Attributes:
-        echo: the prompt's text, if it is wanted back.
-        reader: reads the answer; None if it is plain text.
-        token_ids: generated tokens, the one that ended generation included.
-        token_ends: where the text of each token ends in the choice's text.
-        latest: the last output, which has the counts of tokens.
-        deltas: what the whole text comes to, after :meth:`Generation.finish`.
+        echo: text of the prompt, if the client wants it back.
+        reader: parser of the output; None if the output is plain text.
+        token_ids: generated tokens, including the token that ended generation.
+        token_ends: end of each token's text within the choice's text, in characters.
+        latest: last output, which has the token counts.
+        deltas: deltas parsed from the complete text, after :meth:`Generation.read`.
     """
 
     index: int
@@ -69,16 +70,16 @@ class Choice:
 
     @property
     def num_calls(self) -> int:
-        """Tool calls in what has been read of the answer."""
+        """Number of tool calls in the text parsed so far."""
         return 0 if self.reader is None else self.reader.num_calls
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of reasoning in what has been read of the answer."""
+        """Number of reasoning tokens in the text parsed so far."""
         return 0 if self.reader is None else self.reader.num_reasoning_tokens
 
     def add(self, output: RequestOutput, *, keep: bool) -> None:
-        """Takes an output; ``keep`` is whether its text will be wanted again."""
+        """Record an output. ``keep`` is True if its text and tokens are needed again later."""
         if keep:
             self.texts.append(output.text)
             self.token_ids += output.token_ids
@@ -92,20 +93,20 @@ class Choice:
 
 @dataclass
 class Generation:
-    """One request in the engine: ``n`` sequences for each prompt, under one id.
+    """One client request in the engine: ``n`` sequences for each prompt, under one id.
 
     Attributes:
-        reservation: a place for each sequence.
-        requests: one for each prompt, all of the same parameters.
-        echoes: each prompt's text, where it is wanted back.
-        is_echo_only: whether nothing but the prompts' texts is wanted.
-        shows_prompt_logprobs: whether the prompts' log probabilities are part of the answer.
-        shows_token_ids: whether the token ids of prompts and outputs are part of the answer.
-        spells_ids: whether log probabilities name tokens by their ids.
-        reader: makes a reader for a choice's answer; None if answers are plain text.
-        choices: what each sequence has come to; complete once :meth:`outputs` is exhausted.
-        first_output_time: when the first output came, by :func:`time.monotonic`.
-        parts: of the answer's JSON, made apart.
+        reservation: reserved queue places, one for each sequence.
+        requests: one prepared request for each prompt. All have the same parameters.
+        echoes: text of each prompt, if the client wants it back.
+        is_echo_only: True if the client wants only the prompts' texts.
+        shows_prompt_logprobs: True if the response contains the prompts' log probabilities.
+        shows_token_ids: True if the response contains the token ids of prompts and outputs.
+        spells_ids: True if log probabilities name tokens by their ids.
+        reader: function that creates the parser of a choice's output; it returns None if outputs are plain text.
+        choices: state of each sequence. Complete once :meth:`outputs` is exhausted.
+        first_output_time: time of the first output in seconds of :func:`time.monotonic`.
+        parts: parts of the response's JSON that are made separately.
     """
 
     engine: AsyncEngine
@@ -141,14 +142,16 @@ class Generation:
         ]
 
     async def outputs(self, *, read: bool = True) -> AsyncGenerator[list[ChoiceOutput], None]:
-        """Outputs as they come, those that came together in one batch. Closing it aborts what is unfinished.
+        """Yield outputs as they arrive. Outputs that arrive together form one batch.
+
+        Closing the generator aborts unfinished sequences.
 
         Args:
-            read: whether answers are read as they come.
+            read: True to parse outputs as they arrive. False to keep their text for :meth:`read`.
 
         Raises:
-            APIError: a sequence failed; the others are aborted.
-            EngineDeadError: the engine has ended.
+            APIError: a sequence failed. The other sequences are aborted.
+            EngineDeadError: the engine has stopped.
         """
         streams = [
             self.engine.generate(
@@ -205,21 +208,21 @@ class Generation:
         )
 
     def _check_size(self, output: RequestOutput) -> None:
-        """Refuse to collect more log probabilities than there is memory for."""
+        """Raise APIError, a 400, if the log probabilities to collect exceed ``MAX_LOGPROB_ENTRIES``."""
         self._num_entries += num_entries(len(output.text_logprobs or ()), self.params.logprobs)
         if self._num_entries > MAX_LOGPROB_ENTRIES:
-            problem = f" with more than {MAX_LOGPROB_ENTRIES} log probabilities in one answer: ask for a stream"
+            problem = f": one response can have at most {MAX_LOGPROB_ENTRIES} log probabilities; set stream to true"
             raise invalid(problem, where="logprobs")
 
     async def finish(self) -> None:
-        """Runs to the end. Raises what :meth:`outputs` raises."""
+        """Run the generation to its end. Raises as :meth:`outputs`."""
         async with aclosing(self.outputs(read=False)) as batches:
             async for _ in batches:
                 pass
 
     @property
     def is_long(self) -> bool:
-        """Whether reading the answers and making JSON of them takes more than 10 ms."""
+        """True if parsing the outputs and encoding the response takes more than 10 ms."""
         num_tokens = sum(choice.latest.num_output_tokens for choice in self.choices)
         num_prompt = sum(len(choice.prompt_logprobs or ()) for choice in self.choices)
         entries = num_entries(num_tokens, self.params.logprobs) + num_entries(num_prompt, self.params.prompt_logprobs)
@@ -227,24 +230,24 @@ class Generation:
         return num_tokens + entries + num_ids > _LONG
 
     def read(self) -> None:
-        """Reads the answers whole, once they are complete."""
+        """Parse the complete outputs of all choices."""
         for choice in self.choices:
             if choice.reader is not None:
                 choice.deltas = choice.reader.add(choice.text, choice.token_ends, choice.finish_reason)
 
     @property
     def head(self) -> dict[str, Any]:
-        """What OpenAI's answers and chunks of them begin with."""
+        """Fields at the start of every OpenAI response and chunk: ``id``, ``created`` and ``model``."""
         return {"id": self.request_id, "created": self.created, "model": self.model}
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts; known before there is any output."""
+        """Number of tokens of all prompts. Available before the first output."""
         return sum(len(choice.prompt_token_ids) for choice in self.choices[:: self.params.n])
 
     @property
     def usage(self) -> Usage:
-        firsts = self.choices[:: self.params.n]  # a prompt counts once
+        firsts = self.choices[:: self.params.n]  # count each prompt only once
         prompt_tokens = sum(choice.latest.num_prompt_tokens for choice in firsts)
         completion_tokens = sum(choice.latest.num_output_tokens for choice in self.choices)
         details = PromptTokensDetails(
@@ -271,9 +274,9 @@ class Generation:
 
     @property
     def kv_handover(self) -> KVTransferHandover | None:
-        """What another engine is told that is to go on with the prompt; None unless this one computes it for others.
+        """``kv_transfer_params`` for the engine that continues with the prompt; None if this engine keeps the request.
 
-        It does if all it does with KV is to save it, or if the request said so.
+        The engine computes the KV for another engine if its KV role is ``kv_producer``, or if the request demands it.
         """
         is_for_others = self.engine.config.kv_role == "kv_producer" or self.options.do_remote_decode
         return KVTransferHandover() if is_for_others and self.engine.config.saves_kv else None
@@ -283,22 +286,25 @@ class Generation:
         return self.engine.tokenizer
 
     def prompt_logprobs(self, choice: Choice) -> Placeholder | None:
-        """Log probabilities of a choice's prompt, if they are wanted beside the answer."""
+        """Encode the log probabilities of a choice's prompt; None if the client does not want them."""
         if not self.shows_prompt_logprobs or choice.prompt_logprobs is None:
             return None
         return self.parts.add(prompt_logprobs_json(self.tokenizer, choice.prompt_logprobs))
 
     def token_ids(self, ids: list[int]) -> Placeholder | None:
-        """Token ids of a prompt or an output, if they are wanted. Called in the order of the answer's fields."""
+        """Encode the token ids of a prompt or an output; None if the client does not want them.
+
+        Call it in the order in which the response has the fields.
+        """
         return self.parts.add(ids_json(ids)) if self.shows_token_ids else None
 
 
 def failure(engine: AsyncEngine, output: RequestOutput, timed_out: float | None) -> APIError:
-    """What to tell the client of a request that the engine did not finish.
+    """Return the error for the client of a request that the engine did not finish.
 
     Args:
-        output: its last.
-        timed_out: seconds after which it was cut because they were all it had; None if it was not.
+        output: last output of the request.
+        timed_out: time limit in seconds that aborted the request; None for another cause.
     """
     if engine.error is not None:
         return engine_dead(engine.error)
@@ -318,7 +324,7 @@ def _hide_output(output: RequestOutput) -> None:
 
 
 def finish_reason(output: RequestOutput) -> FinishReason | None:
-    """OpenAI's finish reason of an output that is no failure."""
+    """Return OpenAI's finish reason of an output that is not a failure."""
     match output.finish_reason:
         case "stop" | "length" | None as reason:
             return reason
@@ -327,13 +333,13 @@ def finish_reason(output: RequestOutput) -> FinishReason | None:
 
 
 async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[_Batch, None]:
-    """Outputs of all streams as they come. Closes every stream when it is closed itself."""
-    if len(streams) == 1:  # spares each token a task switch
+    """Merge the outputs of all streams as they arrive. Closing this generator closes every stream."""
+    if len(streams) == 1:  # avoids a task switch for each token
         async with aclosing(streams[0]) as stream:
             async for output in stream:
                 yield [(0, output)]
         return
-    # Bounded: what a slow reader leaves waits in the streams, which merge it.
+    # Bounded. If the client reads slowly, outputs stay in the streams, which merge them.
     arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(2 * len(streams))
 
     async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
@@ -367,13 +373,13 @@ async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGen
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancels tasks, some at a time."""
+    """Cancel tasks, some at a time."""
     try:
         for start in range(0, len(tasks), _TASKS_AT_ONCE):
             some = tasks[start : start + _TASKS_AT_ONCE]
             for task in some:
                 task.cancel()
             await asyncio.gather(*some, return_exceptions=True)
-    finally:  # who waits for it may be cancelled, too
+    finally:  # this coroutine itself may be cancelled while it waits
         for task in tasks:
             task.cancel()

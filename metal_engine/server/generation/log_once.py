@@ -1,4 +1,4 @@
-"""What the log says once, however often it happens."""
+"""Log messages that are written only once, however often their cause occurs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ class Notices:
         self._lock = threading.Lock()
 
     def once(self, logger: logging.Logger, message: str) -> None:
-        """Log a message, unless that has been done. Messages are the server's own texts: no more than there are calls
-        of this method."""
+        """Log a message, unless it has been logged before. Messages must be constants, so their number is limited."""
         with self._lock:
             is_new = message not in self._said
             self._said.add(message)

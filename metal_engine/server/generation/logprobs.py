@@ -1,4 +1,4 @@
-"""Log probabilities in the shapes of OpenAI's two endpoints, and vLLM's for prompts."""
+"""Log probabilities in the formats of OpenAI's two endpoints, and in vLLM's format for prompts."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ from metal_engine.server.protocol import (
 )
 from metal_engine.text.tokenizer import Tokenizer
 
-# JSON has no infinity; where a token is excluded by the model itself, this is far enough.
+# JSON has no infinity. This value stands for the log probability of a token that the model itself excludes.
 _LOWEST = -9999.0
 
 
-# Log probabilities made JSON in one call: 5 ms, and 5 MiB of objects.
+# Number of log probabilities encoded in one call: 5 ms, and 5 MiB of objects.
 _ENTRIES_AT_ONCE = 1 << 12
 _PROMPT_LOGPROBS = TypeAdapter(PromptLogprobs)
 _JSON: TypeAdapter[Any] = TypeAdapter(Any)
 
 
 def num_entries(num_tokens: int, num_top: int | None) -> int:
-    """Log probabilities of so many tokens and the alternatives to each; None for no log probabilities."""
+    """Return the number of log probabilities for ``num_tokens`` tokens with ``num_top`` alternatives each.
+
+    ``num_top`` is None for no log probabilities.
+    """
     return 0 if num_top is None else num_tokens * (num_top + 1)
 
 
 def prompt_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool) -> list[int]:
-    """Where the text of each of a prompt's tokens begins, in characters.
+    """Return the start of each prompt token's text, in characters.
 
     Args:
-        skip_special_tokens: whether special tokens have no text.
+        skip_special_tokens: True if special tokens have no text.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     offset = 0
@@ -59,12 +62,12 @@ def completion_logprobs(
     *,
     spells_ids: bool = False,
 ) -> CompletionLogprobs:
-    """For ``/v1/completions``; the sampled token is always among the alternatives.
+    """Return log probabilities for ``/v1/completions``. The sampled token is always among the alternatives.
 
     Args:
-        offsets: where the text of each token begins, in characters.
-        first_token_id: the token of an entry that is None, as the first of a prompt is.
-        spells_ids: name tokens by their ids.
+        offsets: start of each token's text, in characters.
+        first_token_id: token id for an entry that is None, such as the first token of a prompt.
+        spells_ids: True to name tokens by their ids.
     """
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=list(offsets))
     for token in tokens:
@@ -88,7 +91,7 @@ def completion_logprobs_json(
     *,
     spells_ids: bool = False,
 ) -> bytes:
-    """:func:`completion_logprobs` of any number of tokens, as JSON."""
+    """Encode the result of :func:`completion_logprobs` as JSON, in pieces for any number of tokens."""
     names = list(CompletionLogprobs.model_fields)
     parts: dict[str, list[bytes]] = {name: [] for name in names}
     for part in _slices(tokens):
@@ -99,7 +102,7 @@ def completion_logprobs_json(
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], *, spells_ids: bool = False) -> ChatLogprobs:
-    """For ``/v1/chat/completions``; ``spells_ids`` as in :func:`completion_logprobs`."""
+    """Return log probabilities for ``/v1/chat/completions``. ``spells_ids`` as in :func:`completion_logprobs`."""
 
     def fields(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
@@ -117,14 +120,16 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], *, spel
 
 
 def chat_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], *, spells_ids: bool = False) -> bytes:
-    """:func:`chat_logprobs` of any number of tokens, as JSON."""
+    """Encode the result of :func:`chat_logprobs` as JSON, in pieces for any number of tokens."""
     made = (chat_logprobs(tokenizer, tokens[part], spells_ids=spells_ids) for part in _slices(tokens))
     content = array(_JSON.dump_json(part.content) for part in made)
     return b'{"content":%b,"refusal":null}' % content
 
 
 def prompt_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs | None]) -> bytes:
-    """vLLM's ``prompt_logprobs`` as JSON: for each token, it and the alternatives, by token id."""
+    """Encode vLLM's ``prompt_logprobs`` as JSON: for each token, its own entry and the alternatives, keyed by token
+    id.
+    """
     return array(
         _PROMPT_LOGPROBS.dump_json([None if token is None else _by_id(tokenizer, token) for token in tokens[part]])
         for part in _slices(tokens)
@@ -132,7 +137,7 @@ def prompt_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs | 
 
 
 def _slices(tokens: Sequence[TokenLogprobs | None]) -> Iterator[slice]:
-    """What of the tokens is made JSON in one call."""
+    """Split the tokens into slices that are encoded in one call each."""
     num_top = max((len(token.top) for token in tokens[:2] if token is not None), default=0)
     step = max(_ENTRIES_AT_ONCE // (num_top + 1), 1)
     return (slice(start, start + step) for start in range(0, len(tokens), step))
@@ -156,7 +161,7 @@ def _finite(logprob: float) -> float:
 
 
 def _id_name(token_id: int) -> str:
-    """A token as vLLM names it for ``return_tokens_as_token_ids``."""
+    """Return vLLM's name of a token for ``return_tokens_as_token_ids``."""
     return f"token_id:{token_id}"
 
 
@@ -165,7 +170,7 @@ def _completion_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def _text(data: bytes, prefix: str = "") -> str:
-    """The bytes as text; where they are part of a character, escaped, after a prefix."""
+    """Decode the bytes. If they are not valid UTF-8, return ``prefix`` and the escaped bytes."""
     try:
         return data.decode()
     except UnicodeDecodeError:

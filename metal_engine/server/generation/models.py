@@ -1,4 +1,4 @@
-"""The models that a server has, as its routes see them: one that is there for good, or several that come and go."""
+"""Models of a server, as its routes use them: one permanent model, or several that are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ANY_NAME, ServerArgs
 
-# In the ASGI scope of a request: the models that it uses, and the one that it asked for, for whoever counts requests.
+# Keys in the ASGI scope of a request: the models that it uses, and the name of its model, which metrics need.
 _LEASES = "metal_engine.leases"
 MODEL_NAME = "metal_engine.model_name"
 
@@ -38,7 +38,7 @@ def served_model(
     parameters: ParameterPolicy,
     notices: Notices | None = None,
 ) -> ServedModel:
-    """A model that is loaded, as the settings want it to be served. Names are as :func:`create_app` takes them."""
+    """Return a loaded model with the settings for serving it. ``names`` has the format of :func:`create_app`."""
     own_names = tuple(name for name in names if name != ANY_NAME) or (engine.config.model.name,)
     return ServedModel(
         engine,
@@ -54,11 +54,11 @@ def served_model(
 
 
 class Models(ABC):
-    """What a server has to answer with.
+    """Interface to the models of a server.
 
     Attributes:
-        workers: threads for all of them.
-        parameters: the policy about parameters, for all of them.
+        workers: threads that all models share.
+        parameters: policy about unknown parameters for all models.
     """
 
     workers: Workers
@@ -67,50 +67,58 @@ class Models(ABC):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """What models are called; the first is meant where a request names none."""
+        """Names of the models. A request without a model uses the first one."""
 
     @property
     def all_names(self) -> Sequence[str]:
-        """These, and those of adapters."""
+        """Names of the models and of their LoRA adapters."""
         return self.names
 
     @property
     @abstractmethod
     def loaded(self) -> Sequence[ServedModel]:
-        """Those that are loaded."""
+        """Loaded models."""
 
     @property
     @abstractmethod
     def error(self) -> BaseException | None:
-        """What ended the server's ability to answer; None while it can."""
+        """Error that stopped the server from serving requests; None while it works."""
 
     @abstractmethod
     def check(self, model: str | None) -> None:
-        """Raises APIError, a 404, for a name that no model has."""
+        """Raise APIError, a 404, if no model has this name."""
 
     @abstractmethod
     def is_ready(self, model: str | None) -> bool:
-        """Whether :meth:`use` would not have to wait. Raises as :meth:`check`, and a 503 if it may not wait."""
+        """Return True if :meth:`use` would not have to wait.
+
+        Raises as :meth:`check`, and a 503 if the request may not wait.
+        """
 
     @abstractmethod
     def find_loaded(self, model: str | None) -> ServedModel | None:
-        """A model if it is loaded; for looking at it, not for using it. Raises as :meth:`check`."""
+        """Return the model if it is loaded.
+
+        Use it only to read its state, not for requests. Raises as :meth:`check`.
+        """
 
     @abstractmethod
     async def use(self, request: Request, model: str | None) -> ServedModel:
-        """The model that a request names, with the adapter that it names, for as long as the request is served.
+        """Return the model that a request names, with the named LoRA adapter.
+
+        The model stays loaded during the request.
 
         Raises:
-            APIError: no model has that name; or it cannot be loaded.
+            APIError: no model has that name, or the model cannot be loaded.
         """
 
     @abstractmethod
     def cut_requests(self, message: str) -> None:
-        """End every request, now and from now on."""
+        """End every current and future request with a message."""
 
 
 class SingleModel(Models):
-    """A server's only model."""
+    """The only model of a server."""
 
     def __init__(self, served: ServedModel) -> None:
         self.served = served
@@ -152,7 +160,7 @@ class SingleModel(Models):
 
 
 class MultiModel(Models):
-    """Models of a registry."""
+    """Models of a model registry."""
 
     def __init__(self, registry: ModelRegistry, args: ServerArgs, workers: Workers) -> None:
         self.registry = registry
@@ -160,7 +168,7 @@ class MultiModel(Models):
         self.parameters = ParameterPolicy(strict=args.strict_params)
         self._args = args
         self._notices: dict[str, Notices] = {}
-        # What is unloaded is forgotten by itself.
+        # Weak keys: entries of unloaded models disappear.
         self._served: WeakKeyDictionary[LoadedEngine, ServedModel] = WeakKeyDictionary()
 
     @property
@@ -173,13 +181,13 @@ class MultiModel(Models):
 
     @property
     def error(self) -> BaseException | None:
-        return None  # a model that fails takes nobody with it
+        return None  # a model that fails does not affect the others
 
     def check(self, model: str | None) -> None:
         self.entry(model)
 
     def entry(self, model: str | None) -> ModelEntry:
-        """The model of a name. Raises APIError, a 404, if there is none."""
+        """Return the entry of the model with this name. Raises APIError, a 404, for an unknown name."""
         names = self.registry.names
         name = names[0] if model is None and names else model or ""
         found = self.registry.find(name)
@@ -198,7 +206,7 @@ class MultiModel(Models):
         return False
 
     def served(self, entry: ModelEntry) -> ServedModel | None:
-        """A model if it is loaded."""
+        """Return the model; None if it is not loaded."""
         return None if entry.running is None else self._of(entry, entry.running)
 
     def find_loaded(self, model: str | None) -> ServedModel | None:
@@ -208,7 +216,7 @@ class MultiModel(Models):
         entry = self.entry(model)
         leases: list[ModelEntry] = request.scope[_LEASES]
         if entry in leases:
-            assert entry.running is not None  # it stays as long as it is leased
+            assert entry.running is not None  # a leased model is not unloaded
             return self._of(entry, entry.running)
         request.scope[MODEL_NAME] = entry.name
         self.is_ready(model)
@@ -218,13 +226,16 @@ class MultiModel(Models):
         return self._of(entry, running)
 
     async def load(self, entry: ModelEntry) -> None:
-        """Have a model loaded, within the limits on requests. Raises as :meth:`use`."""
+        """Load a model, subject to the limits on requests. Raises as :meth:`use`."""
         self.is_ready(entry.name)
         async with self._in_time(entry, "loaded"):
             await self.registry.load(entry)
 
     async def unload(self, entry: ModelEntry) -> None:
-        """Have a model unloaded. Raises APIError, a 504, if its requests go on for too long; it goes after them."""
+        """Unload a model after its requests have ended.
+
+        Raises APIError, a 504, if the requests take too long. The model is unloaded nevertheless when they have ended.
+        """
         async with self._in_time(entry, "unloaded"):
             await self.registry.unload(entry)
 
@@ -240,7 +251,7 @@ class MultiModel(Models):
             raise APIError(504, message, code="timeout") from error
 
     def leasing(self, app: ASGIApp) -> ASGIApp:
-        """``app``, with the models that a request uses held until it has been answered."""
+        """Wrap ``app``: keep the models that a request uses loaded until its response is complete."""
 
         async def leased(scope: Scope, receive: Receive, send: Send) -> None:
             leases: list[ModelEntry] = []
@@ -268,7 +279,7 @@ class MultiModel(Models):
 
 @contextmanager
 def load_errors_as_api_errors() -> Iterator[None]:
-    """Within it, what a model cannot be loaded for is told as an APIError."""
+    """Within this context, convert errors of loading a model to an APIError."""
     try:
         yield
     except ModelTooLargeError as error:

@@ -1,8 +1,8 @@
-"""What the server makes of parameters it does not implement.
+"""Policy about request parameters that the server does not implement.
 
-A parameter that would change the output must not be ignored: it is refused unless its value asks for nothing.
-Parameters that cannot change the output are accepted. Unknown ones are accepted too, logged once each and counted;
-or refused, if the server is strict.
+A parameter that would change the output must not be ignored: it is rejected unless its value is neutral. Parameters
+that cannot change the output are accepted. Unknown parameters are accepted, counted, and logged once each. With
+``--strict-params``, they are rejected.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from metal_engine.server.protocol import ChatCompletionBody, GenerationBody, Req
 
 logger = logging.getLogger(__name__)
 
-# Parameter -> the values that ask for nothing; None always does. Some are declared for chats or for completions, and
-# have no meaning for the other; those of messages are what an earlier answer may have brought.
+# Maps a parameter to its neutral values. None is always neutral. Some parameters are implemented only for chats or only
+# for completions. Parameters of messages may come from earlier responses that clients send back.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_embeds"), ()),
     **dict.fromkeys(("audio", "web_search_options", "reasoning_effort", "thinking_token_budget", "chat_template"), ()),
@@ -36,7 +36,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
 }
 
-# No effect on the output by their very meaning.
+# Parameters that never affect the output.
 _NO_EFFECT = frozenset(
     {
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -45,16 +45,16 @@ _NO_EFFECT = frozenset(
     }
 )  # fmt: skip
 
-# Bounds the memory that a client can take with made-up names.
+# Limits the memory that a client can use up with invented names.
 _MAX_NAMES = 100
 _OTHERS = "(others)"
 
 
 class ParameterPolicy:
-    """Judges parameters, and remembers the unknown ones. Thread-safe.
+    """Checks parameters, and counts the unknown ones. Thread-safe.
 
     Args:
-        strict: whether unknown parameters are refused.
+        strict: True to reject unknown parameters.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -63,10 +63,10 @@ class ParameterPolicy:
         self._lock = threading.Lock()
 
     def check(self, body: RequestModel) -> None:
-        """Judge every parameter that is not implemented.
+        """Check every parameter that is not implemented.
 
         Raises:
-            APIError: 400, naming a parameter that would change the output, or that is unknown.
+            APIError: status 400, naming a parameter that would change the output or, in strict mode, is unknown.
         """
         unknown = unknown_parameters(body)
         if unknown and self._strict:
@@ -86,10 +86,10 @@ class ParameterPolicy:
 
 
 def unknown_parameters(body: RequestModel) -> list[str]:
-    """Names of the parameters that mean nothing here.
+    """Return the names of unknown parameters.
 
     Raises:
-        APIError: 400, naming a parameter that is known, and would change the output.
+        APIError: status 400, naming a known parameter that is not supported and would change the output.
     """
     unknown: dict[str, None] = {}
     given = dict(body.model_extra or {})
@@ -97,7 +97,7 @@ def unknown_parameters(body: RequestModel) -> list[str]:
     if options is not None:
         for name, value in (options.model_extra or {}).items():
             given[f"stream_options.{name}"] = value
-    # Each message has a say, even one whose field is neutral in another.
+    # Check every message, because the same field can have different values in different messages.
     for name, value in (*given.items(), *_message_fields(body)):
         if value is None or name in _NO_EFFECT:
             continue
@@ -111,16 +111,18 @@ def unknown_parameters(body: RequestModel) -> list[str]:
 
 
 def _message_fields(body: RequestModel) -> Iterator[tuple[str, Any]]:
-    """Undeclared fields of messages and of their content parts, as ``messages.name`` and ``messages.content.name``."""
+    """Yield undeclared fields of messages and their content parts, as ``messages.name`` and
+    ``messages.content.name``.
+    """
     for message in body.messages if isinstance(body, ChatCompletionBody) else ():
         for name, value in (message.model_extra or {}).items():
             yield f"messages.{name}", value
         for part in message.content if isinstance(message.content, list) else ():
-            if part.type == "text":  # others are refused by their type
+            if part.type == "text":  # other types are rejected elsewhere
                 for name, value in (part.model_extra or {}).items():
                     yield f"messages.content.{name}", value
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    # In Python False == 0, but `"logprobs": 0` asks for log probabilities.
+    # In Python, False == 0, but `"logprobs": 0` requests log probabilities and `"logprobs": false` does not.
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -1,4 +1,4 @@
-"""From a request body to a generation: what all generating endpoints check, and what sets one apart."""
+"""Turns a request body into a generation. Contains the checks of all generating endpoints, and their interface."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from metal_engine.server.usage import Usage
 from metal_engine.server.workers import Weight, Workers
 from metal_engine.text.tokenizer import Tokenizer
 
-# Sequences of one request; each takes memory before it runs.
+# Maximum number of sequences of one request. Each takes memory before it runs.
 MAX_SEQUENCES = 2048
-# Log probabilities of prompts in a stream, which are one event, encoded in the event loop: 5 ms.
+# Maximum number of prompt log probabilities in a stream. They are one event, encoded in the event loop in 5 ms.
 MAX_STREAMED_ENTRIES = 1 << 12
-# Token ids of a prompt in a stream, which are part of one event: 10 ms.
+# Maximum number of a prompt's token ids in a stream. One event contains all of them: 10 ms.
 MAX_STREAMED_IDS = 1 << 18
-# Tokens of a text that is counted or truncated: four times the context and some, a million at most.
+# Limits for a text that is only counted or truncated: four times the context plus ``_MORE_TOKENS``, but at most
+# ``MAX_TOKENS`` tokens.
 _MORE_TOKENS = 1 << 16
 MAX_TOKENS = 1 << 20
-# Tokens of all of them: each sequence has a list of its own, of 8 bytes a token.
+# Maximum number of prompt tokens of all sequences. Each sequence has its own list, with 8 bytes for each token.
 MAX_PROMPT_TOKENS = 1 << 22
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
@@ -47,12 +48,12 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The engine as the API presents it: under these names, with this policy about parameters.
+    """A loaded model as the API presents it: its names, and the policy about unknown parameters.
 
     Attributes:
-        names: what it is called; answers carry the first.
-        any_name: whether it answers to every other name, too.
-        adapter: what requests go through besides the model; None: nothing.
+        names: names of the model. Responses contain the first one.
+        any_name: True if the model also serves requests with any other name.
+        adapter: LoRA adapter that requests use; None to use the model alone.
     """
 
     engine: AsyncEngine
@@ -68,21 +69,21 @@ class ServedModel:
 
     @property
     def tokenizer_beyond_context(self) -> Tokenizer:
-        """A tokenizer for texts that may be longer than the model's context, but not by far."""
+        """Tokenizer for texts that may exceed the model's context length, up to a limit."""
         max_model_len = self.engine.config.scheduler.max_model_len
         return self.engine.tokenizer.limited(min(4 * max_model_len + _MORE_TOKENS, max(max_model_len, MAX_TOKENS)))
 
     @property
     def all_names(self) -> list[str]:
-        """What it answers to: its own names, and those of its adapters."""
+        """All names that clients can use: the model's own names and the names of its LoRA adapters."""
         adapters = self.engine.adapters
         return [*self.names, *([] if adapters is None else (adapter.name for adapter in adapters.adapters))]
 
     def resolve(self, model: str | None) -> ServedModel:
-        """Returns what a request's ``model`` names: this, or this with one of its adapters.
+        """Return the model for a request's ``model`` field: this model, with or without a LoRA adapter.
 
         Raises:
-            APIError: a 404, for a model that is neither.
+            APIError: status 404, for an unknown name.
         """
         if model is None or model in self.names:
             return self
@@ -95,81 +96,84 @@ class ServedModel:
 
 
 class Endpoint(ABC, Generic[BodyT]):
-    """What sets a generating endpoint apart from the others, for one request."""
+    """Interface of a generating endpoint. An instance serves one request."""
 
     id_prefix: str
-    """What ids of its answers begin with."""
+    """Prefix of the ids of this endpoint's responses."""
     has_choices = True
-    """Whether its answer has a place for more than one output of a prompt."""
+    """True if the response can contain more than one output for a prompt."""
     stream_media_type = EVENT_STREAM
-    """What a stream of its is; comments keep only event streams alive."""
+    """Media type of a stream. Only event streams get keep-alive comments."""
 
     @abstractmethod
     def tokenize(self, body: BodyT, tokenizer: Tokenizer) -> list[list[int]]:
-        """The prompts' token ids; runs in a thread. Raises APIError for a body that cannot be a prompt."""
+        """Return the token ids of the prompts. Runs in a thread. Raises APIError for a body that cannot be a prompt."""
 
     def echoes(self, body: BodyT, prompts: list[list[int]], tokenizer: Tokenizer) -> list[str] | None:
-        """Each prompt's text, if the answer is to begin with it; runs in a thread."""
+        """Return each prompt's text, if the response must begin with it. Runs in a thread."""
         return None
 
     def predicted(self, body: BodyT, tokenizer: Tokenizer) -> list[int]:
-        """Token ids of the text that the client expects; runs in a thread. Raises APIError if it is too long."""
+        """Return the token ids of the client's predicted output.
+
+        Runs in a thread. Raises APIError if it is too long.
+        """
         return []
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with what the prompt asks of sampling; the same ones if that is nothing.
+        """Return the sampling parameters with the changes that the prompt requires; the same object for no changes.
 
-        Comes after :meth:`tokenize`. Raises ParameterError for what cannot be asked.
+        Called after :meth:`tokenize`. Raises ParameterError for an unsupported combination.
         """
         return params
 
     def reader(self) -> AnswerReader | None:
-        """A reader for one choice's answer; None if answers are plain text. After :meth:`tokenize`."""
+        """Create the parser of one choice's output; None if outputs are plain text. Called after :meth:`tokenize`."""
         return None
 
     @abstractmethod
     def response(self, generation: Generation) -> BaseModel:
-        """The answer to a request that does not stream, once the generation is complete."""
+        """Return the response to a request that does not stream, once the generation is complete."""
 
     def begin(self, generation: Generation) -> bytes:
-        """What a stream begins with, before there is any output."""
+        """Return the first events of a stream, before there is any output."""
         return b""
 
     @abstractmethod
     def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
-        """The events of one output in a stream.
+        """Return the events of one output in a stream.
 
         Args:
-            first: it is the first of its choice.
-            usage: to be told with it, if the client asked for that.
+            first: True for the first output of its choice.
+            usage: usage to include, if the client has requested it.
         """
 
     @abstractmethod
     def end(self, generation: Generation, include_usage: bool) -> bytes:
-        """What a stream ends with when all has gone well."""
+        """Return the last events of a stream that succeeded."""
 
     def error(self, generation: Generation, error: APIError) -> bytes:
-        """What a stream ends with otherwise."""
+        """Return the last events of a stream that failed."""
         return sse(error.body)
 
 
 async def prepare(
     served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, num_bytes: int, request_id: str
 ) -> Generation:
-    """Validate a request for a model and make a generation of it; nothing reaches the engine's queue yet.
+    """Validate a request for a model and create its generation. Does not submit anything to the engine.
 
     Args:
-        num_bytes: what the prompt was made of.
-        request_id: what the answer is called.
+        num_bytes: size of the data that the prompt is made of, in bytes.
+        request_id: id of the response.
 
     Raises:
-        APIError: the request cannot be served; 4xx with the field at fault, or 503 if the engine has ended.
+        APIError: the request cannot be served: 4xx with the field at fault, or 503 if the engine has stopped.
     """
     engine = served.engine
-    served.admission.check(0)  # before any work on it
+    served.admission.check(0)  # before the expensive work
     if engine.error is not None:
         raise engine_dead(engine.error)
-    # Long for a long prompt, for many parameters or for a large grammar, and the event loop serves everybody.
+    # Long prompts, many parameters and large grammars take long, so this work must not block the event loop.
     preparation, weight = _Preparation(served, endpoint, body), Weight.of(num_bytes)
     await served.workers.run(weight, preparation.begin)
     if preparation.needs_grammar:
@@ -208,15 +212,15 @@ def _options(body: GenerationBody, predicted_token_ids: list[int]) -> RequestOpt
 
 
 class _Preparation(Generic[BodyT]):
-    """What is done for a request in threads: :meth:`begin`, and where that says so :meth:`compile` and :meth:`finish`.
+    """Work for a request in threads: :meth:`begin`, and with a grammar also :meth:`compile` and :meth:`finish`.
 
-    Compiling is apart, because many may wait for it at once; work on prompts is for few threads.
+    Compiling is a separate step because it has many threads, while only few threads work on prompts.
 
     Attributes:
-        needs_grammar: whether there is a grammar to compile; known after :meth:`begin`.
-        predicted_token_ids: what the client expects, where tokens are proposed; known after :meth:`begin`.
-        requests: one for each prompt, in the end.
-        echoes: the prompts' texts if they are wanted back, in the end.
+        needs_grammar: True if there is a grammar to compile. Valid after :meth:`begin`.
+        predicted_token_ids: predicted output of the client, if speculation is enabled. Valid after :meth:`begin`.
+        requests: one prepared request for each prompt. Valid at the end.
+        echoes: texts of the prompts, if the client wants them back. Valid at the end.
     """
 
     def __init__(self, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -> None:
@@ -224,9 +228,9 @@ class _Preparation(Generic[BodyT]):
         self._endpoint = endpoint
         self._body = body
         self._prompts: list[list[int]] = []
-        self._params: SamplingParams  # from `begin` on
+        self._params: SamplingParams  # set in `begin`
         self._rules: TokenRules | None = None
-        self._is_forced = False  # the grammar is that of tool calls
+        self._is_forced = False  # True if the grammar is the grammar of tool calls
         self.needs_grammar = False
         self.predicted_token_ids: list[int] = []
         self.requests: list[PreparedRequest] = []
@@ -234,7 +238,7 @@ class _Preparation(Generic[BodyT]):
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Within it, an error is told by the name that the body has for what is at fault."""
+        """Within this context, convert errors to an APIError that uses the body's name of the field at fault."""
         body = self._body
         try:
             yield
@@ -249,7 +253,7 @@ class _Preparation(Generic[BodyT]):
             raise invalid(str(error), param=body.prompt_field) from error
 
     def begin(self) -> None:
-        """Judge the parameters and tokenize the prompts; all there is to do, if there is no grammar."""
+        """Check the parameters and tokenize the prompts. Without a grammar, also finish the preparation."""
         served, endpoint, body = self._served, self._endpoint, self._body
         config = served.engine.config
         served.parameters.check(body)
@@ -266,8 +270,8 @@ class _Preparation(Generic[BodyT]):
         if config.scheduler.speculative is not None:
             self.predicted_token_ids = endpoint.predicted(body, tokenizer)
         if len(self._prompts) * params.n > MAX_SEQUENCES:
-            raise invalid(f"n times the number of prompts may be {MAX_SEQUENCES} at most", param="n")
-        self._is_forced = True  # what fails in `adjust` is what tool calls ask for
+            raise invalid(f"n times the number of prompts must be at most {MAX_SEQUENCES}", param="n")
+        self._is_forced = True  # an error in `adjust` is caused by tool calls
         with self._told():
             self._params = endpoint.adjust(params)
         self._is_forced = self._params.structured_outputs is not params.structured_outputs
@@ -281,7 +285,7 @@ class _Preparation(Generic[BodyT]):
             self._rules = self._served.engine.rules_for(self._params)
 
     def finish(self) -> None:
-        """Make the requests."""
+        """Create the prepared requests."""
         body, params, engine = self._body, self._params, self._served.engine
         with self._told():
             salt, adapter = body.cache_salt or "", self._served.adapter
@@ -289,12 +293,14 @@ class _Preparation(Generic[BodyT]):
         prompts = [request.prompt_token_ids for request in self.requests]
         num_tokens = sum(map(len, prompts)) * params.n
         if num_tokens > MAX_PROMPT_TOKENS:
-            raise invalid(f"n times the tokens of the prompts may be {MAX_PROMPT_TOKENS} at most", param="n")
+            raise invalid(f"n times the tokens of the prompts must be at most {MAX_PROMPT_TOKENS}", param="n")
         num_prompt_entries = num_entries(num_tokens, params.prompt_logprobs)
         limit = MAX_STREAMED_ENTRIES if body.stream else MAX_LOGPROB_ENTRIES
         if num_prompt_entries > limit:
             field = body.logprobs_field if body.prompt_logprobs is None else "prompt_logprobs"
-            raise invalid(f" of the prompts are {num_prompt_entries}, and may be {limit} at most", where=field)
+            raise invalid(
+                f": the prompts would have {num_prompt_entries} log probabilities; the limit is {limit}", where=field
+            )
         if body.return_token_ids and body.stream and max(map(len, prompts)) > MAX_STREAMED_IDS:
             raise invalid(
                 f" cannot be streamed for a prompt of more than {MAX_STREAMED_IDS} tokens", where="return_token_ids"

@@ -1,4 +1,4 @@
-"""From a request body to sampling parameters."""
+"""Converts a request body to sampling parameters."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from metal_engine.sampling_params import PARAMETER_NAMES, SamplingParams, Struct
 from metal_engine.server.errors import APIError, invalid
 from metal_engine.server.protocol import ChatCompletionBody, GenerationBody
 
-# Not copied from the body field for field.
+# Parameters that are not copied from fields of the same name.
 _MADE_HERE = {"max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}
 _COPIED = tuple(name for name in PARAMETER_NAMES if name not in _MADE_HERE)
 
 
 def sampling_params(body: GenerationBody, defaults: Mapping[str, Any]) -> SamplingParams:
-    """What the body asks for; ``defaults`` for parameters that it does not mention.
+    """Return the sampling parameters of the body. ``defaults`` has the values of parameters that the body omits.
 
     Raises:
-        APIError: 400, naming the parameter at fault.
+        APIError: status 400, naming the parameter at fault.
     """
     given = {name: value for name in _COPIED if (value := getattr(body, name, None)) is not None}
     given["max_tokens"] = body.token_limit
@@ -37,10 +37,10 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, Any]) -> Sampli
 
 
 def parameter_error(error: ParameterError, body: GenerationBody, *, is_forced: bool = False) -> APIError:
-    """What to tell the client about a parameter, by the name that it has in the body.
+    """Return the error for the client about a parameter, with the name that the body uses for it.
 
     Args:
-        is_forced: the structured output is that of tool calls.
+        is_forced: True if the structured output is the grammar of tool calls.
     """
     if error.name == "prompt":
         return invalid(f" {error.message}", where=body.prompt_field)

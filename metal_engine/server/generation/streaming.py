@@ -1,4 +1,4 @@
-"""Server-sent events, and work that ends when its client leaves."""
+"""Server-sent events, and cancellation of work whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ T = TypeVar("T")
 
 EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
-# A comment: clients pass over it, and proxies see that the connection lives.
+# A comment: clients ignore it, and it shows proxies that the connection is alive.
 KEEP_ALIVE = b": keep-alive\n\n"
 
 _encode = json.encoder.encode_basestring_ascii
 
 
 def sse(event: BaseModel) -> bytes:
-    """One event."""
-    # ASCII only: some clients end a line at U+2028, U+0085 and the like.
+    """Encode one event."""
+    # ASCII only: some clients end a line at U+2028, U+0085 and similar characters.
     return b"data: " + event.model_dump_json(ensure_ascii=True).encode("ascii") + b"\n\n"
 
 
 def named_sse(event: Mapping[str, Any]) -> bytes:
-    """One event that has its ``type`` as its name too."""
+    """Encode one event whose name is its ``type``."""
     return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n".encode("ascii")
 
 
 class ChunkTemplate:
-    """An event that is sent once for each token, all of it but the text serialized beforehand.
+    """Event that is sent once for each token. Everything but the text is serialized in advance.
 
     Args:
-        event: the event with :attr:`TEXT` where the text goes.
+        event: event with :attr:`TEXT` as the placeholder of the text.
     """
 
-    TEXT = "\u241f text \u241f"  # no JSON has it otherwise
+    TEXT = "\u241f text \u241f"  # does not occur elsewhere in the event
 
     def __init__(self, event: BaseModel) -> None:
         before, _, after = sse(event).decode("ascii").partition(_encode(self.TEXT))
@@ -49,18 +49,18 @@ class ChunkTemplate:
         self._before, self._after = before, after
 
     def fill(self, text: str) -> bytes:
-        """The event with this text."""
+        """Return the event with this text."""
         return (self._before + _encode(text) + self._after).encode("ascii")
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Run ``work`` to its end, or cancel it as soon as the client disconnects.
 
-    The request's body must have been read, so that a disconnect is the next thing to receive. No task is left
-    behind, however this ends.
+    The request's body must have been read, so that a disconnect is the next message. All tasks have ended when this
+    function returns or raises.
 
     Raises:
-        ClientDisconnect: the client left first.
+        ClientDisconnect: the client disconnected before the end of ``work``.
     """
     worker = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
@@ -81,20 +81,21 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStreamResponse(Response):
-    """Sends events as they come; closes their generator when the client leaves, even between two events.
+    """Response that sends events as they arrive, and closes their generator when the client disconnects.
 
-    Starlette's own response leaves the generator suspended when a write is interrupted, and with newer ASGI
-    servers notices a disconnect only at the next write: too late for a request that waits in a queue.
+    It also detects a disconnect between two events. Starlette's own response leaves the generator suspended when a
+    write is interrupted. With newer ASGI servers, it detects a disconnect only at the next write, which is too late for
+    a request that waits in a queue.
 
     Args:
-        keep_alive: seconds without an event after which a comment is sent; 0 for never.
-        media_type: what it sends; only event streams have comments.
+        keep_alive: seconds without an event after which a comment is sent; 0 for no comments.
+        media_type: media type of the stream. Only event streams get comments.
     """
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], *, keep_alive: float = 0.0, media_type: str = EVENT_STREAM
     ) -> None:
-        # Without a body: `Response` would announce its length.
+        # Without a body: `Response` would send a Content-Length.
         self.status_code = 200
         self.media_type = media_type
         self.background = None
@@ -110,7 +111,7 @@ class EventStreamResponse(Response):
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self.events) as events:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            # Looks now and then, so that tokens need not reset a timer each.
+            # A periodic check, so that an event does not have to reset a timer.
             keeper = asyncio.ensure_future(self._send_comments(send)) if self._keep_alive else None
             try:
                 async for data in events:

@@ -1,4 +1,4 @@
-"""What a request must pass before a route sees it: the API key, the size of its body, a place among connections."""
+"""Checks before a request reaches a route: the API key, the size of its body, and the type of its connection."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from metal_engine.server.errors import APIError, error_response
 from metal_engine.server.page.files import is_open
 from metal_engine.server.status.routes import WITHOUT_KEY
 
-# Open without a key: probes and load balancers have none.
+# Paths that need no key, because probes and load balancers have none.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 _NO_KEY = "No API key provided; send it as `Authorization: Bearer KEY`"
 _WRONG_KEY = "Incorrect API key provided"
 
 
 def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
-    """``app`` for those only who send one of the keys, as ``Authorization: Bearer`` or as ``x-api-key``."""
-    # Digests have one length, so that comparing them tells nothing about the keys'.
+    """Wrap ``app``: require one of the keys, as ``Authorization: Bearer`` or as ``x-api-key``."""
+    # Digests have the same length, so the time of a comparison does not reveal the length of a key.
     wanted = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,9 +34,9 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
         sent = Headers(scope=scope)
         scheme, _, given = sent.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            given = sent.get("x-api-key", "")  # Anthropic's clients
+            given = sent.get("x-api-key", "")  # header of Anthropic's clients
         digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).digest()
-        # Every key is compared, so that the time tells nothing about which one it is either.
+        # All keys are compared, so that the time does not reveal which key matched.
         has_key = sum([hmac.compare_digest(digest, one) for one in wanted]) > 0
         if has_key or scope["path"] in OPEN_PATHS or is_open(scope):
             scope[WITHOUT_KEY] = not has_key
@@ -50,7 +50,7 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
 
 
 def only_probes_if_spare(app: ASGIApp) -> ASGIApp:
-    """Return ``app`` with a limit: a connection beyond the setting ``max_connections`` may only send probes."""
+    """Wrap ``app``: reject requests over a spare connection, except probes."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get(IS_SPARE) and scope["path"] not in OPEN_PATHS:
@@ -64,9 +64,9 @@ def only_probes_if_spare(app: ASGIApp) -> ASGIApp:
 
 
 def limit_body(app: ASGIApp, max_bytes: int, read_seconds: float) -> ASGIApp:
-    """``app`` without bodies of more than ``max_bytes``: they are a 413, and never in memory.
+    """Wrap ``app``: reject bodies of more than ``max_bytes`` with status 413, without keeping them in memory.
 
-    A body that pauses for more than ``read_seconds`` is a 408.
+    A body that pauses for more than ``read_seconds`` gets status 408.
     """
 
     async def limited(scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +79,8 @@ def limit_body(app: ASGIApp, max_bytes: int, read_seconds: float) -> ASGIApp:
             error = error_response(_too_large(max_bytes), scope)
             await send({"type": "http.response.start", "status": 413, "headers": error.raw_headers})
             await send({"type": "http.response.body", "body": bytes(error.body), "more_body": True})
-            if "expect" not in headers:  # such a client waits for the answer before it sends anything
+            # with an Expect header, the client waits for the response before it sends the body
+            if "expect" not in headers:
                 await _discard(receive, read_seconds)
             await send({"type": "http.response.body", "body": b""})
             return
@@ -88,7 +89,7 @@ def limit_body(app: ASGIApp, max_bytes: int, read_seconds: float) -> ASGIApp:
 
         async def counting() -> Message:
             nonlocal num_bytes, is_whole
-            if is_whole:  # what comes is that the client has left, whenever that may be
+            if is_whole:  # the next message is the disconnect, which may come much later
                 return await receive()
             try:
                 async with asyncio.timeout(read_seconds):
@@ -97,7 +98,7 @@ def limit_body(app: ASGIApp, max_bytes: int, read_seconds: float) -> ASGIApp:
                 raise _too_slow(read_seconds) from error
             is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
-            if num_bytes > max_bytes:  # a body of unannounced length
+            if num_bytes > max_bytes:  # a body without Content-Length
                 if message.get("more_body", False):
                     await _discard(receive, read_seconds)
                 raise _too_large(max_bytes)
@@ -119,8 +120,10 @@ def _too_slow(read_seconds: float) -> APIError:
 
 
 async def _discard(receive: Receive, seconds: float) -> None:
-    """Read the rest of a body into nothing, for a while. Closing at once would reset the connection, and lose the
-    answer."""
+    """Read and discard the rest of a body, for a limited time.
+
+    Closing at once would reset the connection and lose the response.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while (await receive()).get("more_body", False):

@@ -1,4 +1,4 @@
-"""Which names a server without a key answers to: a web page must not reach it under a name of the page's own."""
+"""Host names that a server without a key accepts, so that web pages cannot reach it under a name of their own."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from metal_engine.server.errors import APIError, error_response
 from metal_engine.settings.args import ServerArgs
 
 ANY = "*"
-# Names by which containers know the machine they run on. No public name server can have them.
+# Names for the host machine inside containers. Public name servers cannot serve these names.
 _OF_CONTAINERS = ("host.docker.internal", "host.containers.internal")
 
 
 def checks_hosts(args: ServerArgs) -> bool:
-    """Whether the name in a request's ``Host`` matters.
+    """Return True if the server must check the ``Host`` header of requests.
 
-    A page whose name has come to mean this machine (DNS rebinding) has no key, cannot have a certificate for its name,
-    and cannot open a unix socket.
+    The check stops DNS rebinding: a web page makes its own host name resolve to this machine.
+    With a key or TLS, or on a unix socket, the check is not needed: the page lacks the key, a certificate for its name,
+    or access to the socket.
     """
     if args.allowed_hosts:
         return ANY not in args.allowed_hosts
@@ -29,9 +30,9 @@ def checks_hosts(args: ServerArgs) -> bool:
 
 
 def allow_hosts(app: ASGIApp, args: ServerArgs) -> ASGIApp:
-    """``app`` for requests whose ``Host`` is an address, a loopback name, ``--host``, this machine or allowed.
+    """Wrap ``app``: accept a ``Host`` that is an address, a loopback name, ``--host``, this machine or allowed.
 
-    Requests without a ``Host`` pass: no browser sends one.
+    Requests without a ``Host`` pass, because browsers always send one.
     """
     known = _known_names(args)
 
@@ -60,7 +61,7 @@ def _known_names(args: ServerArgs) -> frozenset[str]:
 
 def _is_allowed(host: str, known: frozenset[str]) -> bool:
     name = _without_port(host).lower().rstrip(".")
-    # An address means the same machine for whoever uses it, so a page cannot make it mean another.
+    # An address means the same machine for every client, so a web page cannot redirect it.
     return name in known or name.endswith(".localhost") or _is_address(name)
 
 

@@ -1,4 +1,4 @@
-"""Watching requests from outside the application: an id for each, a line in the log, a count of those turned away."""
+"""Observes all requests: assigns an id to each, writes a log line, and counts rejected requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from metal_engine.server.status.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
-# What an id may look like that a client gives: anything else could forge lines in a log.
+# Format of an id from a client. Other characters could forge log lines.
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 def observe(app: ASGIApp, metrics: ServerMetrics) -> ASGIApp:
-    """``app``, with ``X-Request-Id`` on every answer (the client's own if it sent one), and a log line for each."""
+    """Wrap ``app``: add ``X-Request-Id`` to each response, and write a log line for each request.
+
+    The id is the client's own ``X-Request-Id``, if it is valid.
+    """
 
     async def observed(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,7 +62,7 @@ def _log(scope: Scope, status: int, seconds: float, facts: dict[str, Any]) -> No
     if not logger.isEnabledFor(level):
         return
     known = {name: value for name, value in facts.items() if name != "request_id"}
-    # A path is the client's text: as `repr` it stays on one line.
+    # The client chooses the path. `repr` keeps it on one line.
     path = repr(scope["path"])[1:-1]
     rest = "".join(f" {name}={value}" for name, value in known.items())
     logger.log(

@@ -1,7 +1,7 @@
-"""Refuses requests that a web page of another origin has a browser send, where they could have an effect.
+"""Rejects requests from web pages of other origins that could have an effect.
 
-Such a page cannot read the response. But a browser sends some requests without asking the server first: pictures, forms
-and scripts. Browsers mark them in ``Sec-Fetch-Site``, which no page can change.
+Such a page cannot read the response. However, a browser sends some requests without a CORS preflight: pictures, forms
+and scripts. Browsers mark these requests with ``Sec-Fetch-Site``, which pages cannot change.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from metal_engine.server.errors import APIError, error_response
 from metal_engine.settings.args import ServerArgs
 
-# Every origin, in --allowed-origins.
+# In --allowed-origins: every origin.
 ANY = "*"
 # Header of all requests of the server's own page. A page of another origin cannot send it without a CORS preflight.
 FROM_OWN_PAGE = "x-metal-engine-page"
-# Methods without an effect, except on the paths that `own_origins_only` is given.
+# Methods without an effect, except on the paths in `guarded_paths`.
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
-# The page itself, and what the user typed into the address bar.
+# Requests of the page itself, and of addresses that the user typed.
 _OWN_SITES = frozenset({"same-origin", "none"})
 
 
 def own_origins_only(app: ASGIApp, args: ServerArgs, guarded_paths: Collection[str]) -> ASGIApp:
-    """``app``, without the requests of other origins' pages that could have an effect.
+    """Wrap ``app``: reject requests from pages of other origins that could have an effect.
 
     Args:
-        args: its ``allowed_origins`` may send everything.
+        args: server settings. Origins in ``allowed_origins`` may send all requests.
         guarded_paths: paths whose GET has an effect.
     """
 
@@ -44,15 +44,15 @@ def own_origins_only(app: ASGIApp, args: ServerArgs, guarded_paths: Collection[s
 
 
 def _is_own(scope: Scope, allowed: Collection[str], is_read: bool) -> bool:
-    """Return True unless a page of an origin that is not allowed has a browser send this request."""
+    """Return True unless the request comes from a web page of an origin that is not allowed."""
     headers = Headers(scope=scope)
     if ANY in allowed or headers.get("origin") in allowed:
         return True
     site = headers.get("sec-fetch-site")
     if site is not None:
         return site in _OWN_SITES
-    # Without TLS, browsers send Sec-Fetch-Site to this machine only. From elsewhere the page's own header has to show
-    # that a read is the page's. Writes have a body, which must be JSON: other origins cannot send that.
+    # Without TLS, browsers send Sec-Fetch-Site only to localhost. Over a network, a read must have the page's own
+    # header. Writes have a body, which must be JSON, and pages of other origins cannot send JSON.
     is_browser = headers.get("user-agent", "").startswith("Mozilla/")
     return not (is_read and is_browser) or FROM_OWN_PAGE in headers
 

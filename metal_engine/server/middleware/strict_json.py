@@ -1,4 +1,4 @@
-"""Reading JSON bodies: what Python's parser lets through and a server must not, and what is too large for the loop."""
+"""Reads JSON bodies. Rejects values that Python's parser accepts wrongly, and parses large bodies in a thread."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from metal_engine.server.errors import APIError, invalid, validated
 from metal_engine.server.generation.streaming import cancel_on_disconnect
 from metal_engine.server.workers import Weight, Workers
 
-# nginx's status for a client that left; nobody receives it, but access logs show it.
+# Status that nginx uses for a client that disconnected. No client receives it, but access logs show it.
 CLIENT_CLOSED_REQUEST = 499
 
 
 def loads(body: bytes) -> Any:
-    """The value of a JSON text; for a large one (:func:`large_bodies.is_large`), to be called in a thread.
+    """Parse a JSON text. Call it in a thread for a large text (:func:`large_bodies.is_large`).
 
     Raises:
-        json.JSONDecodeError: it is no JSON.
-        APIError: 400, for NaN and Infinity, text that is not Unicode, numbers of thousands of digits, nesting
-            beyond what the parser can hold, and more arrays and objects than any request needs.
+        json.JSONDecodeError: the text is not valid JSON.
+        APIError: status 400, for NaN and Infinity, text that is not valid Unicode, numbers of thousands of digits,
+            nesting too deep for the parser, or more arrays and objects than any request needs.
     """
     parse = large_bodies.loads if large_bodies.is_large(body) else json.loads
     try:
@@ -42,7 +42,7 @@ def loads(body: bytes) -> Any:
         raise _bad("has text that is not valid Unicode") from error
     except json.JSONDecodeError:
         raise
-    except ValueError as error:  # Python converts no more than 4,300 digits
+    except ValueError as error:  # Python converts at most 4,300 digits
         raise _bad("has a number with too many digits") from error
     return value
 
@@ -52,14 +52,14 @@ def _bad(problem: str) -> APIError:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise _bad(f"is not valid JSON: {name} is no JSON number")
+    raise _bad(f"is not valid JSON: {name} is not a JSON number")
 
 
 def _typed(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """A request to Ollama's API with a JSON type, whatever it has: Ollama asks for none, LiteLLM sends none, and
-    ``curl -d`` a form's.
+    """Return the scope with the content type of JSON, if the request is for Ollama's API.
 
-    A browser can send a body of no type, or a form's, across origins, but not without its ``Origin``.
+    Ollama requires no content type: LiteLLM sends none, and ``curl -d`` sends the type of a form. A browser can send
+    such bodies across origins, but it then sends an ``Origin`` header. Requests with that header are not changed.
     """
     if not scope["path"].startswith("/api/") or any(name == b"origin" for name, _ in scope["headers"]):
         return scope
@@ -68,10 +68,10 @@ def _typed(scope: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
 
 
 class _StrictRequest(Request):
-    """A request that reads its body with :func:`loads`.
+    """Request that reads its body with :func:`loads`.
 
     Args:
-        model: what the body must be. FastAPI would validate it in the event loop, so it is made one before.
+        model: model of the body. Validates the body here, because FastAPI would do it in the event loop.
     """
 
     def __init__(self, request: Request, model: type[BaseModel] | None) -> None:
@@ -80,7 +80,7 @@ class _StrictRequest(Request):
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
-            # Grows as pieces come: joined in the end, they would be there twice, and the join would hold the loop.
+            # Grows as pieces arrive. Joining them at the end would need twice the memory and block the event loop.
             body = bytearray()
             async with aclosing(self.stream()) as stream:
                 async for piece in stream:
@@ -104,7 +104,7 @@ class _StrictRequest(Request):
 
 
 class StrictJSONRoute(APIRoute):
-    """A route that reads its body with :func:`loads`, and ends when the client leaves before there is an answer."""
+    """Route that reads its body with :func:`loads`, and is cancelled if the client disconnects before the response."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -114,7 +114,7 @@ class StrictJSONRoute(APIRoute):
         async def strict(request: Request) -> Response:
             strict_request = _StrictRequest(request, model)
             try:
-                await strict_request.body()  # after which there is nothing to receive but that the client has left
+                await strict_request.body()  # afterwards, the only possible message is a disconnect
                 return await cancel_on_disconnect(strict_request.receive, handler(strict_request))
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)

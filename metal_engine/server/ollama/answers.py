@@ -1,4 +1,7 @@
-"""Ollama's answers: one JSON object, or a line of JSON for each piece (NDJSON), the last one with the counts."""
+"""Responses of Ollama's API: one JSON object, or a line of JSON for each piece (NDJSON).
+
+The last line has the counts.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,14 @@ NDJSON = "application/x-ndjson"
 
 
 def timestamp(seconds: float) -> str:
-    """A time of :func:`time.time`, as Ollama writes it."""
+    """Format a time of :func:`time.time` as Ollama does."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 class Pieces:
-    """Turns one answer's deltas into pieces: what answers and lines are made of.
+    """Converts the deltas of one output into pieces, which responses and lines consist of.
 
-    A call is told when it is whole: its arguments are an object then. One that was cut off is not told.
+    A tool call becomes a piece when it is complete, because its arguments are an object. Incomplete calls are dropped.
     """
 
     def __init__(self) -> None:
@@ -46,7 +49,7 @@ class Pieces:
         self._num_calls = 0
 
     def add(self, deltas: list[AnswerDelta]) -> list[AnswerMessage]:
-        """Takes deltas; returns the pieces that they complete."""
+        """Add deltas. Return the pieces that they complete."""
         pieces: list[AnswerMessage] = []
         for delta in deltas:
             if isinstance(delta, ArgumentsDelta):
@@ -62,7 +65,7 @@ class Pieces:
         return pieces
 
     def close(self) -> list[AnswerMessage]:
-        """The call that is open, if it is whole."""
+        """End the open call. Return its piece if the call is complete."""
         start, text = self._open, "".join(self._arguments)
         self._open, self._arguments = None, []
         if start is None:
@@ -79,7 +82,7 @@ class Pieces:
 
 
 def merged(pieces: list[AnswerMessage]) -> AnswerMessage:
-    """All pieces of an answer as one."""
+    """Merge all pieces of a response into one."""
     calls = [call for piece in pieces for call in piece.tool_calls or ()]
     return AnswerMessage(
         content="".join(piece.content for piece in pieces),
@@ -89,10 +92,10 @@ def merged(pieces: list[AnswerMessage]) -> AnswerMessage:
 
 
 class OllamaEndpoint(Endpoint[BodyT]):
-    """How an answer is told; its subclasses say in which shape, and what the prompt is.
+    """Base class of Ollama's generating endpoints. Subclasses define the shape of the response, and the prompt.
 
     Attributes:
-        name: what the client calls the model.
+        name: client's name of the model.
     """
 
     id_prefix = "ollama"
@@ -106,11 +109,11 @@ class OllamaEndpoint(Endpoint[BodyT]):
         self._pieces = Pieces()
 
     def _answer(self, piece: AnswerMessage, **fields: Any) -> OllamaAnswer:
-        """A piece in the endpoint's shape."""
+        """Return a piece in the shape of this endpoint."""
         raise NotImplementedError
 
     def _read(self, text: str, deltas: list[AnswerDelta]) -> list[AnswerMessage]:
-        """The pieces of more of the answer."""
+        """Return the pieces of the next part of the output."""
         return self._pieces.add(deltas)
 
     def response(self, generation: Generation) -> BaseModel:
@@ -137,7 +140,10 @@ class OllamaEndpoint(Endpoint[BodyT]):
         return {"model": self.name, "created_at": timestamp(time.time())}
 
     def _last(self, generation: Generation, choice: Choice) -> dict[str, Any]:
-        """What the last line tells. The time until the first token is the prompt's, waiting included."""
+        """Return the fields of the last line.
+
+        The prompt's duration is the time until the first token, including waiting.
+        """
         end = time.monotonic()
         first = generation.first_output_time or end
         usage = generation.usage
@@ -167,7 +173,7 @@ class OllamaChat(OllamaEndpoint, Conversation):
 
 
 class OllamaGenerate(OllamaChat):
-    """``/api/generate`` with a prompt that the chat template is put around."""
+    """``/api/generate`` with a prompt that the chat template formats."""
 
     def _answer(self, piece: AnswerMessage, **fields: Any) -> OllamaAnswer:
         return GenerateAnswer(**self._head(), response=piece.content, thinking=piece.thinking, **fields)
@@ -192,5 +198,5 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _encode(line: BaseModel) -> bytes:
-    # ASCII only: some clients end a line at U+2028, U+0085 and the like.
+    # ASCII only: some clients end a line at U+2028, U+0085 and similar characters.
     return line.model_dump_json(ensure_ascii=True).encode("ascii") + b"\n"

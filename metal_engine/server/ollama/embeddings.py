@@ -1,4 +1,4 @@
-"""Ollama's ``/api/embed``, and ``/api/embeddings``, which it had before."""
+"""Ollama's ``/api/embed``, and its older route ``/api/embeddings``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metal_engine.server.workers import Weight
 
 
 async def create_embed(served: ServedModel, body: OllamaEmbedBody, name: str, num_bytes: int) -> bytes:
-    """The answer to ``/api/embed`` as JSON; ``name`` is what the client calls the model.
+    """Return the response of ``/api/embed`` as JSON. ``name`` is the client's name of the model.
 
     Raises:
         APIError: the inputs cannot be embedded.
@@ -32,7 +32,7 @@ async def create_embed(served: ServedModel, body: OllamaEmbedBody, name: str, nu
 
 
 async def create_embedding(served: ServedModel, body: OllamaEmbeddingsBody, num_bytes: int) -> bytes:
-    """The answer to ``/api/embeddings`` as JSON. Raises as :func:`create_embed`."""
+    """Return the response of ``/api/embeddings`` as JSON. Raises as :func:`create_embed`."""
     inputs = [] if body.prompt is None else [body.prompt]
     vectors, _ = await _vectors(served, body, inputs, "prompt", num_bytes)
     parts = JSONParts()
@@ -42,7 +42,10 @@ async def create_embedding(served: ServedModel, body: OllamaEmbeddingsBody, num_
 async def _vectors(
     served: ServedModel, body: OllamaEmbedBody | OllamaEmbeddingsBody, inputs: list[str], field: str, num_bytes: int
 ) -> tuple[list[bytes], int]:
-    """The vectors as JSON, and how many tokens there were; none of nothing, by which clients ask for a model alone."""
+    """Return the vectors as JSON, and the number of tokens.
+
+    Empty inputs have no vectors. Clients send them only to load a model.
+    """
     await served.workers.run_if_large(num_bytes, served.parameters.check, body)
     if inputs in ([], [""]):
         return [], 0

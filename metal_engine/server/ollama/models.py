@@ -1,4 +1,4 @@
-"""What Ollama's clients are told of the model."""
+"""Descriptions of the models for Ollama's clients."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from metal_engine.server.ollama.protocol import ListedModel, ModelDetails, Runni
 from metal_engine.server.ollama.requests import can_think
 
 LATEST = ":latest"
-# A model stays loaded, unless another needs the room.
+# Expiry time of a loaded model: it stays loaded unless another model needs its memory.
 _NEVER = "9999-12-31T23:59:59Z"
-# Of a model that is not loaded.
+# Details of a model that is not loaded.
 _UNKNOWN = ModelDetails(family="", families=[], parameter_size="", quantization_level="")
 
 
 def own_name(names: Sequence[str], name: str) -> str:
-    """The name by which the server knows the model: Ollama's clients add ``:latest`` to names without a tag."""
+    """Return the server's name of the model. Ollama's clients add ``:latest`` to names without a tag."""
     return name if name in names else name.removesuffix(LATEST)
 
 
 def tagged(name: str) -> str:
-    """A name as Ollama lists it: with a tag."""
+    """Return a name as Ollama lists it, with a tag."""
     return name if ":" in name.rpartition("/")[2] else name + LATEST
 
 
@@ -41,7 +41,7 @@ def details(served: ServedModel) -> ModelDetails:
 
 
 def listed(models: Models, started_at: str) -> list[ListedModel]:
-    """Every model by each of its names, and its adapters. Of those that are not loaded nothing else is known."""
+    """List every name of every model and LoRA adapter. For models that are not loaded, only the names are known."""
     loaded = {name: served for served in models.loaded for name in served.all_names}
     return [_listed(name, loaded.get(name), started_at) for name in models.all_names]
 
@@ -59,7 +59,7 @@ def _listed(name: str, served: ServedModel | None, started_at: str) -> ListedMod
 
 
 def running(models: Models, started_at: str) -> list[RunningModel]:
-    """Those that are loaded."""
+    """List the loaded models."""
     found = []
     for served in models.loaded:
         config = served.engine.config
@@ -77,7 +77,7 @@ def running(models: Models, started_at: str) -> list[RunningModel]:
 
 
 def shown(models: Models, name: str, started_at: str) -> Shown:
-    """A model's details; it is not loaded for them."""
+    """Return a model's details. Does not load the model."""
     served = models.find_loaded(name)
     if served is None:
         return Shown(
@@ -122,7 +122,7 @@ def _capabilities(served: ServedModel) -> list[str]:
 
 
 def _takes_tools(served: ServedModel) -> bool:
-    """Whether a chat with tools would be served."""
+    """Return True if the server accepts a chat with tools for this model."""
     try:
         plan_tools(
             [{"type": "function", "function": {"name": "any"}}],
@@ -137,7 +137,7 @@ def _takes_tools(served: ServedModel) -> bool:
 
 
 def _size(num_params: int) -> str:
-    """``134515008`` -> ``134.52M``."""
+    """Format a number of parameters: ``134515008`` -> ``134.52M``."""
     for unit, divisor in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if num_params >= divisor:
             return f"{num_params / divisor:.{1 if unit == 'B' else 2}f}{unit}"
@@ -145,6 +145,6 @@ def _size(num_params: int) -> str:
 
 
 def _level(num_bytes: int, num_params: int, dtype: str) -> str:
-    """The dtype as Ollama writes it; of quantized weights, the bits of each."""
+    """Return Ollama's name of the dtype. For quantized weights, it consists of the bits of each weight."""
     bits = 8 * num_bytes // max(num_params, 1)
     return f"Q{bits}" if 0 < bits < 16 else {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype, dtype)

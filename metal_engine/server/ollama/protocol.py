@@ -1,4 +1,4 @@
-"""Ollama's API: its bodies and its answers. Names and meanings are Ollama's, durations are in nanoseconds."""
+"""Request and response bodies of Ollama's API, with Ollama's names and meanings. Durations are in nanoseconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OllamaFunction(RequestModel):
 
 
 class OllamaToolCall(RequestModel):
-    """A call of a tool; ``arguments`` are an object, not text."""
+    """A tool call. ``arguments`` is an object, not text."""
 
     id: str | None = None
     function: OllamaFunction
@@ -36,7 +36,7 @@ class OllamaMessage(RequestModel):
 
 
 class OllamaBody(RequestModel):
-    """What chats and generations have in common. ``keep_alive`` has no effect: the model stays loaded."""
+    """Fields that ``/api/chat`` and ``/api/generate`` share. ``keep_alive`` has no effect: the model stays loaded."""
 
     model: str | None = None
     stream: bool | None = None
@@ -49,19 +49,19 @@ class OllamaBody(RequestModel):
 
     @property
     def streams(self) -> bool:
-        """Whether the answer comes line by line, as it does unless the client says otherwise."""
+        """True if the response is sent line by line, which is the default."""
         return self.stream is not False
 
 
 class OllamaChatBody(OllamaBody):
-    """``POST /api/chat``; without messages it asks whether the model is loaded."""
+    """``POST /api/chat``. A request without messages only loads the model."""
 
     messages: LongList[OllamaMessage] | None = None
     tools: LongList[dict[str, Any]] | None = None
 
 
 class OllamaGenerateBody(OllamaBody):
-    """``POST /api/generate``; without a prompt it asks whether the model is loaded."""
+    """``POST /api/generate``. A request without a prompt only loads the model."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -73,7 +73,7 @@ class OllamaGenerateBody(OllamaBody):
 
 
 class OllamaEmbedBody(RequestModel):
-    """``POST /api/embed``. Nothing is cut off: ``truncate`` has no effect, nor have ``options`` and ``keep_alive``."""
+    """``POST /api/embed``. ``truncate``, ``options`` and ``keep_alive`` have no effect: inputs are never truncated."""
 
     model: str | None = None
     input: str | LongList[str] | None = None
@@ -84,7 +84,7 @@ class OllamaEmbedBody(RequestModel):
 
 
 class OllamaEmbeddingsBody(RequestModel):
-    """``POST /api/embeddings``, which older clients use: one prompt."""
+    """``POST /api/embeddings``: one prompt, for older clients."""
 
     model: str | None = None
     prompt: str | None = None
@@ -93,7 +93,7 @@ class OllamaEmbeddingsBody(RequestModel):
 
 
 class OllamaShowBody(RequestModel):
-    """``POST /api/show``; older clients call the model ``name``."""
+    """``POST /api/show``. Older clients send the model as ``name``."""
 
     model: str | None = None
     name: str | None = None
@@ -110,7 +110,7 @@ Absent = Field(default=None, exclude_if=_is_none)
 
 
 class OllamaAnswer(BaseModel):
-    """A whole answer, or a line of one. Counts, durations and ``done_reason`` come with the last line."""
+    """Full response, or one line of it. Only the last line has counts, durations and ``done_reason``."""
 
     model: str
     created_at: str
@@ -143,20 +143,20 @@ class AnswerMessage(BaseModel):
 
 
 class ChatAnswer(OllamaAnswer):
-    """Of ``/api/chat``."""
+    """Response of ``/api/chat``."""
 
     message: AnswerMessage
 
 
 class GenerateAnswer(OllamaAnswer):
-    """Of ``/api/generate``."""
+    """Response of ``/api/generate``."""
 
     response: str = ""
     thinking: str | None = Absent
 
 
 class EmbedAnswer(BaseModel):
-    """Of ``/api/embed``: a vector for each input."""
+    """Response of ``/api/embed``, with one vector for each input."""
 
     model: str
     embeddings: list[list[float]] | SkipJsonSchema[Placeholder]
@@ -166,7 +166,7 @@ class EmbedAnswer(BaseModel):
 
 
 class EmbeddingsAnswer(BaseModel):
-    """Of ``/api/embeddings``."""
+    """Response of ``/api/embeddings``."""
 
     embedding: list[float] | SkipJsonSchema[Placeholder]
 
@@ -181,7 +181,10 @@ class ModelDetails(BaseModel):
 
 
 class ListedModel(BaseModel):
-    """One name of the model; ``digest`` is made of its name and size, ``modified_at`` is when the server started."""
+    """One name of a model.
+
+    ``digest`` is a hash of the name and size. ``modified_at`` is the start time of the server.
+    """
 
     name: str
     model: str

@@ -1,4 +1,4 @@
-"""Requests in Ollama's form as chats and completions."""
+"""Converts requests of Ollama's API to chats and completions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 
 logger = logging.getLogger(__name__)
 
-# An option -> the field that means the same.
+# Maps an option to the field with the same meaning.
 _OPTIONS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")},
     **{name: name for name in ("presence_penalty", "frequency_penalty")},
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
 }
-# Numbers that clients written in other languages send as 40.0.
+# Integer options that clients in some languages send as 40.0.
 _INTEGERS = ("num_predict", "top_k", "seed")
-# Values that ask for nothing; for `num_predict` and `seed`, beside null.
+# Neutral values of options, in addition to null.
 _NOTHING: dict[str, tuple[int, ...]] = {"num_predict": (0, -1, -2), "seed": (-1,)}
-# Options that would change the output, and the value that leaves it as it is.
+# Options that would change the output, and their neutral values.
 _UNSUPPORTED = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
-# How Ollama loads and runs models, which is settled here before; and details of what is refused above.
+# Options about loading and running models, which the server's settings decide; and details of unsupported options.
 _SETTLED = frozenset(
     {
         "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
@@ -38,7 +38,7 @@ _SETTLED = frozenset(
 )  # fmt: skip
 _LEVELS = ("low", "medium", "high")
 
-# A field that this makes -> the one that it was made of.
+# Maps a field of the converted request to the field of Ollama's request that it is made from.
 RENAMED = {
     **{field: f"options.{option}" for option, field in _OPTIONS.items()},
     "response_format": "format",
@@ -48,7 +48,7 @@ RENAMED = {
 
 
 class RawBody(CompletionBody):
-    """A completion that goes on until it ends by itself, as Ollama's do."""
+    """Completion without a default limit on its length, as in Ollama's API."""
 
     @property
     def token_limit(self) -> int | None:
@@ -56,13 +56,16 @@ class RawBody(CompletionBody):
 
 
 class RequestReader:
-    """Makes chats and completions of bodies, and logs each ignored option once. Thread-safe."""
+    """Converts bodies to chats and completions, and logs each ignored option once. Thread-safe."""
 
     def __init__(self) -> None:
         self._noted: set[str] = set()
 
     def chat(self, served: ServedModel, body: OllamaChatBody) -> ChatCompletionBody:
-        """Takes the body's messages out of it. Raises APIError, a 400 that names the field at fault."""
+        """Convert a body to a chat. Removes the messages from the body.
+
+        Raises APIError, a 400, naming the field at fault.
+        """
         messages = [_message(i, message) for i, message in enumerate(_taken(body.messages or []))]
         fields = {"messages": messages, **self._common(body), **_thinking(served, body)}
         last = messages[-1]
@@ -73,7 +76,10 @@ class RequestReader:
         return validated(ChatCompletionBody, {**(body.model_extra or {}), **fields})
 
     def generate(self, served: ServedModel, body: OllamaGenerateBody) -> ChatCompletionBody | RawBody:
-        """A chat of one message; a completion where the prompt is raw, or has a suffix. Raises as :meth:`chat`."""
+        """Convert a body to a chat of one message, or to a completion for a raw prompt or a prompt with a suffix.
+
+        Raises as :meth:`chat`.
+        """
         if body.template:
             raise invalid(" is not supported: the model's own is used; or send the whole prompt, raw", where="template")
         if body.images:
@@ -111,7 +117,7 @@ class RequestReader:
                 if isinstance(value, bool) or value != _UNSUPPORTED[name]:
                     raise invalid(f" is not supported (got {short(value)})", where=f"options.{name}")
             elif name not in _OPTIONS:
-                yield f"options.{name}", value  # to be judged as any unknown parameter
+                yield f"options.{name}", value  # handled like any unknown parameter
             else:
                 if name in _INTEGERS and isinstance(value, float) and value.is_integer():
                     value = int(value)
@@ -138,14 +144,14 @@ def _thinking(served: ServedModel, body: OllamaBody) -> dict[str, Any]:
 
 
 def can_think(served: ServedModel) -> bool:
-    """Whether the model's reasoning can be told apart, or asked for."""
+    """Return True if the model's reasoning can be separated from its answer, or be requested."""
     known = served.answer_format.reasoning is not None or served.answer_format.harmony
     mentions = served.engine.tokenizer.template_mentions
     return known or mentions("enable_thinking") or mentions("reasoning_effort")
 
 
 def _taken(messages: list[OllamaMessage]) -> Iterator[OllamaMessage]:
-    """The messages in order; each leaves the list, so that what is made of it need not fit beside it."""
+    """Yield the messages in order, and remove each from the list to save memory."""
     messages.reverse()
     while messages:
         yield messages.pop()

@@ -1,4 +1,4 @@
-"""Ollama's routes, for tools that speak nothing else."""
+"""Routes of Ollama's API, for tools that support no other API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from metal_engine.server.ollama.embeddings import create_embed, create_embedding
 from metal_engine.server.ollama.requests import RENAMED, RawBody, RequestReader
 from metal_engine.server.status.routes import get_and_head
 
-# Of Ollama, whose API this is: clients compare it with the version that brought what they need.
+# Version of Ollama that has this API. Clients compare it with the version that introduced a feature.
 API_VERSION = "0.12.0"
 
 _NO_PULL = (
@@ -33,7 +33,7 @@ def add_ollama_routes(app: FastAPI, there: Models, answer: Answerer) -> None:
     reader = RequestReader()
 
     def named(body: protocol.OllamaBody | protocol.OllamaEmbedBody | protocol.OllamaEmbeddingsBody) -> str:
-        """What the client calls the model; the body has the server's name for it from here on."""
+        """Return the client's name of the model. Replaces it in the body by the server's name."""
         name = body.model or there.names[0]
         body.model = models.own_name(there.all_names, name)
         there.check(body.model)
@@ -85,7 +85,7 @@ def add_ollama_routes(app: FastAPI, there: Models, answer: Answerer) -> None:
 
 
 def _loaded(kind: type[protocol.OllamaAnswer], name: str, **fields: Any) -> Response:
-    """The answer to a request for no more than that the model be loaded, or unloaded: it is, and stays so."""
+    """Return the response to a request that only loads or unloads a model. The model is loaded, and stays loaded."""
     answer = kind(model=name, created_at=timestamp(time.time()), done=True, done_reason="load", **fields)
     return JSONResponse(answer.model_dump())
 

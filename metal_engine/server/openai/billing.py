@@ -1,25 +1,28 @@
-"""The line that Claude Code puts before its system text: another one for each request, and nothing for the model."""
+"""Removes the line that Claude Code adds before its system text.
+
+It differs in each request, and the model does not need it.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-# Lines and blanks are bounded, so that no text takes long to search. No line has been seen that is longer than 200.
+# The numbers of lines and blanks are limited, to limit the search time. Lines seen so far have at most 200 characters.
 _LINES = re.compile(
     r"(?:\s{0,64}+x-anthropic-billing-header:[^\n]{0,4096}+(?:\n|\Z)){1,8}+[\r\n]{0,64}+", re.IGNORECASE
 )
 
 
 def without_billing_line(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A chat without the billing line that its system text begins with; the same object if there is none.
+    """Return a chat without the billing line at the start of its system text; the same object if there is none.
 
-    The line differs from request to request, so no prefix behind it would be found in the cache. Clients of Anthropic's
-    API send it as the system text's first block, and what makes OpenAI's requests of theirs as the first message's
-    beginning. A message of nothing else is left out, unless it is the only one.
+    The line differs in each request, so the prefix cache could not match anything after it. Clients of Anthropic's API
+    send it as the first block of the system text. Proxies that convert their requests for OpenAI's API put it at the
+    start of the first message. An empty message is removed, unless the chat has no other.
 
     Args:
-        messages: at least one, as chat templates read them.
+        messages: at least one message, in the format of chat templates.
     """
     first, *others = messages
     found = _LINES.match(first["content"]) if first["role"] == "system" else None

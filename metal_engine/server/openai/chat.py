@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: what sets it apart from other generating endpoints."""
+"""Endpoint class of ``/v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from metal_engine.text.tokenizer import Tokenizer
 
 
 class ChatEndpoint(Conversation):
-    """Answers are messages; a stream's chunks are what each adds to its message."""
+    """Responds with messages. In a stream, each chunk is an addition to its message."""
 
     id_prefix = "chatcmpl"
 
@@ -128,7 +128,7 @@ def _logprobs(generation: Generation, tokens: list[TokenLogprobs]) -> ChatLogpro
 
 
 def _delta(delta: AnswerDelta) -> Delta:
-    """What OpenAI's protocol makes of it."""
+    """Convert a delta to the format of OpenAI's API."""
     if isinstance(delta, TextDelta):
         if delta.kind == "content":
             return {"content": delta.text}

@@ -1,4 +1,4 @@
-"""``/v1/completions``: what sets it apart from other generating endpoints."""
+"""Endpoint class of ``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from metal_engine.text.tokenizer import Tokenizer
 
 
 class CompletionEndpoint(Endpoint[CompletionBody]):
-    """Prompts as text or tokens; answers are text as it comes."""
+    """Takes prompts as text or token ids, and responds with unparsed text."""
 
     id_prefix = "cmpl"
 
     def __init__(self) -> None:
-        # Of each prompt, where the text stands that it was given: all of it, but for what `suffix` puts around it.
+        # For each prompt, the slice of its tokens that the client sent. With `suffix`, other tokens surround them.
         self._places: list[slice] = []
         self._ends: tuple[int, ...] = ()
         self._templates: dict[int, ChunkTemplate] = {}
-        # Of each choice, where the last token ends that a chunk has told of, in the generated text.
+        # For each choice, the end of the last token that a chunk has reported, within the generated text.
         self._text_ends: dict[int, int] = {}
 
     def tokenize(self, body: CompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
@@ -43,7 +43,7 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
             raise invalid_prompt(error, "prompt") from error
 
     def _infilling(self, body: CompletionBody, prompts: list[str | list[int]], tokenizer: Tokenizer) -> list[list[int]]:
-        """Prompts for what stands between each of them and the suffix."""
+        """Return prompts for filling in the text between each prompt and the suffix."""
         if tokenizer.infilling is None:
             problem = " is not supported: the model's tokenizer has no tokens for filling in the middle"
             raise invalid(problem, where="suffix", code="unsupported_parameter")
@@ -64,7 +64,7 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
         return [ids for ids, _ in made]
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
-        """With the tokens that end an infilling."""
+        """Add the tokens that end an infilling."""
         if not self._ends:
             return params
         return params.changed(stop_token_ids=(*params.stop_token_ids, *self._ends))
@@ -136,10 +136,11 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
     def _told_logprobs(
         self, generation: Generation, choice: Choice, told: Choice | RequestOutput, first: bool
     ) -> tuple[list[TokenLogprobs | None], list[int], int | None]:
-        """All of a choice's tokens, or those of one output of it, where each begins, and the first one's id.
+        """Return a choice's tokens, or those of one output, with their start offsets and the first token's id.
 
         Args:
-            first: whether these are the choice's first tokens. The prompt's come before them if it is wanted back.
+            first: True if these are the choice's first tokens. The prompt's tokens come before them if the client wants
+                the prompt back.
         """
         tokens: list[TokenLogprobs | None] = [*(told.text_logprobs or ())]
         begin = len(choice.echo or "")
@@ -164,7 +165,7 @@ def _text_of(prompt: list[int], body: CompletionBody, tokenizer: Tokenizer) -> s
 
 
 def _prompts(body: CompletionBody) -> list[str | list[int]]:
-    """The body's prompt in any of its four forms, as a list of texts or token id lists."""
+    """Return the body's prompt, which has one of four forms, as a list of texts or lists of token ids."""
     prompt = body.prompt
     is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
     return cast(list[str | list[int]], [prompt] if is_one else prompt)

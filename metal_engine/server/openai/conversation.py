@@ -1,4 +1,4 @@
-"""One chat request, from messages to what its answers come to: what all endpoints that chat share."""
+"""Base class of all endpoints that chat: converts messages to a prompt, and output to tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _REORDERED = (
     "the model's chat template does not keep messages in the order of the request: leading system messages "
     "are joined, a later system message becomes user text at its place, and consecutive user messages are joined"
 )
-# Templates and schemas make JSON of all tools in one call: 10 ms, and 40 MiB where a character is beyond U+FFFF.
+# Templates and schemas encode all tools as JSON in one call: 10 ms, and 40 MiB if a character is beyond U+FFFF.
 MAX_TOOL_CHARACTERS = 1 << 21
 
 
 def check_size_of_tools(tools: Iterable[dict[str, Any]]) -> None:
     """Raise APIError, a 400, if tools have too many characters together.
 
-    Takes one after the other, up to those that are too many: what is made of ten thousand at once takes long to be
-    freed, and longer to be looked through by the garbage collector, which lets no other thread run.
+    Stops at the tool that exceeds the limit, and processes one tool at a time. Ten thousand tools at once would take
+    long to free, and the garbage collector would block all threads while it scans them.
     """
     left = MAX_TOOL_CHARACTERS
     for tool in tools:
@@ -61,10 +61,10 @@ def check_size_of_tools(tools: Iterable[dict[str, Any]]) -> None:
 
 
 class Conversation(Endpoint[ChatCompletionBody]):
-    """One chat request: what all endpoints that chat have in common."""
+    """One chat request. Base class of all endpoints that chat."""
 
     streams_arguments = True
-    """Whether a stream tells of a call's arguments as they come, rather than of whole calls."""
+    """True if a stream reports a call's arguments as they arrive, False if it reports only complete calls."""
 
     def __init__(self, served: ServedModel) -> None:
         self._format = served.answer_format
@@ -92,7 +92,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
                 self._notices.once(logger, _REORDERED)
             prompt = tokenizer.apply_chat_template(ordered, **flags)
         except TextTooLongError as error:
-            # Every other argument of a template is one of the client's variables.
+            # All other arguments of a template are variables of the client.
             own = error.name in ("tools", "messages", None)
             raise invalid_prompt(error, (error.name or "messages") if own else "chat_template_kwargs") from error
         except ValueError as error:
@@ -131,7 +131,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
                 schema = plan.schema
             except ParameterError as error:
                 raise invalid(str(error), param="tools") from error
-            # What the client wants content to be does not matter: there is none.
+            # The client's format for the content does not apply, because a forced call has no content.
             return params.changed(structured_outputs=StructuredOutputsParams(json=schema))
         self._answers = self._answers.under(params.structured_outputs)
         if self._answers.needs_special_tokens:
@@ -142,13 +142,17 @@ class Conversation(Endpoint[ChatCompletionBody]):
         return self._answers.reader(incremental=self._streams and self.streams_arguments)
 
     def chat_finish_reason(self, num_calls: int, reason: ChatFinishReason) -> ChatFinishReason:
-        """OpenAI's finish reason: the calls, unless the client named the one call or the text was cut off."""
+        """Return OpenAI's finish reason.
+
+        It is ``tool_calls`` if there are calls, except after a call that the client forced by name, or if the text was
+        cut off.
+        """
         is_call = reason == "stop" and num_calls > 0 and self._answers.plan.name is None
         return "tool_calls" if is_call else reason
 
 
 def message_of(deltas: list[AnswerDelta]) -> AssistantMessage:
-    """The message that a whole answer's deltas make."""
+    """Return the message that the deltas of a complete output make."""
     answer = assemble(deltas)
     calls = [
         ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))

@@ -1,4 +1,4 @@
-"""Messages in an order that the chat template takes: agents send system messages at any place."""
+"""Reorders messages for the chat template, because agents send system messages at any place."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ Message = dict[str, Any]
 
 
 def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Message]:
-    """Messages as far as possible in the order that a template takes; the same list if it takes them as they are.
+    """Return messages in an order that a chat template accepts, as far as possible; the same list if unchanged.
 
-    Nothing moves to the front but system messages that stand behind the first one: what was said stays the prefix of
-    what is said next, so that it is found in the cache.
+    No message moves to the front. A system message after the beginning becomes user text at its place. Earlier messages
+    therefore remain a prefix of the next turn, and the prefix cache still matches.
 
     Args:
-        messages: as ``template_messages`` makes them, their contents texts.
-        rules: of the template.
+        messages: result of ``template_messages``, whose contents are texts.
+        rules: rules of the chat template.
     """
     ordered: list[Message] = []
-    joined: dict[int, list[str]] = {}  # place in `ordered` -> texts of a message that others became part of
+    joined: dict[int, list[str]] = {}  # index in `ordered` -> texts of the message and those joined to it
     is_changed, is_leading = False, True
     for message in messages:
         last = ordered[-1]["role"] if ordered else None
@@ -39,12 +39,12 @@ def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Mess
 
 
 def _joins(role: str, is_leading: bool, rules: MessageRules) -> bool:
-    """Whether a message becomes part of the one before it, of the same role."""
+    """Return True if a message is joined to the previous message of the same role."""
     if role == "system":
         return is_leading and not rules.takes_system_again
     return role == "user" and not rules.takes_user_again
 
 
 def written_system(content: str) -> str:
-    """A system message as a message of the user's can have it."""
+    """Format a system message as a part of a user message."""
     return f"<system>\n{content}\n</system>"

@@ -1,4 +1,4 @@
-"""An answer as the output items of ``/v1/responses``, and the events that tell of them."""
+"""Output items of ``/v1/responses``, and the events about them in a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart, 
 
 Event = dict[str, Any]
 
-# Of each kind of text: its part's type, and what else its part and the events about it have.
+# For each kind of text: the type of its part, and additional fields of the part and of its events.
 _PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "content": ("output_text", {"annotations": [], "logprobs": []}, {"logprobs": []}),
     "reasoning": ("reasoning_text", {}, {}),
@@ -25,23 +25,23 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 class ResponseItems:
-    """Output items as they grow. One is open at a time; each change is an event.
+    """Output items, built from deltas. One item is open at a time. Each change is an event.
 
     Args:
-        namespaces: full name of each function that has a namespace -> the namespace, and its name there.
+        namespaces: map from the full name of each function in a namespace to the namespace and its name there.
 
     Attributes:
-        items: those so far; complete after :meth:`close`.
+        items: output items so far. Complete after :meth:`close`.
     """
 
     def __init__(self, namespaces: Mapping[str, tuple[str, str]]) -> None:
         self._namespaces = namespaces
         self.items: list[dict[str, Any]] = []
-        self._open: str | None = None  # kind of the last item, while more of it may come
+        self._open: str | None = None  # kind of the last item; None after it ended
         self._text: list[str] = []
 
     def add(self, deltas: list[AnswerDelta]) -> list[Event]:
-        """Takes deltas; returns the events that they come to, without sequence numbers."""
+        """Add deltas. Return their events, without sequence numbers."""
         events: list[Event] = []
         for delta in deltas:
             if isinstance(delta, CallStart):
@@ -60,7 +60,7 @@ class ResponseItems:
         return events
 
     def close(self, status: str = "completed") -> list[Event]:
-        """Ends the open item, if there is one; returns the events that tell of it."""
+        """End the open item, if there is one. Return the events about its end."""
         kind, self._open = self._open, None
         text = "".join(self._text)
         self._text = []
@@ -71,7 +71,7 @@ class ResponseItems:
         events: list[Event] = []
         if kind == "call":
             item["arguments"] = text
-            if not _is_json(text):  # cut off, or proved to be no call
+            if not _is_json(text):  # cut off, or not a call
                 item["status"] = "incomplete"
             events.append(self._event("response.function_call_arguments.done", arguments=text, name=item["name"]))
         else:
@@ -82,7 +82,7 @@ class ResponseItems:
         return events
 
     def _named(self, name: str) -> dict[str, Any]:
-        """A function as the client has named it."""
+        """Return the client's name of a function, with its namespace."""
         if name not in self._namespaces:
             return {"name": name}
         namespace, own_name = self._namespaces[name]

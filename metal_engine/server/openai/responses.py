@@ -1,4 +1,4 @@
-"""``/v1/responses``: OpenAI's newer endpoint, with what it remembers of earlier responses."""
+"""Endpoint class of ``/v1/responses``, OpenAI's newer API, and the store of earlier responses."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.server.usage import Usage
 from metal_engine.sizes import num_characters
 
-# What a response tells of its request as it came, or by Response's default.
+# Request fields that the response repeats, as received or with the default of Response.
 _TOLD = ResponsesBody.model_fields.keys() & Response.model_fields.keys() - {"model", "text", "tools"}
 
 
-# What is told again is made JSON in the event loop, three times over: 3 ms each.
+# Maximum size of the repeated fields. They are encoded in the event loop three times: 3 ms each.
 MAX_TOLD_CHARACTERS = 1 << 20
 
 
-# Of a conversation that grows from response to response; each takes a kilobyte.
+# Maximum number of messages in a conversation that grows over several responses. Each message takes 1 kB.
 MAX_MESSAGES = 1 << 14
 
 
 @dataclass(frozen=True)
 class AskedResponse:
-    """What a request asks for beside what its chat does.
+    """Additional data of a request to ``/v1/responses``, beside its chat.
 
     Attributes:
-        told: what the response tells of its request.
+        told: request fields that the response repeats.
         messages: the conversation, without instructions.
-        num_characters: how much text there is in both.
-        namespaces: of its functions, as :func:`responses_protocol.namespaces` finds them.
+        num_characters: number of characters in ``told`` and ``messages``.
+        namespaces: namespaces of the functions, as :func:`responses_protocol.namespaces` returns them.
     """
 
     told: dict[str, Any]
@@ -52,36 +52,42 @@ class AskedResponse:
 
 
 def read_request(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletionBody, AskedResponse]:
-    """A request as a chat's, and what else it asks for. Raises as :func:`to_chat` does, and for too much to be told.
+    """Convert a request to a chat and its additional data.
 
     Args:
-        earlier: the messages that ``previous_response_id`` stands for.
+        earlier: messages of the conversation before ``previous_response_id``, including that response.
+
+    Raises:
+        APIError: :func:`to_chat` failed, or the fields to repeat or the conversation are too large.
     """
     told = {name: value for name, value in body.model_dump(include=_TOLD).items() if value is not None}
     told |= {"text": {"format": {"type": "text"}}}
     told |= body.model_dump(include={"text", "tools"}, exclude_none=True)
     instructions = len(body.instructions or "")
     if num_characters(told) - instructions > MAX_TOLD_CHARACTERS:
-        limit = f"they may have {MAX_TOLD_CHARACTERS} characters, 64 for each value besides"
-        problem = f"tools, text and metadata are part of the answer: {limit}"
+        limit = f"the limit is {MAX_TOLD_CHARACTERS} characters, plus 64 for each value"
+        problem = f"tools, text and metadata are repeated in the response:  {limit}"
         raise invalid(problem, param="tools")
     chat, messages = to_chat(body, earlier)
     if len(messages) > MAX_MESSAGES:
-        raise invalid(f" and the responses before it may have {MAX_MESSAGES} messages", where="input")
+        raise invalid(f"and the responses before it have too many messages; the limit is {MAX_MESSAGES}", where="input")
     size = num_characters(messages) + num_characters(told)
     return chat, AskedResponse(told, messages, size, namespaces(body.tools))
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and the conversation up to it, without instructions."""
+    """A response and its conversation, without instructions."""
 
     response: dict[str, Any]
     messages: list[Message]
 
 
 class ResponseStore:
-    """The latest responses, in memory: the oldest go when there are too many, or too much text in them. Thread-safe."""
+    """The latest responses, in memory.
+
+    The oldest are dropped if there are too many, or they have too many characters. Thread-safe.
+    """
 
     def __init__(self, max_responses: int, max_characters: int = 1 << 26) -> None:
         self._max_responses = max_responses
@@ -94,7 +100,7 @@ class ResponseStore:
         return len(self._stored)
 
     def put(self, stored: StoredResponse, size: int) -> None:
-        """Keep a response of so many characters, and those before it as far as there is room."""
+        """Store a response with ``size`` characters. Drop the oldest responses if necessary."""
         with self._lock:
             self._stored[stored.response["id"]] = stored, size
             self._num_characters += size
@@ -107,43 +113,43 @@ class ResponseStore:
         return len(self._stored) > self._max_responses or self._num_characters > self._max_characters
 
     def get(self, response_id: str, param: str | None = None) -> StoredResponse:
-        """Raises APIError, a 404, for a response that is not there (any more)."""
+        """Return a stored response. Raises APIError, a 404, for an unknown or dropped response."""
         with self._lock:
             found = self._stored.get(response_id)
             if found is not None:
                 self._stored.move_to_end(response_id)
                 return found[0]
-        problem = "it was not stored, or has been dropped for newer ones"
+        problem = "it was not stored, or was replaced by newer responses"
         message = f"there is no response {response_id[:100]!r}: {problem}"
         raise APIError(404, message, param=param, code="response_not_found")
 
     def messages(self, response_id: str | None) -> list[Message]:
-        """The conversation that ``previous_response_id`` stands for. Raises as :meth:`get` does."""
+        """Return the conversation up to ``previous_response_id``. Raises as :meth:`get`."""
         return [] if response_id is None else self.get(response_id, "previous_response_id").messages
 
     def num_characters(self, response_id: str) -> int:
-        """How much text there is in the conversation that ``previous_response_id`` stands for."""
+        """Return the number of characters in the conversation up to ``previous_response_id``."""
         with self._lock:
             return self._stored[response_id][1] if response_id in self._stored else 0
 
     def delete(self, response_id: str) -> None:
-        """Raises APIError, a 404, as :meth:`get` does."""
+        """Delete a stored response. Raises as :meth:`get`."""
         self.get(response_id)
         with self._lock:
             self._num_characters -= self._stored.pop(response_id, (None, 0))[1]
 
 
 def responses_error(error: APIError) -> bytes:
-    """The event of an error before there is a response."""
+    """Return the event for an error before there is a response."""
     told = {"code": error.code or "server_error", "message": error.message, "param": error.param}
     return named_sse({"type": "error", **told, "sequence_number": 0})
 
 
 class ResponsesEndpoint(Conversation):
-    """Answers are items, which a stream's events tell of as they grow.
+    """Responds with output items. The events of a stream report how each item grows.
 
     Args:
-        asked: what the request asks for beside what its chat does.
+        asked: additional data of the request, beside its chat.
     """
 
     id_prefix = "resp"

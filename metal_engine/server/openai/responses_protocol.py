@@ -1,4 +1,4 @@
-"""``/v1/responses``: its bodies, and how they read as a chat."""
+"""Bodies of ``/v1/responses``, and their conversion to a chat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Message = dict[str, Any]
 
 
 class ResponseTool(RequestModel):
-    """A function, or a namespace, which has functions."""
+    """A function, or a namespace that contains functions."""
 
     type: str
     name: str | None = None
@@ -70,7 +70,7 @@ class ResponsesBody(RequestModel):
 
 
 class Response(BaseModel):
-    """A response, whole or, in a stream's events, as far as it has come."""
+    """A response. In the events of a stream, its state so far."""
 
     id: str
     object: Literal["response"] = "response"
@@ -103,7 +103,7 @@ class DeletedResponse(BaseModel):
     deleted: Literal[True] = True
 
 
-# A chat's field -> the one that it was made of.
+# Maps a field of the chat to the field of the request that it is made from.
 RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -113,18 +113,18 @@ RENAMED = {
 }
 
 
-# Fields that mean the same to a chat.
+# Fields with the same meaning in a chat.
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user")
 
 
 def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletionBody, list[Message]]:
-    """A response's request as a chat's, and its messages without the instructions, which hold for it alone.
+    """Convert a request to a chat. Also return its messages without instructions, which apply to this request only.
 
     Args:
-        earlier: the messages that ``previous_response_id`` stands for.
+        earlier: messages of the conversation up to ``previous_response_id``.
 
     Raises:
-        APIError: 400, naming the field at fault.
+        APIError: status 400, naming the field at fault.
     """
     if body.background:
         raise invalid("background is not supported", param="background")
@@ -151,7 +151,7 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
 
 
 def _tools(tools: list[ResponseTool]) -> list[dict[str, Any]]:
-    """Functions as a chat has them; those of a namespace stand for themselves, under their full names."""
+    """Convert tools to functions of a chat. Functions in a namespace get their full names."""
     functions = []
     for i, tool in enumerate(tools):
         if tool.type != "namespace":
@@ -175,14 +175,14 @@ def _function(place: str, tool: ResponseTool) -> dict[str, Any]:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """What the model knows a function by that may have a namespace."""
+    """Return the model's name for a function that may have a namespace."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 def namespaces(tools: list[ResponseTool] | None) -> dict[str, tuple[str, str]]:
-    """Full name of each function that has a namespace -> the namespace, and its name there."""
+    """Map the full name of each function in a namespace to the namespace and its name there."""
     return {
         full_name(tool.name, inner.name): (tool.name, inner.name)
         for tool in tools or ()
@@ -209,10 +209,10 @@ def _response_format(given: TextFormat | None) -> dict[str, Any] | None:
 
 
 def input_messages(given: str | list[dict[str, Any]]) -> list[Message]:
-    """Input items as chat messages: what belongs to one turn of the assistant is one message.
+    """Convert input items to chat messages. All items of one assistant turn become one message.
 
     Raises:
-        APIError: 400, for an item that cannot be part of a chat.
+        APIError: status 400, for an item that cannot be part of a chat.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -253,7 +253,10 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
 
 
 def _assistant(messages: list[Message], fresh: str | None = None) -> Message:
-    """The assistant's message under way; a new one if there is none, or it has a ``fresh`` already."""
+    """Return the assistant's current message.
+
+    Start a new one if there is none, or if it already has a ``fresh`` field.
+    """
     last = messages[-1] if messages else {"role": ""}
     if last["role"] != "assistant" or (fresh is not None and last.get(fresh) is not None):
         last = {"role": "assistant"}

@@ -1,4 +1,4 @@
-"""OpenAI's routes that generate."""
+"""Generating routes of OpenAI's API."""
 
 from __future__ import annotations
 

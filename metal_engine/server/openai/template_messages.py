@@ -1,4 +1,4 @@
-"""Chat messages as clients send them -> messages as chat templates read them."""
+"""Converts the chat messages of a request to messages in the format of chat templates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from metal_engine.text.tokenizer import Tokenizer
 
 # Chat templates were written before OpenAI renamed the system role for newer models.
 _TEMPLATE_ROLES = {"developer": "system"}
-# As long as a tool's name may be.
+# Maximum length of a tool's name.
 _MAX_NAME = 256
 
 
@@ -27,15 +27,16 @@ def template_messages(
     tokenizer: Tokenizer,
     parser: ToolParser | None = None,
 ) -> list[dict[str, Any]]:
-    """Messages for :meth:`metal_engine.text.tokenizer.Tokenizer.apply_chat_template`.
+    """Return messages for :meth:`metal_engine.text.tokenizer.Tokenizer.apply_chat_template`.
 
     Args:
-        instructions: what the system message says beside its own text.
-        tokenizer: whose chat template reads them. One that knows no calls has them, and their results, as text.
-        parser: of the model's own format of calls, if it has one.
+        instructions: additional text for the system message.
+        tokenizer: tokenizer with the chat template. If the template does not support calls, calls and their results
+            become text.
+        parser: parser of the model's own format of calls, if there is one.
 
     Raises:
-        APIError: 400, for content that is not text, or a call without a name that has to become text.
+        APIError: status 400, for content that is not text, or a call without a name that has to become text.
     """
     as_text = any(message.role == "tool" or message.tool_calls for message in messages) and not (
         tokenizer.template_takes_tools or tokenizer.template_mentions("tool_calls")
@@ -49,7 +50,7 @@ def template_messages(
     return result
 
 
-# Names that the server itself or another field gives a value, or that mean nothing to a template.
+# Variables that the server or another field sets, or that have no meaning for a template.
 _NOT_FOR_TEMPLATES = frozenset(
     {
         "conversation", "messages", "documents", "tools", "chat_template", "tokenize", "add_generation_prompt",
@@ -60,15 +61,15 @@ _NOT_FOR_TEMPLATES = frozenset(
 )  # fmt: skip
 
 
-# Variables through which a template learns of a reasoning effort.
+# Variables that tell a template the reasoning effort.
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
 
 
 def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The template's variables beside the messages: ``chat_template_kwargs``, and the reasoning effort.
+    """Return the template's variables: ``chat_template_kwargs`` and the reasoning effort.
 
     Raises:
-        APIError: 400, for a reserved name in ``chat_template_kwargs``.
+        APIError: status 400, for a reserved name in ``chat_template_kwargs``.
     """
     kwargs = dict(body.chat_template_kwargs or {})
     for name in kwargs:
@@ -90,7 +91,9 @@ def ignores_effort(body: ChatCompletionBody, tokenizer: Tokenizer) -> bool:
 
 
 def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
-    """How the prompt ends: where the assistant begins (the default), or within its last message (a prefill)."""
+    """Return the flags for the end of the prompt: a new assistant message (default), or a continuation of the last
+    one.
+    """
     if not body.continue_final_message:
         return {"add_generation_prompt": body.add_generation_prompt is not False}
     if body.add_generation_prompt:
@@ -101,8 +104,11 @@ def template_flags(body: ChatCompletionBody) -> dict[str, Any]:
 
 
 def _with_calls_as_text(messages: list[dict[str, Any]], parser: ToolParser | None) -> list[dict[str, Any]]:
-    """Messages for a template that knows neither calls nor results. Results are the user's; what he says after them
-    joins their message, since some templates want turns to alternate."""
+    """Return messages for a template that supports neither calls nor results.
+
+    Results become user messages. User text after a result is joined to it, because some templates require alternating
+    roles.
+    """
     told: list[dict[str, Any]] = []
     results: list[str] = []
     for i, message in enumerate(messages):
@@ -121,7 +127,7 @@ def _with_calls_as_text(messages: list[dict[str, Any]], parser: ToolParser | Non
 
 
 def _written(index: int, calls: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Name and arguments of each call of a message, the arguments as JSON."""
+    """Yield the name and the JSON arguments of each call of a message."""
     for i, call in enumerate(calls):
         function = call.get("function")
         name = function.get("name") if isinstance(function, dict) else None
@@ -136,14 +142,14 @@ def _written(index: int, calls: list[dict[str, Any]]) -> Iterator[tuple[str, str
 
 
 def _template_message(index: int, message: ChatMessage, arguments: TextsDecoder | None) -> dict[str, Any]:
-    """One message; calls have their arguments as objects, unless no decoder is given for them.
+    """Convert one message. With a decoder, the arguments of calls become objects.
 
     Raises:
-        APIError: 400, for content that is not text.
+        APIError: status 400, for content that is not text.
     """
     if message.content is None and message.role != "assistant":
         raise invalid(f" is required for the role {message.role}", where=f"messages[{index}].content")
-    # Templates concatenate content, so an absent one (an assistant that only called tools) is an empty text.
+    # Templates concatenate content, so a missing content becomes an empty text (a message that only calls tools).
     result: dict[str, Any] = {
         "role": _TEMPLATE_ROLES.get(message.role, message.role),
         "content": _text(index, message.content or ""),
@@ -151,9 +157,9 @@ def _template_message(index: int, message: ChatMessage, arguments: TextsDecoder 
     result |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
     reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
     if reasoning is not None:
-        # Templates have either name for it.
+        # Templates use either name.
         result["reasoning"] = result["reasoning_content"] = reasoning
-        if not result["content"]:  # gpt-oss's takes it for the same as the content of a message with calls
+        if not result["content"]:  # in messages with calls, gpt-oss's template treats it as the content
             result["thinking"] = reasoning
     if message.tool_calls:
         calls = message.tool_calls
@@ -173,11 +179,11 @@ def _text(index: int, content: str | list[ContentPart]) -> str:
         if part.text is None:
             raise invalid(" is required", where=f"{place}.text")
         texts.append(part.text)
-    return "\n".join(texts)  # as vLLM joins them
+    return "\n".join(texts)  # same separator as vLLM
 
 
 def _tool_call(call: dict[str, Any], decoder: TextsDecoder) -> dict[str, Any]:
-    """A tool call with its arguments as an object, as templates expect them; clients send a string."""
+    """Return a tool call with its arguments as an object, which templates expect. Clients send a string."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

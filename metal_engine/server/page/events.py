@@ -1,4 +1,4 @@
-"""What ``/watch`` sends: JSON of frames, and of what does not change. docs/api.md says what the fields mean."""
+"""JSON of the events that ``/watch`` sends: snapshots and frames. docs/api.md describes the fields."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from metal_engine.engine.step_observer import Frame, SeenRequest, StepRow, StepS
 from metal_engine.request import client_id
 from metal_engine.server.page.pool_mirror import BlockRun, runs_of
 
-# Bits of a segment's flags.
+# Bits in the flags of a segment.
 FRESH = 1
 SAMPLES = 2
-# Characters of a request's id that are told: enough to know one's own, too few to use another's.
+# Number of characters of a request's id in events: enough to recognize one's own id, but too few to use another.
 _TOLD_OF_ID = 12
 
 
 def event(name: str, data: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode("ascii")
 
 
 def snapshot(engine: AsyncEngine, names: Sequence[str], keys: Sequence[SeenRequest]) -> dict[str, Any]:
-    """What a stream begins with: what runs and how large it is, and the requests that are there."""
+    """Return the first event of a stream: the model and its limits, and the current requests."""
     config = engine.config
     model, cache, limits = config.model, config.cache, config.scheduler
     return {
@@ -67,7 +67,7 @@ def snapshot(engine: AsyncEngine, names: Sequence[str], keys: Sequence[SeenReque
 
 
 def stats(engine: AsyncEngine) -> dict[str, Any]:
-    """Counts of now, and totals since the start; times in seconds, each a sum and how many it is of."""
+    """Return current counts, and totals since the start. Each time is a sum in seconds and a number of values."""
     now, m = engine.stats, engine.metrics
     return {
         "time": round(time.time(), 3),
@@ -88,7 +88,7 @@ def stats(engine: AsyncEngine) -> dict[str, Any]:
 
 
 def frame_data(frame: Frame, stats_now: dict[str, Any]) -> dict[str, Any]:
-    """A frame; parts with nothing in them are left out."""
+    """Return the fields of a frame event. Empty fields are left out."""
     parts = {
         "rows": [_row(row) for row in frame.rows],
         "requests": [_request(seen) for seen in frame.requests],
@@ -103,7 +103,7 @@ def frame_data(frame: Frame, stats_now: dict[str, Any]) -> dict[str, Any]:
 
 
 def piece_data(tables: dict[int, list[BlockRun]], cached: list[BlockRun], is_whole: bool) -> dict[str, Any]:
-    """A part of a snapshot, in the form of a frame."""
+    """Return a part of a snapshot in the format of a frame."""
     return {"tables": [[key, 1, runs] for key, runs in tables.items()], "cached": cached, "whole": is_whole}
 
 

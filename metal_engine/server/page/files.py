@@ -1,4 +1,4 @@
-"""The page's own files: plain HTML, CSS and modules that lie in the package, read once and served as they are."""
+"""Files of the web page: plain HTML, CSS and JavaScript modules, read once and served unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 STATIC = Path(__file__).parent / "static"
-# Where they are: `/page/js/main.js`. The page itself is at `/`.
+# URL prefix of the files: `/page/js/main.js`. The page itself is at `/`.
 PREFIX = "/page/"
 INDEX = "index.html"
 _TYPES = {
@@ -22,8 +22,8 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-# Scripts, styles and connections are this server's alone. Whatever a model writes becomes HTML only through the one
-# policy that sanitises it: browsers that know trusted types refuse all else.
+# Scripts, styles and connections may come only from this server. Output of a model becomes HTML only through the policy
+# that sanitizes it: browsers with support for trusted types reject everything else.
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -43,21 +43,21 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
-    # A browser asks each time, and mostly hears that it has the file: after an upgrade no page mixes two versions.
+    # Browsers revalidate each file, usually with a 304 response. After an upgrade, a page never mixes two versions.
     "cache-control": "no-cache",
 }
 
 
 @dataclass(frozen=True)
 class PageFile:
-    """A file, and the tag by which a browser knows that it has it."""
+    """A file, and the ETag with which browsers revalidate their copy."""
 
     data: bytes
     media_type: str
     etag: str
 
     def response(self, if_none_match: str) -> Response:
-        """The file; a 304 for who has it."""
+        """Return the file, or status 304 if the client has it."""
         headers = {**_HEADERS, "etag": self.etag}
         if self.etag in if_none_match:
             return Response(status_code=304, headers=headers)
@@ -65,7 +65,7 @@ class PageFile:
 
 
 def load_files() -> dict[str, PageFile]:
-    """All files by their paths below ``PREFIX``."""
+    """Read all files. The keys are paths below ``PREFIX``."""
     found = {}
     for path in sorted(STATIC.rglob("*")):
         if path.suffix in _TYPES:
@@ -80,6 +80,9 @@ def wants_html(headers: Headers) -> bool:
 
 
 def is_open(scope: Scope) -> bool:
-    """Whether a request is for the page's files, which are the same for everybody: the page itself asks for the key."""
+    """Return True if a request is for the page's files, which need no key.
+
+    The page itself asks the user for the key.
+    """
     path: str = scope["path"]
     return path.startswith(PREFIX) or (path == "/" and wants_html(Headers(scope=scope)))

@@ -1,6 +1,6 @@
-"""What frames have told of the pool so far: the block tables and the cached blocks, as runs of consecutive ids.
+"""State of the block pool according to the frames so far: block tables and cached blocks, as runs of block ids.
 
-Whoever begins to look late is told this, and then the same frames as the others.
+A new viewer gets this state first, and then the same frames as the other viewers.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator
 from metal_engine.engine.step_observer import Frame, SeenRequest
 
 BlockRun = tuple[int, int]
-"""A first block, and how many follow on one another."""
-# Runs in one piece of a snapshot: 2 ms to encode.
+"""First block id of a run of consecutive ids, and the length of the run."""
+# Number of runs in one piece of a snapshot: 2 ms to encode.
 _RUNS_AT_ONCE = 4096
 
 
 def runs_of(block_ids: Iterable[int]) -> list[BlockRun]:
-    """Block ids, in their order, as runs."""
+    """Convert block ids to runs, in their order."""
     runs: list[BlockRun] = []
     first = after = -1
     for block_id in block_ids:
@@ -32,15 +32,15 @@ def runs_of(block_ids: Iterable[int]) -> list[BlockRun]:
 
 
 class PoolMirror:
-    """The pool as frames have told of it.
+    """Copy of the pool's state, updated from frames.
 
     Args:
-        num_blocks: blocks in the pool.
+        num_blocks: number of blocks in the pool.
 
     Attributes:
-        requests: those that run or are preempted, by key.
-        tables: block tables by key.
-        is_whole: whether all of the pool has been told.
+        requests: running and preempted requests by key.
+        tables: block tables by request key.
+        is_whole: True if the frames so far describe the complete pool.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -50,7 +50,7 @@ class PoolMirror:
         self._cached = bytearray(num_blocks)
 
     def apply(self, frame: Frame) -> None:
-        """Take in a frame."""
+        """Update the state with a frame."""
         if frame.forget:
             self.tables.clear()
             self._cached = bytearray(len(self._cached))
@@ -70,11 +70,11 @@ class PoolMirror:
 
     @property
     def cached_runs(self) -> list[BlockRun]:
-        """The blocks that hold cached prefixes."""
+        """Runs of blocks that hold cached prefixes."""
         return [(match.start(), match.end() - match.start()) for match in re.finditer(b"\x01+", self._cached)]
 
     def pieces(self) -> Iterator[tuple[dict[int, list[BlockRun]], list[BlockRun]]]:
-        """All tables and cached runs as they are now, some at a time; what is applied meanwhile is not among them."""
+        """Return the current tables and cached runs in pieces. Later frames do not change the pieces."""
         tables, cached = list(self.tables.items()), self.cached_runs
         return self._pieces(tables, cached)
 

@@ -1,4 +1,4 @@
-"""The page at ``/``, its files, and the stream that its live view reads."""
+"""Routes of the web page at ``/``, its files, and the stream that its live view reads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from metal_engine.server.page.viewer_registry import ViewerRegistry
 from metal_engine.server.status.pages import LINKS
 from metal_engine.server.status.routes import get_and_head
 
-# Path of the stream; each of its clients takes one of few places, so pages of other origins may not read it.
+# Path of the stream. The number of its clients is limited, so pages of other origins may not read it.
 WATCH = "/watch"
-# Of `seconds`: a day.
+# Maximum of `seconds`: one day.
 _MAX_SECONDS = 86_400.0
 
 
@@ -41,7 +41,8 @@ def add_page(app: FastAPI, models: Models, lifecycle: Lifecycle, keep_alive: flo
             raise APIError(404, "Not Found")
         return files[name].response(request.headers.get("if-none-match", ""))
 
-    @app.get(WATCH, include_in_schema=False)  # a stream without end, which programs that try schemas would wait for
+    # hidden from the schema, since tools that test schemas would wait forever for the end of the stream
+    @app.get(WATCH, include_in_schema=False)
     async def watch(
         request: Request, seconds: Annotated[float | None, Query(ge=0, le=_MAX_SECONDS)] = None
     ) -> Response:

@@ -1,4 +1,4 @@
-"""Those who look at each model: one that is unloaded is looked at by nobody any more."""
+"""Registry of the live view's viewers for each model. Unloading a model ends the streams of its viewers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from metal_engine.server.page.viewers import Viewers
 
 
 class ViewerRegistry:
-    """The viewers of each loaded model. Belongs to the event loop."""
+    """Viewers of each loaded model. Must be used in the event loop's thread."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -19,10 +19,10 @@ class ViewerRegistry:
             models.registry.at_unload.append(self._unloaded)
 
     def of(self, model: str | None) -> Viewers:
-        """Those who look at a model; without a name, at the first that is loaded.
+        """Return the viewers of a model. Without a name, the first loaded model is used.
 
         Raises:
-            APIError: 404 for a name that no model has, 503 if the model is not loaded: to look at it loads nothing.
+            APIError: status 404 for an unknown model, or 503 if the model is not loaded. Viewing does not load a model.
         """
         loaded = self._models.loaded
         served = self._models.find_loaded(model) if model is not None else loaded[0] if loaded else None

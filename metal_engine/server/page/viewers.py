@@ -1,4 +1,7 @@
-"""Those who look at what the engine does: each has a stream of events, and none can hold up the engine or another."""
+"""Viewers of the engine's activity.
+
+Each viewer has a separate stream of events, and cannot delay the engine or other viewers.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,16 @@ from metal_engine.server.page.events import event, frame_data, piece_data, snaps
 from metal_engine.server.page.pool_mirror import PoolMirror
 
 MAX_VIEWERS = 16
-# What waits for one viewer, in events and bytes. One with more is told everything anew when it has read what it has.
+# Maximum number and size of a viewer's unread events. A viewer that exceeds a limit gets a new snapshot later.
 MAX_UNREAD = 64
 MAX_UNREAD_BYTES = 1 << 20
 
 
 class Viewer:
-    """What is on its way to one who looks.
+    """Queue of unread events of one viewer.
 
     Attributes:
-        must_begin: whether it has to be told everything, at first or because it was too slow.
+        must_begin: True if the viewer needs a snapshot, because it is new or was too slow.
     """
 
     def __init__(self) -> None:
@@ -34,7 +37,7 @@ class Viewer:
         self._has_more = asyncio.Event()
 
     def put(self, data: bytes) -> None:
-        """Add an event; without room for it, all is to be told anew."""
+        """Append an event. If the queue is full, drop all events and request a new snapshot."""
         if not self.must_begin:
             self._unread.append(data)
             self._num_bytes += len(data)
@@ -43,18 +46,18 @@ class Viewer:
         self._has_more.set()
 
     def begin_again(self) -> None:
-        """Drop what has not been read, and have everything told anew."""
+        """Drop all unread events and request a new snapshot."""
         self.must_begin = True
         self._unread.clear()
         self._num_bytes = 0
         self._has_more.set()
 
     async def wait(self) -> None:
-        """Wait for something to tell."""
+        """Wait until there are events, or a snapshot is needed."""
         await self._has_more.wait()
 
     def take(self) -> bytes:
-        """Returns all that has come."""
+        """Remove and return all unread events."""
         data = b"".join(self._unread)
         self._unread.clear()
         self._num_bytes = 0
@@ -63,10 +66,10 @@ class Viewer:
 
 
 class Viewers:
-    """Has the engine watched while somebody looks, and hands each frame to all. Belongs to the event loop.
+    """Distributes the engine's frames to all viewers, while there are any. Must be used in the event loop's thread.
 
     Args:
-        names: what the model is called in the API.
+        names: names of the model in the API.
     """
 
     def __init__(self, engine: AsyncEngine, names: Sequence[str]) -> None:
@@ -81,9 +84,9 @@ class Viewers:
         return len(self._viewers)
 
     def check_room(self) -> None:
-        """Raises APIError, a 503, if as many look as may."""
+        """Raise APIError, a 503, if the number of viewers is at its limit."""
         if len(self._viewers) >= MAX_VIEWERS:
-            problem = f"{MAX_VIEWERS} viewers look already"
+            problem = f"{MAX_VIEWERS} viewers are connected already"
             raise APIError(503, problem, code="overloaded", headers={"retry-after": "10"})
 
     def close(self) -> None:
@@ -93,10 +96,13 @@ class Viewers:
             viewer.begin_again()
 
     async def events(self, seconds: float | None = None) -> AsyncGenerator[bytes, None]:
-        """The events of one more viewer: a snapshot, then frames, for so many seconds or until the server ends."""
+        """Yield the events of one more viewer: a snapshot, then frames.
+
+        Ends after ``seconds``, if given, or when the server ends.
+        """
         try:
             self.check_room()
-        except APIError as error:  # others were faster
+        except APIError as error:  # other clients took the last place in the meantime
             yield sse(error.body)
             return
         viewer = self._join()
@@ -117,7 +123,7 @@ class Viewers:
             self._leave(viewer)
 
     async def _snapshot(self, viewer: Viewer) -> AsyncGenerator[bytes, None]:
-        """Everything that has been told so far, in the state of now; frames from now on wait behind it."""
+        """Yield the current state of the pool. Later frames wait until this snapshot is complete."""
         viewer.take()
         viewer.must_begin = False
         mirror = self._mirror
@@ -144,7 +150,7 @@ class Viewers:
 
     def _on_frame(self, watch: int, frame: Frame) -> None:
         if not self._viewers or watch != self._num_watches:
-            return  # it was on its way when the last one left
+            return  # frame was in flight when the last viewer left
         self._mirror.apply(frame)
         if frame.forget:
             for viewer in self._viewers:

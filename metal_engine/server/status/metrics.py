@@ -1,4 +1,4 @@
-"""``/metrics`` in Prometheus' format: names are vLLM's, under ``metal_engine:``."""
+"""``/metrics`` in the Prometheus format. The names are vLLM's, with the prefix ``metal_engine:``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from metal_engine.server.generation.models import Models, MultiModel
 PREFIX = "metal_engine:"
 VLLM_PREFIX = "vllm:"
 
-# Why a request never reached the engine.
+# Reasons for which a request never reached the engine.
 REJECTIONS = ("invalid", "unauthorized", "too_large", "not_found", "overloaded", "shutting_down")
 _BY_STATUS = {
     **dict.fromkeys((400, 405, 415, 422), "invalid"),
@@ -56,9 +56,9 @@ _HISTOGRAMS: dict[str, tuple[str, Callable[[EngineMetrics], Histogram]]] = {
 
 
 class ServerMetrics:
-    """What one server shows at ``/metrics``.
+    """Metrics of one server for ``/metrics``.
 
-    A model's name in the API is a label of every series.
+    Every series has the model's name in the API as a label.
     """
 
     def __init__(self, models: Models) -> None:
@@ -66,39 +66,39 @@ class ServerMetrics:
         ProcessCollector(registry=self._registry)
         help_, labels = "Requests that never reached the engine.", ["model_name", "reason"]
         self._rejections = Counter(f"{PREFIX}requests_rejected", help_, labels, registry=self._registry)
-        # Of requests that were turned away before a model was looked for.
+        # Model label for requests that were rejected before their model was determined.
         self._model = "" if isinstance(models, MultiModel) else models.names[0]
         for reason in REJECTIONS:
             self._rejections.labels(self._model, reason)
         self._registry.register(_ModelsCollector(models))
 
     def reject(self, status: int, code: str | None, model: str | None = None) -> None:
-        """Count an answer with an error status that kept a request from the engine; of a model, if one was found."""
+        """Count a rejected request by its error status. ``model`` is its model, if that was determined."""
         reason = code if status == 503 and code in ("overloaded", "shutting_down") else _BY_STATUS.get(status)
         if reason is not None:
             self._rejections.labels(model or self._model, reason).inc()
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Everything, and its content type, in the format that an ``Accept`` header asks for."""
+        """Return all metrics and their content type, in the format that an ``Accept`` header requests."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
 
 class _ModelsCollector(Collector):
-    """Reads the engines when it is asked to; nothing is copied while requests run."""
+    """Reads the engines' counters when metrics are requested. Nothing is copied while requests run."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry would otherwise collect once on registration."""
+        """Return no metrics. Without this method, the registry would collect once on registration."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
         for served in self._models.loaded:
             for family in _EngineReader(served.engine, served.names[0]).families():
-                # The format has all of a family's series in one place.
+                # The format requires all series of a family to be in one place.
                 if family.name in families:
                     families[family.name].samples += family.samples
                 else:
@@ -110,9 +110,14 @@ class _ModelsCollector(Collector):
 
 def _registry_families(models: MultiModel) -> Iterator[Metric]:
     kinds: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[ModelEntry], float]], ...] = (
-        (GaugeMetricFamily, "model_loaded", "Whether a model is loaded.", lambda one: one.running is not None),
-        (GaugeMetricFamily, "model_memory_bytes", "Memory that a model has been given.", lambda one: one.num_bytes),
-        (CounterMetricFamily, "model_loads", "How often a model was loaded.", lambda one: one.num_loads),
+        (GaugeMetricFamily, "model_loaded", "1 if the model is loaded, else 0.", lambda one: one.running is not None),
+        (
+            GaugeMetricFamily,
+            "model_memory_bytes",
+            "Memory reserved for the model, in bytes.",
+            lambda one: one.num_bytes,
+        ),
+        (CounterMetricFamily, "model_loads", "Number of times the model was loaded.", lambda one: one.num_loads),
     )
     for kind, name, help_, value in kinds:
         family = kind(PREFIX + name, help_, labels=["model_name"])
@@ -122,30 +127,36 @@ def _registry_families(models: MultiModel) -> Iterator[Metric]:
 
 
 class _EngineReader:
-    """What an engine has counted, by its model's name."""
+    """Reads the counters of one engine. ``model`` is the label of the series."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._engine = engine
         self._model = model
 
     def families(self) -> Iterator[Metric]:
-        """Each family, with the one model's series."""
+        """Yield each family with the series of this model."""
         stats, metrics = self._engine.stats, self._engine.metrics
         yield from self._loads()
         for name, (help_, value) in _COUNTERS.items():
             yield self._counter(name, help_, value(metrics))
         yield self._counter("num_preemptions", "Requests that lost their KV blocks.", stats.num_preemptions)
         if stats.num_state_slots:
-            yield self._gauge("checkpoints", "Recurrent states that cached prefixes end with.", stats.num_checkpoints)
-            yield self._counter("checkpoint_hits", "Requests that went on from one.", stats.checkpoint_hits)
-            yield self._counter("checkpoint_evictions", "Checkpoints that gave way.", stats.checkpoint_evictions)
+            yield self._gauge("checkpoints", "Saved recurrent states of cached prefixes.", stats.num_checkpoints)
+            yield self._counter(
+                "checkpoint_hits", "Requests that resumed from a state checkpoint.", stats.checkpoint_hits
+            )
+            yield self._counter(
+                "checkpoint_evictions", "State checkpoints that were evicted.", stats.checkpoint_evictions
+            )
         yield self._counter("failed_steps", "Steps that raised.", metrics.num_failed_steps)
-        yield self._counter("late_masks", "Rows computed again: their grammars took long.", metrics.num_late_masks)
+        yield self._counter(
+            "late_masks", "Rows computed again because their grammar masks were late.", metrics.num_late_masks
+        )
         if self._engine.config.scheduler.async_scheduling:
-            help_ = "Steps planned ahead, while the one before ran, and after its end."
+            help_ = "Steps by planning time: during the previous step (ahead), or after its end."
             yield self._by_label("steps", help_, "planned", dict(metrics.num_steps))
         if self._engine.config.cache.num_padding_blocks:
-            help_ = "Steps that only decode, by how their forward came about: replayed, or why it was built."
+            help_ = "Decode-only steps by forward pass: replayed, or the reason why the graph was built."
             yield self._by_label("decode_steps", help_, "forward", dict(metrics.num_decode_forwards))
         if self._engine.config.scheduler.speculative is not None:
             yield from self._speculation(metrics)
@@ -153,8 +164,8 @@ class _EngineReader:
         yield self._by_label("request_success", "Requests that ended, by reason.", "finished_reason", ended)
         transfer = metrics.kv_transfer
         for name, count in transfer.as_dict().items() if transfer is not None else ():
-            yield self._counter(f"kv_transfer_{name}", "KV transfer, see docs/kv-transfer.md.", count)
-        layers, help_ = self._engine.config.attention_layers, "Layers by what computes their attention."
+            yield self._counter(f"kv_transfer_{name}", "KV transfer, see docs/several-macs.md.", count)
+        layers, help_ = self._engine.config.attention_layers, "Layers by the kernel that computes their attention."
         family = GaugeMetricFamily(PREFIX + "attention_layers", help_, labels=["model_name", "kernel"])
         family.add_metric([self._model, "metal"], layers.metal)
         family.add_metric([self._model, "portable"], layers.portable)
@@ -165,7 +176,7 @@ class _EngineReader:
         yield self._info()
 
     def _loads(self) -> Iterator[Metric]:
-        """What load balancers go by, under vLLM's own names, too: they look for no others."""
+        """Yield the metrics that load balancers use, also under vLLM's own names, which they expect."""
         stats = self._engine.stats
         usage = stats.num_used_blocks / stats.num_blocks
         for prefix in (PREFIX, VLLM_PREFIX):
@@ -181,7 +192,7 @@ class _EngineReader:
         by_position = {str(position): count for position, count in enumerate(accepted)}
         help_ = "Proposed tokens that were accepted, by their position in the proposal."
         yield self._by_label("spec_decode_num_accepted_tokens_per_pos", help_, "position", by_position)
-        help_ = "Proposed tokens after which it was not known what their grammar allows: masks took too much."
+        help_ = "Proposed tokens without a grammar mask for the next token, because masks took too long."
         yield self._counter("spec_decode_num_unmasked_tokens", help_, metrics.num_unmasked_tokens)
 
     def _gauge(self, name: str, help_: str, value: float, prefix: str = PREFIX) -> Metric:
@@ -203,14 +214,16 @@ class _EngineReader:
     def _histogram(self, name: str, help_: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(PREFIX + name, help_, labels=["model_name"])
         bounds = [*map(str, map(float, histogram.bounds)), "+Inf"]
-        # The engine goes on meanwhile, so the count is taken from the same copy as the buckets.
+        # The engine continues meanwhile, so the count comes from the same copy as the buckets.
         buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
         family.add_metric([self._model], buckets, histogram.sum)
         return family
 
     def _info(self) -> Metric:
         config = self._engine.config
-        family = InfoMetricFamily(f"{PREFIX}engine", "What runs.", labels=["model_name"])
+        family = InfoMetricFamily(
+            f"{PREFIX}engine", "Version, model type and main settings of the engine.", labels=["model_name"]
+        )
         facts = {
             "version": __version__,
             "model_type": config.model.model_type,

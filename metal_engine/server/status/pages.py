@@ -1,4 +1,4 @@
-"""A page for people: what the API takes (``/docs``). It loads nothing."""
+"""Generates the HTML page at ``/docs``, which describes the API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-# What `/` leads to.
+# Links in the JSON response of `/`.
 LINKS = {
     "docs": "/docs",
     "openapi": "/openapi.json",
@@ -16,7 +16,7 @@ LINKS = {
     "health": "/health",
     "metrics": "/metrics",
 }
-# The page loads nothing: not from here, and not from elsewhere.
+# The page loads no other resources.
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
@@ -45,7 +45,7 @@ def _page(title: str, parts: Iterator[str]) -> str:
 
 
 def api_page(schema: Schema) -> str:
-    """The page at ``/docs``, of an OpenAPI schema."""
+    """Return the page at ``/docs`` for an OpenAPI schema."""
     return _page(f"{schema['info']['title']}: API", _api(schema))
 
 
@@ -94,7 +94,7 @@ def _row(name: str, type_: str, note: str) -> str:
 
 
 def _type(schema: Schema) -> str:
-    """A type in words, with links to those that have a name."""
+    """Describe a type in words, with links to named types."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'
@@ -119,6 +119,6 @@ def _code(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Paragraphs of a description; what stands between double backquotes is code."""
+    """Return a description as HTML paragraphs. Text between double backquotes becomes code."""
     shown = _BETWEEN_QUOTES.sub(r"<code>\1</code>", escape(text))
     return "".join(f"<p>{part}</p>" for part in shown.split("\n\n") if part.strip())

@@ -1,4 +1,4 @@
-"""What the routes about the server answer with."""
+"""Response bodies of the routes about the server."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pydantic import BaseModel
 
 
 class ModelCard(BaseModel):
-    """A name of a model, or an adapter. ``root`` is an adapter's path, and ``parent`` the model of the adapter.
+    """A name of a model, or a LoRA adapter. For an adapter, ``root`` is its path and ``parent`` is its model.
 
-    ``memory_bytes`` is the most memory that the model takes. An adapter has none of its own.
+    ``memory_bytes`` is the maximum amount of memory that the model takes. It is null for adapters.
     """
 
     id: str
@@ -29,7 +29,7 @@ class ModelList(BaseModel):
 
 
 class RegistryCard(ModelCard):
-    """One of several models. ``max_model_len`` is known once it has been loaded; ``requests`` use it now."""
+    """One of several models. ``max_model_len`` is null until the first load. ``requests`` counts current requests."""
 
     max_model_len: int | None  # type: ignore[assignment]
     loaded: bool
@@ -45,17 +45,17 @@ class RegistryList(BaseModel):
 
 
 class Health(BaseModel):
-    """``/health``: counts are of requests, ``kv_cache_usage`` is a share of the pool (0 to 1).
+    """Response of ``/health``. Counts are requests, and ``kv_cache_usage`` is the used share of the pool, from 0 to 1.
 
-    ``num_unknown_parameters`` counts request parameters that the server did not know and ignored, and
-    ``unknown_parameters`` counts them by name: for those who send the server's key or, where it has none, for clients
-    on the same machine. Others get no names.
-    ``kv_cache_dtype`` says in what K and V are kept, as ``bfloat16`` or ``int8``.
-    ``attention`` says what computes attention: a backend, and the layers that it leaves to MLX's operations.
-    ``dispatch`` says, with ``--async-scheduling``, when the device is given a step.
-    ``command_buffers`` says what limits those of Metal: null where it is MLX's own limits, or there is no Metal.
-    ``replay`` says whether steps that only decode are replayed: ``on``, or ``off``, with why where they cannot be.
-    ``kv_transfer`` has the counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, where KV is transferred.
+    - ``num_unknown_parameters``: number of request parameters that the server ignored because it does not know them.
+    - ``unknown_parameters``: the same by name. Empty for clients without the server's key or, if there is no key,
+      for clients on other machines.
+    - ``kv_cache_dtype``: type in which K and V are stored, such as ``bfloat16`` or ``int8``.
+    - ``attention``: backend that computes attention, and the layers for which MLX's operations are used instead.
+    - ``dispatch``: with ``--async-scheduling``, the time at which steps are dispatched.
+    - ``command_buffers``: limits of Metal's command buffers. Null if they are MLX's own, or without Metal.
+    - ``replay``: ``on`` if decode-only steps are replayed, otherwise ``off``, with the reason if replay is impossible.
+    - ``kv_transfer``: counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, if KV transfer is used.
     """
 
     status: Literal["ok", "draining", "error"]
@@ -76,10 +76,11 @@ class Health(BaseModel):
 
 
 class ModelHealth(BaseModel):
-    """One of several models: ``memory_bytes`` it has of the device's, ``requests`` use it, ``loads`` it took so far.
+    """Health of one of several models.
 
-    ``attention`` and ``kv_cache_dtype`` are as in :class:`Health`, and known while it is loaded.
-    ``error`` says why it could not be loaded the last time, or why its engine has stopped.
+    ``memory_bytes`` is its share of the memory, ``requests`` counts current requests, and ``loads`` counts loads so
+    far. ``attention`` and ``kv_cache_dtype`` are as in :class:`Health`, and null while the model is not loaded.
+    ``error`` is the reason why the last load failed, or why the engine has stopped.
     """
 
     name: str
@@ -98,10 +99,10 @@ class ModelHealth(BaseModel):
 
 
 class RegistryHealth(BaseModel):
-    """``/health`` where there are several models: what :class:`Health` has, for all of them, and each by itself.
+    """Response of ``/health`` with several models: the fields of :class:`Health` for all models, and each model's own.
 
-    ``kv_cache_usage`` is that of the fullest cache; ``used_bytes`` of ``memory_bytes`` are taken.
-    ``models`` is empty for who has not sent the server's key.
+    ``kv_cache_usage`` is the usage of the fullest cache. ``used_bytes`` is the used part of ``memory_bytes``.
+    ``models`` is empty for clients that have not sent the server's key.
     """
 
     status: Literal["ok", "draining"]
@@ -126,10 +127,11 @@ class Version(BaseModel):
 
 
 class ServerInfo(BaseModel):
-    """What one server with one model can take, for gateways; names are those that SGLang's and vLLM's servers use.
+    """Capacity of a server with one model, for gateways. Field names are those of SGLang's and vLLM's servers.
 
-    ``max_num_seqs`` requests run at once (``max_running_requests`` is the same), on a KV cache of ``max_total_tokens``.
-    ``disaggregation_mode``: ``prefill`` for who only saves KV to a store, ``decode`` for who only loads it.
+    ``max_num_seqs`` and ``max_running_requests`` are the maximum number of concurrent requests. ``max_total_tokens`` is
+    the size of the KV cache in tokens. ``disaggregation_mode`` is ``prefill`` if the engine only saves KV to a store,
+    and ``decode`` if it only loads KV.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Routes about several models: which there are, which are loaded; to load and unload them."""
+"""Routes about several models: list them, show which are loaded, load and unload them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from metal_engine.server.protocol import RequestModel
 from metal_engine.server.status.protocol import ModelHealth, RegistryCard, RegistryHealth, RegistryList
 from metal_engine.server.workers import Weight
 
-# Looks for a model that has come since the server began; returns where it comes from, or None. Called in a thread.
+# Searches for a model that was added after the server started. Returns its source or None. Runs in a thread.
 Discover = Callable[[str], ModelSource | None]
 
 
@@ -24,7 +24,7 @@ class LoadBody(RequestModel):
 
 
 def add_registry_routes(app: FastAPI, models: MultiModel, created: int) -> None:
-    # HEAD, too, which probes send.
+    # HEAD as well, which probes send.
     @app.get("/v1/models", tags=["models"])
     @app.head("/v1/models", include_in_schema=False)
     async def list_models() -> RegistryList:
@@ -36,7 +36,7 @@ def add_registry_routes(app: FastAPI, models: MultiModel, created: int) -> None:
 
 
 def add_loading_routes(app: FastAPI, models: MultiModel, discover: Discover, created: int) -> None:
-    """To load and unload models, for whoever may send requests."""
+    """Add routes with which every authorized client can load and unload models."""
 
     @app.post("/v1/models/load", tags=["models"])
     async def load_model(body: LoadBody) -> RegistryCard:
@@ -74,11 +74,11 @@ def _card(name: str, entry: ModelEntry, created: int) -> RegistryCard:
 def registry_health(
     models: MultiModel, *, draining: bool, unknown: dict[str, int], tells: bool, tells_models: bool
 ) -> RegistryHealth:
-    """How all models are.
+    """Return the health of all models.
 
     Args:
-        tells: whether names of unknown parameters are for this client.
-        tells_models: whether each model is: its name, and errors, which have paths of files.
+        tells: True if the client may see the names of unknown parameters.
+        tells_models: True if the client may see each model's name and errors, which contain file paths.
     """
     told = [_health(entry) for entry in models.registry.entries]
     return RegistryHealth(

@@ -1,4 +1,4 @@
-"""Routes about the server: its models, whether it is well, what it counts."""
+"""Routes about the server: its models, health and metrics."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from metal_engine.server.workers import Weight
 
 EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 
-# In the ASGI scope of each request to a server with a key: whether it was let through without one.
+# Key in the ASGI scope of each request to a server with a key: True if the request was accepted without it.
 WITHOUT_KEY = "metal_engine.without_key"
 
 
 def get_and_head(app: FastAPI, path: str, **options: Any) -> Callable[[EndpointT], EndpointT]:
-    """A route for GET, and for HEAD, which probes send; the schema has the first."""
+    """Add a route for GET and for HEAD, which probes send. The schema contains only GET."""
 
     def add(endpoint: EndpointT) -> EndpointT:
         app.get(path, **options)(endpoint)
@@ -68,7 +68,7 @@ def _add_one_models_routes(app: FastAPI, served: ServedModel, created: int) -> N
     async def list_models() -> ModelList:
         return ModelList(data=[card(served.resolve(name), name) for name in served.all_names])
 
-    # Names of models have slashes.
+    # Model names can contain slashes.
     @app.get("/v1/models/{model_id:path}", tags=["models"], response_model_exclude_none=True)
     async def get_model(model_id: str) -> ModelCard:
         found = served.resolve(model_id)
@@ -76,9 +76,9 @@ def _add_one_models_routes(app: FastAPI, served: ServedModel, created: int) -> N
 
 
 def add_docs(app: FastAPI, models: Models) -> None:
-    """What the API takes, for people."""
+    """Add the page that describes the API."""
 
-    # The second address is FastAPI's other one.
+    # /redoc is the address of FastAPI's other documentation page.
     @get_and_head(app, "/docs", include_in_schema=False)
     @get_and_head(app, "/redoc", include_in_schema=False)
     async def docs() -> Response:
@@ -93,11 +93,14 @@ def _docs(app: FastAPI) -> bytes:
 
 
 def _may_see_names(request: Request) -> bool:
-    """Whether clients' own words are for this one: it has the key or, where there is none, is on this machine."""
+    """Return True if the client may see parameter names from other clients' requests.
+
+    The client must have the server's key or, if there is no key, be on this machine.
+    """
     without_key = request.scope.get(WITHOUT_KEY)
     if without_key is not None:
         return not without_key
-    if request.client is None:  # a unix socket: who is behind it is not known
+    if request.client is None:  # unix socket: the client is not known
         return False
     try:
         address = ipaddress.ip_address(request.client.host)
@@ -107,7 +110,10 @@ def _may_see_names(request: Request) -> bool:
 
 
 def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool, tells_error: bool) -> Health:
-    """See :func:`registry_health`; ``tells_error``: whether the engine's own error is for this client."""
+    """Return the health of a server with one model.
+
+    ``tells`` is as in :func:`registry_health`. ``tells_error`` is True if the client may see the engine's own error.
+    """
     engine, unknown = served.engine, served.parameters.num_unknown
     stats, error = engine.stats, engine.error
     return Health(
@@ -165,7 +171,7 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
     async def health(request: Request) -> JSONResponse:
         tells = _may_see_names(request)
         body: Health | RegistryHealth
-        tells_errors = not request.scope.get(WITHOUT_KEY, False)  # and of models: as /v1/models does
+        tells_errors = not request.scope.get(WITHOUT_KEY, False)  # also for models, as in /v1/models
         if isinstance(models, MultiModel):
             unknown = models.parameters.num_unknown
             draining = lifecycle.draining
@@ -178,7 +184,7 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
 
     @get_and_head(app, "/ready", tags=["status"], responses={503: {"model": Ready}})
     async def ready() -> JSONResponse:
-        """Whether new requests are taken: not while the server drains, nor once its engine has died."""
+        """Return True if the server accepts new requests: it is not draining, and its engine runs."""
         is_ready = models.error is None and not lifecycle.draining
         return JSONResponse(Ready(ready=is_ready).model_dump(), status_code=200 if is_ready else 503)
 
@@ -189,7 +195,7 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
     if isinstance(models, SingleModel):
         served = models.served
 
-        # The second address is its older one, which gateways ask for.
+        # /get_server_info is the older name, which gateways still use.
         @app.get("/get_server_info", include_in_schema=False)
         @get_and_head(app, "/server_info", tags=["status"])
         async def server_info() -> ServerInfo:

@@ -1,4 +1,4 @@
-"""The line that says, every few seconds, what the engine has been doing."""
+"""Periodic log line about the engine's throughput and load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class StatsLog:
-    """Turns the engine's totals into rates since the last line."""
+    """Converts the engine's totals into rates since the last line."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -25,7 +25,7 @@ class StatsLog:
         return time.monotonic(), m.num_prompt_tokens, m.num_generation_tokens, m.num_cache_queries, m.num_cache_hits
 
     def line(self) -> str | None:
-        """What happened since the last call; None if nothing did, and nothing is under way."""
+        """Describe the activity since the last call; None if the engine was and is idle."""
         stats, waiting = self._engine.stats, self._engine.num_waiting
         last, self._last = self._last, self._totals()
         seconds, num_prompt, num_generated, queries, hits = map(operator.sub, self._last, last)
@@ -41,7 +41,10 @@ class StatsLog:
 
 
 async def log_stats(models: Models, interval: float) -> None:
-    """Log a line for each loaded model every ``interval`` seconds, for ever; with its name if there are others."""
+    """Log a line for each loaded model every ``interval`` seconds, forever.
+
+    With several models, lines begin with a name.
+    """
     logs: dict[AsyncEngine, StatsLog] = {}
     while True:
         logs = {served.engine: logs.get(served.engine) or StatsLog(served.engine) for served in models.loaded}

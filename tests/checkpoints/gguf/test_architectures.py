@@ -1,7 +1,7 @@
-"""Every architecture that GGUF files may name: against llama.cpp's converter and logits, and mlx-lm's own models.
+"""Every supported GGUF architecture, compared with llama.cpp's converter and logits, and with mlx-lm's models.
 
-The fixture is made by ``tools/fixtures/llama_cpp_architectures.py``: what llama.cpp's converter writes for a tiny
-checkpoint, and what llama.cpp computes with it. The files are written anew here, and must be the same.
+``tools/fixtures/llama_cpp_architectures.py`` creates the fixture: llama.cpp's converted files of tiny checkpoints, and
+llama.cpp's results with them. The tests write the same files again and check that they are equal.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from tools.fixtures.hf_checkpoints import CONFIGS, Config, hf_weights, write_hf
 from tools.fixtures.llama_cpp_architectures import describe, prompts
 
 FIXTURE: dict[str, Any] = json.loads((Path(__file__).parents[2] / "fixtures/llama_cpp_architectures.json").read_text())
-# float32 on both sides, the same sums in another order: logits are of order 1, and 8e-6 was measured.
+# Both sides use float32, but add in another order. Logits are of order 1; the measured difference is 8e-6.
 CLOSE = 5e-5
-# ggml looks GELU up in a table of float16, whose last digit is 5e-4 at 1: 8e-4 was measured.
+# ggml reads GELU from a float16 table, whose last digit is 5e-4 at 1. The measured difference is 8e-4.
 GELU = {"gemma2": 3e-3, "gemma3": 3e-3}
 NAMES = pytest.mark.parametrize("name", CONFIGS)
 
@@ -49,7 +49,7 @@ def last_logits(model: nn.Module, token_ids: list[int]) -> np.ndarray:
 
 
 def mlx_lm_model(folder: Path) -> nn.Module:
-    """mlx-lm's own way from a Hugging Face folder to a model, in float32."""
+    """Load a Hugging Face folder with mlx-lm, in float32."""
     model, config = load_model(folder)
     if config.get("quantization"):
         model = dequantize_model(model)
@@ -64,7 +64,7 @@ def test_all_architectures_are_here() -> None:
 
 @NAMES
 def test_files_are_the_converters(tmp_path: Path, name: str) -> None:
-    """So what the other tests read is what llama.cpp's converter writes."""
+    """Therefore the other tests read the same files as llama.cpp's converter writes."""
     expected = FIXTURE["cases"][name]
     config = CONFIGS[name]
     assert architecture(config) == expected["architecture"]
@@ -75,7 +75,7 @@ def test_files_are_the_converters(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "dequantize"), [*((name, True) for name in CONFIGS), ("gpt-oss", False)])
 def test_logits_are_llama_cpps(tmp_path: Path, name: str, dequantize: bool) -> None:
-    """Of all, gpt-oss alone has matrices that may stay quantized here."""
+    """Only gpt-oss has matrices here that may stay quantized."""
     expected = FIXTURE["cases"][name]["prompts"]
     assert [case["token_ids"] for case in expected] == prompts(CONFIGS[name])
     model, _ = load_gguf_model(write_gguf(tmp_path / "m.gguf", CONFIGS[name]), mx.float32, dequantize)
@@ -85,7 +85,7 @@ def test_logits_are_llama_cpps(tmp_path: Path, name: str, dequantize: bool) -> N
         assert difference.max() < GELU.get(name, CLOSE)
 
 
-# Matrices in types that MLX keeps and in one that it has not, side by side.
+# Matrices in types that MLX supports, next to matrices in a type that it does not support.
 MIXED = {"ffn_down": T.Q5_0, "attn_q": T.Q8_0, "attn_v": T.F16, "token_embd": T.Q8_0, "ffn_down_exps": T.Q5_1}
 
 
@@ -93,7 +93,7 @@ def mixed_type(name: str) -> T:
     return MIXED.get(name.split(".")[-2], T.Q4_0)
 
 
-# Those that change rows, stack experts, fuse matrices or have MXFP4 in plain runs too.
+# Architectures that change rows, stack experts, fuse matrices or have MXFP4, also in short test runs.
 QUANTIZED = ["qwen3moe", "gemma3", "phi3", "gpt-oss", "granite"]
 
 
@@ -120,7 +120,7 @@ def test_quantized_weights_equal_mlx_lm(tmp_path: Path, name: str) -> None:
 
 
 def gguf_name(name: str) -> str:
-    """Which of ``MIXED`` a Hugging Face tensor falls under."""
+    """Return the entry of ``MIXED`` for a Hugging Face tensor."""
     parts = name.split(".")
     expert = "experts" in parts
     if parts[-2] in ("down_proj", "w2") and "shared_expert" not in parts:
@@ -129,11 +129,11 @@ def gguf_name(name: str) -> str:
     return f"blk.0.{known.get(parts[-2], 'other')}.weight"
 
 
-# --- the engine on such a file ---
+# --- the engine with such a file ---
 
 
 def add_tokenizer(writer: GGUFWriter) -> None:
-    """SentencePiece tokens: all the vocabulary's places, most of them never used."""
+    """Add SentencePiece tokens for the whole vocabulary. Most of them are never used."""
     tokens = ["<unk>", "<s>", "</s>", "▁", *(chr(97 + i) for i in range(26))]
     tokens += [f"unused{i}" for i in range(96 - len(tokens))]
     writer.add_tokenizer_model("llama")
@@ -144,7 +144,7 @@ def add_tokenizer(writer: GGUFWriter) -> None:
     writer.add_eos_token_id(2)
 
 
-# Whose forward differs most; the others in full runs.
+# Architectures whose forward passes differ most. Full test runs include the others.
 ENGINES = ["mistral", "qwen3moe", "gemma3", "phi3-longrope", "gpt-oss"]
 
 
@@ -152,7 +152,7 @@ ENGINES = ["mistral", "qwen3moe", "gemma3", "phi3-longrope", "gpt-oss"]
     "name", [name if name in ENGINES else pytest.param(name, marks=pytest.mark.full) for name in CONFIGS]
 )
 def test_the_engine_generates_what_mlx_lm_does(tmp_path: Path, name: str) -> None:
-    """Several requests at once, past the windows; mlx-lm reads the checkpoint as Hugging Face has it."""
+    """Several requests at once, longer than the windows. mlx-lm reads the Hugging Face form of the checkpoint."""
     config = CONFIGS[name]
     path = write_gguf(tmp_path / "m.gguf", config, prepare=add_tokenizer)
     reference = mlx_lm_model(write_hf(tmp_path / "hf", config))
@@ -199,7 +199,7 @@ def test_mxfp4_stays_as_it_is(tmp_path: Path) -> None:
         assert mx.array_equal(ours.weight, published.weight) and mx.array_equal(ours.scales, published.scales)
 
 
-# --- what the metadata may also say ---
+# --- other metadata ---
 
 
 def config_of(tmp_path: Path, name: str, prepare: Callable[[GGUFWriter], None], **changes: Any) -> dict[str, Any]:
@@ -207,12 +207,12 @@ def config_of(tmp_path: Path, name: str, prepare: Callable[[GGUFWriter], None], 
 
 
 def changed(name: str, **changes: Any) -> Config:
-    """A configuration with other values; None leaves one out."""
+    """Return a configuration with other values. None removes a value."""
     return {key: value for key, value in {**CONFIGS[name], **changes}.items() if value is not None}
 
 
 def nothing(writer: GGUFWriter) -> None:
-    """Adds nothing."""
+    """Add nothing."""
 
 
 def test_gemma3_windows(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_the_largest_gemma_scales_queries_otherwise(tmp_path: Path, name: str, l
 
 
 def test_dimensions_of_one_may_be_missing(tmp_path: Path) -> None:
-    """As older converters wrote the gate of the shared expert."""
+    """Older converters wrote the gate of the shared expert without them."""
     name = "blk.0.ffn_gate_inp_shexp.weight"
     gate = hf_weights(CONFIGS["qwen2moe"])["model.layers.0.mlp.shared_expert_gate.weight"]
 
@@ -327,7 +327,7 @@ def test_other_architectures_are_refused(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("tensor", ["blk.0.attn_k.weight", "blk.1.ffn_gate_exps.weight", "output_norm.weight"])
 def test_other_shapes_than_the_metadata_are_refused(tmp_path: Path, tensor: str) -> None:
-    """Before any weight is read."""
+    """They are refused before any weight is read."""
 
     def other_shape(writer: GGUFWriter) -> None:
         shape = writer.tensors[0][tensor].shape
@@ -335,26 +335,26 @@ def test_other_shapes_than_the_metadata_are_refused(tmp_path: Path, tensor: str)
         writer.add_tensor(tensor, np.zeros([*shape[:-1], shape[-1] + 32], np.float32))
 
     path = write_gguf(tmp_path / "m.gguf", CONFIGS["qwen3moe"], prepare=other_shape)
-    with pytest.raises(ModelLoadError, match=rf"tensor '{tensor}' is \[.*\], and its metadata make it \["):
+    with pytest.raises(ModelLoadError, match=rf"tensor '{tensor}' is \[.*\], but its metadata imply \["):
         load_gguf_model(path, mx.float32, dequantize=True)
 
 
 HUGE = [
-    ("qwen3moe", "add_expert_count", 1 << 30, "its metadata make it"),
+    ("qwen3moe", "add_expert_count", 1 << 30, "its metadata imply"),
     ("qwen3moe", "add_expert_feed_forward_length", 1 << 31, "OverflowError"),
-    ("qwen3moe", "add_embedding_length", 1 << 30, "its metadata make it"),
-    ("gpt-oss", "add_head_count", 1 << 24, "its metadata make it"),
+    ("qwen3moe", "add_embedding_length", 1 << 30, "its metadata imply"),
+    ("gpt-oss", "add_head_count", 1 << 24, "its metadata imply"),
     ("gpt-oss", "add_expert_used_count", 1 << 31, "2147483648 of 4 experts"),
     ("gemma3", "add_sliding_window_pattern", 1 << 31, "windows 2147483648"),
     ("gemma3", "add_sliding_window_pattern", 0, "ZeroDivisionError"),
-    ("phi3", "add_feed_forward_length", 1 << 29, "its metadata make it"),
+    ("phi3", "add_feed_forward_length", 1 << 29, "its metadata imply"),
     ("phi3-longrope", "add_rope_dimension_count", 1 << 31, "RoPE or standard size"),
 ]
 
 
 @pytest.mark.parametrize(("name", "method", "value", "words"), HUGE)
 def test_huge_sizes_are_refused(tmp_path: Path, name: str, method: str, value: int, words: str) -> None:
-    """As the loader does it: in one line, with nothing made that is as large as they say."""
+    """The loader refuses them in one line, without allocations of the claimed sizes."""
 
     def prepare(writer: GGUFWriter) -> None:
         add_tokenizer(writer)
@@ -372,7 +372,7 @@ def test_huge_sizes_are_refused(tmp_path: Path, name: str, method: str, value: i
 @pytest.mark.full
 @NAMES
 def test_the_fixture_is_what_llama_cpp_says(tmp_path: Path, name: str) -> None:
-    """Fails, not skips, without ``llama-cpp-python``."""
+    """Fails without ``llama-cpp-python``; it is not skipped."""
     from tools.fixtures.llama_cpp import LlamaCpp
 
     llama = LlamaCpp(write_gguf(tmp_path / "m.gguf", CONFIGS[name], prepare=add_tokenizer))

@@ -1,6 +1,6 @@
-"""GGUF files that no converter has written: each is refused in one line, with work and memory bounded by its bytes.
+"""GGUF files that no converter would write: each is refused in one line, with work and memory limited by its bytes.
 
-The bytes are put together here, from the format's description; PyPI's ``gguf`` writes nothing of the kind.
+The bytes are assembled here from the description of the format, because PyPI's ``gguf`` cannot write such files.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ CASES: dict[str, tuple[bytes, str]] = {
     "a tensor twice": (file([tensor("a", [8]), tensor("a", [8], offset=32)]), "corrupted"),
     "a key twice": (file([], [number("a", 1), number("a", 1)]), "corrupted"),
     "huge alignment": (file([tensor("a", [8])], [number("general.alignment", 1 << 31)]), "corrupted"),
-    "more layers than tensors": (model(layers=number("llama.block_count", 1 << 31)), "layers and has 1 tensors"),
-    "layers in words": (model(layers=word("llama.block_count", "one")), "not as those of a model (TypeError"),
-    "no heads": (model(heads=number("llama.attention.head_count", 0)), "not as those of a model (ZeroDivisionError"),
-    "half a scaling": (model(word("llama.rope.scaling.type", "yarn")), "not as those of a model (KeyError"),
+    "more layers than tensors": (model(layers=number("llama.block_count", 1 << 31)), "layers but has 1 tensors"),
+    "layers in words": (model(layers=word("llama.block_count", "one")), "not a valid model (TypeError"),
+    "no heads": (model(heads=number("llama.attention.head_count", 0)), "not a valid model (ZeroDivisionError"),
+    "half a scaling": (model(word("llama.rope.scaling.type", "yarn")), "not a valid model (KeyError"),
     "architecture is a list": (
         model(**{"general.architecture": words("general.architecture", ["x"] * 1000)}),
         "is not supported",
@@ -136,7 +136,7 @@ def test_refused_in_one_line(tmp_path: Path, case: str) -> None:
 
 
 def values_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many values the reader takes from a file that it refuses."""
+    """Return how many values the reader parses in a file that it refuses."""
     count = 0
     scalar = header._Cursor.scalar
 
@@ -154,7 +154,7 @@ def values_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize(
     "content",
     [
-        # Reading it took 240 s with 2 million: products of thousands of digits.
+        # With 2 million, reading it took 240 s: the products have thousands of digits.
         file([tensor("a", [1 << 63] * 20_000)]),
         b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 16) + bytes(1 << 20),
         b"GGUF" + struct.pack("<IQQ", 3, 1 << 16, 0) + bytes(1 << 20),
@@ -176,7 +176,7 @@ def test_two_million_dimensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("kind", [UINT8, STRING])
 def test_arrays_take_no_more_than_vocabularies_do(tmp_path: Path, kind: int) -> None:
-    """As lists, these bytes would take 8 and 14 times as much."""
+    """As lists, these bytes would take 8 and 14 times as much memory."""
     length = header._MAX_ELEMENTS + 1
     path = tmp_path / "m.gguf"
     path.write_bytes(file([], [array("a", kind, length, bytes(length if kind == UINT8 else 8 * length))]))
@@ -213,10 +213,10 @@ def test_the_header_ends_where_headers_end(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_long_tokens_are_not_cut_everywhere(tmp_path: Path) -> None:
-    """Each would be cut at every place, and each cut copies it."""
+    """Otherwise each token would be split at every position, with a copy for each split."""
     path = tmp_path / "m.gguf"
     path.write_bytes(model(*vocabulary(["x" * 40_000], [1])))
-    with pytest.raises(ModelLoadError, match="more characters than words have"):
+    with pytest.raises(ModelLoadError, match="tokens with too many characters"):
         load_gguf_tokenizer(path)
 
 
@@ -224,7 +224,7 @@ def test_control_tokens_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tokenizer, "_MAX_UNSPLIT", 2)
     path = tmp_path / "m.gguf"
     path.write_bytes(model(*vocabulary(["a", "b", "c"], [3, 3, 3])))
-    with pytest.raises(ModelLoadError, match="more control tokens"):
+    with pytest.raises(ModelLoadError, match="more control and user-defined tokens"):
         load_gguf_tokenizer(path)
     path.write_bytes(model(*vocabulary(["a", "b", "c"], [3, 3, 1])))
     load_gguf_tokenizer(path)

@@ -1,6 +1,6 @@
-"""The demo model against llama.cpp: the same tokens and the same logits.
+"""The demo model compared with llama.cpp: the same tokens and the same logits.
 
-The fixture is made by ``tools/fixtures/llama_cpp.py``; ``make test-full`` makes it anew and compares.
+``tools/fixtures/llama_cpp.py`` creates the fixture. ``make test-full`` creates it again and compares.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tools.fixtures.llama_cpp import TEXTS, LlamaCpp, make_fixture
 
 ROOT = Path(__file__).parents[3]
 FIXTURE: dict[str, Any] = json.loads((ROOT / "tests/fixtures/llama_cpp_smollm2.json").read_text())
-# Both compute in float32 throughout, from the same dequantized weights, so only the order of sums differs. A
-# float32 sum of 1,536 terms is off by some 1e-6 of its size, 30 layers add to it, and logits reach 40: 5e-4
-# leaves that a factor of ten (5e-5 was measured), and 8-bit activations would be a hundred times off.
+# Both compute in float32 from the same dequantized weights, so only the order of sums differs. A float32 sum of 1,536
+# terms has a relative error of about 1e-6, 30 layers add to it, and logits reach 40. 5e-4 is ten times this error
+# (5e-5 was measured). 8-bit activations would cause a hundred times more.
 LOGITS_TOLERANCE = 5e-4
 
 
@@ -51,7 +51,7 @@ def test_fixture_is_of_the_demo_model() -> None:
 def test_token_ids(tokenizer: Any, case: dict[str, Any]) -> None:
     token_ids = tokenizer.encode(case["text"], add_special_tokens=False)
     assert token_ids == case["token_ids"]
-    # The file asks for no BOS.
+    # The file does not add a BOS token.
     assert tokenizer.encode(case["text"]) == case["token_ids"]
     assert tokenizer.decode(token_ids) == case["text"]
 
@@ -60,22 +60,22 @@ def test_token_ids(tokenizer: Any, case: dict[str, Any]) -> None:
 def test_first_token_logits(model: Any, case: dict[str, Any]) -> None:
     logits = last_logits(model, case["token_ids"])
     assert np.abs(logits[case["top_ids"]] - case["top_logits"]).max() < LOGITS_TOLERANCE
-    # Nothing else comes out higher than the last of the top.
+    # No other logit exceeds the last of the top logits.
     others = np.delete(logits, case["top_ids"])
     assert others.max() < case["top_logits"][-1] + LOGITS_TOLERANCE
-    # The smallest margin in the fixture is 0.01: the first token is the same.
+    # The smallest margin in the fixture is 0.01, so the first token is the same.
     assert case["top_logits"][0] - case["top_logits"][1] > 2 * LOGITS_TOLERANCE
     assert logits.argmax() == case["top_ids"][0]
 
 
 @pytest.mark.full
 def test_fixture_is_what_llama_cpp_says(demo_path: Path) -> None:
-    """Fails, not skips, without ``llama-cpp-python``."""
+    """Fails without ``llama-cpp-python``; it is not skipped."""
     made = make_fixture(demo_path)
     assert made["texts"] == FIXTURE["texts"]
     for new, old in zip(made["prompts"], FIXTURE["prompts"], strict=True):
         assert new["token_ids"] == old["token_ids"]
-        # Other versions and processors sum in another order; near ties may change places.
+        # Other versions and processors add in another order, so nearly equal logits may change places.
         for token_id, logit in zip(new["top_ids"], new["top_logits"], strict=True):
             if token_id in old["top_ids"]:
                 assert abs(logit - old["top_logits"][old["top_ids"].index(token_id)]) < LOGITS_TOLERANCE
@@ -84,7 +84,7 @@ def test_fixture_is_what_llama_cpp_says(demo_path: Path) -> None:
 
 @pytest.mark.full
 def test_random_texts_and_prompts_live(demo_path: Path, tokenizer: Any, model: Any) -> None:
-    """Random mixtures of pieces of the texts: 500 tokenized, the first 10 through both models."""
+    """Random mixtures of pieces of the texts: 500 are tokenized, and the first 10 run through both models."""
     llama = LlamaCpp(demo_path)
     generator = random.Random(0)
     alphabet = "".join(TEXTS)

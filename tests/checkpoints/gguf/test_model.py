@@ -1,4 +1,4 @@
-"""GGUF files load as what they hold: against ``gguf``'s reader and dequantization, and mlx-lm's models."""
+"""Loaded GGUF files, compared with ``gguf``'s reader and dequantization, and with mlx-lm's models."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from metal_engine.checkpoints.gguf.weights import QuantizedTensor, load_tensor
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
 from tests.support.gguf_files import ARCHITECTURES, GgufFile, build, logits, random_weights, tiny_config
 
-# float32 on both sides, in the same operations or with RoPE's pairs in another order: rounding only. Logits
-# here are of order 1, float32's relative rounding is 6e-8, and sums are over at most 128 terms in 2 layers.
+# Both sides use float32, with the same operations or with RoPE's pairs in another order, so only rounding differs.
+# Logits are of order 1, float32's relative rounding is 6e-8, and sums have at most 128 terms in 2 layers.
 CLOSE = 2e-5
 
 
@@ -48,7 +48,7 @@ def test_header_agrees_with_the_reader_of_gguf(demo_path: Path) -> None:
 
 
 def test_demo_weights_equal_the_dequantization_of_gguf(demo_path: Path) -> None:
-    """Bit for bit, every tensor; q and k are as in the file, and RoPE is told so."""
+    """Every tensor is bitwise equal. q and k keep the file's order, and RoPE is configured for it."""
     model, config = load_gguf_model(demo_path, mx.float32, dequantize=True)
     modules = {
         "attn_norm": "input_layernorm",
@@ -73,7 +73,7 @@ def test_demo_weights_equal_the_dequantization_of_gguf(demo_path: Path) -> None:
 
 
 def test_demo_configuration(demo_path: Path) -> None:
-    """The values of the model's published config.json."""
+    """The values equal the model's published config.json."""
     config = gguf_config(read_gguf_header(demo_path))
     published = {
         "hidden_size": 576,
@@ -106,7 +106,7 @@ def test_demo_kept_quantized_equals_mx_load_and_agrees_with_dequantized(demo_pat
     assert config["quantization"]["model.embed_tokens"] == {"group_size": 32, "bits": 8}
     full, _ = load_gguf_model(demo_path, mx.float32, dequantize=True)
     ids = mx.array([[1, 9690, 198, 2683, 359, 253, 5356, 5646]])
-    # The same weights and float32 sums in another order, through 30 layers; logits reach 40.
+    # The same weights, with float32 sums in another order, through 30 layers. Logits reach 40.
     assert float(mx.abs(kept(ids) - full(ids)).max()) < 2e-3
 
 
@@ -142,7 +142,7 @@ def test_untied_head_and_biases(tmp_path: Path, architecture: str) -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("dequantize", [True, False])
 def test_dtype(tmp_path: Path, dtype: mx.Dtype, dequantize: bool) -> None:
-    """All floating parameters, and so the activations, have the type that was asked for."""
+    """All floating-point parameters, and therefore the activations, have the requested type."""
     config = tiny_config("llama")
     types = {"attn_q": T.Q4_0, "attn_k": T.Q5_0, "attn_v": T.F16, "attn_output": T.BF16, "ffn_up": T.Q8_0}
     file = GgufFile(config, random_weights(config), type_of=lambda name: types.get(name.split(".")[-2], T.Q4_1))
@@ -150,13 +150,13 @@ def test_dtype(tmp_path: Path, dtype: mx.Dtype, dequantize: bool) -> None:
     floats = {a.dtype for a in parameters(model).values() if mx.issubdtype(a.dtype, mx.floating)}
     assert floats == {dtype}
     assert model(mx.array([[1, 2, 3]])).dtype == dtype
-    # Half precision keeps 11 or 8 significant bits; logits are of order 1.
+    # Half precision has 11 or 8 significant bits. Logits are of order 1.
     tolerance = {mx.float32: CLOSE, mx.float16: 2e-2, mx.bfloat16: 2e-1}[dtype]
     assert np.abs(logits(model) - logits(file.reference())).max() < tolerance
 
 
 def k_quant_blocks(kind: T, rows: int, columns: int) -> np.ndarray:
-    """Random blocks of a K-quant as bytes [rows, bytes]; ``gguf`` cannot make them from floats."""
+    """Return random blocks of a K-quant as bytes [rows, bytes], which ``gguf`` cannot create from floats."""
     generator = np.random.default_rng(3)
     size, scale_at = {T.Q4_K: (144, (0, 2)), T.Q5_K: (176, (0, 2)), T.Q6_K: (210, (208,))}[kind]
     blocks = generator.integers(0, 256, (rows, columns // 256, size), dtype=np.uint8)
@@ -168,7 +168,7 @@ def k_quant_blocks(kind: T, rows: int, columns: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_q4_k_scales_are_rounded_alone(tmp_path: Path, dtype: mx.Dtype) -> None:
-    """Elements are off by what halves round scales by: a 2^11th or a 2^8th of 15 scales and of an offset."""
+    """The error comes from rounding scales to half precision: a 2^11th or a 2^8th of 15 scales and of an offset."""
     blocks = k_quant_blocks(T.Q4_K, 6, 512)
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("a.weight", blocks.reshape(2, 3, -1), raw_dtype=T.Q4_K)  # two experts
@@ -189,7 +189,7 @@ def test_q4_k_scales_are_rounded_alone(tmp_path: Path, dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("kind", [T.Q4_K, T.Q5_K, T.Q6_K])
 @pytest.mark.parametrize("dequantize", [True, False])
 def test_k_quants(tmp_path: Path, kind: T, dequantize: bool) -> None:
-    """``mx.load`` gives wrong weights for these without a word. Q4_K is the one that MLX can hold as it is."""
+    """``mx.load`` returns wrong weights for these types without an error. MLX can store only Q4_K as it is."""
     config = tiny_config("qwen2", intermediate_size=256)
     weights = random_weights(config)
     del weights["model.layers.1.mlp.down_proj.weight"]
@@ -233,7 +233,7 @@ def test_rope_scaling(tmp_path: Path, architecture: str, scaling: str) -> None:
 
 
 def test_llama3_frequency_factors(tmp_path: Path) -> None:
-    """A tensor of factors stands for ``llama3`` scaling; here they come from mlx-lm's frequencies."""
+    """A tensor of factors replaces ``llama3`` scaling. Here, it comes from mlx-lm's frequencies."""
     settings = {
         "rope_type": "llama3",
         "factor": 8.0,
@@ -255,7 +255,7 @@ def test_llama3_frequency_factors(tmp_path: Path) -> None:
     assert not any("freqs" in name for name in parameters(model))
 
 
-# --- refused, each with one line that says why ---
+# --- files that are refused with a one-line reason ---
 
 
 def assert_refused(path: Path, error: type[ModelLoadError], *words: str) -> None:
@@ -304,7 +304,7 @@ def test_unreadable_tensor_type(tmp_path: Path) -> None:
     del weights["model.layers.0.mlp.up_proj.weight"]
 
     def add_tensor(writer: GGUFWriter) -> None:
-        # 40 bytes for a block of 32: a type that ggml computes with but that no model is stored in.
+        # A block of 32 has 40 bytes: ggml computes with this type, but no model is stored in it.
         writer.add_tensor("blk.0.ffn_up.weight", np.zeros((96, 80), np.uint8), raw_dtype=T.Q8_1)
 
     path = GgufFile(config, weights, prepare=add_tensor).write(tmp_path / "m.gguf")
@@ -336,7 +336,7 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 def test_any_truncation_is_noticed(tmp_path: Path, small_file: bytes) -> None:
     path = tmp_path / "cut.gguf"
-    # Every length within the header, and some within the weights; the file's own end is padding.
+    # Every 7th length within the header, and some within the weights. The end of the file is padding.
     cuts = [*range(0, 3000, 7), *np.linspace(3000, len(small_file) - 64, 20, dtype=int)]
     for length in cuts:
         path.write_bytes(small_file[:length])
@@ -355,7 +355,7 @@ def test_damaged_headers_never_raise_anything_else(tmp_path: Path, small_file: b
         path.write_bytes(data)
         try:
             header = read_gguf_header(path)
-            # What was read lies within the file.
+            # All tensors lie within the file.
             assert all(math.prod(header.rows(name).shape) == t.nbytes for name, t in header.tensors.items())
         except ModelLoadError:
             refused += 1

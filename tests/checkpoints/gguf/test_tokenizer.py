@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files against independent ones: transformers' own classes, SentencePiece and llama.cpp."""
+"""Tokenizers of GGUF files, compared with transformers' own classes, SentencePiece and llama.cpp."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from metal_engine.errors import ModelLoadError, UnsupportedModelError
 
 FIXTURE = Path(__file__).parents[2] / "fixtures/llama_cpp_smollm2.json"
 TEXTS: list[str] = [case["text"] for case in json.loads(FIXTURE.read_text())["texts"]]
-# Written by tools/fixtures/gguf_tokenizer.py.
+# Created by tools/fixtures/gguf_tokenizer.py.
 LLAMA_CPP: dict[str, Any] = json.loads((FIXTURE.parent / "llama_cpp_tokenizers.json").read_text())
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def train_byte_level(split: Any) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of a small byte-level BPE; special tokens come last."""
+    """Return vocabulary and merges of a small byte-level BPE. Special tokens come last."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = split
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -80,7 +80,7 @@ def qwen2_oracle(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
 
 
 def llama3_oracle(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-    """The pattern that ``transformers`` converts Llama 3's tiktoken files with."""
+    """Return the tokenizer with the pattern that ``transformers`` uses to convert Llama 3's tiktoken files."""
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -96,7 +96,7 @@ def llama3_oracle(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Any:
     ("pre", "oracle"), [("gpt-2", gpt2_oracle), ("qwen2", qwen2_oracle), ("llama-bpe", llama3_oracle)]
 )
 def test_pre_tokenizers(tmp_path: Path, pre: str, oracle: Callable[..., Any]) -> None:
-    # Trained without a split but for words, so that merges across the rules' borders are there to be avoided.
+    # Trained with a split only between words, so that the vocabulary has merges that the rules must avoid.
     vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     path = write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, add_bos_token=False)
     ours, theirs = load_gguf_tokenizer(path), oracle(vocab, merges)
@@ -104,7 +104,7 @@ def test_pre_tokenizers(tmp_path: Path, pre: str, oracle: Callable[..., Any]) ->
     for text in TEXTS:
         expected = theirs.encode(text)
         assert ours.encode(text) == (expected.ids if isinstance(theirs, Tokenizer) else expected), text
-        if pre != "qwen2":  # which normalizes
+        if pre != "qwen2":  # qwen2 normalizes text
             assert ours.decode(ours.encode(text)) == text
 
 
@@ -143,7 +143,7 @@ def test_special_tokens_and_chat_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eos", ["<|endoftext|>", "<|im_end|>"])
 def test_eos_token_ids(tmp_path: Path, eos: str) -> None:
-    """A file that names only one of them still ends at the other."""
+    """A file that names only one of the two tokens also ends at the other."""
     vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     path = write_byte_level(tmp_path / "t.gguf", "smollm", vocab, merges, eos=vocab[eos])
     expected = sorted([vocab["<|endoftext|>"], vocab["<|im_end|>"]])
@@ -171,22 +171,22 @@ def test_unknown_kind_is_an_error(tmp_path: Path, model: str | None, error: type
 
 @pytest.mark.parametrize("pre", LLAMA_CPP["ids"])
 def test_token_ids_are_llama_cpps(tmp_path: Path, pre: str) -> None:
-    """Every name of a pre-tokenizer, over tokens that run across words, digits and line breaks."""
+    """Every name of a pre-tokenizer, with tokens that span words, digits and line breaks."""
     vocab = {token: i for i, token in enumerate(LLAMA_CPP["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in LLAMA_CPP["merges"]]
     ours = load_gguf_tokenizer(write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, add_bos_token=False))
     normalizes = ours.backend_tokenizer.normalizer is not None
     for text, expected in zip(LLAMA_CPP["texts"], LLAMA_CPP["ids"][pre], strict=True):
-        # Qwen's own tokenizer composes characters first (NFC) and llama.cpp does not: there we follow Qwen.
+        # Qwen's own tokenizer composes characters first (NFC), and llama.cpp does not. We follow Qwen.
         if normalizes and not unicodedata.is_normalized("NFC", text):
             continue
-        # GPT-4o's own keeps combining marks with their letters and llama.cpp does not: see below.
+        # GPT-4o's own tokenizer keeps combining marks with their letters, and llama.cpp does not: see below.
         if pre in PUBLISHED and any(unicodedata.category(c).startswith("M") for c in text):
             continue
         assert ours.encode(text, add_special_tokens=False) == expected, text
 
 
-# The patterns in the models' own tokenizer.json.
+# Patterns in the models' own tokenizer.json.
 _LETTERS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
 _CAPITALS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -199,7 +199,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("pre", PUBLISHED)
 def test_words_are_those_of_the_published_pattern(tmp_path: Path, pre: str) -> None:
-    """``regex`` is another implementation than ours."""
+    """``regex`` is an independent implementation of regular expressions."""
     vocab = {token: i for i, token in enumerate(LLAMA_CPP["tokens"])}
     merges = [tuple(merge.split(" ")) for merge in LLAMA_CPP["merges"]]
     ours = load_gguf_tokenizer(write_byte_level(tmp_path / "t.gguf", pre, vocab, merges, add_bos_token=False))
@@ -210,7 +210,7 @@ def test_words_are_those_of_the_published_pattern(tmp_path: Path, pre: str) -> N
 
 
 def test_gpt_oss_ends_at_return_and_call(tmp_path: Path) -> None:
-    """Not at the end of a message, of which an answer has several; elsewhere (Phi) that is the end of a turn."""
+    """The token <|end|> ends one of several messages in an output here. In other models (Phi), it ends a turn."""
     for tokens, expected in (
         (["a", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>"], [2, 3, 4]),
         (["a", "<|end|>", "<|endoftext|>"], [1, 2]),
@@ -222,7 +222,7 @@ def test_gpt_oss_ends_at_return_and_call(tmp_path: Path) -> None:
         assert gguf_eos_token_ids(read_gguf_header(finish(writer, tmp_path / "t.gguf"))) == expected
 
 
-# Gemma's vocabulary has runs of spaces and line breaks, and tags, as tokens that no text is cut inside of.
+# Gemma's vocabulary has runs of spaces and line breaks, and tags, as tokens that are never split.
 USER_DEFINED = ["▁▁", "▁▁▁", "\n\n", "<tag>"]
 
 
@@ -258,7 +258,7 @@ def test_sentencepiece(tmp_path: Path, add_prefix: bool, user_defined: list[str]
     ]
     writer = GGUFWriter(tmp_path / "t.gguf", "llama")
     writer.add_tokenizer_model("llama")
-    # The converter writes user-defined tokens with plain spaces.
+    # The converter writes user-defined tokens with ordinary spaces.
     pieces = [theirs.id_to_piece(i) for i in ids]
     writer.add_token_list([piece.replace("▁", " ") if piece in user_defined else piece for piece in pieces])
     writer.add_token_scores([theirs.get_score(i) for i in ids])

@@ -1,4 +1,4 @@
-"""How many drafts pay: measured step times, what is expected of drafts, and whole runs in simulated time."""
+"""Tests of the number of drafts: measured step times, expected acceptance, and whole runs in simulated time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.speculation import speculative_config
 
 
 class Clock:
-    """A clock that stands still unless it is moved."""
+    """Clock that advances only when a test sets it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -67,7 +67,7 @@ def test_larger_steps_are_tried_little_by_little(times: StepTimes, clock: Clock)
     measure(times, clock, 20, 2.0)
     assert len(times.times(16, 64)) == 25 - 16 + 1
     assert len(times.times(22, 64)) == 25 - 22 + 1
-    assert len(times.times(40, 64)) == 1  # without drafts first
+    assert len(times.times(40, 64)) == 1  # the first entry is without drafts
 
 
 def test_the_first_step_of_a_size_may_have_compiled_something(times: StepTimes, clock: Clock) -> None:
@@ -95,7 +95,7 @@ def test_a_step_that_was_held_up_changes_little(times: StepTimes, clock: Clock) 
     measure(times, clock, 1, 1.0, repeat=5)
     measure(times, clock, 1, 60.0, repeat=1)
     assert times.times(1, 0)[0] < 1.15
-    measure(times, clock, 1, 4.0, repeat=30)  # contexts have grown
+    measure(times, clock, 1, 4.0, repeat=30)  # steps take longer, because contexts have grown
     assert times.times(1, 0)[0] == pytest.approx(4.0, rel=0.05)
 
 
@@ -124,7 +124,7 @@ def test_acceptance_follows_what_is_accepted() -> None:
         acceptance.tried("right", 4, 4)
         acceptance.tried("wrong", 4, 0)
     assert acceptance.of("right") > 0.99 and acceptance.of("wrong") < 0.01
-    acceptance.tried("half", 8, 1)  # the six after the first that was wrong say nothing
+    acceptance.tried("half", 8, 1)  # the six drafts after the first wrong draft carry no information
     assert first < acceptance.of("right") and 0.1 < acceptance.of("half") < 0.9
     for _ in range(200):
         acceptance.tried("wrong", 4, 0)
@@ -151,7 +151,7 @@ def test_lengths_are_those_that_give_most_tokens_a_second(
 
     ours = choose_lengths(acceptances, limits, len(requests), seconds).lengths
     assert all(0 <= n <= limit for n, limit in zip(ours, limits, strict=True))
-    # Drafts that are almost never accepted are not even considered.
+    # Drafts with a very low acceptance probability are not considered at all.
     considered = [
         range(1 + sum(p ** (j + 1) >= 0.05 for j in range(limit))) for p, limit in zip(acceptances, limits, strict=True)
     ]
@@ -173,7 +173,7 @@ def test_rows_that_cost_what_they_give_are_not_taken() -> None:
     row_seconds=st.floats(0.0, 0.5),
 )
 def test_what_is_computed_again_counts(requests: list[tuple[float, int]], row_seconds: float) -> None:
-    """As the sum over all that may become of the drafts, where each row costs the same."""
+    """The result equals a sum over all outcomes of the drafts if every row costs the same."""
     acceptances, limits = [p for p, _ in requests], [limit for _, limit in requests]
     num_again = [1 + i for i in range(len(requests))]
     times = [1 + row_seconds * n for n in range(14)]
@@ -202,7 +202,7 @@ def test_where_rows_are_dear_there_are_fewer_drafts_on_recurrent_models() -> Non
 
 
 def test_catching_up_counts_once() -> None:
-    """With the first draft of a request, whoever has fallen behind."""
+    """The cost is counted with the first draft of the request that catches up."""
     times = [1.0] * 9
     assert choose_lengths([0.8, 0.8], [4, 4], 2, times, catching_up=[0.0, 0.0]).lengths == [4, 4]
     choice = choose_lengths([0.8, 0.8], [4, 4], 2, times, catching_up=[0.0, 0.4])
@@ -221,11 +221,11 @@ def test_drafts_that_may_not_come_count_less() -> None:
 
 
 class Drafts:
-    """Proposes what a request generates, or what it does not.
+    """Proposes the tokens that a request will generate, or wrong tokens.
 
     Args:
-        right_from: index of the first token that is proposed as it will be.
-        is_unsure: whether half of the proposals are right, and every second request has none.
+        right_from: index of the first token that is proposed correctly.
+        is_unsure: True if half of the proposals are right, and every second request has no proposals.
     """
 
     def __init__(self, harness: SchedulerHarness, *, right_from: int, is_unsure: bool = False) -> None:
@@ -235,7 +235,7 @@ class Drafts:
         self._rng = random.Random(0)
 
     def begin_step(self) -> None:
-        """Nothing here depends on the step."""
+        """Do nothing: the proposals do not depend on the step."""
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         expected = self._harness.tracked[request.request_id].expected[request.num_output_tokens :]
@@ -246,17 +246,17 @@ class Drafts:
         return expected[:num_tokens] if is_right else [token_id ^ 1 for token_id in expected[:num_tokens]]
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Nothing is counted here."""
+        """Do nothing: results are not counted."""
 
     def forget(self, request_id: str) -> None:
-        """Nothing is kept of a request."""
+        """Do nothing: requests have no data."""
 
 
 NEVER = 1 << 30
 
 
 class TimedStep:
-    """A step that ends at some time."""
+    """Step that ends at a given time of the clock."""
 
     def __init__(self, step: FakeStep, clock: Clock, end: float) -> None:
         self._step, self._clock, self._end = step, clock, end
@@ -278,16 +278,16 @@ def run(
     is_unsure: bool = False,
     is_alone_first: bool = False,
 ) -> tuple[float, int]:
-    """Returns how long requests of 400 tokens take where a step of n rows takes ``seconds(n)``, and all rows.
+    """Return the duration of requests of 400 tokens if a step of n rows takes ``seconds(n)``, and the number of rows.
 
     Args:
-        right_from: of :class:`Drafts`; None for no drafts at all.
-        is_recurrent: whether states cannot go back.
-        host_seconds: that a step takes before the device can begin with it.
-        is_ahead: whether steps may be planned while the ones before run.
-        num_on_host: requests that need their tokens on the host.
-        is_unsure: of :class:`Drafts`.
-        is_alone_first: whether one more request, of 40 tokens, runs before them.
+        right_from: see :class:`Drafts`; None disables drafts.
+        is_recurrent: True if the model has recurrent states, which cannot go back.
+        host_seconds: time of the host before the device can start a step.
+        is_ahead: True to plan steps asynchronously.
+        num_on_host: number of requests that need their tokens on the host.
+        is_unsure: see :class:`Drafts`.
+        is_alone_first: True to run another request, of 40 tokens, before these requests.
     """
     limits = {"max_num_batched_tokens": 128, "max_num_seqs": num_requests, "max_model_len": 410}
     speculative = None if right_from is None else speculative_config(4)
@@ -342,7 +342,10 @@ def test_wrong_drafts_cost_little(num_requests: int, seconds: Callable[[int], fl
 
 
 def test_drafts_that_help_few_hold_up_nobody_for_long() -> None:
-    """Half of the requests have drafts, half of which are right: the others take as many steps as ever."""
+    """Half of the requests have drafts, and half of the drafts are right.
+
+    The other requests take the same number of steps.
+    """
     without, _ = run(16, None, memory_bound)
     with_drafts, _ = run(16, 0, memory_bound, is_unsure=True)
     assert with_drafts <= 1.02 * without
@@ -356,7 +359,7 @@ def test_right_drafts_pay_where_rows_are_cheap() -> None:
 
 
 def test_drafts_come_back_when_they_are_right() -> None:
-    """Of answers that repeat something in their second half only."""
+    """The outputs become predictable only in their second half."""
     for num_requests, most in ((1, 0.66), (8, 0.8)):
         without, _ = run(num_requests, None, memory_bound)
         with_drafts, _ = run(num_requests, 200, memory_bound)
@@ -364,7 +367,7 @@ def test_drafts_come_back_when_they_are_right() -> None:
 
 
 def test_full_steps_have_no_drafts() -> None:
-    """Where another row costs as much as it gives, few drafts are tried, and they cost next to nothing."""
+    """If another row costs as much as it yields, few drafts are tried, and their cost is negligible."""
     without, num_rows = run(16, None, compute_bound)
     with_drafts, num_rows_with = run(16, 0, compute_bound)
     assert with_drafts <= 1.02 * without
@@ -398,7 +401,7 @@ def test_right_drafts_pay_there_too(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_requests", "most"), [(8, 0.55), (16, 0.75)])
 def test_sizes_that_nothing_is_known_of_are_tried(num_requests: int, most: float, kind: str) -> None:
-    """Many requests come after one that was alone."""
+    """A single request runs first, and then many requests arrive."""
     kinds = {**KINDS[kind], "is_alone_first": True}
     without, _ = run(num_requests, None, memory_bound, **kinds)
     with_drafts, _ = run(num_requests, 0, memory_bound, **kinds)
@@ -406,7 +409,7 @@ def test_sizes_that_nothing_is_known_of_are_tried(num_requests: int, most: float
 
 
 def test_steps_are_planned_ahead_where_that_gives_more() -> None:
-    """Where the host takes as long as the device, and drafts are right, but rows are dear."""
+    """The host takes as long as the device, and all drafts are right, but additional rows are expensive."""
 
     def dear(num_rows: int) -> float:
         return 1.0 + 0.9 * (num_rows - 1)

@@ -1,4 +1,4 @@
-"""How often a draft model is asked: by what it costs and how often it is right, in simulated time."""
+"""Tests of how often the draft model runs, given its cost and its accuracy, in simulated time."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ NEVER = 1 << 30
 
 
 class TimedDraftModel:
-    """Says what requests generate, or what they do not, and takes its time for it.
+    """Drafts the tokens that requests will generate, or wrong tokens, in simulated time.
 
     Args:
-        right_from: index of the first token of an answer that it knows.
-        forward_seconds: of a forward, whatever its rows.
-        token_seconds: of each token that it has fallen behind, beside that.
+        right_from: index of the first output token that it drafts correctly.
+        forward_seconds: duration of a forward with any number of rows.
+        token_seconds: additional duration for each token that it has to catch up with.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ def run(
     is_ahead: bool = False,
     up_seconds: float = 0.0,
 ) -> tuple[float, TimedDraftModel | None]:
-    """Returns how long requests take where a step of n rows takes ``seconds(n)``; so many at once, ``num_turns`` times.
+    """Return the duration of ``num_turns`` rounds of ``num_requests`` requests. A step of n rows takes ``seconds(n)``.
 
     Args:
-        right_from: of :class:`TimedDraftModel`; None for no draft model.
-        is_ahead: whether steps may be planned while the ones before run; the host takes 0.1 s of each then.
-        up_seconds: what the clock says at first, and how long nothing happens between two turns.
+        right_from: see :class:`TimedDraftModel`; None for no draft model.
+        is_ahead: True to plan steps asynchronously. The host then takes 0.1 s for each step.
+        up_seconds: initial time of the clock, and idle time between two rounds.
     """
     config = SchedulerConfig(
         max_num_batched_tokens=128,
@@ -146,7 +146,7 @@ def test_a_draft_model_that_is_wrong_costs_little(
 
 @pytest.mark.parametrize("num_requests", [1, 2, 16])
 def test_it_costs_little_beside_steps_ahead(num_requests: int) -> None:
-    """What is tried is a share of the time of steps, not of the time that nothing happens."""
+    """The budget for probes is a fraction of the time of steps. Idle time does not count."""
     more: dict[str, Any] = {"num_turns": 2, "length": 550, "is_ahead": True, "up_seconds": 86_400.0}
     without, _ = run(num_requests, None, memory_bound, **more)
     with_drafts, draft_model = run(num_requests, NEVER, memory_bound, **more)
@@ -169,7 +169,7 @@ def test_a_draft_model_that_is_right_pays(num_requests: int, forward_seconds: fl
 
 
 def test_it_comes_back_when_it_is_right() -> None:
-    """Of answers that it knows the second half of: it is tried now and then, and catches up."""
+    """The draft model can predict the second half of the outputs. Probes detect this, and it catches up."""
     without, _ = run(1, None, memory_bound)
     with_drafts, draft_model = run(1, 150, memory_bound, 0.1)
     assert with_drafts <= 0.8 * without
@@ -177,7 +177,7 @@ def test_it_comes_back_when_it_is_right() -> None:
 
 
 def test_a_draft_model_as_large_as_the_model_is_not_asked_for_long() -> None:
-    """However often it is right."""
+    """The cost of such a model is not worthwhile even if all its drafts are right."""
     without, _ = run(1, None, memory_bound)
     with_drafts, draft_model = run(1, 0, memory_bound, 1.05)
     assert with_drafts <= 1.05 * without
@@ -193,13 +193,13 @@ def test_prompts_are_followed_as_long_as_it_pays() -> None:
 
 
 def test_who_does_without_is_not_followed() -> None:
-    """Nor is what is only pooled, nor are those before anything is known of drafts."""
+    """The draft model also ignores pooling requests, and all prompts while the costs of drafts are unknown."""
     config = SchedulerConfig(
         max_num_batched_tokens=64, max_num_seqs=2, max_model_len=100, speculative=draft_model_config(4)
     )
     harness = SchedulerHarness(config, CacheConfig(block_size=4, num_blocks=60), drafts=2, has_draft_model=True)
     harness.submit("first", make_prompt(3, 20), 10)
-    harness.run()  # what drafts cost is known now
+    harness.run()  # measures the costs of drafts
     assert not any(plan.draft_model_req_ids for plan in harness.plans)
     harness.plans.clear()
     harness.submit("with", make_prompt(0, 20), 10)
@@ -238,7 +238,7 @@ def make_speculation(costs: DraftCosts) -> Speculation:
 
 
 def test_nobody_goes_without_for_one_who_is_far_behind() -> None:
-    """And who is far behind catches up if there is enough to come, not for a few tokens."""
+    """A request far behind catches up only if many of its tokens remain."""
     costs, drafting = DraftCosts(), Drafting(num_forwards=1, forward_seconds=0.01, seconds=1.01, num_tokens=100)
     for _ in range(2):
         costs.measured(1.0, drafting, (), is_try=False)
@@ -259,20 +259,20 @@ def test_nobody_goes_without_for_one_who_is_far_behind() -> None:
 
 
 def test_a_first_forward_that_is_slow_says_nothing() -> None:
-    """It has compiled something; so has a first chunk."""
+    """The first forward and the first chunk may include compilation, so they are not counted."""
     costs = DraftCosts()
     request = Request("a", [1] * 102, SamplingParams(), max_tokens=128)
     costs.measured(9.0, Drafting(num_forwards=4, forward_seconds=4.0, seconds=8.0, num_tokens=4), (), is_try=False)
     assert not costs.are_known and costs.forward_seconds == costs.catching_up_seconds(request) == 0
     costs.measured(1.0, Drafting(num_forwards=4, forward_seconds=0.4, seconds=0.4), (), is_try=False)
     assert costs.are_known and costs.forward_seconds == pytest.approx(0.1)
-    assert costs.catching_up_seconds(request) <= 100 * 0.1 / 128  # a token takes no longer than a forward
+    assert costs.catching_up_seconds(request) <= 100 * 0.1 / 128  # a token costs at most a forward
     costs.measured(1.0, Drafting(num_tokens=100, seconds=1.0), (), is_try=False)
     assert costs.catching_up_seconds(request) == pytest.approx(100 * 0.01 / 128)
 
 
 def test_what_is_known_of_a_request_ends_with_its_blocks() -> None:
-    """It is behind from its start when it is admitted again, and rejected drafts never count."""
+    """A readmitted request lacks all KV of the draft model, and KV of rejected drafts never counts."""
     costs = DraftCosts()
     speculation = make_speculation(costs)
     request = Request("a", [1] * 400, SamplingParams(), max_tokens=200)

@@ -1,4 +1,4 @@
-"""n-gram drafts, against a scan of the whole sequence at every step."""
+"""Tests of drafts by prompt lookup, against a scan of the whole sequence at every step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.speculation import speculative_config
 
 
 def naive_place(tokens: list[int], shortest: int, longest: int) -> int | None:
-    """Where most of the last tokens stood before, the latest of several such places; a scan for each length."""
+    """Return the latest place with the longest match for the last tokens, by a scan for each length."""
     for length in range(longest, shortest - 1, -1):
         for place in range(len(tokens) - 1, length - 1, -1):
             if length <= len(tokens) and tokens[place - length : place] == tokens[-length:]:
@@ -23,7 +23,7 @@ def naive_place(tokens: list[int], shortest: int, longest: int) -> int | None:
 
 
 def naive_drafts(tokens: list[int], shortest: int, longest: int, num_tokens: int) -> list[int]:
-    """What followed there, and so on as if it had been generated."""
+    """Return the tokens that followed the match, continued as if they had been generated."""
     place = naive_place(tokens, shortest, longest)
     if place is None:
         return []
@@ -43,7 +43,7 @@ def naive_drafts(tokens: list[int], shortest: int, longest: int, num_tokens: int
 def test_drafts_are_those_of_a_scan(
     data: st.DataObject, shortest: int, more: int, num_tokens: int, alphabet: int
 ) -> None:
-    # Short enough that no chain is longer than what is looked at.
+    # Short enough that no chain is longer than MAX_CANDIDATES.
     tokens = data.draw(st.lists(st.integers(0, alphabet), max_size=MAX_CANDIDATES + shortest), label="tokens")
     index = NgramIndex(shortest, shortest + more, 64)
     known: list[int] = []
@@ -58,7 +58,7 @@ def test_drafts_are_those_of_a_scan(
 
 
 def test_tokens_of_one_bucket_are_told_apart() -> None:
-    """With one bucket, every place is in one chain."""
+    """The index has a single bucket, so all places form one chain."""
     index = NgramIndex(2, 3, 1)
     index._mask = 0
     tokens = [1, 2, 3, 4, 5, 6, 7, 1, 2]
@@ -68,7 +68,7 @@ def test_tokens_of_one_bucket_are_told_apart() -> None:
 
 
 class CountedTokens(list):
-    """Counts how often one of its tokens is looked at."""
+    """List that counts reads of single tokens."""
 
     num_reads = 0
 
@@ -81,7 +81,7 @@ class CountedTokens(list):
 def test_a_proposal_costs_the_same_however_long_the_sequence_is(period: int) -> None:
     reads = []
     for length in (5_000, 50_000):
-        # The last tokens stood at very many places, never with the token before them.
+        # The last tokens occur very often, but never after the token before them.
         tokens = CountedTokens([*(i % period for i in range(length)), -1, 0, 1 % period])
         index = NgramIndex(2, 8, length)
         index.extend(tokens, length + 3)
@@ -104,7 +104,7 @@ def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyP
     for _ in range(8):
         proposer.begin_step()
         proposed.append([proposer.propose(request, 3) for request in requests])
-    # 300 places for each of them, one after the other.
+    # 300 places for each request, in sequence.
     assert [len(first) for first, _ in proposed] == [0, 0, 3, 3, 3, 3, 3, 3]
     assert [len(second) for _, second in proposed] == [0, 0, 0, 0, 0, 3, 3, 3]
     assert proposed[-1] == [[9, 10, 11]] * 2
@@ -146,13 +146,13 @@ def test_a_prediction_is_followed_left_and_found_again() -> None:
     assert prediction.propose(tokens, 2) == [10, 11]
     tokens += [10, 11, 12]
     assert prediction.propose(tokens, 3) == [13, 14, 15]
-    tokens += [13, 99]  # another token than the text has
+    tokens += [13, 99]  # a token that differs from the text
     assert prediction.propose(tokens, 3) == []
-    tokens += [15, 16]  # its next ones, without the one that was replaced
+    tokens += [15, 16]  # the next tokens of the text
     assert prediction.propose(tokens, 3) == [17, 18, 19]
     tokens += [17, 18, 24]
     assert prediction.propose(tokens, 3) == []
-    tokens += [25, 26, 27, 28]  # a passage was left out
+    tokens += [25, 26, 27, 28]  # the output omits a passage of the text
     assert prediction.propose(tokens, 3) == [29]
     tokens += [29]
     assert prediction.propose(tokens, 3) == []

@@ -1,4 +1,4 @@
-"""Drafts in plans: what they may take, what becomes of it, and that the harness notices when that is wrong."""
+"""Tests of drafts in plans: limits, handling of results, and detection of errors by the harness."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NEVER_WRONG = 1 << 30
 
 
 class RightDrafts:
-    """Proposes what a request generates; after the first ``num_right`` tokens, something else."""
+    """Proposes the first ``num_right`` tokens that a request will generate, and wrong tokens after them."""
 
     def __init__(self, harness: SchedulerHarness, num_right: int = NEVER_WRONG) -> None:
         self._harness = harness
         self._num_right = num_right
 
     def begin_step(self) -> None:
-        """Nothing here depends on the step."""
+        """Do nothing: the proposals do not depend on the step."""
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         expected = self._harness.tracked[request.request_id].expected
@@ -38,10 +38,10 @@ class RightDrafts:
         return [token_id ^ (i >= self._num_right) for i, token_id in enumerate(drafts)]
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Nothing is counted here."""
+        """Do nothing: results are not counted."""
 
     def forget(self, request_id: str) -> None:
-        """Nothing is kept of a request."""
+        """Do nothing: requests have no data."""
 
 
 def make_harness(
@@ -56,7 +56,10 @@ def make_harness(
     ahead_seconds: float | None = None,
     **config: Any,
 ) -> SchedulerHarness:
-    """A scheduler whose steps take a second, or so many if planned ahead; None: none is."""
+    """Create a scheduler with steps of one second, or ``ahead_seconds`` if planned asynchronously.
+
+    None: never async.
+    """
     is_ahead = ahead_seconds is not None
     limits = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 150, **config}
     harness = SchedulerHarness(
@@ -84,7 +87,7 @@ def make_harness(
 def test_right_drafts_are_generated_at_once() -> None:
     harness = make_harness(num_drafts=4)
     harness.submit("a", make_prompt(0, 6), 21)
-    assert harness.run() == 1 + 4  # the prompt, and 5 tokens a step
+    assert harness.run() == 1 + 4  # one step for the prompt, then 5 tokens per step
     assert [sum(plan.num_scheduled_tokens.values()) for plan in harness.plans] == [6, 5, 5, 5, 5]
     harness.drain()
 
@@ -122,7 +125,7 @@ def test_drafts_of_several_share_the_rows_that_sample() -> None:
     for i in range(3):
         harness.submit(f"r{i}", make_prompt(i, 4), 100)
     for _ in range(4):
-        plan = harness.step()  # the first drafts are fewer, as little is known of what becomes of them
+        plan = harness.step()  # the first steps have fewer drafts, before acceptance is measured
     assert sum(len(d) for d in plan.scheduled_spec_decode_tokens.values()) == 61
     harness.drain()
 
@@ -133,7 +136,7 @@ def test_drafts_take_free_blocks_and_nobody_else_s() -> None:
     harness.submit("b", make_prompt(1, 7), 4)
     harness.step()
     assert harness.scheduler.blocks.num_free_blocks == 1
-    # Row 8 of each is in a block it has: whose turn it is takes the free one.
+    # Row 8 of each request is in a block that it holds. The first request in the rotation takes the free block.
     plan = harness.step()
     ((request_id, drafts),) = plan.scheduled_spec_decode_tokens.items()
     assert len(drafts) == {"a": 4, "b": 2}[request_id]
@@ -142,7 +145,7 @@ def test_drafts_take_free_blocks_and_nobody_else_s() -> None:
 
 
 def test_room_that_does_not_suffice_for_all_goes_to_all() -> None:
-    """To each in turn, as their drafts are much the same."""
+    """Requests with equally likely drafts get them in rotation."""
     harness = make_harness(num_drafts=4, num_blocks=400, max_num_seqs=8, max_num_batched_tokens=12)
     for i in range(8):
         harness.submit(f"r{i}", make_prompt(i, 3), 40)
@@ -177,7 +180,7 @@ def test_drafts_of_late_rows_count_as_its_own() -> None:
 
 
 def test_a_step_that_failed_is_not_under_way() -> None:
-    """So the next one has drafts, and what is measured does not begin with it."""
+    """The next step therefore has drafts, and its measured time does not start with the failed step."""
     for fails in ("a step", "the scheduler"):
         harness = make_harness(ahead_seconds=0.9)
         scheduler, clock = harness.scheduler, [0.0]
@@ -232,7 +235,7 @@ def test_a_token_that_is_computed_again_has_no_drafts() -> None:
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_accepted_tokens_are_cached(block_size: int) -> None:
-    """A second turn finds all that the first has computed, as it does without speculation."""
+    """The second turn of a conversation finds all blocks that the first turn has computed, as without speculation."""
     found = []
     for num_drafts in (None, 5):
         harness = make_harness(num_drafts=num_drafts or 1, block_size=block_size, num_blocks=160, caching=True)
@@ -249,7 +252,7 @@ def test_accepted_tokens_are_cached(block_size: int) -> None:
 
 
 def test_accepted_tokens_are_computed_again_from_the_state_before() -> None:
-    """Two of four drafts are right, always: the rows of a step begin where the first of them was rejected."""
+    """Two of four drafts are always right. The rows of a step start at the first rejected draft."""
     harness = make_harness(num_drafts=4, num_state_slots=8, num_right=2)
     harness.submit("a", make_prompt(0, 6), 40)
     slots, rows = harness.scheduler.states.slots, []
@@ -266,7 +269,7 @@ def test_accepted_tokens_are_computed_again_from_the_state_before() -> None:
 
 
 def kinds_of(harness: SchedulerHarness) -> list[str]:
-    """What each turn planned: nothing, drafts, or a step without."""
+    """Classify each plan: it is empty and waits, has drafts, or is plain."""
     return [
         "waits" if not plan.num_scheduled_tokens else "drafts" if plan.scheduled_spec_decode_tokens else "plain"
         for plan in harness.plans
@@ -285,7 +288,7 @@ def test_steps_are_planned_ahead_where_that_gives_more() -> None:
     harness = make_harness(num_drafts=4, ahead_seconds=0.1)
     harness.submit("a", make_prompt(0, 6), 16)
     harness.run()
-    assert kinds_of(harness) == ["plain"] * 16 + ["waits"]  # for the last token
+    assert kinds_of(harness) == ["plain"] * 16 + ["waits"]  # waits for the last token
     assert harness.scheduler.speculation is not None
     harness.drain()
 
@@ -300,7 +303,7 @@ def test_steps_do_not_wait_where_drafts_are_wrong() -> None:
 
 
 def test_prompts_do_not_wait_for_drafts_that_may_come() -> None:
-    """Only for those under way."""
+    """They wait only for drafts in flight."""
     harness = make_harness(num_drafts=4, ahead_seconds=0.9, max_num_batched_tokens=8)
     harness.submit("a", make_prompt(0, 6), 60)
     for _ in range(3):
@@ -347,7 +350,7 @@ def test_harness_notices(mutate: Callable[[Any], Any] | None, monkeypatch: pytes
         harness.drain()
 
     run()
-    if mutate is None:  # blocks of rejected drafts are kept
+    if mutate is None:  # keep the blocks of rejected drafts
         monkeypatch.setattr(BlockManager, "trim", lambda self, request_id, num_tokens: None)
     else:
         monkeypatch.setattr(Speculation, "settle", mutate(Speculation.settle))
@@ -370,7 +373,7 @@ def test_harness_notices_a_step_on_top_of_drafts(monkeypatch: pytest.MonkeyPatch
 
 
 def _checkpoint_what_drafts_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state in which drafts were rejected is taken for the one after the last whole block."""
+    """Use a state with rejected drafts as the checkpoint after the last full block."""
     settle = RequestStates.settle_drafts
 
     def wrong(self: RequestStates, request: Request, *, is_rejected: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which steps wait for tokens, so that they can have drafts: if they get some, and give nothing better up."""
+"""Tests of which steps wait for tokens to have drafts: they must get drafts that beat asynchronous planning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes, d
 @pytest.mark.parametrize("num_requests", [1, 8])
 @pytest.mark.parametrize("num_on_host", ["all", "half"])
 def test_requests_that_need_their_tokens_on_the_host_have_drafts(num_requests: int, num_on_host: str) -> None:
-    """Of which none is ever planned ahead: with times as they are measured."""
+    """No step of these requests can be planned asynchronously. Uses measured times."""
     on_host = {"all": num_requests, "half": num_requests // 2}[num_on_host]
     without, _ = run(num_requests, None, memory_bound, num_on_host=on_host, **KINDS["ahead"])
     with_drafts, _ = run(num_requests, 0, memory_bound, num_on_host=on_host, **KINDS["ahead"])
@@ -53,7 +53,7 @@ def test_they_have_drafts_whatever_is_known_of_steps_ahead(measured: tuple[int, 
 
 
 def test_steps_ahead_have_them_every_second_time() -> None:
-    """What is given up for drafts is counted as it would be."""
+    """The comparison with asynchronous planning uses the true number of rows."""
     asked: list[float] = []
 
     class Watched(KnownAheadTimes):
@@ -78,7 +78,7 @@ def test_steps_ahead_have_them_every_second_time() -> None:
 
 
 def test_a_step_ahead_holds_nobody_up_any_more() -> None:
-    """One whose grammar was late may have drafts again after the next step, whenever that was planned."""
+    """A request with a late mask may have drafts again after its next step, whichever way that step is planned."""
     harness = make_harness(num_drafts=4, ahead_seconds=1e-6)
     speculation = harness.scheduler.speculation
     assert speculation is not None
@@ -103,7 +103,7 @@ NO_ROOM: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", NO_ROOM)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_steps_do_not_wait_for_drafts_that_there_is_no_room_for(name: str, method: str) -> None:
-    """Neither where they would pay, nor to try one."""
+    """Steps do not wait for drafts that would be worth their cost, nor for a probe."""
     limits: dict[str, Any] = {"num_blocks": 40, "block_size": 4, "num_state_slots": 0, **NO_ROOM[name]}
     sizes = {key: limits.pop(key) for key in ("num_blocks", "block_size", "num_state_slots")}
     speculative = speculative_config(4) if method == "ngram" else draft_model_config(4)
@@ -132,18 +132,19 @@ def test_steps_do_not_wait_for_drafts_that_there_is_no_room_for(name: str, metho
 
 
 def test_room_is_taken_from_what_decodes_leave() -> None:
-    """Blocks, and attention work: 1 + 2 + ... of the keys that each row sees."""
+    """The limits are blocks, and attention work: 1 + 2 + ... for the keys that each row attends to."""
     blocks = BlockManager(8, 4)
     requests = [Request(name, list(range(n)), SamplingParams(), max_tokens=50) for name, n in (("a", 8), ("b", 9))]
     for request in requests:
         request.num_computed_tokens = request.num_tokens
         assert blocks.allocate(request.request_id, request.num_tokens)
-    # The next token of a is in a new block, with room for 3 drafts; b has room for 2 in its own. 2 blocks are left.
+    # The next token of a is in a new block with capacity for 3 drafts. The block of b has capacity for 2. Two blocks
+    # remain.
     room = DraftCapacity(requests, 1000, blocks, None)
     assert [room.take(request, 12) for request in requests] == [11, 2]
     room = DraftCapacity(requests, 1000, blocks, None)
     assert [room.take(request, n) for request, n in zip(requests, (4, 12), strict=True)] == [4, 6]
-    # They see 9 + 10 keys; two drafts of a, 10 + 11; one of b, 11.
+    # The rows attend to 9 + 10 keys; two drafts of a, to 10 + 11; one draft of b, to 11.
     for work, expected in (
         (19, [0, 0]),
         (19 + 9, [0, 0]),
@@ -157,7 +158,7 @@ def test_room_is_taken_from_what_decodes_leave() -> None:
 
 
 def test_steps_wait_for_drafts_that_there_is_room_for() -> None:
-    """A slot to spare, attention work and blocks for one draft: that is all there is need of."""
+    """A spare state slot, and attention work and blocks for one draft, are sufficient."""
     for limits in ({"num_state_slots": 3}, {"max_attention_work": 90}, {"num_blocks": 14}):
         harness = make_harness(ahead_seconds=0.9, max_num_seqs=2, **limits)
         for i in range(2):
@@ -171,7 +172,7 @@ def test_steps_wait_for_drafts_that_there_is_room_for() -> None:
 
 
 class Measured(StepTimes):
-    """Notes what is measured."""
+    """Records which steps are measured."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +186,7 @@ class Measured(StepTimes):
 
 
 def test_chunks_of_a_prompt_are_planned_ahead() -> None:
-    """The step under way is measured, those planned meanwhile are not, and no draft model holds them up."""
+    """The step in flight is measured. Steps planned meanwhile are not measured, and do not wait for the draft model."""
     speculative = draft_model_config(2)
     limits = {"max_num_batched_tokens": 8, "max_num_seqs": 4, "max_model_len": 100}
     harness = SchedulerHarness(
@@ -207,7 +208,7 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
     assert harness.schedule().num_scheduled_tokens == {"a": 1, "without": 1}
     harness.abort("without")
     harness.submit("b", make_prompt(1, 30), 2)
-    plan = harness.schedule()  # while a's token is under way, which it must wait for
+    plan = harness.schedule()  # a must wait for its token in flight
     assert plan.num_scheduled_tokens == {"b": 8}
     assert not plan.draft_model_req_ids
     times.rows.clear()
@@ -223,7 +224,10 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
 
 
 def test_a_step_without_anything_to_do_changes_nothing() -> None:
-    """Which is planned while the request's token is under way: the step of that is measured."""
+    """The empty step is planned while the request's token is in flight.
+
+    The measurement of the step in flight continues.
+    """
     harness = make_harness(num_drafts=4, ahead_seconds=0.9)
     scheduler, times = harness.scheduler, Measured()
     scheduler.speculation = Speculation(
@@ -239,7 +243,7 @@ def test_a_step_without_anything_to_do_changes_nothing() -> None:
 
 
 def test_what_is_computed_again_fits_into_what_is_left() -> None:
-    """A request goes on from its state before the drafts, with as many rows as there are."""
+    """A request resumes from its state before the drafts, with as many rows as the budget allows."""
     harness = make_harness(num_drafts=6, num_right=5, num_state_slots=12)
     harness.submit("a", make_prompt(0, 4), 40)
     while not any(plan.scheduled_spec_decode_tokens for plan in harness.plans):
@@ -247,7 +251,7 @@ def test_what_is_computed_again_fits_into_what_is_left() -> None:
     scheduler, request = harness.scheduler, harness.tracked["a"].request
     assert scheduler.states.is_rejected(request) and request.num_tokens - request.num_computed_tokens == 7
     config = scheduler.config
-    scheduler.config = replace(config, max_num_batched_tokens=4)  # as if others took the rest
+    scheduler.config = replace(config, max_num_batched_tokens=4)  # the remaining budget is used by other requests
     assert harness.step().num_scheduled_tokens == {"a": 4}
     scheduler.config = config
     assert harness.step().num_scheduled_tokens["a"] == 3

@@ -1,4 +1,4 @@
-"""The billing line of Claude Code: requests that differ in nothing else share their prefix."""
+"""Billing line of Claude Code: requests that differ only in this line share their prefix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def block(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"}}
 
 
-# The system text with a line in each way that it comes in, and without.
+# Kind of system text -> the text with a billing line, and without.
 FORMS = {
     "text": (lambda n: f"{line(n)}\n{TEXT}", TEXT),
     "blank line": (lambda n: f"{line(n)}\r\n\r\n{TEXT}", TEXT),
@@ -46,7 +46,7 @@ def server() -> Iterator[Served]:
 
 
 def cached(served: Served, system: Any, salt: str) -> tuple[int, int]:
-    """How many tokens of a request were in the cache, and how many it has."""
+    """Return the number of cached prompt tokens of a request, and of all its prompt tokens."""
     body = {"model": MODEL, "max_tokens": 1, "messages": USER, "cache_salt": salt}
     usage = served.post("/v1/messages", body | ({"system": system} if system else {})).json()["usage"]
     return usage["cache_read_input_tokens"], usage["cache_read_input_tokens"] + usage["input_tokens"]

@@ -1,4 +1,4 @@
-"""Requests as Claude Code 2.1 sends them, short: system messages in the conversation, titles by a schema, efforts."""
+"""Shortened requests of Claude Code 2.1: system messages in the conversation, titles by a schema, effort levels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TITLE_SCHEMA = {
 
 @pytest.fixture(params=[TOOL_TEMPLATE, SYSTEM_FIRST], ids=["takes them", "refuses them"])
 def calling(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """A server whose chat template takes system messages anywhere, and one whose template has them first only."""
+    """Yield a server whose template accepts system messages anywhere, then one that accepts them only at the start."""
     tokenizer = tiny_tokenizer(request.param)
     format_ = answer_format("json_tools")
     with serve(script(RECORDED[0].text), config=CONFIG, tokenizer=tokenizer, answer_format=format_) as served:
@@ -55,7 +55,7 @@ def calling(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def test_a_turn_and_the_next(calling: Served) -> None:
-    """Both are answered, and the first one's prompt is the second one's cached prefix."""
+    """Both turns get an answer. The first turn's prompt is the cached prefix of the second."""
     first = calling.post("/v1/messages?beta=true", FIRST).json()
     assert first["stop_reason"] == "tool_use"
     calls = [block for block in first["content"] if block["type"] == "tool_use"]
@@ -88,7 +88,7 @@ def test_the_text_of_a_system_message_is_in_its_place() -> None:
 
 
 def test_an_answer_by_a_schema(served: Served) -> None:
-    """As it asks for a session's title."""
+    """Claude Code asks for a session's title in this way."""
     config = {"effort": "high", "format": {"type": "json_schema", "schema": TITLE_SCHEMA}}
     body = {"model": MODEL, "max_tokens": 4, "messages": FIRST["messages"][:1], "tools": [], "output_config": config}
     assert served.post("/v1/messages", body).status_code == 200

@@ -1,4 +1,4 @@
-"""Clients that take connections and give nothing for them: others are served, and the memory is bounded."""
+"""Clients that occupy connections without useful requests: other clients are served, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ LAST = b"Connection: close\r\n"
 
 
 def ask(url: str) -> None:
-    """What must work throughout: probes, and requests.
+    """Check that probes and requests work.
 
-    While a crowd is still coming in, who is slow to send a request may have to make room, and tries again.
+    While a crowd is connecting, the server may close a connection that sends its request slowly. The client then
+    retries.
     """
     for request in (get(headers=LAST), get(b"/ready", LAST), post(LAST)):
         for _ in range(20):
@@ -64,7 +65,7 @@ STARTS = [b"", b"G", HALF_HEAD, get(), post(length=b"1000"), b"\x16\x03\x01"]
 @pytest.mark.parametrize("start", STARTS, ids=["nothing", "a byte", "half a head", "a request", "half a body", "TLS"])
 @pytest.mark.parametrize("loop", [None, pytest.param(uvloop.new_event_loop, marks=pytest.mark.full)])
 def test_half_a_request_keeps_nobody_out(start: bytes, loop: LoopFactory | None) -> None:
-    """Time limits are far off: those that wait longest make room."""
+    """Time limits are long, so the connections that have waited longest are closed to accept new ones."""
     args = ServerArgs(max_connections=20, timeout_read=DEADLINE, timeout_keep_alive=DEADLINE, shutdown_timeout=1)
     with serve(args=args, loop_factory=loop) as served, crowd(served.url, 60, start):
         for _ in range(3):
@@ -75,8 +76,8 @@ def test_half_a_request_keeps_nobody_out(start: bytes, loop: LoopFactory | None)
 
 @pytest.mark.full
 def test_2100_half_sent_heads() -> None:
-    """As many descriptors as mlx-lm leaves a process."""
-    assert open_file_limit(2400) >= 2400  # for the clients
+    """2,048 descriptors are the limit that mlx-lm sets for a process."""
+    assert open_file_limit(2400) >= 2400  # limit for the clients
     with process(open_files=2048, timeout_read=DEADLINE) as server:
         ask(server.url)
         before = resident_bytes(server)
@@ -106,7 +107,7 @@ def test_busy_connections_keep_their_place() -> None:
         response = served.post("/v1/completions", {"prompt": "a"})
         assert "max-connections" in check_error(response, 503, None, "overloaded")["message"]
         assert response.headers["connection"] == "close" and response.headers["retry-after"] == "1"
-        # Spare places cannot be kept, either: neither with half a head, nor between requests.
+        # Spare connections cannot be occupied either, neither by half a request head nor between requests.
         with crowd(served.url, 3 * ConnectionLimits.num_spare, HALF_HEAD) as sockets:
             assert httpx.get(served.url + "/ready").status_code == 200
             assert statuses(sockets[-1]) == [408]
@@ -118,7 +119,7 @@ def test_busy_connections_keep_their_place() -> None:
 
 
 def grown_by(server: Process, number: int, data: bytes) -> int:
-    """Bytes by which the server grows while ``number`` clients send ``data``, as far as it lets them."""
+    """Return the bytes by which the server grows while ``number`` clients send ``data``, until it stops reading."""
     ask(server.url)
     before = resident_bytes(server)
 
@@ -160,7 +161,7 @@ def test_what_does_not_end_takes_no_memory(endless: Process, name: str, number: 
 
 @pytest.fixture(scope="module")
 def endless() -> Iterator[Process]:
-    """A process that may open few files, so that it has few connections."""
+    """Yield a process with a low limit of open files, so that it has few connections."""
     with process(open_files=RESERVED_DESCRIPTORS + 36, timeout_read=5.0) as server:
         yield server
 
@@ -218,7 +219,7 @@ def test_a_body_that_pauses_is_a_408(hurried: Served) -> None:
 
 
 def test_a_slow_body_that_goes_on_is_served(hurried: Served) -> None:
-    """Longer than the limit altogether, and never for so long between two parts."""
+    """The whole body takes longer than the limit, but each pause between two parts is shorter."""
     with crowd(hurried.url, 1, post(body=b"", length=b"%d" % len(BODY))) as (one,):
         for i in range(0, len(BODY), 3):
             one.sendall(BODY[i : i + 3])
@@ -227,7 +228,7 @@ def test_a_slow_body_that_goes_on_is_served(hurried: Served) -> None:
 
 
 def test_the_server_may_take_its_time(hurried: Served) -> None:
-    """Limits are on clients: an answer may take longer than each of them."""
+    """Limits apply to clients. The server may take longer than any limit."""
     hurried.runner.running.clear()
     with crowd(hurried.url, 1, post()) as (one,):
         time.sleep(2.0)
@@ -269,7 +270,7 @@ def test_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_limits_of_the_process() -> None:
-    """The soft limit is raised as far as connections need it, and importing mlx-lm changes none."""
+    """The soft limit is raised as needed for connections. Importing mlx-lm does not change it."""
     code = (
         "import resource\n"
         "from metal_engine.build import build_engine\n"
@@ -288,7 +289,7 @@ def test_limits_of_the_process() -> None:
 
 
 def test_accepting_while_descriptors_run_out(hurried: Served) -> None:
-    """The server tries again now and then, not all the time, and goes on where it was."""
+    """The server retries at intervals instead of constantly, and then resumes accepting."""
     (acceptor,) = hurried.server.servers
     (listening,) = acceptor.sockets
     num_failed = 0

@@ -1,4 +1,4 @@
-"""Requests as bytes, in every shape: an answer with the right status, in OpenAI's shape, and no hang."""
+"""Raw requests of every shape: each gets the right status in OpenAI's shape, without a hang."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tests.support.raw_http import (
 )
 from tests.support.serving import Served, serve
 
-# Longer than any pause of these tests, and short enough to wait for.
+# Longer than any pause in these tests, but short enough to wait for.
 SECONDS = {"timeout_read": 2.0, "timeout_keep_alive": 1.0}
 
 
 @pytest.fixture(scope="module")
 def hurried() -> Iterator[Served]:
-    """A server that does not wait for long."""
+    """Yield a server with short time limits."""
     with serve(args=ServerArgs(shutdown_timeout=1, **SECONDS)) as served:
         yield served
 
 
 def problem(shape: Shape, received: bytes) -> str | None:
-    """What is wrong with the answers to a shape."""
+    """Return a description of the first wrong response to a shape, or None."""
     found = answers(received)
     if len(found) != len(shape.statuses):
         return f"{shape.name}: {[answer.status for answer in found]}"
@@ -52,7 +52,7 @@ def problem(shape: Shape, received: bytes) -> str | None:
 
 
 async def send_all(port: int, shapes: list[Shape], piece: int | None = None) -> list[str]:
-    """Send all shapes at once, ask for the health all the while; returns what went wrong."""
+    """Send all shapes concurrently while polling /health. Return the problems."""
     num_healthy = 0
 
     async def watch() -> None:
@@ -85,7 +85,7 @@ def test_every_shape(hurried: Served) -> None:
     "piece", [37, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)]
 )
 def test_in_pieces(hurried: Served, piece: int) -> None:
-    """The parser's state, and what is counted beside it, are the same wherever the bytes are cut."""
+    """The parser's state and the server's counters do not depend on where the bytes are cut."""
     short = [shape for shape in SHAPES if shape.at_any_pace and len(shape.data) <= 60 * piece]
     assert asyncio.run(send_all(hurried.server.port, short, piece)) == []
     hurried.settle()
@@ -133,7 +133,7 @@ BODIES = {
 
 @pytest.mark.parametrize("path", BODIES)
 def test_a_page_of_another_origin_cannot_post(hurried: Served, path: str) -> None:
-    """What browsers send across origins without asking first: three types of body, and none at all."""
+    """Browsers send these across origins without a preflight: three types of body, and a request without a type."""
     origin = b"Origin: https://evil.example\r\n"
     data = post(origin, BODIES[path]).replace(b"/v1/completions", path.encode())
     kinds = (b"application/json", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")

@@ -1,4 +1,4 @@
-"""``/v1/embeddings``: what OpenAI's client sends and gets, limits, errors, and nothing left when a client leaves."""
+"""``/v1/embeddings``: requests of OpenAI's client, limits, errors, and cleanup after a client disconnects."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def embeddings(served: Served, **body: Any) -> list[np.ndarray]:
 def test_the_official_client_is_content(served: Served) -> None:
     texts = ["A fox", "", "Ünïcode ☃"][::2]
     with served.client() as client:
-        answer = client.embeddings.create(model=MODEL, input=texts)  # asks for base64
+        answer = client.embeddings.create(model=MODEL, input=texts)  # the client requests base64
         floats = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
     assert answer.object == "list" and answer.model == MODEL
     num_tokens = sum(len(served.tokenizer.encode(text)) for text in texts)
@@ -247,7 +247,7 @@ def test_a_dead_engine_is_said() -> None:
 
 
 def test_the_function_others_call_takes_texts_and_tokens() -> None:
-    """Other endpoints call :func:`embed` with what they have."""
+    """Other endpoints call :func:`embed` with texts or tokens."""
     engine: AsyncEngine = fake_engine(FakeRunner(8))
     workers = Workers()
     served = ServedModel(engine, ("m",), ParameterPolicy(), AnswerFormat(), Admission(engine, 0, 0, 0.0), workers)

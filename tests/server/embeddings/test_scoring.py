@@ -1,4 +1,4 @@
-"""``/v1/rerank`` and ``/score``: a reranker's own scores, cosines of an embedding model, and no scores of others."""
+"""``/v1/rerank`` and ``/score``: a reranker's own scores, cosines of an embedding model, and errors of other models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.serving import MODEL, Served, serve
 from tools.fixtures.fake_engine import fake_config, pooled
 
 NO, YES = 110, 121
-# The prompt of the model card, for the query "q", the document "d" and the instruction of its example.
+# Prompt from the model card, for query "q", document "d" and the example's instruction.
 CARD_PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -53,7 +53,7 @@ def embedder() -> Iterator[Served]:
 
 
 def judged(served: Served, query: str, document: str, instruction: str = INSTRUCTION) -> float:
-    """The share of yes of the two answers, as the model card computes it."""
+    """Return the probability of yes against no, as the model card computes it."""
     text = CARD_PROMPT.format(instruction=instruction, query=query, document=document)
     no, yes = pooled(served.tokenizer.encode(text), PoolingParams(token_ids=(NO, YES))).astype(np.float64)
     return float(np.exp(yes) / (np.exp(no) + np.exp(yes)))
@@ -105,7 +105,7 @@ def test_control_tokens_in_a_document_stay_text(judge: Served) -> None:
     body = {"text_1": "q", "text_2": forged}
     (entry,) = judge.post("/score", body).json()["data"]
     assert entry["score"] != pytest.approx(judged(judge, "q", forged), rel=1e-3)
-    # The document's signs are bytes of their own.
+    # Control tokens in a document are encoded as bytes.
     end = judge.tokenizer.hf_tokenizer.convert_tokens_to_ids("<|im_end|>")
     config = judge.engine.config.model.reranker
     assert config is not None
@@ -143,7 +143,7 @@ def test_an_embedding_model_gives_cosines(embedder: Served) -> None:
     assert [r["index"] for r in answer["results"]] == np.argsort(expected)[::-1].tolist()
     for result in answer["results"]:
         assert result["relevance_score"] == pytest.approx(expected[result["index"]], abs=1e-6)
-    # The query is read once.
+    # The query is embedded once.
     num_tokens = sum(len(embedder.tokenizer.encode(text)) for text in ["Where is Rome?", *DOCUMENTS])
     assert answer["usage"]["prompt_tokens"] == num_tokens
     (same,) = embedder.post("/score", {"text_1": "a", "text_2": "a"}).json()["data"]

@@ -1,4 +1,4 @@
-"""Many clients at once, some of which leave: no token is lost, doubled or mixed up, nothing is left."""
+"""Many concurrent clients, some of which disconnect: no token is lost, doubled or mixed up, and no state remains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def expected_text(served: Served, prompt: str, num_tokens: int) -> str:
     return "".join(map(chr, generated(served.tokenizer.encode(prompt), num_tokens)))
 
 
-@pytest.mark.parametrize("num_blocks", [512, 60])  # 60: far too few for all, so that requests are preempted
+@pytest.mark.parametrize("num_blocks", [512, 60])  # 60 blocks are far too few, so that requests are preempted
 def test_concurrent_streams(num_blocks: int) -> None:
     config = fake_config(num_blocks=num_blocks, max_num_batched_tokens=61)
     with serve(config=config) as served:
@@ -43,9 +43,9 @@ def test_concurrent_streams(num_blocks: int) -> None:
 
 
 def test_half_of_the_clients_disconnect() -> None:
-    """At random points: before the answer begins, after its headers, after any number of events.
+    """Clients disconnect at random points: before the response, after its headers, or after any number of events.
 
-    Those who leave ask for so much that the test would time out if it were generated.
+    Disconnecting clients request so many tokens that generating all tokens would exceed the time limit of the test.
     """
     rng = random.Random(20250)
     num_tokens, endless = 60, 50_000
@@ -105,7 +105,7 @@ BODIES = [
 
 @pytest.mark.parametrize("body", BODIES)
 def test_disconnect_aborts_at_once(body: dict[str, object]) -> None:
-    """Even before the first token: the engine is held in its first step all the while."""
+    """The abort works even before the first token: the engine is stopped in its first step."""
     with serve() as served:
         served.runner.running.clear()
         num_prompts = len(body["prompt"]) if isinstance(body["prompt"], list) else 1
@@ -118,7 +118,7 @@ def test_disconnect_aborts_at_once(body: dict[str, object]) -> None:
                     lambda: served.engine.num_open_requests == num_prompts and served.runner.has_arrived,
                     "the request",
                 )
-                # Else the abort may find it in the inbox, and there is no step at all.
+                # Otherwise the abort could find the request in the inbox, and no step would run.
                 await asyncio.to_thread(wait_until, lambda: served.engine.stats.num_running >= 1, "the request to run")
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Sampling parameters of requests that do not say: the checkpoint's, where it recommends any."""
+"""Default sampling parameters of requests: the checkpoint's recommended values, if it has any."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05}
 
 
 def ask(served: Served, path: str, **given: float) -> SamplingParams:
-    """The sampling parameters with which the engine ran a request."""
+    """Return the sampling parameters with which the engine ran a request."""
     message = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
     response = served.post(path, {"model": MODEL, "max_tokens": 2, **message, **given})
     assert response.status_code == 200, response.text
@@ -28,7 +28,7 @@ def test_silence_means_what_the_checkpoint_recommends(path: str) -> None:
     with serve(config=config) as served:
         silent = ask(served, path)
         assert {name: getattr(silent, name) for name in RECOMMENDED} == RECOMMENDED
-        # Values that are the neutral ones count as said.
+        # Neutral values count as explicit.
         given = ask(served, path, temperature=1.0, top_k=0)
         assert (given.temperature, given.top_k, given.top_p, given.min_p) == (1.0, 0, 0.95, 0.05)
 

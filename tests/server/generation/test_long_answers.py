@@ -1,4 +1,4 @@
-"""Long answers: encoded in parts and outside the event loop, the same as short ones; and bounded."""
+"""Long responses: encoded in parts outside the event loop, equal to short responses, and bounded in size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def without_ids(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_long_answer_is_as_a_short_one(tiny: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(tiny, name)  # from here on the prompt is cached
+    answer(tiny, name)  # the prompt is cached from here on
     short = answer(tiny, name)
     assert short.status_code == 200, short.text
     threads: list[str] = []

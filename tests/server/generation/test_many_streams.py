@@ -1,4 +1,4 @@
-"""500 streams at once: no token lost or doubled, memory bounded, all cancelled cleanly; beyond that, 503 at once."""
+"""500 streams at once: no token lost or doubled, memory bounded, all cancelled cleanly. More get 503 immediately."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENDLESS = 7_000
 
 
 def next_letter(tokens: list[int], num_prompt_tokens: int) -> int:
-    """Letters in turn, from one that the prompt says: a lost or doubled one is seen at once."""
+    """Return successive letters, starting at a letter that depends on the prompt. Shows lost and doubled tokens."""
     return ord("a") + (sum(tokens[:num_prompt_tokens]) + len(tokens) - num_prompt_tokens) % 26
 
 
@@ -41,7 +41,7 @@ def expected(i: int, num_tokens: int) -> str:
 
 
 class Client:
-    """One stream on a socket of its own; httpx would take longer than the server."""
+    """One stream on its own socket. httpx would take longer than the server."""
 
     def __init__(self, served: Served, i: int, num_tokens: int) -> None:
         host, port = served.url.removeprefix("http://").split(":")
@@ -73,7 +73,7 @@ class Client:
 
 
 def test_500_streams() -> None:
-    # Room for all that run to reach their limit, which none of them does.
+    # All running requests could reach their token limit with these blocks, although none does.
     config = fake_config(
         num_blocks=16_384,
         block_size=64,
@@ -102,11 +102,11 @@ def _num_tokens(clients: list[Client]) -> int:
 
 
 async def _all_leave(served: Served) -> None:
-    """Endless streams, more clients than the queue takes, then the end of all of them."""
+    """Start endless streams, more than the queue accepts, then cancel all of them."""
     gc.collect()
     tracemalloc.start()
     clients = [Client(served, i, ENDLESS) for i in range(NUM_STREAMS + NUM_RUNNING)]
-    # The runner waits for all of them: it would be done with the first before the last has come.
+    # The runner is stopped until all have started. Otherwise the first would finish before the last starts.
     served.runner.running.clear()
     tasks = [asyncio.create_task(client.run()) for client in clients[:NUM_RUNNING]]
     await asyncio.to_thread(wait_until, lambda: served.engine.num_open_requests == NUM_RUNNING, "a batch")
@@ -126,12 +126,12 @@ async def _all_leave(served: Served) -> None:
     served.runner.running.set()
     before = tracemalloc.get_traced_memory()[0]
     lengths = [len(client.text) for client in clients]
-    # Enough of them for what each leaves behind to be most of what has grown.
+    # Enough new tokens that the memory per token is most of the growth.
     await asyncio.to_thread(wait_until, lambda: _num_tokens(clients) > sum(lengths) + 20_000, "20,000 more tokens")
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     new_tokens = _num_tokens(clients) - sum(lengths)
-    # What a token leaves behind: itself, in the request and in the client's text. Not an event, nor an output.
+    # Memory per token: its id in the request and its text in the client, but no event or output.
     assert grown < 1_000_000 + 500 * new_tokens, (grown, new_tokens)
     for task in tasks:
         task.cancel()
@@ -141,7 +141,7 @@ async def _all_leave(served: Served) -> None:
 
 
 async def turns_of_many(stop_early: bool) -> tuple[list[int], list[int]]:
-    """In which turn of the event loop each of 1,000 streams of one request begins, and in which it ends."""
+    """Return the event loop iterations in which each of 1,000 streams of one request begins and ends."""
     turn = 0
     begun: list[int] = []
     ended: list[int] = []

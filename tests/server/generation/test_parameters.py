@@ -1,4 +1,4 @@
-"""Every parameter over HTTP, driven by the official client, on a tiny model with real logits."""
+"""Every parameter over HTTP, sent by the official client to a tiny model with real logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ USER: Any = [{"role": "user", "content": "hi"}]
 
 
 def complete(served: Served, prompt: Any = PROMPT, **params: Any) -> Any:
-    """A completion; parameters that OpenAI's client does not know travel as its ``extra_body``."""
+    """Return a completion. Parameters unknown to OpenAI's client are sent in its ``extra_body``."""
     known = {"n", "echo", "logprobs", "stop", "seed", "temperature", "top_p", "max_tokens", "stream", "logit_bias",
              "presence_penalty", "frequency_penalty", "stream_options"}  # fmt: skip
     extra = {name: params.pop(name) for name in list(params) if name not in known}
@@ -69,7 +69,7 @@ def check_values(served: Served, prompt: list[int], output: list[int], values: l
 
 
 def ids_of(served: Served, tokens: list[str]) -> list[int]:
-    """The ids of tokens as log probabilities spell them."""
+    """Return the ids of tokens as spelled in log probabilities."""
     spelled: dict[str, int] = {}
     for token_id in range(EOS + 1):
         data = served.tokenizer.token_bytes(token_id)
@@ -172,7 +172,8 @@ def test_logit_bias_and_allowed_tokens(tiny: Served) -> None:
 
 
 def test_penalties(tiny: Served) -> None:
-    bias = {"97": 100.0, "98": 80.0}  # too far apart for the model to choose, but not for penalties to
+    # too far apart for the model's own logits to change the order, but not for penalties
+    bias = {"97": 100.0, "98": 80.0}
     plain = text_of(tiny, logit_bias=bias)
     assert plain == "a" * 10
     assert text_of(tiny, logit_bias=bias, presence_penalty=-2) == plain

@@ -1,4 +1,4 @@
-"""Prefix caching and priorities as a client sees them."""
+"""Prefix caching and priorities from a client's view."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from metal_engine.request import RequestOptions
 from tests.support.serving import MODEL, Served, serve
 from tools.fixtures.fake_engine import fake_config
 
-# 40 tokens: not covered by merges, one a byte. Blocks of the fake engine hold 8.
+# 40 tokens, one per byte, because no merge applies. Blocks of the fake engine hold 8 tokens.
 PROMPT = "0123456789" * 4
 
 

@@ -1,4 +1,4 @@
-"""Several tokens of a request in a step, over HTTP: the same text, stops, usage and streams as one by one."""
+"""Several tokens of a request per step, over HTTP: text, stops, usage and streams equal those without speculation."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_answers_are_the_same(plain: Served, speculating: Served, case: dict[str
 
 
 def test_steps_planned_ahead_are_counted_apart(plain: Served) -> None:
-    """Answers that go on from what was there before have drafts; others are planned ahead."""
+    """Outputs that repeat earlier text have drafts. Steps of other outputs are planned asynchronously."""
     config = speculative_config(6, longest=4, shortest=2)
     with serve(echo, config=fake_config(speculative=config, async_scheduling=True)) as served:
         propose_from(served.core, NgramProposer(config))
@@ -152,7 +152,8 @@ def test_a_prediction_is_proposed_and_counted(predicting: Served) -> None:
         assert predicting.runner.num_steps - before < 0.6 * steps
         usage, plain_usage = dict(answer["usage"]), dict(plain["usage"])
         details, plain_details = usage.pop("completion_tokens_details"), plain_usage.pop("completion_tokens_details")
-        del usage["prompt_tokens_details"], plain_usage["prompt_tokens_details"]  # some of it is cached the second time
+        # differs, because the second prompt is partly cached
+        del usage["prompt_tokens_details"], plain_usage["prompt_tokens_details"]
         assert usage == plain_usage
         accepted, rejected = details.pop("accepted_prediction_tokens"), details.pop("rejected_prediction_tokens")
         assert details == plain_details == {"reasoning_tokens": 0}
@@ -160,7 +161,7 @@ def test_a_prediction_is_proposed_and_counted(predicting: Served) -> None:
 
 
 def test_what_a_stop_string_cuts_off_was_not_accepted(predicting: Served) -> None:
-    """The first token is sampled, then four drafts come with one that is sampled, then four more, not all kept."""
+    """The first token is sampled. Then come four drafts and a sampled token, and four more drafts, partly rejected."""
     prediction = {"type": "content", "content": PREDICTED}
     counts = []
     for stop in ("is", "is ", "is p", "is pr", "is pre"):

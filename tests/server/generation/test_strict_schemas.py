@@ -1,4 +1,4 @@
-"""``strict`` in each place where a request may say it."""
+"""``strict`` in every place of a request that accepts it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_it_is_true_or_false() -> None:
 
 
 def test_tools() -> None:
-    """Each for itself; through /v1/responses too."""
+    """Each tool has its own setting, also in /v1/responses."""
     given: Any = [
         {"type": "function", "name": name, "parameters": {"properties": {"x": SCHEMA}}, "strict": strict}
         for name, strict in (("one", True), ("two", False))

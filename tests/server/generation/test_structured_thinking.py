@@ -1,4 +1,4 @@
-"""Structured output if the chat template begins the reasoning: the answer is content on every endpoint."""
+"""Structured output if the chat template starts the reasoning: the output is content on every endpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def thinking() -> Iterator[Served]:
 
 
 def events(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The JSON of each line or event of a stream."""
+    """Return the JSON of each line or event of a stream."""
     with httpx.stream("POST", f"{served.url}{path}", json={**body, "stream": True}, timeout=60) as response:
         assert response.status_code == 200, response.read()
         lines = [line.removeprefix("data: ") for line in response.iter_lines()]

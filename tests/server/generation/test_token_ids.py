@@ -1,4 +1,4 @@
-"""vLLM's ``return_token_ids`` and ``return_tokens_as_token_ids``: in whole answers and streams, of both endpoints."""
+"""vLLM's ``return_token_ids`` and ``return_tokens_as_token_ids`` in whole responses and streams of both endpoints."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_others_see_no_such_fields(served: Served, path: str) -> None:
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Served]:
-    """A server on a real runner, which has log probabilities."""
+    """Yield a server on a real runner, which computes log probabilities."""
     engine = AsyncEngine(tiny_engine)
     engine.start()
     with serve(engine=engine) as served:

@@ -1,4 +1,4 @@
-"""The requests that somebody thought of: each of these did, or could, hold the server, fill it, or make it fail."""
+"""Handwritten hostile requests that did or could block the server, fill its memory, or make it fail."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ TEXTS: dict[str, str] = {
 
 
 def of_text(unit: str, size: int) -> Callable[[], str]:
-    """A text of so many bytes, as JSON writes it in UTF-8."""
+    """Return a function that makes a text of ``size`` bytes in UTF-8."""
     return lambda: unit * (size // len(unit.encode()))
 
 
 def in_prompt(endpoint: Endpoint, text: str) -> dict[str, Any]:
-    """The endpoint's fields for a prompt of this text."""
+    """Return the endpoint's fields for a prompt of this text."""
     if endpoint in (COMPLETIONS, TOKENIZE, OLLAMA_GENERATE):
         return {"prompt": text}
     return {"input": text} if endpoint is RESPONSES else {"messages": [{"role": "user", "content": text}]}
@@ -84,7 +84,7 @@ def texts() -> list[Case]:
 
 
 def beside_content() -> list[Case]:
-    """Spellings of control tokens where a chat template gets them beside the messages' content."""
+    """Return cases with spellings of control tokens in template inputs other than the messages' content."""
 
     def called(text: str, **function: Any) -> list[dict[str, Any]]:
         call = {"id": text, "type": "function", "function": {"name": "f", "arguments": "{}"} | function}
@@ -99,7 +99,7 @@ def beside_content() -> list[Case]:
     def item(text: str) -> dict[str, Any]:
         return {"type": "function_call", "call_id": text, "name": "f", "arguments": "{}"}
 
-    # What a place is called -> its endpoint, and the fields with the text in it.
+    # Name of the place -> its endpoint, and a function that makes the fields from the text.
     places: dict[str, tuple[Endpoint, Callable[[str], dict[str, Any]]]] = {
         "a name": (CHAT, lambda text: {"messages": [{**USER[0], "name": text}]}),
         "a tool_call_id": (CHAT, lambda text: {"messages": [*called("c"), result(text)]}),
@@ -123,7 +123,7 @@ def beside_content() -> list[Case]:
         make = lambda: with_fields(endpoint, **fields(TEXTS["special tokens"] * number))  # noqa: E731
         return Case(title, "POST", endpoint.path, make, status)
 
-    # As long as bodies may be, and what is still rendered.
+    # The longest body allowed, and a length that is still rendered.
     return [case(place, number, status) for place in places for number, status in ((1_000_000, 400), (40_000, None))]
 
 
@@ -151,7 +151,7 @@ def tool(i: int, **function: Any) -> dict[str, Any]:
 
 
 def calls(number: int, arguments: str) -> Callable[[], Any]:
-    """Messages with tool calls."""
+    """Return a function that makes messages with tool calls."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return lambda: [*USER, {"role": "assistant", "tool_calls": [call] * number}, *USER]
 

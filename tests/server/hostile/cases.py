@@ -1,4 +1,4 @@
-"""A hostile request, and those that are made for every field of every endpoint."""
+"""Hostile requests, and cases generated for every field of every endpoint."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from tests.support.fillers import ENDPOINTS, FILLERS, Endpoint, with_field, with_fields
 
 JSON_TYPE = {"content-type": "application/json"}
-# Large enough for work that grows faster than the body to show, small enough for hundreds of them.
+# Large enough to reveal work that grows faster than the body, small enough for hundreds of cases.
 FIELD_BYTES = 300_000
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request.
+    """Hostile request.
 
     Attributes:
-        body: makes the body, when it is sent: some have 15 MB.
-        status: what it must be answered with; None for anything but a 5xx.
+        body: makes the body at the time of sending, because some bodies have 15 MB.
+        status: required status of the response; None allows any status below 500.
     """
 
     name: str
@@ -32,7 +32,10 @@ class Case:
 
 
 def attack(name: str, endpoint: Endpoint, status: int | None = None, **fields: Any) -> Case:
-    """The endpoint's small body with other fields. One that is a function is called for its value when it is sent."""
+    """Return a case with the endpoint's small body and other fields.
+
+    A function as a value is called at the time of sending.
+    """
 
     def body() -> bytes:
         return with_fields(endpoint, **{key: value() if callable(value) else value for key, value in fields.items()})
@@ -41,7 +44,7 @@ def attack(name: str, endpoint: Endpoint, status: int | None = None, **fields: A
 
 
 def raw(name: str, endpoint: Endpoint, body: Callable[[], bytes], status: int | None = 400, **headers: str) -> Case:
-    """Bytes that ``json`` would not write, or headers that do not fit them."""
+    """Return a case with bytes that ``json`` would not write, or headers that do not match the body."""
     sent = JSON_TYPE | {name.replace("_", "-"): value for name, value in headers.items()}
     return Case(f"{endpoint.path}: {name}", "POST", endpoint.path, body, status, sent)
 
@@ -50,7 +53,7 @@ FIELDS = [(endpoint, name) for endpoint in ENDPOINTS for name in (*endpoint.fiel
 
 
 def field_cases(endpoint: Endpoint, name: str) -> Iterator[Case]:
-    """A field filled with many elements of each kind, with depth and with text."""
+    """Yield cases with the field filled by many elements of each kind, by nesting and by text."""
     for filler, make in FILLERS.items():
         title = f"{endpoint.path}: {name} filled with {filler}"
         body = partial(_filled, endpoint, name, make)

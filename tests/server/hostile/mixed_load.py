@@ -1,4 +1,4 @@
-"""Clients of every kind at once, each of which knows what it must be told: what it was told when it was alone."""
+"""Clients of every kind at once. Each compares its response with the response to the same request alone."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ SCHEMA = {
     "required": ["size", "number"],
     "additionalProperties": False,
 }
-# How many of a hundred clients leave before their answer is complete.
+# Percentage of clients that leave before their response is complete.
 PERCENT_LEAVING = 20
 
-# What an answer says: of each choice, its text and why it ended.
+# Content of a response: text and finish reason of each choice.
 Said = list[tuple[str, str | None]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A greedy request.
+    """Greedy request.
 
     Attributes:
-        kind: what is special about it.
+        kind: special property of the request.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Job:
 
 
 def jobs(number: int, seed: int) -> list[Job]:
-    """Jobs of all kinds, the same for the same seed. Every other one begins like the one before it."""
+    """Return jobs of all kinds, the same for the same seed. Every other job has the prefix of the previous job."""
     rng = random.Random(seed)
     made: list[Job] = []
     text = ""
@@ -84,13 +84,13 @@ def _jobs_of(text: str, max_tokens: int) -> Iterator[Job]:
 
 
 def said(job: Job, answer: bytes) -> Said:
-    """What an answer to the job says, whatever its ids and times are."""
+    """Return the content of the response to a job, without ids and times."""
     if job.body.get("stream"):
         texts: dict[int, str] = {}
         reasons: dict[int, str | None] = {}
         assert answer.endswith(b"data: [DONE]\n\n"), answer[-300:]
         for event in answer.decode().split("\n\n")[:-2]:
-            if event == ": keep-alive":  # nothing came for a while, on a slow machine
+            if event == ": keep-alive":  # a pause of the output on a slow machine
                 continue
             for choice in json.loads(event.removeprefix("data: "))["choices"]:
                 new = choice["delta"].get("content", "") if "delta" in choice else choice["text"]
@@ -109,14 +109,14 @@ def said(job: Job, answer: bytes) -> Said:
 
 @dataclass
 class Load:
-    """So many clients at once, until a time.
+    """Load from concurrent clients until a given time.
 
     Attributes:
-        solo: what each job is told alone.
-        told: answers that were complete, by the kind of their job.
-        wrong: jobs that were told something else, and what.
-        num_left: clients that left.
-        resident: the server's resident memory, again and again, in bytes.
+        solo: content of each job's response without other load.
+        told: number of complete responses by kind of job.
+        wrong: jobs with a different response, with the expected and actual content.
+        num_left: number of disconnected clients.
+        resident: samples of the server's resident memory in bytes.
     """
 
     url: str
@@ -127,7 +127,7 @@ class Load:
     num_left: int = 0
 
     async def ask_alone(self) -> None:
-        """Ask each job by itself, twice, the second time with its prefix in the cache."""
+        """Send each job by itself, twice. The second time, its prefix is cached."""
         async with self._session() as session:
             for job in self.jobs:
                 first, second = [said(job, await self._ask(session, job)) for _ in range(2)]
@@ -135,7 +135,7 @@ class Load:
                 self.solo.append(first)
 
     async def run(self, num_clients: int, seconds: float) -> None:
-        """Ask as so many clients at once for so long."""
+        """Send requests from ``num_clients`` clients at once for ``seconds``."""
         end = time.monotonic() + seconds
         async with self._session() as session, asyncio.TaskGroup() as clients:
             for i in range(num_clients):
@@ -164,7 +164,7 @@ class Load:
             return content
 
     async def _leave(self, session: aiohttp.ClientSession, job: Job, rng: random.Random) -> None:
-        """Ask, and leave: while the request is prepared, waits or runs, or after a piece of a stream."""
+        """Send a request and disconnect: while it is prepared, waits or runs, or after a piece of a stream."""
         asking = asyncio.create_task(self._ask_for_a_piece(session, job, rng.randrange(1, 4)))
         await asyncio.wait({asking}, timeout=rng.choice((0.0, 0.01, 0.1, 1.0)))
         asking.cancel()

@@ -1,4 +1,4 @@
-"""Requests that are small and wrong: contradictions, broken JSON, odd numbers, grammars, paths and methods."""
+"""Small invalid requests: contradictions, broken JSON, odd numbers, grammars, paths and methods."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _shown(number: str) -> str:
 
 
 def broken() -> list[Case]:
-    # The value of a number that is none may be refused or accepted; a body that is no JSON must be refused.
+    # An invalid number may be refused or accepted. A body that is not JSON must be refused.
     cases = [
         raw(f"{name} is {_shown(number)}", COMPLETIONS, partial(with_field, COMPLETIONS, name, number), None)
         for name in NUMBER_FIELDS
@@ -70,7 +70,7 @@ def broken() -> list[Case]:
     cases += [raw(f"a body of {name}", COMPLETIONS, lambda body=body: body, None) for name, body in BODIES.items()]
     cases += [raw("a body of depth", endpoint, lambda: BODIES["depth"]) for endpoint in ENDPOINTS[1:]]
     cases += [raw("a body of nothing", endpoint, lambda: b"") for endpoint in ENDPOINTS[1:]]
-    # Another type makes a text of the body; a charset of another name changes nothing.
+    # Another content type makes the body a text. Another charset changes nothing.
     for kind in (
         "text/plain",
         "application/x-www-form-urlencoded",
@@ -195,7 +195,7 @@ SCHEMAS: dict[str, Any] = {
     "of 3,000 alternatives": {"anyOf": [{"const": f"c{i}"} for i in range(3_000)]},
     "of many digits": {"type": "integer", "minimum": 10**300, "maximum": 10**301},
     "of a million items": {"type": "array", "items": {"type": "string"}, "minItems": 1_000_000},
-    # A reference to a reference: what follows them one within the other may run out of stack.
+    # A reference to a reference: code that follows references recursively can run out of stack.
     "of 2,500 references": {"$ref": "#/$defs/d0", "$defs": REFERENCES},
     "of a long text": {"type": "string", "minLength": 1_000_000_000},
 }
@@ -209,7 +209,7 @@ GRAMMARS = {
     "of itself": "start: start",
     "of nobody": "start: nobody",
     "of ambiguity": "start: a\na: a a | a a a | \"x\" | ",
-    # The compiler follows them one within the other, until its stack ends, and with it the process.
+    # The compiler follows the rules recursively until its stack overflows, which ends the process.
     "of 5,000 rules": "start: r0\n" + "".join(f"r{i}: r{i + 1} | \"x\"\n" for i in range(5_000)) + 'r5000: "x"',
     "of brackets": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000,
 }  # fmt: skip

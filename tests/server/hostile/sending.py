@@ -1,4 +1,4 @@
-"""Sends a case and looks at its answer."""
+"""Sends a case and checks the response."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tests.server.hostile.cases import Case
 
-# A server that has not answered after so many seconds hangs; no figure depends on it.
+# Seconds after which a server without a response counts as hanging. No figure depends on it.
 DEADLINE = 600.0
 
 
@@ -20,9 +20,9 @@ class Answer:
 
 
 def exchange(port: int, case: Case, body: bytes) -> Answer:
-    """Send a case with this body, on a connection of its own.
+    """Send a case with this body on a new connection.
 
-    A server may answer and close before it has read everything: then what it said is still read.
+    The server may respond and close the connection before it has read the whole body. The response is still read.
     """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE)
     try:
@@ -38,7 +38,7 @@ def exchange(port: int, case: Case, body: bytes) -> Answer:
 
 
 def check_answer(case: Case, answer: Answer) -> None:
-    """A status that the case allows, an error in the shape of its endpoint, and no failure within a stream."""
+    """Check for an allowed status, the endpoint's shape of an error, and no failure within a stream."""
     start = answer.body[:300]
     assert answer.status < 500, (case.name, answer.status, start)
     if case.status is not None:
@@ -54,7 +54,7 @@ def check_answer(case: Case, answer: Answer) -> None:
             assert set(error) == {"error"} and isinstance(error["error"], str) and error["error"], (case.name, start)
         else:
             assert set(error["error"]) == names and error["error"]["message"], (case.name, start)
-        # It tells what is wrong, and does not send back what came.
+        # The message names the problem and does not repeat the input.
         assert len(answer.body) < 2_000, (case.name, len(answer.body))
     else:
         for failure in (b'"server_error"', b'"api_error"', b"Traceback"):

@@ -1,4 +1,4 @@
-"""All hostile requests, and those of them that the plain run sends."""
+"""All hostile requests, and the subset that `make test` sends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def every_case() -> list[Case]:
     return [*texts(), *beside_content(), *many(), *broken(), *contradictions(), *grammars(), *routes()]
 
 
-# What the plain run sends: one of each kind, and the small ones that were a 5xx.
+# Requests of `make test`: one of each kind, and the small requests that caused a 5xx before.
 QUICK = {
     "/v1/completions: 1000 bytes of special tokens",
     "/v1/chat/completions: 100000 bytes of combining marks",

@@ -1,9 +1,9 @@
-"""Hostile requests over all endpoints: an answer to each, no 5xx, nobody held up, no memory filled, nothing left.
+"""Hostile requests to all endpoints: each gets a response without a 5xx, delays no client, and leaves no memory in use.
 
-The server is ``metal-engine serve`` in a process of its own, on a random model with the demo model's tokenizer. What is
-measured there, and why it is processor time and not time on the clock, is in :mod:`tests.support.probes`. Each bound is
-compared with what ordinary requests take in the same run. A measurement over its bound is taken again, a few times,
-later each time, and the least counts: the work of a request is there every time, what the machine adds is not.
+The server is ``metal-engine serve`` in its own process, on a random model with the demo model's tokenizer.
+:mod:`tests.support.probes` describes the measurements and why they use CPU time. Each bound is added to the cost of
+ordinary requests in the same run. A measurement over its bound is repeated a few times with growing pauses, and the
+smallest counts: the work of the request is in every measurement, other load on the machine is not.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tests.support.fillers import CHAT, ENDPOINTS, Endpoint, with_fields
 from tests.support.probed_server import ProbedServer, probed_server
 from tools.fixtures.fake_engine import TOOL_TEMPLATE
 
-# What a request may take beyond what ordinary requests take in the same run: in the long sweeps; and in the plain run,
-# which must not fail where a machine is slow for a while. What it looks for held the loop for seconds.
+# Seconds allowed on top of ordinary requests, for the long sweeps and for `make test`, which must not fail on a machine
+# that is slow for a while. The defects it looks for blocked the loop for seconds.
 MAX_HOLD = 0.02
 PLAIN_MAX_HOLD = 0.06
-# Beyond its body.
+# Bytes allowed on top of the body.
 MAX_MEMORY = 64 << 20
 ATTEMPTS = 6
-# Where log probabilities of prompts are asked for, a step computes the logits of all its rows: memory of a step,
-# whatever is in it, and no more for a longer prompt.
+# With prompt log probabilities, a step computes the logits of all its rows. That memory is bounded per step and does
+# not grow with the prompt.
 STEP_LOGITS = 256 * VOCAB_SIZE * 4
 FLAGS = (
     *("--served-model-name", "tiny", "--tool-call-parser", "json_tools", "--max-model-len", "2048"),
@@ -51,7 +51,7 @@ def parameters() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProbedServer]:
-    """A server, and a client that asks for its health all the time."""
+    """Yield a server while a client polls its health."""
     folder = tmp_path_factory.mktemp("hostile")
     tokenizer = load_gguf_tokenizer(demo_path)
     tokenizer.chat_template = TOOL_TEMPLATE
@@ -59,7 +59,7 @@ def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         folder / "model", config={"vocab_size": VOCAB_SIZE, "eos_token_id": tokenizer.eos_token_id}
     )
     tokenizer.save_pretrained(model)
-    write_modules(model, {"pooling_mode_mean_tokens": True})  # so that it scores documents, too
+    write_modules(model, {"pooling_mode_mean_tokens": True})  # lets the model score documents too
     with probed_server(model, folder, *FLAGS) as server:
         over = threading.Event()
         statuses: list[int] = []
@@ -79,8 +79,7 @@ def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def holds(server: ProbedServer, request: pytest.FixtureRequest) -> dict[str, float]:
-    """Seconds that each may be held: what ordinary requests take, once everything that is made once has been made,
-    and what a request may take beyond that."""
+    """Return the allowed delays in seconds: those of ordinary requests after warm-up, plus the allowance for a case."""
     bodies = [(endpoint, with_fields(endpoint)) for endpoint in ENDPOINTS]
     bodies.append((CHAT, with_fields(CHAT, response_format={"type": "json_object"}, n=4, temperature=1)))
     bodies.append((CHAT, with_fields(CHAT, stream=True, n=32, temperature=1, messages=long_messages())))
@@ -99,7 +98,7 @@ def long_messages() -> list[dict[str, str]]:
 
 
 def check(server: ProbedServer, holds: dict[str, float], case: Case) -> None:
-    """Send a case, until it is within its bounds or was sent often enough."""
+    """Send a case until the measurements are within the bounds, at most ``ATTEMPTS`` times."""
     body = case.body()
     bounds = holds | {"memory": len(body) + MAX_MEMORY + (STEP_LOGITS if b"logprobs" in body else 0)}
     least: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Many clients of every kind while hostile ones send what they can: greedy answers are those of a client alone."""
+"""Many clients of every kind together with hostile clients: greedy outputs equal those of a client alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.checkpoint_files import write_checkpoint, write_tokenizer
 from tests.support.probed_server import ProbedServer, probed_server
 from tools.fixtures.fake_engine import TOOL_TEMPLATE
 
-# Blocks are too few for those that run, so that some lose theirs; the store keeps what the cache loses.
+# The blocks are too few for the running requests, so that some are preempted. The store keeps evicted KV.
 FLAGS = (
     *("--served-model-name", "tiny", "--tool-call-parser", "json_tools", "--max-model-len", "640"),
     *("--max-num-batched-tokens", "256", "--max-num-seqs", "64", "--block-size", "8"),
@@ -34,17 +34,17 @@ FLAGS = (
 CONFIG = "max-stored-responses: 8\n"
 
 
-# What an idle server may hold beyond what it held before, once everything has been sent: of memory that is in use, less
-# than a leak of 20 MiB in the whole run; and of resident memory, most of which allocators keep for later.
+# Growth allowed for an idle server after every request was sent once, in bytes. For memory in use, it is less than a
+# leak of 20 MiB in the whole run. Most resident memory is kept by allocators for later.
 MAX_MORE_IN_USE = 12 << 20
 MAX_MORE_RESIDENT = 32 << 20
 
 
 def send_hostile(server: ProbedServer, case: Case) -> int:
-    """Send a hostile request, look at its answer, and return its status.
+    """Send a hostile request, check the response, and return its status.
 
-    Its limits are another server's, and the queue may be full, so any status but a 5xx other than "overloaded" is
-    right.
+    Any status except a 5xx other than "overloaded" is right: the cases were written for another server's limits, and
+    the queue may be full.
     """
     answer = exchange(server.port, case, case.body())
     if not (answer.status == 503 and b'"overloaded' in answer.body):
@@ -54,7 +54,7 @@ def send_hostile(server: ProbedServer, case: Case) -> int:
 
 @contextmanager
 def hostile_clients(server: ProbedServer, cases: list[Case]) -> Iterator[list[int]]:
-    """One client that sends hostile requests all the time. Yields the statuses so far."""
+    """Run a client that sends hostile requests continuously. Yields the list of statuses so far."""
     over = threading.Event()
     statuses: list[int] = []
     failures: list[BaseException] = []
@@ -81,7 +81,10 @@ def hostile_clients(server: ProbedServer, cases: list[Case]) -> Iterator[list[in
 
 @contextmanager
 def resident_memory(server: ProbedServer) -> Iterator[list[int]]:
-    """The server's resident memory, in bytes, again and again, without what the allocator keeps for later."""
+    """Sample the server's resident memory in bytes, without memory kept by the allocator.
+
+    Yields the list of samples.
+    """
     over = threading.Event()
     sizes: list[int] = []
 
@@ -100,10 +103,10 @@ def resident_memory(server: ProbedServer) -> Iterator[list[int]]:
 
 
 def when_idle(server: ProbedServer) -> dict[str, int]:
-    """What the server holds when it has nothing to do, in bytes: resident, and in use."""
+    """Return the memory of the idle server in bytes: resident, and in use."""
     server.settle()
     held: list[dict[str, int]] = []
-    for _ in range(5):  # a thread may still be at work for a client that left
+    for _ in range(5):  # a thread can still be working for a disconnected client
         time.sleep(1)
         server.reset(trim=True)
         held.append({"resident": server.resident, **server.bytes_in_use()})
@@ -111,10 +114,10 @@ def when_idle(server: ProbedServer) -> dict[str, int]:
 
 
 def fill(server: ProbedServer, load: Load, cases: list[Case], num_clients: int) -> None:
-    """Send each hostile request once, then load for a while.
+    """Send each hostile request once, then run the load for a while.
 
-    Caches fill to their bounds, threads start, and Python takes as much memory as it ever needs at once, of which it
-    gives little back. What grows after that grows for ever.
+    This fills caches to their bounds and starts threads. Python's allocator also reaches its peak and keeps most of
+    that memory. Any later growth is a leak.
     """
     for case in cases:
         send_hostile(server, case)
@@ -122,7 +125,7 @@ def fill(server: ProbedServer, load: Load, cases: list[Case], num_clients: int) 
 
 
 def counts(server: ProbedServer) -> dict[str, float]:
-    """The counters and gauges of ``/metrics`` without labels of their own."""
+    """Return the counters and gauges of ``/metrics`` that have no label besides the model's name."""
     text = httpx.get(f"{server.url}/metrics", timeout=60).text
     return {
         sample.name.removeprefix("metal_engine:"): sample.value
@@ -133,7 +136,7 @@ def counts(server: ProbedServer) -> dict[str, float]:
 
 
 def has_seen_all(load: Load, after: dict[str, float]) -> bool:
-    """Whether each kind of request has been answered, and KV has gone to the store and come back."""
+    """Return True if each kind of request has a response, and KV was saved to the store and loaded from it."""
     names = ("num_preemptions_total", "kv_transfer_blocks_saved_total", "kv_transfer_blocks_loaded_total")
     return set(load.told) == {job.kind for job in load.jobs} and all(after[name] for name in names)
 
@@ -159,7 +162,7 @@ def test_answers_under_load_are_those_alone(
             before = when_idle(server)
         with hostile_clients(server, cases) as statuses, resident_memory(server) as resident:
             asyncio.run(load.run(num_clients, seconds))
-            for _ in range(10):  # a busy machine may not have come to all of it yet
+            for _ in range(10):  # a busy machine may need more time
                 if has_seen_all(load, counts(server)):
                     break
                 asyncio.run(load.run(num_clients, seconds))

@@ -1,7 +1,7 @@
-"""Fuzzing with a budget of work per byte: what a body holds may cost time in proportion to its size, and no more.
+"""Fuzzing with a work budget per byte: the time for a body may grow only in proportion to its size.
 
 Every field of every endpoint is filled with many elements of each kind, at three sizes
-(:mod:`tests.support.work_budget`). That this finds what it is for is shown with the mendings taken out.
+(:mod:`tests.support.work_budget`). Further tests undo a fix and check that the budget detects the defect.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def test_random_places(app: Application, number: int) -> None:
 
 # --- what it finds when a mending is taken out -------------------------------------------------------------
 
-# And without the large bodies: what is found takes long.
+# Without the large bodies, because the defects make them slow.
 ONCE = (0,)
-# Work that is linear without its mending, too, is compared with what it takes with it: 29 and 7 times as much.
+# If work stays linear without the fix, it must exceed the work with the fix by this factor (measured: 29 and 7).
 MANY_TIMES = 3
 
 
 def _unknown_by_scanning(body: GenerationBody) -> list[str]:
-    """Look each name up among all before it."""
+    """Search for each name among all earlier names, which is quadratic."""
     unknown: list[str] = []
     for name in body.model_extra or {}:
         if name not in unknown:
@@ -108,7 +108,7 @@ def test_it_finds_names_that_are_looked_up_in_a_list(
 
 
 class _ErrorForEach(ChatCompletionBody):
-    """As if no list ended with its first error."""
+    """Body with an error for each element, instead of only the first error of a list."""
 
     messages: list[ChatMessage]
 

@@ -1,4 +1,4 @@
-"""What is refused before a route sees it: callers without the key, bodies that are too large."""
+"""Requests refused before they reach a route: callers without the key, and bodies that are too large."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_health_is_open(guarded: Served) -> None:
 
 
 class Death(BaseException):
-    """Ends the engine's thread: the step loop catches only `Exception`."""
+    """Ends the engine's thread, because the step loop catches only `Exception`."""
 
 
 def test_health_tells_what_ended_the_engine_to_those_with_the_key() -> None:
@@ -120,7 +120,7 @@ def test_unknown_fields_of_messages_are_refused_when_strict(guarded: Served) -> 
     check_error(post(cotnent="b"), 400, "messages.cotnent", "unknown_parameter")
     part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
     check_error(post(content=[part]), 400, "messages.content.cache_control", "unknown_parameter")
-    # What an answer brings, and a client sends back.
+    # Fields of an answer that a client sends back.
     assert post(refusal=None, annotations=[], audio=None, function_call=None).status_code == 200
 
 
@@ -194,7 +194,7 @@ def test_names_of_unknown_parameters_are_for_those_with_the_key() -> None:
 def test_names_of_unknown_parameters_are_for_this_machine_where_there_is_no_key(
     served: Served, client: str, sees: bool
 ) -> None:
-    """A proxy tells the client's address."""
+    """A proxy passes the client's address on."""
     assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "secret_c": 1}).status_code == 200
     response = httpx.get(served.url + "/health", headers={"x-forwarded-for": client})
     assert response.json()["num_unknown_parameters"] >= 1

@@ -1,4 +1,4 @@
-"""Requests that pages of other origins have a browser send: refused where they could have an effect."""
+"""Requests that a page of another origin makes a browser send are refused if they could have an effect."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_pages_of_other_origins_have_no_effect(served: Served, site: str) -> Non
     assert CLIENT.delete(served.url + "/v1/responses/a", headers=marked).status_code == 403
     response = CLIENT.get(served.url + "/watch?seconds=0", headers=marked)
     assert "--allowed-origins" in check_error(response, 403, None, "origin_not_allowed")["message"]
-    for path in ("/", "/v1/models", "/health"):  # links to the page, and what has no effect
+    for path in ("/", "/v1/models", "/health"):  # links to the page, and requests without an effect
         assert CLIENT.get(served.url + path, headers=marked).status_code == 200
 
 
@@ -46,7 +46,7 @@ def test_programs_send_no_marks(served: Served) -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"origin": ORIGIN}, {"origin": "null"}])
 def test_a_browser_without_marks_does_not_watch(served: Served, headers: dict[str, str]) -> None:
-    """Browsers mark no requests to other machines without TLS."""
+    """Browsers do not mark requests to other machines without TLS."""
     assert CLIENT.get(served.url + "/watch?seconds=0", headers=headers).status_code == 403
 
 

@@ -1,4 +1,4 @@
-"""Ollama asks for no Content-Type: LiteLLM sends none, curl a form's. What a browser sends for a page needs JSON's."""
+"""Content types in Ollama's API: none is required (LiteLLM, curl). Requests that a web page can send need JSON's."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_nothing_to_embed(served: Served) -> None:
 
 
 def test_many_are_the_same(served: Served) -> None:
-    """Enough numbers to be written in a thread."""
+    """The response has enough numbers to be encoded in a thread."""
     texts = [f"t{i}" for i in range(2048)]
     found = np.array(embed(served, input=texts)["embeddings"], np.float32)
     assert found.shape == (2048, HIDDEN_SIZE)

@@ -1,4 +1,4 @@
-"""Ollama's API: what its clients send and read, in plain JSON."""
+"""Ollama's API as its clients use it, in plain JSON."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_suffix() -> None:
 
 
 def test_it_goes_on_until_it_ends() -> None:
-    """A completion here has 16 tokens by default; Ollama's go on."""
+    """A completion here has 16 tokens by default. Ollama's completions are unlimited."""
     text = "one two three four five six"
     with serve(script(text)) as served:
         for fields in ({}, limit(-1), limit(-2), limit(0), {"options": {"num_predict": None}}):
@@ -160,7 +160,7 @@ def test_tools_and_thinking(calling: Served) -> None:
     assert "".join(piece["content"] for piece in pieces) == RECORD.content
     calls = [call["function"] for piece in pieces for call in piece.get("tool_calls", ())]
     assert [(call["name"], call["arguments"]) for call in calls] == RECORD.calls
-    # Whole calls, one in a piece.
+    # Each piece has one whole call.
     assert all(len(piece["tool_calls"]) == 1 for piece in pieces if "tool_calls" in piece)
 
 
@@ -175,7 +175,7 @@ def test_thinking_of_a_generation(calling: Served) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut_off_is_not_told(calling: Served, stream: bool) -> None:
-    """Nobody is to run half a call; its text is content."""
+    """Clients must not run half a call, so its text becomes content."""
     num_tokens = len(byte_ids(ANSWER[: ANSWER.index('"days"')]))
     body = {"model": MODEL, "messages": USER, "tools": TOOLS, **limit(num_tokens)}
     told = lines(calling, CHAT, body) if stream else [whole(calling, CHAT, body)]
@@ -186,7 +186,7 @@ def test_a_call_that_is_cut_off_is_not_told(calling: Served, stream: bool) -> No
 
 
 def test_a_conversation_with_tools(calling: Served) -> None:
-    """Calls and their results come back as a template reads them."""
+    """Calls and their results are sent back in the form that a template reads."""
     first = whole(calling, CHAT, {"model": MODEL, "messages": USER, "tools": TOOLS})["message"]
     messages = [*USER, first, {"role": "tool", "tool_name": "get_weather", "content": "sunny"}]
     answer = whole(calling, CHAT, {"model": MODEL, "messages": messages, "tools": TOOLS, **limit(3)})
@@ -195,9 +195,9 @@ def test_a_conversation_with_tools(calling: Served) -> None:
 
 
 def test_what_a_template_is_given() -> None:
-    """The prompt is given back: the fake model says it again."""
+    """The fake model repeats the prompt, so the answer shows what the template received."""
     template = "{% for m in messages %}{{ m | tojson }}|{% endfor %}{{ enable_thinking }}|{{ add_generation_prompt }}"
-    template += "{% if tools %}{{ tools }}{% endif %}"  # one that takes no tools has calls as text
+    template += "{% if tools %}{{ tools }}{% endif %}"  # a template that ignores tools gets calls as text
     call = {"function": {"name": "f", "arguments": {"a": [1, {"b": "é"}]}}}
     messages: list[dict[str, Any]] = [
         *USER,
@@ -358,7 +358,7 @@ def test_a_failure_is_the_last_line() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_request(served: Served, stream: bool) -> None:
-    """While the engine is held, so that nothing can have ended by itself."""
+    """The engine is stopped, so that no request can end by itself."""
     served.runner.running.clear()
     body = json.dumps({"model": MODEL, "messages": USER, "stream": stream}).encode()
     request = post(body=body).replace(b"/v1/completions", CHAT.encode())
@@ -370,7 +370,7 @@ def test_a_client_that_leaves_aborts_its_request(served: Served, stream: bool) -
 
 
 def test_no_comments_between_lines() -> None:
-    """Lines of JSON have no place for them."""
+    """Lines of JSON cannot contain comments."""
     with serve(args=ServerArgs(sse_keep_alive=0.02), step_time=0.05) as served:
         assert len(lines(served, CHAT, {"model": MODEL, "messages": USER, **limit(5)})) >= 5
         served.settle()

@@ -1,4 +1,4 @@
-"""The billing line of Claude Code in OpenAI's requests, where routers put it, and which texts keep theirs."""
+"""Billing line of Claude Code in OpenAI's requests: places where routers put it, and texts that keep the line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chat(role: str, content: Any) -> dict[str, Any]:
     return {"messages": [*([{"role": role, "content": content}] if content else []), USER]}
 
 
-# Path, and what a request asks with a line, and without.
+# Kind of request -> path, request with a billing line, request without.
 CHATS: dict[str, tuple[str, Any, Any]] = {
     "system": ("chat/completions", lambda n: chat("system", f"{line(n)}\n{TEXT}"), chat("system", TEXT)),
     "developer": ("chat/completions", lambda n: chat("developer", f"\n {line(n)}\r\n\r\n{TEXT}"), chat("system", TEXT)),
@@ -60,7 +60,7 @@ def server() -> Iterator[Served]:
 
 
 def usage(served: Served, path: str, asked: dict[str, Any], salt: str) -> tuple[int, int]:
-    """Tokens of a request's prompt, and how many of them were in the cache."""
+    """Return the number of prompt tokens of a request, and how many of them were cached."""
     limit = "max_output_tokens" if path == "responses" else "max_tokens"
     answer = served.post(f"/v1/{path}", {"model": MODEL, limit: 1, "cache_salt": salt, **asked}).json()
     told = answer["usage"]

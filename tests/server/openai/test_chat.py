@@ -11,7 +11,7 @@ from tests.support.serving import MODEL, Served, serve
 from tools.fixtures.fake_engine import byte_ids, echo, fake_config, generated, tiny_tokenizer
 
 CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, str]]]] = [
-    # what a client sends, what the template is given
+    # messages of a client, messages passed to the template
     ([{"role": "user", "content": "hi"}], [{"role": "user", "content": "hi"}]),
     (
         [
@@ -34,7 +34,7 @@ CONVERSATIONS: list[tuple[list[dict[str, Any]], list[dict[str, str]]]] = [
         [
             {"role": "system", "content": "日本語"},
             {"role": "user", "content": "what time is it?"},
-            # The template knows neither calls nor results, so they are written as text.
+            # The template supports neither calls nor results, so they are written as text.
             {"role": "assistant", "content": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'},
             {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"},
         ],

@@ -1,4 +1,4 @@
-"""Chat content as clients send it, through a real model's template; and a template of the user's own."""
+"""Chat content in the forms that clients send, with a real model's template and with a custom template."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
             {"role": "tool", "content": "noon", "tool_call_id": "1"},
         ],
         {},
-        # The template knows neither calls nor results, so they are written as text.
+        # The template supports neither calls nor results, so they are written as text.
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\ntime?<|im_end|>\n<|im_start|>assistant\n<tool_call>\n"
         '{"name": "now", "arguments": {}}\n</tool_call><|im_end|>\n'
         f"<|im_start|>user\n<tool_response>\nnoon\n</tool_response><|im_end|>\n{ASSISTANT}",

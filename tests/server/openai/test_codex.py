@@ -1,4 +1,4 @@
-"""Requests as Codex 0.169 sends them, short: developer messages in a row, functions in namespaces."""
+"""Shortened requests of Codex 0.169: consecutive developer messages, functions in namespaces."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ANSWER = "".join(
 
 @pytest.mark.parametrize("template", [TOOL_TEMPLATE, SYSTEM_FIRST, ALTERNATING], ids=["any", "system first", "turns"])
 def test_a_turn_and_the_next(template: str) -> None:
-    """Calls come back in their namespaces; with their results, the first prompt is the second one's cached prefix."""
+    """Calls have their namespaces. In the next turn, the first prompt is a cached prefix."""
     tokenizer = tiny_tokenizer(template)
     format_ = answer_format("json_tools")
     with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=format_) as served:
@@ -86,7 +86,7 @@ def test_a_stream_names_calls_as_the_client_does() -> None:
 
 
 def test_the_model_knows_functions_by_their_full_names() -> None:
-    """In the list of tools, in calls that it has made, and where it must call one."""
+    """Full names are used in the list of tools, in earlier calls, and in a forced call."""
     tokenizer = tiny_tokenizer(
         TOOL_TEMPLATE.replace("m['content'] }}", "m['content'] }}{{ (m.tool_calls or []) | tojson }}")
     )
@@ -108,7 +108,7 @@ def test_the_model_knows_functions_by_their_full_names() -> None:
 
 
 BAD = [
-    [namespace("a", "f"), function("a__f")],  # two of one name
+    [namespace("a", "f"), function("a__f")],  # two functions with one name
     [{"type": "namespace", "name": "a", "tools": [{"type": "web_search"}]}],
     [{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}],
     [{"type": "namespace", "tools": [function("f"), function("f")]}],

@@ -129,7 +129,7 @@ def test_stop_token_ids(echoing: Served) -> None:
 
 
 def stop_tokenizations() -> list[list[int]]:
-    """`see: STOP now`, with STOP as every mix of single bytes and the merges ST (261) and OP (262)."""
+    """Return `see: STOP now`, with STOP as every mix of single bytes and the merges ST (261) and OP (262)."""
     first = [byte_ids("ST"), [261]]
     second = [byte_ids("OP"), [262]]
     return [byte_ids("see: ") + a + b + byte_ids(" now") for a, b in itertools.product(first, second)]
@@ -197,7 +197,7 @@ def test_neutral_and_harmless_parameters_are_accepted(served: Served) -> None:
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Served]:
-    """A model of random weights, for log probabilities."""
+    """Yield a server on a model with random weights, for log probabilities."""
     core = tiny_engine()
     engine = AsyncEngine(lambda: core)
     engine.start()
@@ -209,7 +209,9 @@ def tiny() -> Iterator[Served]:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("echo", [False, True])
 def test_text_offsets(tiny: Served, echo: bool, seed: int) -> None:
-    """Of characters in several tokens, of text that is held back or cut off; in a stream, as in one answer."""
+    """Offsets of characters in several tokens, and of text that is held back or cut off, equal in streams and
+    responses.
+    """
     prompt = "né "
     body: dict[str, Any] = {
         "prompt": prompt, "echo": echo, "logprobs": 0, "stop": ["aba", "bb"], "max_tokens": 40, "seed": seed,

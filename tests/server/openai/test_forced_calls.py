@@ -1,4 +1,4 @@
-"""`tool_choice` required, or naming a function, with a real grammar: what comes back are calls that validate."""
+"""`tool_choice` required, or naming a function, with a real grammar: the response contains calls that validate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tool(name: str, parameters: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def of_type(kind: dict[str, Any]) -> dict[str, Any]:
-    """An object with one property, by a definition that others give the same name."""
+    """Return the schema of an object with one property, whose definition has the same name in all schemas."""
     return {
         "type": "object",
         "properties": {"x": {"$ref": "#/$defs/T"}},
@@ -60,7 +60,10 @@ def named(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Served]:
-    """A model of random weights: whatever the grammar lets through will come. Its template takes no tools."""
+    """Yield a server on a model with random weights, which generates anything the grammar allows.
+
+    Its template has no tools.
+    """
     core = tiny_engine(max_model_len=8192, num_blocks=8192, max_num_batched_tokens=2048, max_num_seqs=32)
     engine = AsyncEngine(lambda: core)
     engine.start()
@@ -176,7 +179,7 @@ def test_the_answers_own_format_does_not_matter(tiny: Served) -> None:
 
 
 def test_a_template_without_tools_is_told_of_them(tiny: Served) -> None:
-    """In the system's message, which goes on from the client's."""
+    """Tools are appended to the client's system message, or form a new one."""
     for messages in (USER, [{"role": "system", "content": "Be brief."}, *USER]):
         body = {"messages": messages, "tools": TOOLS, "tool_choice": "required"}
         prompt = tiny.tokenizer.decode(tiny.post("/tokenize", body).json()["tokens"])
@@ -187,7 +190,7 @@ def test_a_template_without_tools_is_told_of_them(tiny: Served) -> None:
 
 
 def test_messages_that_are_cut_off_within_a_call(tiny: Served) -> None:
-    """The whole answer has as much of the input as the official client makes of the stream's."""
+    """A whole response has as much of the call's input as the official client builds from the stream."""
     client = anthropic.Anthropic(base_url=tiny.url, api_key="none", max_retries=0)
     tools: Any = [{"name": "f", "input_schema": OBJECTS[0]}]
     for max_tokens in (1, 2, 3, 9, 30):
@@ -212,7 +215,7 @@ def test_references_move_with_their_schema() -> None:
     schema = forced_schema(TOOLS, None, parallel=True)
     assert schema["$defs"]["0"]["properties"]["x"] == {"$ref": "#/$defs/0/$defs/T"}
     assert schema["$defs"]["2"]["properties"]["next"]["anyOf"][0] == {"$ref": "#/$defs/2"}
-    # What only looks like a reference: the name of a property, and data.
+    # These only look like references: the name of a property, and data.
     assert schema["$defs"]["3"]["properties"]["$ref"] == {"const": {"$ref": "#"}}
 
 

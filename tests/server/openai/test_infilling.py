@@ -1,4 +1,4 @@
-"""`suffix` in /v1/completions: what stands between the prompt and it."""
+"""`suffix` in /v1/completions: the text between a prompt and a suffix."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def filling(_filling: Served) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Served]:
-    """A model of random weights, for log probabilities."""
+    """Yield a server on a model with random weights, for log probabilities."""
     core = tiny_engine(tokenizer=fim_tokenizer(), vocab_size=VOCAB)
     engine = AsyncEngine(lambda: core)
     engine.start()
@@ -109,7 +109,7 @@ def test_it_ends_with_what_ends_an_infilling() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities(tiny: Served, stream: bool) -> None:
-    """Those of the prompt are its own tokens', as the model has them behind all that stands before."""
+    """Log probabilities of the prompt belong to its own tokens. Each is conditioned on all tokens before it."""
     body = {"prompt": "né", "suffix": "xyz", "echo": True, "logprobs": 0, "max_tokens": 4, "stream": stream}
     response = tiny.post(PATH, {**body, "ignore_eos": True, "allowed_token_ids": byte_ids("ab")})
     if stream:

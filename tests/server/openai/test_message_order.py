@@ -1,4 +1,4 @@
-"""System messages at any place, and messages of the user in a row, with templates that refuse or drop them."""
+"""System messages at any place and consecutive user messages, with templates that refuse or drop them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens
 
 
 def chat(*pairs: str) -> list[dict[str, Any]]:
-    """Messages from texts like ``user: hi``."""
+    """Return messages from texts like ``user: hi``."""
     roles = (pair.split(": ", 1) for pair in pairs)
     return [{"role": role, "content": content} for role, content in roles]
 
 
-# As Codex and Claude Code send them.
+# Message orders of Codex and Claude Code.
 GIVEN = chat("system: A", "system: B", "user: env", "user: hi", "system: C", "assistant: yes", "user: go", "system: D")
 TURNED = {
     "system first": (
@@ -59,9 +59,9 @@ def test_what_a_template_refuses(name: str) -> None:
     given = [dict(message) for message in GIVEN]
     ordered = in_accepted_order(given, rules)
     assert ordered == expected
-    assert given == GIVEN  # a conversation may be stored
+    assert given == GIVEN  # unchanged, because a conversation can be stored
     assert in_accepted_order(ordered, rules) is ordered
-    # What has been said stays as it was when more is said.
+    # Earlier messages are unchanged when more messages follow.
     more = in_accepted_order([*given, *chat("assistant: done", "system: E", "user: on")], rules)
     assert more[: len(ordered)] == ordered
 
@@ -72,7 +72,7 @@ def test_what_a_template_takes_stays_as_it_is() -> None:
 
 
 def test_over_http(caplog: pytest.LogCaptureFixture) -> None:
-    """Chats, with OpenAI's newer name for the role; the log says so once."""
+    """Chats with OpenAI's newer name of the role. The reordering is logged once."""
     tokenizer = tiny_tokenizer(SYSTEM_FIRST)
     asked = [{**m, "role": m["role"].replace("system", "developer")} for m in GIVEN]
     with serve(config=CONFIG, tokenizer=tokenizer) as served, caplog.at_level(logging.WARNING):

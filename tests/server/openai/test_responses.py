@@ -69,7 +69,7 @@ def test_items(calling: Served) -> None:
 
 
 def test_stream(calling: Served) -> None:
-    """The events add up to the response at their end, and the client's own accumulator agrees."""
+    """The events add up to the final response, and the client's own accumulator agrees."""
     client = calling.client()
     events = list(client.responses.create(model=MODEL, input="hi", tools=FLAT_TOOLS, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -123,7 +123,7 @@ def test_a_conversation_goes_on(served: Served) -> None:
 
 
 def test_what_comes_back_is_what_was_said(calling: Served) -> None:
-    """The output items of a response, sent back as input with the calls' results, are the conversation."""
+    """The output items of a response, sent back as input with the results of the calls, form the conversation."""
     client = calling.client()
     response = client.responses.create(model=MODEL, input="hi", tools=FLAT_TOOLS)
     results = [
@@ -207,7 +207,7 @@ def test_the_store_is_bounded() -> None:
     for i in range(5):
         store.put(StoredResponse({"id": str(i)}, []), 5)
     assert len(store) == 3
-    store.get("2")  # so 3 is the oldest now
+    store.get("2")  # makes 3 the oldest
     store.put(StoredResponse({"id": "5"}, []), 5)
     store.get("2")
     store.put(StoredResponse({"id": "6"}, []), 996)

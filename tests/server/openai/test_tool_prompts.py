@@ -1,4 +1,4 @@
-"""Tools over HTTP with a model whose chat template takes none, everywhere: the prompt, the answer, later turns."""
+"""Tools over HTTP with a chat template that has no tools: prompt, response and later turns on every endpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESPONSE_TOOLS: Any = [{"type": "function", **tool["function"]} for tool in TOOL
 CLAUDE_TOOLS: Any = [
     {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS
 ]
-# Refuses what several published templates do.
+# Refuses the same messages as several published templates.
 ALTERNATING = (
     "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] or (loop.index0 and "
     "m.role == messages[loop.index0 - 1].role) %}{{ raise_exception('roles must alternate') }}{% endif %}"
@@ -131,7 +131,7 @@ AS_TEXT = [
 
 
 def test_calls_and_results_reach_the_prompt(calling: Served) -> None:
-    """Also where tools are no longer offered; and the spelling of a control token in a result stays text."""
+    """This holds also if a later turn offers no tools. Spellings of control tokens in results stay text."""
     expected = calling.tokenizer.apply_chat_template(AS_TEXT)
     assert calling.post("/tokenize", {"messages": CONVERSATION}).json()["tokens"] == expected
     assert len(expected) > len(calling.tokenizer.encode(calling.tokenizer.decode(expected)))

@@ -1,4 +1,4 @@
-"""Tools and reasoning over HTTP, with the official client: what the model is shown, what its answer becomes."""
+"""Tools and reasoning over HTTP with the official client: the prompt for the model, and the parsed response."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def answering(text: str, known: AnswerFormat) -> Iterator[Served]:
 
 
 def streamed(served: Served, **body: Any) -> tuple[dict[str, Any], str | None]:
-    """A message out of a stream's deltas, as clients add them up, and the finish reason."""
+    """Return a message added up from a stream's deltas, as clients do, and the finish reason."""
     message: dict[str, Any] = {"content": "", "reasoning": "", "reasoning_content": "", "calls": []}
     reason = None
     for chunk in served.client().chat.completions.create(model=MODEL, messages=USER, stream=True, **body):
@@ -93,7 +93,7 @@ def test_a_malformed_call_is_text(name: str, caplog: pytest.LogCaptureFixture) -
         assert choice.message.tool_calls is None
         message, reason = streamed(served, tools=TOOLS)
         assert (message["content"], reason) == (MALFORMED[name], "stop")
-        # One that was begun before it proved to be none stays incomplete.
+        # A call that was sent in part before it proved malformed stays incomplete.
         assert message["calls"] == ([["get_weather", '{"city": ']] if name == "mistral" else [])
     assert len([r for r in caplog.records if "malformed" in r.getMessage()]) == 2
 
@@ -120,7 +120,7 @@ def test_no_choice_leaves_calls_as_text() -> None:
 
 
 def test_a_begun_call_that_is_none_in_other_endpoints() -> None:
-    """It stays incomplete, and says so where the endpoint has a word for it."""
+    """The call stays incomplete, and is marked as incomplete if the endpoint has a field for that."""
     with answering(MALFORMED["mistral"], answer_format("mistral")) as served:
         tools: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
         with served.client().responses.stream(model=MODEL, input="hi", tools=tools) as stream:
@@ -225,7 +225,7 @@ def test_a_prompt_that_begins_the_reasoning() -> None:
         assert (message["reasoning"], message["content"], reason) == ("hm", "", "length")
 
 
-# Answer, whether the template begins the reasoning, tokens of reasoning: a byte each, with the marks.
+# Output, whether the template starts the reasoning, number of reasoning tokens: one per byte, with the marks.
 COUNTED = [
     ("hm\n</think>\n\nYes.", True, len("hm\n</think>")),
     ("<think>hm</think>Yes.<think>é", False, len(">hm</think>") + len(">") + 2),
@@ -235,7 +235,7 @@ COUNTED = [
 
 @pytest.mark.parametrize(("text", "begun", "count"), COUNTED)
 def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> None:
-    """With a parser for tools too, and tools in the answer: neither changes the count."""
+    """A parser for tools and tools in the response do not change the count."""
     template = "{{ tools }}{{ messages[0].content }}" + ("<think>\n" if begun else "")
     with serve(
         script(text), tokenizer=tiny_tokenizer(template), answer_format=answer_format("json_tools"), config=CONFIG
@@ -265,7 +265,7 @@ def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> 
     ("stop", "count"), [("Yes", len(">hm</think>")), ("m</", len(">hm</")), ("</think>Y", len(">hm</think>Y"))]
 )
 def test_tokens_of_reasoning_with_a_stop_string(stop: str, count: int) -> None:
-    """Those that it cuts off count as what the text ends with."""
+    """Cut-off tokens count as reasoning if the remaining text ends in the reasoning."""
     with serve(script("<think>hm</think>Yes."), config=CONFIG, answer_format=AnswerFormat(reasoning=THINK)) as served:
         body: dict[str, Any] = {"model": MODEL, "messages": USER, "stop": stop}
         usage = served.client().chat.completions.create(**body).usage
@@ -317,7 +317,7 @@ def test_parsers_are_chosen_from_the_tokenizer() -> None:
 
 
 def test_marks_that_are_special_tokens_are_seen() -> None:
-    """A text without special tokens would not have them; a plain completion still has none."""
+    """Text without special tokens would lack the marks. A plain completion still has none."""
     hf_tokens = tokenizer_with("[THINK]", "[/THINK]", special=True)
     tokenizer = Tokenizer(hf_tokens)
     begin, end = tokenizer.encode("[THINK]"), tokenizer.encode("[/THINK]")

@@ -1,4 +1,4 @@
-"""The page in a real browser: the chat, the live view, the key, and whether everybody can use it."""
+"""The page in a real browser: chat, live view, API key and accessibility."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, served: Served) -> Iterator[Page]:
-    """On a server that generates without end, up to its context."""
+    """Yield the page on a server that generates up to its context length."""
     with page_of(browser, served) as page:
         yield page
 
@@ -60,11 +60,11 @@ def test_an_answer_is_streamed_as_markdown_with_what_it_took(browser: Browser) -
         first, second = texts(page, ".message.assistant .figures")
         assert "first token after" in first and "tokens/s" in first and "0 of " in first
         cached = int(second.split("·")[-1].split()[0])
-        assert cached > 0 and cached % 8 == 0  # blocks of the first prompt
+        assert cached > 0 and cached % 8 == 0  # cached blocks of the first prompt
 
 
 def test_under_an_answer_are_its_accepted_drafts(browser: Browser) -> None:
-    """And not those of the answer before."""
+    """The count does not include drafts of an earlier answer."""
     config = fake_config(speculative=speculative_config())
     with serve(script("again and " * 30), config=config, step_time=0.005) as served, page_of(browser, served) as page:
         other = {"prompt": "again and again and", "max_tokens": 200}
@@ -136,7 +136,7 @@ def test_edits_and_repetitions_are_branches(browser: Browser) -> None:
         page.get_by_role("button", name="Send again", exact=True).click()
         wait_for_answer(page)
         assert texts(page, ".message.user .body") == ["Other"]
-        page.reload()  # branches are kept
+        page.reload()  # branches persist
         page.get_by_label("Branch before").first.click()
         assert texts(page, ".message.user .body") == ["First", "Second"]
         assert "2 of 2" in page.locator(".message").nth(3).inner_text()
@@ -272,7 +272,7 @@ def test_the_live_view_follows_an_exhaustion(browser: Browser) -> None:
         served.runner.step_time = 0.05
         say(page, "one more")
         page.wait_for_selector(".message.assistant .figures")
-        served.runner.running.clear()  # in the middle of an answer
+        served.runner.running.clear()  # during an answer
         page.wait_for_timeout(500)
         assert picture_of(page).tables
         served.runner.running.set()
@@ -293,7 +293,8 @@ def test_demonstrations(browser: Browser) -> None:
         wait_for_status(page, "went through")
         said = page.locator("#demo-status").inner_text()
         assert "A prompt of 1,024 tokens" in said and "A step has room for 256" in said and "4 chats got" in said
-        assert [params.max_tokens for params in served.runner.seen_params] == [128] * 4 + [24]  # the chats come first
+        # requests of the chats were first
+        assert [params.max_tokens for params in served.runner.seen_params] == [128] * 4 + [24]
         wait_until(lambda: not served.core.has_requests, "the chats to end")
         served.runner.step_time = 0.05
         page.click("#demo-eight")
@@ -367,7 +368,7 @@ def test_lines_for_a_shell_have_names_as_texts(browser: Browser, tmp_path: Path)
     command = told("curl" + told_words + shown["curl"])
     assert json.loads(command[-1])["model"] == name and command[0] == f"{served.url}/v1/chat/completions"
     for kind in ("OpenAI", "Anthropic"):
-        lines = shown[f"Any tool that speaks {kind}'s API"]
+        lines = shown[f"Any tool with {kind}'s API"]
         assert told(f"{lines}\nprintf '%s\\0' \"${kind.upper()}_MODEL\"") == [name]
     (call,) = [
         node

@@ -1,4 +1,4 @@
-"""The chat in a real browser: texts that are too much for Markdown, heads and feet of answers, kept conversations."""
+"""The chat in a real browser: texts too complex for Markdown, headers and footers of answers, stored conversations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.browser
 
-# Each of them stops marked, or takes it many seconds or gigabytes.
+# Each text stops marked, or takes it many seconds or gigabytes.
 TOO_MUCH = {
     "quotes": "> " * 2000 + "the end",
     "lists": "- " * 2000 + "the end",
@@ -27,7 +27,7 @@ TOO_MUCH = {
     "links": "[a]: http://" + "a" * 30_000 + "\n\n" + "[a] " * 8000,
     "long": "word " * 20_000,
 }
-# Every row is filled up to the columns of the first: ten million cells.
+# Every row is filled up to the number of columns of the first: ten million cells.
 WIDE_TABLE = "|a" * 5000 + "|\n" + "|-" * 5000 + "|\n" + "|b\n" * 2000
 
 
@@ -37,7 +37,7 @@ def browser() -> Iterator[Browser]:
 
 
 def keep(page: Page, title: str, *answers: str) -> None:
-    """Put a conversation into the browser's storage, and open the page anew."""
+    """Store a conversation in the browser and reload the page."""
     messages = {"root": {"id": "root", "children": ["0"], "chosen": "0"}}
     for i, text in enumerate(answers):
         after = [str(i + 1)] if i + 1 < len(answers) else []
@@ -52,7 +52,7 @@ def keep(page: Page, title: str, *answers: str) -> None:
 
 
 def test_text_that_is_too_much_for_markdown_is_shown_as_it_is(browser: Browser) -> None:
-    """A kept conversation with such texts leaves the page usable, from its first load."""
+    """A stored conversation with these texts leaves the page usable from its first load."""
     with serve(script("**yes**")) as served, page_of(browser, served) as page:
         keep(page, "hostile", *TOO_MUCH.values())
         assert page.locator(".message.assistant .body.plain").all_text_contents() == list(TOO_MUCH.values())
@@ -131,7 +131,7 @@ def test_conversations_are_found_named_and_exported(browser: Browser) -> None:
         assert texts(page, ".message.user .body") == ["About bees"]
         page.click("#conversation-more summary")
         page.click("#conversation-rename")
-        # The name outlasts an edit of the first message.
+        # The name persists after the first message is edited.
         page.get_by_label("Edit and send again").first.click()
         page.get_by_role("button", name="Send again", exact=True).click()
         wait_for_answer(page)

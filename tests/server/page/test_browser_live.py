@@ -1,4 +1,4 @@
-"""The live view in a real browser: colours, slow steps, and how far a demonstration is."""
+"""The live view in a real browser: colours, slow steps, and progress of a demonstration."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def browser() -> Iterator[Browser]:
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of #rrggbb, as WCAG defines it."""
+    """Return the relative luminance of #rrggbb as WCAG defines it."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -63,7 +63,7 @@ def test_a_demonstration_shows_how_far_it_is(browser: Browser) -> None:
     with serve(config=config, step_time=0.01) as served, page_of(browser, served) as page:
         page.click("#demo-fill")
         page.wait_for_function("() => document.querySelector('#demo-bar').value > 20")
-        served.runner.running.clear()  # in the middle
+        served.runner.running.clear()  # during the demonstration
         bar, said = page.locator("#demo-bar"), page.locator("#demo-counts")
         most = int(bar.get_attribute("max") or 0)
         assert 0 < bar.evaluate("bar => bar.position") < 1

@@ -1,4 +1,4 @@
-"""The page of a server with several models: one is picked to talk to and to look at."""
+"""The page of a server with several models: the picked model is used for chat and live view."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.browser
 
-# How much the live view has of an engine.
+# Amount of engine data in the live view.
 SHOWN = """async () => {
     const { history, pool, tape } = await import("/page/js/main.js");
     const points = history.charts.reduce((sum, chart) => sum + chart.points.length, 0);
@@ -55,7 +55,7 @@ def test_a_model_is_picked(browser: Browser) -> None:
             page.wait_for_selector("#connection[data-state=live]")
             page.wait_for_function("() => document.querySelector('#model').textContent.startsWith('b ·')")
             page.wait_for_function("() => document.querySelector('#models-text').textContent.startsWith('1 of 2')")
-            # Another takes its place, and is looked at.
+            # Pick another model, which replaces the first in memory and in the live view.
             page.select_option("#model-pick", "a")
             say(page, "hello again")
             wait_for_answer(page, 2)
@@ -64,7 +64,7 @@ def test_a_model_is_picked(browser: Browser) -> None:
 
 
 def test_of_a_model_that_is_not_loaded_nothing_is_shown(browser: Browser) -> None:
-    """Nor what another had, whether that was picked before or the same one has been unloaded."""
+    """Data of another model, or of the same model before it was unloaded, is not shown either."""
     models = {name: FakeModel(salt) for salt, name in enumerate("ab")}
     with serve_models({name: one.source for name, one in models.items()}, 200) as served:
         served_: Any = served
@@ -103,7 +103,7 @@ def test_of_a_model_that_is_not_loaded_nothing_is_shown(browser: Browser) -> Non
 
 
 def test_a_server_that_has_started_anew_with_several_where_it_had_one(browser: Browser) -> None:
-    """The page asks by itself: nobody comes back to its tab, or points at anything."""
+    """The page polls by itself, without any user action."""
     models = {name: FakeModel(salt) for salt, name in enumerate("ab")}
     urls: list[str] = []
 
@@ -126,7 +126,7 @@ def test_a_server_that_has_started_anew_with_several_where_it_had_one(browser: B
 
 
 def test_a_server_that_has_started_anew_with_other_models(browser: Browser) -> None:
-    """Of what it has now one is picked and talked to; an only model is not picked, and is looked at."""
+    """The page picks one of the new models and uses it for chat. A single model is shown without a choice."""
     card = {"object": "model", "created": 1, "owned_by": "x", "max_model_len": None, "memory_bytes": 0}
     cards: list[dict[str, Any]] = []
 
@@ -149,7 +149,7 @@ def test_a_server_that_has_started_anew_with_other_models(browser: Browser) -> N
 
 
 def test_an_answer_that_waits_for_its_model_says_so_and_has_its_colour(browser: Browser) -> None:
-    """Its request is found in the engine, for the stream has its id from the beginning."""
+    """The page finds the request in the engine, because the stream has its id from the start."""
     model = FakeModel(1, step_time=0.03)
     model.gate.clear()
     with serve_models({"a": model.source}, 100) as served:
@@ -167,7 +167,7 @@ def test_an_answer_that_waits_for_its_model_says_so_and_has_its_colour(browser: 
 
 
 def test_an_adapter_is_picked(browser: Browser, tmp_path: Path) -> None:
-    """And talked to; the view stays that of the model. What is unloaded is not picked any more."""
+    """The chat uses the adapter, while the live view shows the model. An unloaded adapter is deselected."""
     made = adapters.products(tiny_reference(), adapters.ALL, 2, seed=0)
     folders = {name: adapters.write_mlx_lm(tmp_path / name, made) for name in ("sql", "poet")}
     engine = AsyncEngine(lambda: adapters.adapted_engine(folders))

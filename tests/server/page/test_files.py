@@ -1,4 +1,4 @@
-"""The page's files: what they are, how they are served, and what they may load."""
+"""Files of the page: types, response headers, and permitted imports."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from metal_engine.server.status.pages import LINKS
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import MODEL, Served, serve
 
-CLIENT = httpx.Client()  # to make one takes longer than what is asked here
+CLIENT = httpx.Client()  # shared, because making a client takes longer than a request
 HTML = {"accept": "text/html,application/xhtml+xml;q=0.9"}
 FILES = sorted(load_files())
 
 
 class Index(HTMLParser):
-    """The tags of the page, and what it loads and links to."""
+    """Tags of the page, and URLs that it loads or links to."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_every_file_is_served_with_the_policy(served: Served, name: str) -> None
 
 
 def test_nothing_comes_from_elsewhere() -> None:
-    """Imports are of files that are there; no style loads anything."""
+    """Imports are of existing files, and styles load no files."""
     for name in FILES:
         text = (STATIC / name).read_text(encoding="utf-8")
         if name.endswith(".css"):

@@ -1,4 +1,4 @@
-"""``/watch``: a snapshot and frames for each who looks, and nothing for nobody."""
+"""``/watch``: a snapshot and frames for each viewer, and no work without a viewer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.pool_picture import PoolPicture, events_of
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
 from tools.fixtures.fake_engine import fake_config
 
-# Making a client takes longer than most of what is asked here.
+# Shared, because making a client takes longer than most requests.
 CLIENT = httpx.Client(timeout=DEADLINE)
 
 
@@ -28,7 +28,7 @@ def viewers_of(served: Served) -> Viewers:
 
 @contextlib.contextmanager
 def looking(served: Served) -> Iterator[tuple[PoolPicture, Iterator[tuple[str, dict[str, Any]]]]]:
-    """A viewer that has read its snapshot."""
+    """Yield a viewer that has read its snapshot."""
     with CLIENT.stream("GET", served.url + "/watch") as response:
         assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
         picture, events = PoolPicture(), events_of(response.iter_lines())
@@ -44,7 +44,7 @@ def wait_for_nobody(served: Served) -> None:
 
 @pytest.fixture
 def small() -> Iterator[Served]:
-    """Room for three requests of four."""
+    """Yield a server with blocks for three requests of four."""
     with serve(config=fake_config(num_blocks=24, max_num_batched_tokens=32)) as served:
         yield served
         wait_for_nobody(served)
@@ -82,7 +82,7 @@ def test_frames_show_the_pool_through_an_exhaustion(small: Served) -> None:
         picture.check(small.core.scheduler)
         assert len(picture.preempted) == num_preemptions
         assert sum(row["steps"] for row in picture.rows) == small.runner.num_steps - num_before
-        with looking(small) as (second, _):  # who comes later sees the same
+        with looking(small) as (second, _):  # a later viewer gets the same state
             assert second.cached == picture.cached and second.tables == picture.tables
 
 
@@ -91,7 +91,7 @@ def test_an_abort_with_nothing_after_it_is_told(small: Served) -> None:
         small.runner.step_time = 0.01
         body = {"prompt": "a" * 20, "max_tokens": 100, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", small.url + "/v1/completions", json=body, timeout=DEADLINE) as answer:
-            lines = answer.iter_lines()  # when nobody holds it any more, the connection is closed
+            lines = answer.iter_lines()  # the connection closes when the last reference is dropped
             next(lines)
             while not picture.tables:
                 picture.apply(*next(events))
@@ -173,7 +173,7 @@ def test_a_viewer_that_reads_too_slowly_is_told_anew() -> None:
 
 
 def test_a_viewer_that_reads_nothing_holds_up_nobody(small: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds a bounded number of events, and what it reads in the end is the truth."""
+    """A slow viewer has a bounded queue of events, and the state that it finally reads is right."""
     monkeypatch.setattr(viewers_module, "MAX_UNREAD", 4)
     monkeypatch.setattr("metal_engine.engine.step_observer.FRAME_SECONDS", 0.0)
 

@@ -1,4 +1,4 @@
-"""What a client and a dashboard see of KV that came from a store."""
+"""Usage and metrics of KV that was loaded from a store."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.support.fake_kv_transfer import FakeTransfer
 from tests.support.serving import MODEL, Served, serve
 from tools.fixtures import fake_engine
 
-# 40 tokens, one a byte; blocks of the fake engine hold 8.
+# 40 tokens, one per byte. Blocks of the fake engine hold 8 tokens.
 PROMPT = "0123456789" * 4
 
 
 class Everything(dict[bytes, np.ndarray]):
-    """A store that has every block; the fake runner does not look into them."""
+    """Store that contains every block. The fake runner ignores their contents."""
 
     def __contains__(self, block_hash: object) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""/metrics says what happened, under vLLM's names; the dashboard asks for nothing else; logs name requests."""
+"""/metrics uses vLLM's names, the dashboard uses only existing metrics, and logs name requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.serving import MODEL, Served, serve, wait_until
 from tools.docs import dashboard
 from tools.fixtures.fake_engine import byte_ids, fake_config
 
-# vLLM's names, as its documentation lists them for the V1 engine, `vllm:` left out.
+# vLLM's names from its documentation of the V1 engine, without `vllm:`.
 VLLM_NAMES = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total",
     "prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total",
@@ -36,7 +36,7 @@ VLLM_NAMES = {
 
 
 def scrape(served: Served) -> dict[str, dict[tuple[str, ...], float]]:
-    """Sample name, without the prefix -> values of the labels other than the model's -> value."""
+    """Return sample name without the prefix -> values of all labels except the model's -> value."""
     text = httpx.get(served.url + "/metrics").text
     samples: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text):
@@ -58,7 +58,7 @@ def test_names(served: Served) -> None:
 
 
 def test_loads_have_names_of_vllm_itself_too() -> None:
-    """Gateways look for no others."""
+    """Some gateways read only vLLM's own names."""
     with serve() as served:
         served.runner.running.clear()
         with served.client().completions.create(model=MODEL, prompt="a" * 20, stream=True):
@@ -73,7 +73,7 @@ def test_loads_have_names_of_vllm_itself_too() -> None:
 
 
 def test_layers_by_what_computes_their_attention() -> None:
-    """As the start-up block and /health say it in words."""
+    """The start-up block and /health give the same counts in words."""
     layers = AttentionLayers(metal=24, portable=4, not_covered=("head_dim 512",))
     config = replace(fake_config(), attention_backend="metal", attention_layers=layers)
     with serve(config=config) as served:
@@ -103,7 +103,9 @@ def test_formats(served: Served) -> None:
 
 
 def test_requests_are_counted() -> None:
-    """One prompt of 20 tokens and 5 tokens out; then it again, its full blocks cached; then one that is cut."""
+    """Sends a prompt of 20 tokens with 5 output tokens, then the same prompt with cached blocks, then a cancelled
+    request.
+    """
     with serve(config=fake_config(block_size=8, max_num_batched_tokens=16), step_time=0.002) as served:
         prompt = byte_ids("x" * 20)
         for _ in range(2):
@@ -123,10 +125,11 @@ def test_requests_are_counted() -> None:
         assert [value(samples, "request_success_total", r) for r in ("stop", "length", "abort", "error")] == [
             0, 2, 1, 0,
         ]  # fmt: skip
-        # 16 + 4 rows of the first, 4 of the second, 9 of the third; each answer's first token comes with them.
+        # 16 + 4 rows of the first request, 4 of the second, 9 of the third. The first output token needs no further
+        # row.
         assert value(samples, "step_rows_total", "fresh") == 16 + 4 + 9
         assert value(samples, "step_rows_total", "chunk") == 4
-        # The step under way when the client left computed one more row, whose token nobody got.
+        # The step in flight when the client left may have computed one more row, whose token was discarded.
         assert value(samples, "step_rows_total", "decode") - (4 + 4 + cut - 1) in (0, 1)
         assert value(samples, "request_prompt_tokens_sum") == 40
         assert value(samples, "request_generation_tokens_sum") == 10

@@ -1,4 +1,4 @@
-"""`/docs`: a page that loads nothing; HEAD, which probes send."""
+"""`/docs` loads no other file; HEAD requests of probes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.serving import Served, serve
 
 
 class Page(HTMLParser):
-    """What of a page matters here."""
+    """Elements of a page that matter here."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_head_has_the_status_and_no_body(served: Served, path: str) -> None:
     head = httpx.head(served.url + path)
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-type"] == httpx.get(served.url + path).headers["content-type"]
-    # What follows on the connection is the next answer, and nothing of this one.
+    # The next bytes of the connection are the next response, without a body of this one.
     requests = get(path.encode()).replace(b"GET", b"HEAD") + get(b"/version", b"Connection: close\r\n")
     with crowd(served.url, 1, requests) as (connection,):
         first, _, second = rest(connection).partition(b"\r\n\r\n")

@@ -30,7 +30,7 @@ def test_models(served: Served) -> None:
 
 
 def test_any_name() -> None:
-    """Every endpoint takes it; answers and the list of models have the real names."""
+    """Every endpoint accepts any name. Responses and the list of models have the real names."""
     with serve(names=("*", "demo", "other")) as served:
         client = served.client()
         assert [model.id for model in client.models.list()] == ["demo", "other"]
@@ -73,7 +73,7 @@ def test_health(served: Served) -> None:
 
 
 def test_health_while_the_engine_is_busy() -> None:
-    """A step under way does not keep the event loop from answering."""
+    """A running step does not block the event loop."""
     with serve() as served:
         served.runner.running.clear()
         with served.client().completions.create(model=MODEL, prompt="a" * 20, stream=True):
@@ -150,14 +150,14 @@ def test_tokenizer_info(served: Served, tmp_path: Path) -> None:
     )
     assert info["chat_template"] == CHAT_TEMPLATE
     assert info["added_tokens_decoder"][str(EOS)] == {"content": "<|im_end|>", "special": True}
-    # A tokenizer from files tells nothing of where they are.
+    # A tokenizer loaded from files does not reveal their location.
     served.tokenizer.hf_tokenizer.save_pretrained(tmp_path)
     loaded = Tokenizer(PreTrainedTokenizerFast.from_pretrained(tmp_path))
     assert loaded.info == served.tokenizer.info and str(tmp_path) not in json.dumps(loaded.info)
 
 
 def test_a_remote_tokenizer(served: Served) -> None:
-    """What lm-eval's asks for: ids of special tokens by their spelling, and the template rendered there."""
+    """lm-eval's tokenizer needs the ids of special tokens by their spelling, and templates rendered by the server."""
     info = httpx.get(served.url + "/tokenizer_info").json()
 
     def encode(text: str) -> list[int]:
@@ -172,7 +172,10 @@ def test_a_remote_tokenizer(served: Served) -> None:
 
 
 def test_server_info(served: Served) -> None:
-    """What a gateway asks for, by the names that other servers give it; the older address is the same."""
+    """The names of the fields are those of other servers, as gateways expect.
+
+    The older path gives the same response.
+    """
     config = served.engine.config
     info = httpx.get(served.url + "/server_info").json()
     assert info == {

@@ -1,4 +1,4 @@
-"""The proxy before a prefill and a decode server: what each of them is asked, and what the client gets."""
+"""Proxy in front of a prefill and a decode server: the requests to both servers, and the client's response."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def proxying(prefill: str, decode: str) -> Iterator[str]:
 
 
 def seen_by(served: Served, monkeypatch: pytest.MonkeyPatch, after: list[Request] | None = None) -> list[Request]:
-    """The requests that reach a server's scheduler; the first one not before ``after`` has one, too.
+    """Return the list of requests at a server's scheduler. The first is held until ``after`` contains a request.
 
-    A decode server that waits for no KV may be done before the prefill server has heard of the request.
+    Without this wait, a decode server that does not load KV could finish before the prefill server gets the request.
     """
     requests: list[Request] = []
     scheduler = served.core.scheduler
@@ -105,7 +105,7 @@ def test_a_decode_server_that_waits_for_a_dead_prefill_server_is_asked_again(mon
         add = scheduler.add_request
 
         def lose(request: Request) -> None:
-            """A request that waits for KV stays where it is, until it is aborted."""
+            """Remove a request that waits for KV from the queue. It then waits until the abort."""
             add(request)
             if request.options.do_remote_prefill:
                 scheduler.admissions.waiting.remove(request.request_id)

@@ -1,4 +1,4 @@
-"""Runs functions of ``on_device`` in processes whose MLX has the fake GPU: it must be there before MLX is."""
+"""Runs functions of ``on_device`` in processes with the fake GPU, which must be installed before MLX is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _run(name: str, arguments: str) -> Any:
 
 @pytest.fixture
 def on_device() -> OnDevice:
-    """``on_device(name, **arguments)``: what a function of ``on_device.py`` returns, in a process of its own."""
+    """Return ``on_device(name, **arguments)``: the result of a function of ``on_device.py`` in its own process."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         pytest.skip("the fake GPU patches the libmlx of Linux on x86-64")
     return lambda name, **arguments: _run(name, json.dumps(arguments, sort_keys=True))

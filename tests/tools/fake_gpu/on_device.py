@@ -1,4 +1,4 @@
-"""What tests run in a process with the fake GPU: ``python -m tests.tools.fake_gpu.on_device NAME ARGUMENTS``."""
+"""Functions that tests run on the fake GPU: ``python -m tests.tools.fake_gpu.on_device NAME ARGUMENTS``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from tools.fake_gpu import FakeGpu, FakeGpuSettings, install
 
-GPU: FakeGpu = install()  # before MLX is loaded
+GPU: FakeGpu = install()  # must come before MLX is loaded
 
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
@@ -40,7 +40,7 @@ from tools.fake_gpu.measure import measure  # noqa: E402
 from tools.fake_gpu.workload import HYBRID, SMOLLM2, Workload, make_engine, make_model, prepare  # noqa: E402
 from tools.fixtures.architectures import configuration  # noqa: E402
 
-# 24 layers of 17 kernels: as many command buffers as with the demo model, at the limits below.
+# 24 layers of 17 kernels, which give as many command buffers as the demo model at the limits below.
 TINY = SMOLLM2 | {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 TINY |= {"vocab_size": 256}
 WORKLOAD = Workload(num_requests=4, num_layers=24, num_blocks=4096, config=TINY, max_tokens=400)
@@ -58,7 +58,7 @@ def _engine(ahead: bool, settings: FakeGpuSettings, workload: Workload = WORKLOA
 
 
 def timeline() -> dict[str, Any]:
-    """Ten kernels of a millisecond, one after the other."""
+    """Run ten dependent kernels of one millisecond each."""
     a = mx.ones((8, 8))
     mx.eval(a)
     GPU.configure(FakeGpuSettings(kernel_us=1000.0, max_ops=3))
@@ -70,7 +70,7 @@ def timeline() -> dict[str, Any]:
 
 
 def per_byte() -> dict[str, Any]:
-    """A kernel that reads a MiB and writes one; a row written to 4 MiB in place; a row gathered from them."""
+    """Run a kernel that reads and writes one MiB, an in-place write of one row to 4 MiB, and a gather of one row."""
     a, pool, row = mx.zeros((1 << 18,)), mx.zeros((1 << 10, 1 << 10)), mx.zeros((1, 1 << 10))
     at = mx.array([3])
     mx.eval(a, pool, row, at)
@@ -89,7 +89,7 @@ def per_byte() -> dict[str, Any]:
 
 
 def donation() -> dict[str, Any]:
-    """Writes to an array that nobody else has, that Python has, and that an unfinished kernel reads."""
+    """Write to an array with no other reference, to one held by Python, and to the input of a running kernel."""
     copies = []
 
     def written(array: mx.array) -> mx.array:
@@ -127,7 +127,7 @@ def decode(
     replay: bool = False,
     hybrid: bool = False,
 ) -> dict[str, Any]:
-    """Steps of answers under way; ``hold``: somebody keeps the pool's arrays as each step finds them."""
+    """Run decode steps. With ``hold``, a reference to the pool's arrays is kept during each step."""
     settings = FakeGpuSettings(kernel_us=kernel_us, max_ops=max_ops, max_mb=max_mb)
     workload = HYBRID_WORKLOAD if hybrid else WORKLOAD
     engine = _engine(ahead, settings, workload, allow_queued_dispatch=behind, replay=replay)
@@ -152,7 +152,7 @@ def decode(
 
 
 def prefill(behind: bool) -> dict[str, Any]:
-    """The chunks of a long prompt, most of which sample nothing, then an answer; on a slow device."""
+    """Run the chunks of a long prompt on a slow device, most of which sample nothing, then the decode steps."""
     engine = _engine(True, FakeGpuSettings(kernel_us=150.0, max_ops=24, max_mb=4096), allow_queued_dispatch=behind)
     for request_id in list(engine.request_ids):
         engine.abort_request(request_id)
@@ -169,12 +169,12 @@ def prefill(behind: bool) -> dict[str, Any]:
 
 
 def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False, hybrid: bool = False) -> dict[str, Any]:
-    """What is chosen for a model at the start, and how its steps go then, on a device that is slower than the host."""
+    """Return the choices made for a model at its start, and counts of its steps, on a device slower than the host."""
     GPU.configure(FakeGpuSettings(us_per_mb=100.0, max_ops=max_ops, max_mb=4096))
     workload = HYBRID_WORKLOAD if hybrid else WORKLOAD
     engine = make_engine(replace(workload, num_requests=0, num_blocks=num_blocks), ahead=True, replay=replay)
     runner: Any = engine._runner
-    # Not within the check: what the first steps take more than others would hide what those copy.
+    # Outside the check, because the extra memory of the first steps would hide what they copy.
     mx.eval(runner._model.model.parameters(), [list(state.arrays.values()) for state in runner._pool.states])
     mx.synchronize()
     GPU.configure(replace(GPU.settings, pool_array_bytes=runner._pool.smallest_array_bytes))
@@ -193,9 +193,9 @@ def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False, hybrid: b
 
 
 def order(behind: bool) -> dict[str, Any]:
-    """What happens in which order, of three steps: plans, parts given to the device, waits for steps, tokens told.
+    """Return the order of plans, dispatches, waits and token updates in three steps.
 
-    And after each wait, how many command buffers of others the device had still to do.
+    Also returns, after each wait, how many command buffers of other steps were unfinished on the device.
     """
     engine = _engine(True, FakeGpuSettings(kernel_us=5.0, max_ops=24, max_mb=4096), allow_queued_dispatch=behind)
     GPU.configure(replace(GPU.settings, kernel_us=1000.0))
@@ -233,9 +233,9 @@ def order(behind: bool) -> dict[str, Any]:
 def tune(folder: str, setting: str, start: int) -> dict[str, Any]:
     """Build and run a whole engine with a value of ``--attention-tuning``. Its files are in ``folder``.
 
-    ``start``: number of the start. Results of equal calls are cached.
+    ``start`` is the number of the start. Results of equal calls are cached.
 
-    Checks of numbers are skipped: the fake GPU computes no numbers. The clock of tuning is the time of the device.
+    Checks of numbers are skipped, because the fake GPU computes no numbers. Tuning uses the device's clock.
     """
     GPU.configure(FakeGpuSettings(kernel_us=2.0, us_per_mb=500.0))
     choice.Tuner = partial(tuning.Tuner, clock=lambda: 1e-9 * GPU.counts().busy_ns)  # type: ignore[assignment, misc]
@@ -273,7 +273,7 @@ def tune(folder: str, setting: str, start: int) -> dict[str, Any]:
 
 
 def host(hybrid: bool = False) -> dict[str, Any]:
-    """What ``python -m tools.fake_gpu host`` prints, of few steps of a small model."""
+    """Return the output of ``python -m tools.fake_gpu host`` for a few steps of a small model."""
     told = io.StringIO()
     args = {"requests": 4, "layers": 4 if hybrid else 2, "steps": 12, "kernel_us": 1.0}
     with redirect_stdout(told):
@@ -284,14 +284,14 @@ def host(hybrid: bool = False) -> dict[str, Any]:
 
 
 class _OneKernel:
-    """Attention as one kernel, whatever the shape."""
+    """Attention as a single kernel for every shape."""
 
     def attend(self, q: mx.array, state: Any, **options: Any) -> mx.array:
         return mx.abs(q)[..., : state.spec.latent_dim or state.spec.v_head_dim]
 
 
 def count_kernels_of_architectures() -> dict[str, list[int]]:
-    """By architecture: kernels of a decode of its tiny model, and the estimate for its layers."""
+    """Return, by architecture, the kernels of a decode of its tiny model, and the estimate for its layers."""
     names = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "gemma3_text", "qwen3_moe", "gpt_oss", "mixtral")
     rows = step_rows(np.arange(1, 5, dtype=np.int32)[:, None], np.full(4, 3, np.int32), np.ones(4, np.int32), 16)
     found = {}

@@ -1,4 +1,4 @@
-"""What a Mac's GPU is given when, as far as it can be counted: no copy of the KV cache, and nothing held up."""
+"""Order and number of dispatches to a Mac's GPU: no copy of the KV cache, and no unnecessary wait."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import pytest
 from metal_engine.settings.config import IN_FLIGHT_STATES
 from tests.tools.fake_gpu.conftest import OnDevice
 
-# Kernels of 5 us: the device waits for the host; of 300: the host for the device, which MLX's throttle sees to.
+# With kernels of 5 us, the device waits for the host. With 300 us, the host waits for the device in MLX's throttle.
 FAST, SLOW = 5.0, 300.0
-# Of a model with 17 kernels in each of 24 layers: command buffers of a step.
+# Number of command buffers of a step -> operations per buffer, for a model with 17 kernels in each of 24 layers.
 MAX_OPS_OF = {17: 24, 13: 31, 12: 33, 11: 36, 10: 40, 8: 60}
 
 
@@ -24,7 +24,7 @@ def test_behind_another_step_nothing_is_copied(on_device: OnDevice, kernel_us: f
 
 
 def test_with_few_command_buffers_much_would_be_copied(on_device: OnDevice) -> None:
-    """So that the test above, and the check at the start, have something to see."""
+    """This shows that the test above and the check at the start can detect copies."""
     counts = on_device("decode", ahead=True, behind=True, kernel_us=SLOW, max_ops=MAX_OPS_OF[8])
     assert counts["commits_per_step"] < 10
     assert counts["pool_copies"] > 0
@@ -50,7 +50,9 @@ def test_where_states_are_carried_on_nothing_is_copied(
 
 @pytest.mark.parametrize("behind", [False, True], ids=["after the end", "behind"])
 def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, behind: bool) -> None:
-    """What is waited for of such a step holds all of the cache to its end: the next one is not dispatched behind it."""
+    """The output of such a step keeps the whole cache alive until it ends, so the next step is not dispatched behind
+    it.
+    """
     counts = on_device("prefill", behind=behind)
     assert counts["num_steps"] > 12
     assert counts["pool_copies"] == 0
@@ -58,13 +60,13 @@ def test_chunks_that_sample_nothing_are_written_in_place(on_device: OnDevice, be
 
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 def test_a_check_at_the_start_chooses_where_states_are_carried_on(on_device: OnDevice, replay: bool) -> None:
-    """Behind where a step has enough command buffers, and not where it has few, or the cache is small."""
+    """Queued dispatch is chosen for steps with many command buffers. Few buffers or a small cache turn it off."""
     for max_ops, num_blocks in ((24, 1 << 16), (60, 1 << 16), (24, 1 << 8)):
         chosen = on_device("choose", max_ops=max_ops, num_blocks=num_blocks, replay=replay, hybrid=True)
         assert chosen["allow_queued_dispatch"] == ((max_ops, num_blocks) == (24, 1 << 16))
         assert chosen["is_clean"] and chosen["replays"] == replay
         if num_blocks == 1 << 8:
-            assert "beside recurrent states so large" in chosen["dispatch"]
+            assert "recurrent states are too large" in chosen["dispatch"]
         else:
             assert chosen["allow_queued_dispatch"] == (chosen["pool_copies"] == 0)
 
@@ -72,9 +74,10 @@ def test_a_check_at_the_start_chooses_where_states_are_carried_on(on_device: OnD
 @pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
 @pytest.mark.parametrize("num_buffers", MAX_OPS_OF)
 def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, replay: bool) -> None:
-    """Between those that copy nothing and those that copy most there are some that copy a few arrays: it sees one.
+    """Many command buffers per step avoid copies, few cause many copies. In between, a few arrays are copied, which the
+    check detects.
 
-    Where steps are replayed, by steps that are built and by others.
+    With replay, the check covers both built and replayed steps.
     """
     chosen = on_device("choose", max_ops=MAX_OPS_OF[num_buffers], replay=replay)
     assert chosen["replays"] == replay and chosen["num_traces"] == int(replay)
@@ -83,15 +86,15 @@ def test_a_check_at_the_start_chooses(on_device: OnDevice, num_buffers: int, rep
     if num_buffers in (8, 17):
         assert chosen["allow_queued_dispatch"] == (num_buffers == 17)
     if chosen["allow_queued_dispatch"]:
-        assert chosen["dispatch"] == "each step behind the one before"
+        assert chosen["dispatch"] == "each step is queued while the previous step runs"
     else:
-        assert "after the end" in chosen["dispatch"] and "of the KV cache would be copied" in chosen["dispatch"]
+        assert "after the end" in chosen["dispatch"] and "queued steps would copy" in chosen["dispatch"]
 
 
 def test_behind_a_step_is_given_before_the_one_before_is_waited_for(on_device: OnDevice) -> None:
-    """In two parts: the tokens of the step before are told between them, when nothing has made the host wait.
+    """A step is dispatched in two parts. Between them, the tokens of the previous step are reported without a wait.
 
-    The next step is planned after them: the device has all of this one then.
+    The next step is planned after that, when the device has both parts.
     """
     found = on_device("order", behind=True)
     assert found["seen"] == ["give", "plan", "build", "give", "wait", "tokens"] * 3
@@ -104,7 +107,7 @@ def test_after_the_end_a_step_is_given_when_the_one_before_has_been_waited_for(o
 
 
 def test_estimates_of_kernels_are_not_too_high(on_device: OnDevice) -> None:
-    """Where they are, a step has less than the command buffers that it needs."""
+    """If an estimate is too high, a step has too few command buffers."""
     counted = on_device("count_kernels_of_architectures")
     assert len(counted) >= 8
     few = {name: numbers for name, numbers in counted.items() if numbers[0] < 14 / 16 * numbers[1]}

@@ -1,4 +1,4 @@
-"""The instrument itself: its timeline, what it says of copies and command buffers, and what it refuses."""
+"""The fake GPU itself: its timeline, its counts of copies and command buffers, and its errors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def test_kernels_take_their_time_one_after_the_other(on_device: OnDevice) -> Non
     counts = on_device("timeline")
     assert counts["kernels"] == 10 and counts["views"] == 0
     assert counts["busy_ns"] == 10_000_000
-    assert counts["commits"] == 3  # of 4, 4 and 2 kernels
+    assert counts["commits"] == 3  # buffers of 4, 4 and 2 kernels
 
 
 def test_a_kernel_takes_time_for_what_it_reads_and_writes(on_device: OnDevice) -> None:
-    """Of an array in which a row is written, or from which one is picked, a row counts: 4 KiB twice."""
+    """If a row of an array is written or read, only that row counts: 4 KiB twice."""
     whole, written, picked = on_device("per_byte")["us"]
     assert whole == 2 * 1024
-    assert 8 <= written <= 9 and 8 <= picked <= 9  # with the index
+    assert 8 <= written <= 9 and 8 <= picked <= 9  # includes the index
 
 
 def test_writes_to_what_others_hold_are_copies(on_device: OnDevice) -> None:
@@ -35,7 +35,7 @@ def test_command_buffers_are_limited_by_kernels(on_device: OnDevice) -> None:
 
 
 def test_a_large_pool_makes_many_command_buffers(on_device: OnDevice) -> None:
-    """An array of keys has 4 M elements here: with MLX's limit of 40 M, five layers are a command buffer."""
+    """An array of keys has 4 M elements here. With MLX's limit of 40 M, five layers make a command buffer."""
     few, many = (on_device("decode", max_ops=4000, max_mb=mb)["commits_per_step"] for mb in (4096, 4))
     assert few <= 2 and many >= 40
 
@@ -61,7 +61,7 @@ def test_a_reference_to_the_old_pool_is_seen(on_device: OnDevice) -> None:
 def test_the_host_s_time_is_told_beside_mlx_lm_s(on_device: OnDevice, hybrid: bool) -> None:
     found = on_device("host", hybrid=hybrid)
     assert found["status"] == 0
-    assert "100% were" in found["told"][0]
+    assert "100% of the replayed engine's steps were" in found["told"][0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found["told"] if line.startswith("| ")]
     times = {name: float(median.replace(",", "")) for name, median, *_ in rows[2:]}
     assert times.keys() == {"built", "replayed", "mlx-lm's BatchGenerator"} and min(times.values()) > 0
@@ -74,7 +74,7 @@ def test_another_mlx_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     if sys.platform != "linux":
         pytest.skip("refused anyway")
     monkeypatch.setattr(device, "TRIED", ("0.1.0",))
-    with pytest.raises(FakeGpuError, match=r"was tried with MLX 0\.1\.0, and this is mlx "):
+    with pytest.raises(FakeGpuError, match=r"was tried with MLX 0\.1\.0, but mlx "):
         device._find_mlx()
 
 

@@ -1,4 +1,4 @@
-"""The real gateway before servers: every API goes through, and nothing is lost when a server is."""
+"""The real gateway in front of servers: every API passes through, and no response is lost when a server fails."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Fleet:
 
     @property
     def server(self) -> Served:
-        """One of them, to be asked without the gateway."""
+        """One of the servers, for requests without the gateway."""
         return self.servers[0]
 
     def settle(self) -> None:
@@ -70,7 +70,7 @@ def fleet(_fleet: Fleet) -> Iterator[Fleet]:
 
 
 def test_openai_clients(fleet: Fleet) -> None:
-    """Chats, completions and responses, whole and as streams: what the server itself answers."""
+    """Chats, completions and responses, whole and streamed, equal the server's own responses."""
     direct, through = fleet.server.client(), fleet.openai
     chat: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
     wanted = direct.chat.completions.create(**chat)
@@ -106,7 +106,7 @@ def test_anthropic_clients(fleet: Fleet) -> None:
 
 
 def test_the_model_must_be_named(fleet: Fleet) -> None:
-    """The servers take a request without one; the gateway does not know where to send it."""
+    """The servers accept a request without a model. The gateway cannot route it."""
     answer = httpx.post(f"{fleet.url}/v1/completions", json={"prompt": "a"}, timeout=DEADLINE)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
     with pytest.raises(openai.NotFoundError):
@@ -138,7 +138,7 @@ def test_loads_reach_the_gateway(fleet: Fleet) -> None:
 
 
 def hit_rate(url: str, name: str, *, users: int, turns: int) -> float:
-    """Share of prompt tokens that were cached, in conversations of some turns whose users take turns at random."""
+    """Return the share of cached prompt tokens in conversations whose users take turns in random order."""
     order = [user for user in range(users) for _ in range(turns)]
     random.Random(0).shuffle(order)
     talk = {user: f"{name}{user:03}" + "0123456789" * 6 for user in range(users)}
@@ -154,7 +154,7 @@ def hit_rate(url: str, name: str, *, users: int, turns: int) -> float:
 
 
 def test_conversations_stay_where_their_kv_is(fleet: Fleet) -> None:
-    """What one server with all of the requests finds in its cache is the most that can be found."""
+    """The gateway's hit rate is close to the maximum, which a single server with all requests reaches."""
     possible = hit_rate(fleet.server.url, "a", users=8, turns=4)
     assert possible > 0.5
     assert hit_rate(fleet.url, "b", users=8, turns=4) >= possible - 0.02
@@ -178,7 +178,7 @@ def test_conversations_of_many_users_stay_where_their_kv_is() -> None:
 
 
 def check(answers: list[tuple[str, httpx.Response]], num_tokens: int) -> None:
-    """All were answered, and right."""
+    """Check that every response is successful and right."""
     lost = [answer.text for _, answer in answers if answer.status_code != 200]
     assert not lost, f"{len(lost)} of {len(answers)} lost: {lost[0]}"
     for text, answer in answers:
@@ -186,7 +186,7 @@ def check(answers: list[tuple[str, httpx.Response]], num_tokens: int) -> None:
 
 
 def end_of_a_cut_stream(url: str, servers: list[FakeServer]) -> tuple[FakeServer, list[str]]:
-    """Kills the server that a stream comes from; returns it, and the stream's last lines."""
+    """Kill the server of a running stream. Return the server and the stream's last lines."""
     body = {"model": "fake", "prompt": "stream", "max_tokens": 5000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=DEADLINE) as stream:
         lines = stream.iter_lines()
@@ -200,15 +200,17 @@ def end_of_a_cut_stream(url: str, servers: list[FakeServer]) -> tuple[FakeServer
 @pytest.mark.full
 @pytest.mark.parametrize("checks", ["find_it_dead", "miss_it"])
 def test_servers_come_and_go(checks: str) -> None:
-    """One comes later, one is killed under load, one is told to end under load: no whole answer is lost.
+    """One server starts late, one is killed under load, and one is shut down under load. No whole response is lost.
 
-    The killed one is started again, and takes over: after the gateway's checks have found it dead, or before they
-    could, as where a model loads within seconds. All that the gateway knows of it then is that requests failed.
+    The killed server is restarted and used again. In one case, the gateway's health checks find it dead first. In the
+    other, it is back before the next check, as a server whose model loads within seconds: the gateway then only sees
+    failed requests.
     """
     num_requests, num_tokens, at_once = 200, 30, 32
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    rare = ["--health-check-interval-secs", "60"] if checks == "miss_it" else []  # three of them find it dead
+    # three failed checks mark a server as dead
+    rare = ["--health-check-interval-secs", "60"] if checks == "miss_it" else []
     with ExitStack() as stack:
 
         def start(port: int) -> FakeServer:
@@ -234,7 +236,7 @@ def test_servers_come_and_go(checks: str) -> None:
         check(ask_while(url, "shared", 40, num_tokens, at_once=8, do=share), num_tokens)
 
         def kill_first() -> None:
-            # As many failures in a row would make the gateway's circuit breaker leave it out for 60 s.
+            # More consecutive failures would make the gateway's circuit breaker exclude the server for 60 s.
             wait_until(lambda: first.num_open >= 10, "requests to lose")
             first.kill()
             wait_until(lambda: servers_with_known_load(url) == [second.url], "the gateway to miss its metrics")
@@ -255,14 +257,16 @@ def test_servers_come_and_go(checks: str) -> None:
         assert second.end() == 0
 
         _, last = end_of_a_cut_stream(url, [first])
-        assert "stream_error" in last[0] and last[1] == "data: [DONE]", "docs/scaling.md says how a cut stream ends"
+        assert "stream_error" in last[0] and last[1] == "data: [DONE]", (
+            "docs/several-macs.md says how a cut stream ends"
+        )
 
 
 # --- prefill and decode ---
 
 
 def test_what_the_prefill_server_answers_reaches_the_decode_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway asks the producer for one token, then the consumer for all, and tells it to load."""
+    """The gateway requests one token from the producer, then all tokens from the consumer, with the flag to load KV."""
     producer, consumer = (replace(fake_config(), kv_role=role) for role in ("kv_producer", "kv_consumer"))
     with (
         serve(config=producer) as prefill,

@@ -1,4 +1,4 @@
-"""What docs/scaling.md and docs/launchd/ say: launchd can read it, and the programs take the commands."""
+"""Checks docs/several-macs.md and docs/launchd/: launchd can read the files, and the programs accept the commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from metal_engine.settings.args import EngineArgs, ServerArgs
 from tools.gateway.processes import ROUTING_FLAGS
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-PAGE = (DOCS / "scaling.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "several-macs.md").read_text(encoding="utf-8")
 
 
 def load(name: str) -> dict[str, Any]:
@@ -35,9 +35,9 @@ def load(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["server", "gateway", "group"])
 def test_what_launchd_reads(name: str) -> None:
-    """Types are the ones that launchd takes; a crash is followed by a start, an end that was asked for is not.
+    """Values have launchd's types. A server restarts after a crash, but not after a requested shutdown.
 
-    But for a group: its launcher's status says nothing.
+    A group always restarts, because the status of its launcher is meaningless.
     """
     plist = load(name)
     assert plist["RunAtLoad"] is True
@@ -71,7 +71,7 @@ def test_the_server_takes_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_a_group_takes_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """mlx's own launcher hands it on to both Macs, and a rank reads it as the command of a group."""
+    """mlx's own launcher passes the command to both Macs, and a rank parses it as the command of a group."""
     hosts, config = tmp_path / "hosts.json", tmp_path / "group.yaml"
     hosts.write_text(json.dumps([{"ssh": f"mac{i}.local", "ips": [f"10.0.0.{i}"]} for i in (1, 2)]))
     config.write_text("api-key: [KEY]")
@@ -85,10 +85,10 @@ def test_a_group_takes_its_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     monkeypatch.setattr(launch, "launch_ring", note_launch)
     monkeypatch.setattr(sys, "argv", [program, *arguments])
-    monkeypatch.setattr(shutil, "which", lambda name: name)  # the path is that of a Mac
+    monkeypatch.setattr(shutil, "which", lambda name: name)  # the path is valid only on a Mac
     launch.main()
     (((of, environment, command)),) = launched
-    assert of == ["mac1.local", "mac2.local"] and "HF_HUB_OFFLINE=1" in environment  # beside those of a terminal
+    assert of == ["mac1.local", "mac2.local"] and "HF_HUB_OFFLINE=1" in environment  # among other variables
     assert Path(command[0]).name == "metal-engine"
     seen: list[tuple[EngineArgs, ServerArgs]] = []
 
@@ -122,7 +122,7 @@ def test_the_gateway_takes_its_command() -> None:
 
 
 def gateway_flags(text: str) -> set[str]:
-    """The gateway's flags that a page names: in its commands, and in spans of code that begin with them."""
+    """Return the gateway's flags that a page names in commands and in code spans that begin with a command."""
     lines = text.replace("\\\n", " ").splitlines()
     commands = [line for line in lines if line.startswith("smg launch")] + re.findall(r"`(smg launch [^`]+)`", text)
     return {flag for command in commands for flag in re.findall(r"--[a-z][a-z0-9-]*", command)}
@@ -138,6 +138,6 @@ def test_the_page_names_flags_that_the_gateway_has() -> None:
 
 
 def test_the_first_command_is_the_launch_agents() -> None:
-    """But for the addresses' names, which the reader puts in."""
+    """The commands are equal, except for addresses that the reader fills in."""
     (command,) = re.findall(r"^smg launch (--host .*?--worker-urls [^\n]*)$", PAGE.replace("\\\n", " "), re.MULTILINE)
     assert parse_router_args(shlex.split(command)) == parse_router_args(load("gateway")["ProgramArguments"][2:])

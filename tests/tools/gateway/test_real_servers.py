@@ -1,4 +1,4 @@
-"""The gateway before real servers on the demo model, which share KV through a Valkey server; and `make gateway`."""
+"""The gateway in front of real servers on the demo model that share KV through a Valkey server; and `make gateway`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK_SIZE = 16
 
 @pytest.mark.full
 def test_the_decode_server_loads_what_the_prefill_server_computed() -> None:
-    """All whole blocks of the prompt but what the last token needs, each time; and the answer is the same."""
+    """All whole blocks of the prompt are loaded, except the last token's block. The text is the same."""
     with ExitStack() as stack:
         store = stack.enter_context(shared_store())
         prefill, decode = (
@@ -44,7 +44,7 @@ def test_the_decode_server_loads_what_the_prefill_server_computed() -> None:
 
 
 class Demo:
-    """`make gateway`, and what it has printed so far."""
+    """`make gateway` and its output so far."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tools.gateway.demo", "--port", "0"]
@@ -61,7 +61,7 @@ class Demo:
             self.text += line
 
     def end(self) -> None:
-        """Ends it with all that it started, if a test has not."""
+        """Stop the demo and its processes if the demo is still running."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGINT)
         self.popen.wait(DEADLINE)
@@ -89,7 +89,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.full
 def test_the_demo_runs_starts_a_dead_server_again_and_ends_cleanly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.serving.DEADLINE", 10 * DEADLINE)  # models are loaded
+    monkeypatch.setattr("tests.support.serving.DEADLINE", 10 * DEADLINE)  # longer, because models are loaded
     demo = Demo()
     try:
         url = demo.wait_for(r"The gateway is at (http\S+),")[1]

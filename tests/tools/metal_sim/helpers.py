@@ -39,5 +39,5 @@ def run(
 
 
 def line_of(source: str, marker: str) -> int:
-    """The 1-based line of ``source`` that holds ``marker``."""
+    """Return the 1-based number of the line of ``source`` that contains ``marker``."""
     return next(i for i, line in enumerate(source.split("\n"), 1) if marker in line)

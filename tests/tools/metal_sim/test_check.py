@@ -25,11 +25,11 @@ def refused(source, inputs=None, header="", match=None):
         ("METAL_FUNC void f(thread float& p) { p = 1; }", "f(out[0]);", "f"),
         ("", "threadgroup float t[4]; device float* p = t;", "threadgroup|__local|__global"),
         ("", "threadgroup float t[4]; device float* p = (device float*)t;", "address space"),
-        # pointers that name none
+        # pointers without an address space
         ("METAL_FUNC float f(float* p) { return p[0]; }", "float x = 1; out[0] = f(&x);", "'p' names no address space"),
         ("", "float x = 1; float* p = &x; out[0] = *p;", "'p' names no address space"),
         ("METAL_FUNC float f(float& p) { return p; }", "float x = 1; out[0] = f(x);", "'p' names no address space"),
-        # what Metal's C++ has not
+        # C++ features that Metal lacks
         ("METAL_FUNC int f(int n) { return n < 2 ? n : f(n - 1) + f(n - 2); }", "out[0] = f(5);", "recursion"),
         (
             "int g(int n); inline int f(int n) { return n ? g(n - 1) : 0; } inline int g(int n) { return f(n); }",
@@ -44,7 +44,7 @@ def refused(source, inputs=None, header="", match=None):
         ("", "long long x = 1; out[0] = x;", "long long"),
         ("", "goto end; end: out[0] = 1;", "goto"),
         ("", 'asm(""); out[0] = 1;', "asm"),
-        # OpenCL's own words
+        # OpenCL's keywords
         ("", "local float t[4]; t[0] = 1;", "local"),
         ("", "global float* p = (global float*)out; p[0] = 1;", "global"),
         ("", "float4 v = (float4)(1, 2, (3), 4); out[0] = v.x;", "float4"),
@@ -55,7 +55,7 @@ def refused(source, inputs=None, header="", match=None):
         ("", "std::min(1, 2);", "std"),
         ("", "static int counter = 0; out[0] = counter++;", "static|address space"),
         ("int counter = 0;", "out[0] = counter++;", "address space"),
-        # conversions that Metal does not do by itself
+        # conversions that are not implicit in Metal
         ("", "bfloat b = 1.0f; out[0] = b;", "bfloat"),
         ("", "half h = 1.0h; bfloat b = h; out[0] = b;", "bfloat"),
         ("", "float4 f = float4(1); int4 i = f; out[0] = i.x;", "int4|cannot"),
@@ -64,7 +64,7 @@ def refused(source, inputs=None, header="", match=None):
         ("", "out[0] == 1;", "unused"),
         ("", "if (thread_position_in_grid.x = 1) out[0] = 1;", "assign"),
         ("METAL_FUNC float f(float x) { if (x > 0) return 1; }", "out[0] = f(1);", "non-void"),
-        # plainly wrong
+        # plain errors
         ("", "out[0] = undefined_name;", "undefined_name"),
         ("", "inp[0] = 1; out[0] = 1;", "read-only"),
         ("", "simdgroup_matrix<float, 8, 4> m; out[0] = 1;", "8x8"),
@@ -77,7 +77,7 @@ def test_refused(header, source, message):
 
 
 def test_small_inputs_are_checked_as_large_ones_and_the_reverse():
-    """MLX hands arrays of fewer than 8 elements over in constant memory, larger ones in device memory."""
+    """MLX passes arrays of fewer than 8 elements in constant memory, larger arrays in device memory."""
     header = "METAL_FUNC int at(const device int* p, uint i) { return p[i]; }"
     source = "out[thread_position_in_grid.x] = at(lengths, 0);"
     for size in (4, 64):

@@ -1,4 +1,4 @@
-"""Sources for Apple's compilers: every variant that docs/models.md's architectures need, as the workflow lists them."""
+"""Sources for Apple's compilers: every variant that docs/models.md's architectures need, as listed for the workflow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = {"lfm2": [Attention(32, 8, 64, 64), Convolution(3, bias=False)]}
 
 @pytest.fixture(scope="module")
 def emitted(tmp_path_factory):
-    """All variants, in a folder, with what was recorded."""
+    """Emit all variants. Return the folder and the recorder."""
     folder = tmp_path_factory.mktemp("metal")
     return folder, emit(folder)
 
@@ -69,7 +69,7 @@ def test_every_layer_of_every_architecture_has_variants_or_a_reason(emitted) -> 
 def test_shapes_are_those_that_the_documentation_names() -> None:
     layers = layers_by_model()
     assert set(layers) == set(SUPPORTED)
-    page = (ROOT / "docs" / "models.md").read_text().split("## GGUF files")[0]
+    page = (ROOT / "docs" / "models-table.md").read_text().split("## GGUF files")[0]
     for model_type, found in layers.items():
         (row,) = re.findall(rf"^\| `{re.escape(model_type)}` \|(.*)$", page, re.M)
         attention = [layer for layer in found if isinstance(layer, Attention)]
@@ -111,13 +111,13 @@ def test_a_row_of_shapes_is_read() -> None:
     ],
 )
 def test_an_emitted_file_is_whole_and_legal(emitted, kernel: str) -> None:
-    """The simulator's check pass takes the file as it is written, preamble included, and nothing else of MLX's."""
+    """The simulator's check pass accepts the emitted file with its preamble and without other files of MLX."""
     folder, recorder = emitted
     variant = next(v for v in sorted(recorder.variants.values(), key=lambda v: v.name) if v.kernel == kernel)
     preamble, text = (folder / PREAMBLE).read_text(), (folder / f"{variant.name}.metal").read_text()
     assert '#include "' not in preamble
     assert re.findall('#include "(.*)"', text) == [PREAMBLE]
-    # What the pipeline asks for is what the file exports.
+    # The pipeline's function is the function that the file exports.
     pipeline = json.loads((folder / f"{variant.name}.mtlp-json").read_text())
     (function,) = re.findall(r'host_name\("(\w+)"\)', text)
     assert pipeline == {"pipelines": {"compute_pipelines": [{"compute_function": function}]}}
@@ -128,7 +128,7 @@ def test_an_emitted_file_is_whole_and_legal(emitted, kernel: str) -> None:
         return translation_unit(body, function, list(variant.template.values()), include=include)[0]
 
     check(unit_of(preamble), variant.name, own_files=False)
-    if kernel == "paged_attention":  # it is this preamble that makes it so
+    if kernel == "paged_attention":  # this preamble defines it
         with pytest.raises(CheckError):
             check(unit_of("#include <metal_math>\n"), variant.name, own_files=False)
 
@@ -145,7 +145,7 @@ def test_emitting_again_writes_the_same_and_removes_what_is_gone(tmp_path: Path)
 
 
 def test_variants_are_whatever_the_host_code_calls() -> None:
-    """No name of a template argument is known here."""
+    """The tool does not depend on the names of template arguments."""
     recorder = Recorder()
     kernel = recorder(name="other", input_names=["x"], output_names=["y"], source="y[0] = T(x[0]) + T(NEW);")
     for new in (1, 2, 2):
@@ -158,7 +158,7 @@ def test_variants_are_whatever_the_host_code_calls() -> None:
     assert one.name != two.name and one.threads == 128 and two.needed_by == {"model2"}
 
 
-# What the workflow runs on a Mac, with a stand-in for xcrun that fails where FAIL matches its arguments.
+# The workflow's script for a Mac, with a fake xcrun that fails if FAIL matches its arguments.
 XCRUN = """#!/bin/sh
 echo "$@" >> "$XCRUN_LOG"
 if [ -n "$FAIL" ] && echo "$@" | grep -Eq -e "$FAIL"; then
@@ -216,7 +216,7 @@ def test_kernels_with_tensor_operations_are_built_for_gpus_that_have_them(tmp_pa
         assert compiled.startswith("-sdk macosx metal -std=metal4.0 -mmacosx-version-min=26.2 -fno-fast-math ")
         (of_gpu,) = [call for call in calls if f"{name}.mtlp-json" in call and "metal-tt" in call]
         assert "-arch applegpu_g17g " in of_gpu
-    assert sum(" -c " in call for call in calls) == len(names) + 1  # and the probe
+    assert sum(" -c " in call for call in calls) == len(names) + 1  # one more call for the probe
     code, output, _ = run_builder(tmp_path, "--tensor-ops", fail="-arch applegpu_g17g .*probe")
     assert code == 1 and "no GPU with matrix units" in output
 

@@ -1,4 +1,4 @@
-"""One planted bug of each kind: the simulator must find it, and say which buffer, which index and which line."""
+"""One planted bug of each kind: the simulator must find it and report the buffer, the index and the line."""
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +15,7 @@ def find(source, *args, **kwargs):
         run(source, *args, **kwargs)
     error = caught.value
     if "BUG" in source:
-        # A race has two places, and it depends on the order of threads which one is seen first.
+        # A race has two places. The order of the threads decides which place is found first.
         places = [error.place, error.other_place if error.kind == "race" else None]
         assert f"kernel:source:{line_of(source, 'BUG')}" in [str(p) for p in places], error
     return error
@@ -195,7 +195,8 @@ BOTH = {"outputs": {"out": ((64,), mx.float32)}, "grid": (64, 1, 1), "threadgrou
 
 
 def test_missing_barrier():
-    # Within the first SIMD group nobody has written yet when the first lane reads: nothing wrote it, or a race.
+    # In the first SIMD group, the first lane reads before any write. The error is either an uninitialised read or a
+    # race.
     error = find(REVERSE.format(barrier="", mark="// BUG"), {"inp": X}, **BOTH)
     assert error.kind in ("race", "uninitialised read")
     assert error.buffer == "tile"
@@ -332,7 +333,7 @@ def test_lanes_may_read_and_then_write_between_barriers_of_their_group():
     both = {"grid": (64, 1, 1), "threadgroup": (64, 1, 1), "outputs": outputs}
     i = np.arange(64)
     np.testing.assert_array_equal(run(source.replace("OTHER", "i"), **both), i + (i ^ 1))
-    # What the other group has read is not ordered by this group's barrier.
+    # This group's barrier does not order reads of the other group.
     assert find(source.replace("OTHER", "i ^ 32"), **both).kind == "race"
 
 

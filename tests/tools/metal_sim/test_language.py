@@ -1,4 +1,4 @@
-"""Types, math and thread positions: what a kernel computes with."""
+"""Types, math functions and thread positions in kernels."""
 
 import math
 

@@ -100,7 +100,7 @@ def test_half_operands_accumulate_in_float(dtype):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_a_load_reads_the_whole_matrix(dtype):
-    """Also where no lane uses its second element: the GPU reads it all the same."""
+    """This includes elements that no lane uses, because the GPU reads them too."""
     source = """
     // metal_sim: never small: A
     simdgroup_matrix<T, 8, 8> a;

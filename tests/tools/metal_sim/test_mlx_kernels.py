@@ -1,4 +1,4 @@
-"""Kernels out of MLX's own headers, unchanged, against MLX on the CPU."""
+"""Unchanged kernels from MLX's own headers, compared with MLX on the CPU."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_softmax_looped_in_half_precision(dtype):
 
 
 def test_softmax_looped_with_fewer_groups_reads_what_nothing_wrote():
-    """MLX always launches this kernel with 1,024 threads, and it relies on that; with 256 it is wrong."""
+    """MLX always launches this kernel with 1,024 threads and depends on that number. With 256 threads it is wrong."""
     kernel = RawKernel(text_of("softmax.h"), "softmax_looped", ["float", "float", "SOFTMAX_N_READS"])
     x = np.zeros((1, 5000), np.float32)
     with pytest.raises(MetalSimError, match="local_max") as caught:

@@ -1,6 +1,6 @@
-"""The kernels as PTX: written by clang, held to what an assembler would ask, and assembled where ptxas is at hand.
+"""Kernels as PTX: compiled by clang, checked against an assembler's rules, and assembled if ptxas is available.
 
-No GPU is needed: what lanes do together (tools/metal_sim/cuda) also runs in the simulator.
+No GPU is needed: operations across lanes (tools/metal_sim/cuda) also run in the simulator.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tools.metal_sim.variants import Recorder, Variant
 
 
 class AsCuda(SimulatedKernel):
-    """A kernel that the simulator runs with the headers for CUDA."""
+    """Kernel that the simulator runs with the headers for CUDA."""
 
     def _unit_of(self, request):
         unit, name, buffers = super()._unit_of(request)
@@ -38,7 +38,7 @@ class AsCuda(SimulatedKernel):
 
 
 class AsCudaUnchecked(AsCuda):
-    """A kernel that names what only the headers for CUDA have, which the check pass does not know."""
+    """Kernel that uses names of the CUDA headers, which the check pass rejects."""
 
     def _unit_of(self, request):
         text, name, arguments = generated_source(request)
@@ -61,7 +61,7 @@ def run(source: str, inputs: dict, outputs: dict, grid=(32, 1, 1), threadgroup=(
 
 
 def test_operations_across_lanes():
-    """Those that tests of the simulator know the answers of, all in one kernel."""
+    """One kernel runs all operations with known results from the simulator's tests."""
     (of_floats,) = (mark.args[1] for mark in test_simd.test_float_operation.pytestmark)
     (of_integers,) = (mark.args[1] for mark in test_simd.test_integer_operation.pytestmark)
     bits = (np.arange(32, dtype=np.uint32) * 2654435761) | 8
@@ -126,7 +126,7 @@ def test_functions_that_gpus_lack():
 
 
 def test_ids_of_threads_are_metals():
-    """A grid that ends within a threadgroup, in every direction."""
+    """The grid ends within a threadgroup in every direction."""
     names = ["thread_position_in_grid", "thread_position_in_threadgroup", "threadgroup_position_in_grid"]
     names += ["threads_per_threadgroup", "threadgroups_per_grid", "threads_per_grid"]
     names += ["dispatch_threads_per_threadgroup"]
@@ -197,10 +197,12 @@ def variant_of(kernel: str, dtype: mx.Dtype) -> Variant:
 
 
 def verify(text: str, num_buffers: int) -> None:
-    """What an assembler asks first: one entry with its parameters, nothing from outside, labels and registers."""
+    """Check an assembler's basic rules: one entry with its parameters, no external symbols, declared labels and
+    registers.
+    """
     assert re.search(r"^\.version 7\.\d\n\.target sm_80\n\.address_size 64$", text, re.M)
     assert ".extern" not in text
-    assert ".const" not in text  # buffers lie in global memory, those of Metal's constant memory, too
+    assert ".const" not in text  # all buffers are in global memory, including buffers in Metal's constant memory
     ((name, parameters),) = re.findall(r"^\.visible \.entry (\w+)\((.*?)\)", text, re.M | re.S)
     assert name == ptx.ENTRY
     assert re.findall(r"\.param \.(\w+)", parameters) == ["u64"] * num_buffers + ["u32"] * 3
@@ -289,7 +291,7 @@ def test_without_an_assembler_the_error_says_what_to_do(monkeypatch: pytest.Monk
 
 
 class RecordingDevice:
-    """A GPU that doubles its first buffer into its last, and notes what it is asked for."""
+    """Fake GPU that doubles its first buffer into its last, and records its calls."""
 
     def __init__(self) -> None:
         self.memory: dict[int, np.ndarray] = {}
@@ -317,7 +319,7 @@ class RecordingDevice:
         assert arguments[len(addresses) :] and len(sizes) == 3
         self.launches.append((kernel, tuple(blocks), threads, sizes))
         first, last = self.memory[addresses[0]], self.memory[addresses[-1]]
-        assert np.isnan(last).all()  # nothing to rely on
+        assert np.isnan(last).all()  # outputs start without valid contents
         last[:] = 2 * first
 
 

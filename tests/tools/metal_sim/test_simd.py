@@ -1,4 +1,4 @@
-"""Operations across the lanes of a SIMD group, against what the Metal specification says they give."""
+"""Operations across the lanes of a SIMD group, compared with the Metal specification."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""The stand-in for mpp::tensor_ops: products, layouts that must be asked for, and what it refuses."""
+"""Stand-in for mpp::tensor_ops: products, layouts that kernels must query, and refused uses."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def product(
     [*[(0, True), (1, False)], *(pytest.param(layout, bool(layout), marks=pytest.mark.full) for layout in (0, 1))],
 )
 def test_products(layout: int, transposed: bool) -> None:
-    """Every element is read, and every one of the result written: nothing else would give these numbers."""
+    """All elements are read and written. Otherwise the numbers would differ."""
     expected = A.astype(np.float64) @ B + 1
     np.testing.assert_allclose(product(layout=layout, transposed=transposed), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_layout_that_is_not_asked_for_shows() -> None:
-    """MLX's kernels know that of M5 (steel/attn/nax.h)."""
+    """MLX's kernels assume the layout of M5 (steel/attn/nax.h)."""
     known = """
       const int lane = thread_index_in_simdgroup;
       const int2 at = int2(((lane >> 2 & 2) + lane % 2) * 4 + i % 4, (lane >> 2 & 4) + lane / 2 % 4 + i / 4 * 8);

@@ -1,4 +1,4 @@
-"""Arithmetic of the model of time, by hand. Compiled kernels are tested where the compiler's packages are."""
+"""The time model's arithmetic, checked by hand. Tests of compiled kernels need the compiler's packages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_resource_of_a_launch() -> None:
     assert found["core"] == pytest.approx(10e-9)
     assert found["latency"] == pytest.approx(3 * 400e-9 + 1e-6)
     assert seconds(launch, CHIP) == max(found.values()) and limit([launch], CHIP) == "issue"
-    # With room for one group, a core runs its two groups one after the other.
+    # With registers for one group, a core runs its two groups sequentially.
     alone = limits(Launch([RequestGroup(8000, 3)] * 4, 8, 1), CHIP)
     assert alone["latency"] == pytest.approx(2 * found["latency"]) and alone["issue"] > found["issue"]
 
@@ -68,7 +68,7 @@ def test_cycles_of_instructions() -> None:
     assert cycles_of(instructions(fadd=3, imadd=2, exp2=1, shuffle=2)) == 3 + 8 + 4 + 4
     # The stand-in for simd_sum counts as the instruction, whose other work stays.
     assert cycles_of(instructions(shuffle=21, iadd=70, ffma=9)) == pytest.approx(14.5 + 9)
-    # Products of a loop over keys are no simd_sum.
+    # Products of a loop over keys are not counted as simd_sum.
     assert cycles_of(instructions(shuffle=32, ffma=64)) == 64 + 64
 
 

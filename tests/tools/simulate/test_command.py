@@ -10,7 +10,7 @@ SMALL = ["--warm-up", "0", "--period", "150", "--load", "2", "--policies", "cach
 
 
 def command(monkeypatch, capsys, *args):
-    monkeypatch.setattr("tools.simulate.__main__._REPLICAS_TOGETHER", 1)  # once is enough here
+    monkeypatch.setattr("tools.simulate.__main__._REPLICAS_TOGETHER", 1)  # one replication is enough here
     monkeypatch.setattr("sys.argv", ["simulate", *SMALL, *args])
     main()
     return capsys.readouterr().out
@@ -70,5 +70,5 @@ def test_a_store_is_varied_with_columns_of_its_own(monkeypatch, capsys):
     assert losses.startswith("replicas lost") and "from store" not in losses
     assert len(rows(stores)) == len(VARIED["store"].values)
     assert len(rows(losses)) == len(VARIED["lost"].values)
-    # Without a store is without a loss.
+    # No store and no loss give the same row.
     assert rows(losses)[0].split(" | ")[2:11] == rows(stores)[0].split(" | ")[2:11]

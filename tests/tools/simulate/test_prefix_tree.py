@@ -5,7 +5,7 @@ from tools.simulate.prefix_tree import PrefixTree
 
 
 def chain(*tokens: int) -> list[bytes]:
-    """Hashes of prefixes: each stands for all tokens up to it."""
+    """Return hashes of prefixes. Each hash represents all tokens up to its position."""
     return [bytes(tokens[: length + 1]) for length in range(len(tokens))]
 
 
@@ -25,13 +25,13 @@ def test_what_was_not_used_for_longest_is_forgotten_ends_before_beginnings():
     tree.insert(chain(1, 2), 0)
     tree.insert(chain(1, 3), 0)
     tree.insert(chain(5, 6), 0)
-    assert tree.match(chain(1, 2)) == (1, 0)  # its end went first
+    assert tree.match(chain(1, 2)) == (1, 0)  # the end of the chain was evicted first
     assert tree.match(chain(1, 3)) == (2, 0)
     assert tree.match(chain(5, 6)) == (2, 0)
 
 
 def test_a_prefix_that_one_replica_forgot_is_still_found_at_another():
-    tree = PrefixTree(2, 4)  # of both together
+    tree = PrefixTree(2, 4)  # capacity of both replicas together
     tree.insert(chain(1, 2), 0)
     tree.insert(chain(1, 2), 1)
     tree.insert(chain(8, 9), 1)
@@ -52,7 +52,7 @@ def test_the_tree_agrees_with_a_list_of_what_was_sent(prompts, max_blocks):
         roomy.insert(chain(*tokens), replica)
         tree.check_integrity()
         roomy.check_integrity()
-        assert tree.match(chain(*tokens))[0] == len(tokens)  # the newest one is always there as a whole
+        assert tree.match(chain(*tokens))[0] == len(tokens)  # the newest chain is always stored whole
     sent = [(chain(*tokens), replica) for tokens, replica in prompts]
     for hashes, _ in sent:
         for length in range(1, len(hashes) + 1):

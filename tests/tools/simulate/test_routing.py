@@ -40,10 +40,11 @@ def test_a_user_stays_at_one_replica_and_moves_only_if_that_is_lost():
     before = {user: chooser.choose(Ask(user, ()), range(8), [0] * 8) for user in range(2000)}
     assert all(chooser.choose(Ask(user, ()), range(8), [5] * 8) == at for user, at in before.items())
     counts = [list(before.values()).count(replica) for replica in range(8)]
-    assert min(counts) > 180 and max(counts) < 320  # 250 each, and four standard deviations
+    assert min(counts) > 180 and max(counts) < 320  # 250 expected, within four standard deviations
     after = {user: chooser.choose(Ask(user, ()), range(1, 8), [0] * 8) for user in range(2000)}
     assert all(after[user] == at for user, at in before.items() if at != 0)
-    assert len({after[user] for user, at in before.items() if at == 0}) == 7  # its users are spread over the others
+    # its users are distributed among the other replicas
+    assert len({after[user] for user, at in before.items() if at == 0}) == 7
 
 
 def test_the_least_loaded_is_chosen_and_among_equals_in_turn():
@@ -61,7 +62,7 @@ def test_a_chat_comes_back_to_where_it_was_while_that_one_has_not_much_more_to_d
     busy = [4 if replica == first else 0 for replica in ALL]
     assert chooser.choose(Ask(0, chain(1, 2, 3)), ALL, busy) == first
     others = [0 if replica == first else 9 for replica in ALL]
-    assert chooser.choose(Ask(0, chain(1, 2, 3)), ALL, others) == first  # that others have more changes nothing
+    assert chooser.choose(Ask(0, chain(1, 2, 3)), ALL, others) == first  # changes on other replicas do not matter
     busy = [5 if replica == first else 0 for replica in ALL]
     assert chooser.choose(Ask(0, chain(1, 2, 3, 4)), ALL, busy) != first
 
@@ -69,7 +70,7 @@ def test_a_chat_comes_back_to_where_it_was_while_that_one_has_not_much_more_to_d
 def test_too_little_of_a_prompt_in_common_does_not_count():
     chooser = policy("cache_aware", cache_threshold=0.5)
     first = chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN)
-    assert chooser.choose(Ask(1, chain(1, 2, 3, 4)), ALL, EVEN) != first  # half of it is not more than half
+    assert chooser.choose(Ask(1, chain(1, 2, 3, 4)), ALL, EVEN) != first  # the match must be more than half
     chooser = policy("cache_aware", cache_threshold=0.5)
     first = chooser.choose(Ask(0, chain(1, 2)), ALL, EVEN)
     assert chooser.choose(Ask(1, chain(1, 2, 3)), ALL, EVEN) == first
@@ -100,14 +101,14 @@ def test_a_replica_spills_that_is_above_the_mean_by_both_measures():
     assert not spills(1, two, [100, 122], config)
     assert not spills(1, two, [11, 33], config)
     assert spills(1, two, [11, 34], config)
-    assert spills(1, two, [0, 21, 99], config)  # the third one is not healthy
+    assert spills(1, two, [0, 21, 99], config)  # the third replica is not healthy
 
 
 @pytest.mark.parametrize(("mean", "margin"), [(1, 4), (4, 4), (9, 6), (100, 50), (1600, 800)])
 def test_a_default_of_64_is_capped_at_what_loads_differ_by_at_random(mean, margin):
-    """Two standard deviations, never under four; where loads are high the relative limit is the higher one."""
+    """The cap is two standard deviations, but at least four. At high loads, the relative limit is higher."""
     config = RouterConfig()
-    num_others = 1000  # so that the busy one is not much of the mean
+    num_others = 1000  # the busy replica hardly changes the mean of this many
     for more, expected in ((margin * 0.9, False), (margin * 1.1 + 1, True)):
         loads = [mean] * num_others + [mean + more]
         assert spills(num_others, range(num_others + 1), loads, config) is expected

@@ -1,4 +1,4 @@
-"""Whole fleets, small ones."""
+"""Whole fleets of small size."""
 
 import pytest
 
@@ -16,7 +16,7 @@ LOSS = Loss(num_replicas=2, at=100.0, noticed_after=50.0, seconds=100.0)
 
 
 def run(num_replicas=4, policy="cache_aware", seed=0, chats_per_second=0.15, pool_blocks=1024, **changes):
-    """A fleet that has run; all its requests count."""
+    """Run a fleet and return it. All its requests count."""
     values = {"warm_up": 0.0, "period": 300.0, "scheduler": make_config(max_num_partial_prefills=4)}
     scenario = SimulatedScenario(
         num_replicas=num_replicas, policy=policy, pool_blocks=pool_blocks, **(values | changes)
@@ -35,7 +35,7 @@ def fates(fleet):
 
 
 def check_conservation(fleet):
-    """Every request has ended once, in order; no more came from caches than could."""
+    """Check that every request ended once and in order, and that caches gave no more tokens than possible."""
     assert len(fleet.served) > 50
     assert len({s.request_id for s in fleet.served}) == len(fleet.served)
     for served in fleet.served:
@@ -45,7 +45,7 @@ def check_conservation(fleet):
     summary = summarize([fleet])
     assert 0 < summary.hit_rate <= summary.possible < 1
     assert summary.num_requests == len(fleet.served)
-    # Turns come in order, and a broken one is asked again.
+    # Turns come in order, and a broken turn is repeated.
     by_chat = {}
     for served in fleet.served:
         by_chat.setdefault(served.chat.chat_id, []).append(served)
@@ -68,12 +68,12 @@ def test_every_request_ends_once_with_a_store_and_lost_replicas(policy):
     summary = check_conservation(fleet)
     assert summary.num_broken > 0
     assert any(s.num_retries for s in fleet.served)
-    # While they were away, nothing ended there.
+    # During the outage, no request ended on these replicas.
     away = (LOSS.at, LOSS.at + LOSS.seconds)
     assert not [
         s for s in fleet.served if s.outcome == "finished" and s.replica < 2 and away[0] < s.ended_at <= away[1]
     ]
-    assert [s for s in fleet.served if s.replica < 2 and s.asked_at > away[1]]  # they take their share again
+    assert [s for s in fleet.served if s.replica < 2 and s.asked_at > away[1]]  # both get requests again
 
 
 def test_one_replica_does_what_the_plain_simulator_does():
@@ -132,7 +132,7 @@ def test_a_loss_that_is_noticed_later_makes_more_requests_wait():
 
 
 def test_an_overloaded_replica_gets_nothing_until_the_router_has_looked_again():
-    """One system prompt, which all goes to one replica but for the guard."""
+    """All requests share one system prompt, so one replica would get all of them without the guard."""
     chats = [Chat(number, number, 0.5 * number, 0, 800, (Turn(300, 200, 1.0),)) for number in range(120)]
     shares = []
     for guarded in (True, False):
@@ -144,7 +144,7 @@ def test_an_overloaded_replica_gets_nothing_until_the_router_has_looked_again():
         served = SimulatedFleet(scenario, MODEL, chats).run()
         assert all(one.outcome == "finished" for one in served)
         first = served[0].replica
-        assert all(one.replica == first for one in served if one.asked_at < 10)  # nobody has looked yet
+        assert all(one.replica == first for one in served if one.asked_at < 10)  # the router has not polled yet
         shares.append(sum(one.replica == first for one in served) / len(served))
     assert 0.3 < shares[0] < 0.7 and shares[1] > 0.8
 

@@ -42,7 +42,7 @@ def test_what_would_come_too_late_does_not_take_the_link():
     assert store.read(HASHES, 10.0, deadline=10.5) == (8, 10.0, pytest.approx(10.8))
     assert store.num_bytes_read == 50
     assert store.read(HASHES[:1], 10.0, deadline=20.0) == (1, pytest.approx(10.5), pytest.approx(10.6))
-    assert store.read(HASHES[:1], 10.0, deadline=10.2)[1] == pytest.approx(10.6)  # too late before it begins
+    assert store.read(HASHES[:1], 10.0, deadline=10.2)[1] == pytest.approx(10.6)  # cancelled before it begins
     assert store.num_bytes_read == 60
 
 
@@ -65,7 +65,7 @@ def test_a_load_that_takes_too_long_brings_what_has_arrived():
     transfer.load_timed_out(ticket)
     assert list(transfer.end_load(ticket)) == HASHES[:2]
     assert transfer.next_change() is None
-    assert list(transfer.end_load(transfer.start_load("b", HASHES[:1], follow=False))) == []  # the link is taken
+    assert list(transfer.end_load(transfer.start_load("b", HASHES[:1], follow=False))) == []  # the link is busy
 
 
 def test_a_store_that_gave_nothing_in_time_is_not_asked_for_a_while():
@@ -73,7 +73,7 @@ def test_a_store_that_gave_nothing_in_time_is_not_asked_for_a_while():
     transfer = SimulatedTransfer(store, KVTransferConfig(kv_connector="valkey"), clock)
     store.write(HASHES[:2], 0.0)
     clock.now = 1000.0
-    store.read(HASHES[:2], clock.now)  # another replica's, which takes the link for 200 s
+    store.read(HASHES[:2], clock.now)  # read by another replica, which occupies the link for 200 s
     ticket = transfer.start_load("a", HASHES, follow=False)
     clock.now = 1011.0
     transfer.load_timed_out(ticket)

@@ -1,4 +1,4 @@
-"""What every script here shares. It runs in a client's own environment, so it needs Python alone."""
+"""Functions shared by all scripts here. They run in a client's environment, so they use only Python's own library."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PERSON_TEXT = "Extract the person: Anna is 31 years old."
 
 
 def try_all(*attempts: Callable[[], object]) -> None:
-    """Run each function and print a line of JSON about it: its name, and what went wrong or None."""
+    """Run each function and print a line of JSON with its name and its error, or None."""
     for attempt in attempts:
         try:
             attempt()
@@ -30,7 +30,7 @@ def try_all(*attempts: Callable[[], object]) -> None:
 
 
 def expect(condition: object, what: object) -> None:
-    """Fail an attempt with what was seen instead."""
+    """Fail an attempt if ``condition`` is false, with ``what`` as the actual result."""
     if not condition:
         raise AssertionError(f"got {str(what)[:300]!r}")
 
@@ -40,7 +40,7 @@ def expect_paris(text: object) -> None:
 
 
 def run(*command: str, cwd: Path | None = None, **env: str) -> str:
-    """Run a program of this environment; returns what it printed, and fails with that if it fails."""
+    """Run a program of this environment and return its output. Raises with the output if the program fails."""
     program = Path(sys.executable).parent / command[0]
     done = subprocess.run(
         [str(program), *command[1:]],

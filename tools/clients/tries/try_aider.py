@@ -1,7 +1,7 @@
-"""aider, a question and an edit, on a repository made for them.
+"""aider with a question and an edit, on a repository made for this script.
 
-The demo model is too small to edit code: what counts is that aider gets its answers from the server, and no error. That
-an answer is cut off, as this one's may be, aider says as it should. A larger model also makes the edit.
+The demo model is too small to edit code. The attempt succeeds if aider gets responses from the server without an error,
+even if aider reports that a response was cut off. A larger model also makes the edit.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import anthropic
 from tried import CITY_SCHEMA, KEY, MODEL, QUESTION, URL, expect, expect_paris, try_all
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0, timeout=300)
-# The server takes a temperature, this client's own methods do not.
+# The server accepts a temperature, but the methods of this client do not.
 GREEDY = {"temperature": 0}
 MESSAGES = [{"role": "user", "content": QUESTION}]
 
@@ -29,7 +29,7 @@ def tools() -> None:
         model=MODEL,
         messages=[{"role": "user", "content": "What is the weather in Rome?"}],
         tools=[tool],
-        # A model as small as the demo's goes on calling where it may.
+        # A model as small as the demo's keeps calling the tool if it is allowed to.
         tool_choice={"type": "any", "disable_parallel_tool_use": True},
         max_tokens=60,
         extra_body=GREEDY,

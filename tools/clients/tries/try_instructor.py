@@ -11,8 +11,8 @@ from tried import KEY, MODEL, PERSON_TEXT, URL, expect, try_all
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0, timeout=300)
 MODES = ("JSON", "JSON_O1", "JSON_SCHEMA", "MD_JSON", "TOOLS", "TOOLS_STRICT", "RESPONSES_TOOLS")
-# JSON and MD_JSON only ask for JSON, with the schema; a model as small as the demo's needs an example to know that an
-# answer is not a schema.
+# JSON and MD_JSON only ask for JSON and give the schema. A model as small as the demo's needs an example to answer with
+# data instead of a schema.
 HOW = 'Answer as before, with {"name": …, "age": …}.'
 EXAMPLE = [
     {"role": "user", "content": f"Extract the person: Ben is 7 years old. {HOW}"},

@@ -1,4 +1,4 @@
-"""LangChain, with its OpenAI and its Anthropic package."""
+"""LangChain with its OpenAI and its Anthropic package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ model = ChatOpenAI(base_url=f"{URL}/v1", api_key=KEY, model=MODEL, temperature=0
 
 @tool
 def get_weather(city: str) -> str:
-    """Tell the weather in a city."""
+    """Get the weather in a city."""
     return f"sunny in {city}"
 
 
@@ -47,7 +47,7 @@ def anthropic_chat() -> None:
 
 
 def embeddings() -> None:
-    # As it is: it sends token ids of OpenAI's tokenizer, unless told not to.
+    # By default, this class sends token ids of OpenAI's tokenizer.
     embedder = OpenAIEmbeddings(base_url=f"{URL}/v1", api_key=KEY, model=MODEL, check_embedding_ctx_length=False)
     first, second = embedder.embed_documents(["a cat", "a kitten"])
     expect(len(first) == len(second) > 1, len(first))

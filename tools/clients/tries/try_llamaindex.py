@@ -23,7 +23,7 @@ llm = OpenAILike(
 
 
 def get_weather(city: str) -> str:
-    """Tell the weather in a city."""
+    """Get the weather in a city."""
     return f"sunny in {city}"
 
 

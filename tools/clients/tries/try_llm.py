@@ -1,4 +1,4 @@
-"""Simon Willison's `llm`, from the command line as its users have it."""
+"""Simon Willison's `llm` on the command line."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def tools() -> None:
     try:
         printed = llm(*options, *limits, "What is the weather in Rome?")
     except AssertionError as stopped:
-        # A model this small may go on calling, until the limit; what counts is that its calls were carried out.
+        # A model this small may keep calling until the limit. The attempt succeeds if its calls were executed.
         printed = str(stopped)
         expect("sunny in" in printed, printed)
-    # Or it may answer instead of calling.
+    # The model may also answer without a call.
     expect(printed.strip(), printed)
 
 

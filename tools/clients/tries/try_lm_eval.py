@@ -1,7 +1,7 @@
-"""EleutherAI's lm-evaluation-harness on a task of its own kind that needs no download.
+"""EleutherAI's lm-evaluation-harness on a custom task that needs no download.
 
-Three multiple choices (log likelihoods of given texts) and three completions, with the tokenizer that lm-eval can do
-without, and with the server's.
+Three multiple choices (log likelihoods of given texts) and three completions, both without a tokenizer in lm-eval and
+with the server's tokenizer.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def ask_with_tool(tool_choice: str) -> openai.types.chat.ChatCompletionMessage:
 
 def tools_auto() -> None:
     message = ask_with_tool("auto")
-    # A model as small as the demo's may answer instead of calling.
+    # A model as small as the demo's may answer without a call.
     expect(message.tool_calls or message.content, message)
 
 
@@ -82,7 +82,7 @@ def completions_with_log_probabilities() -> None:
 
 
 def embeddings() -> None:
-    # The client asks for base64 by default, and decodes it.
+    # By default, the client requests base64 and decodes it.
     answer = client.embeddings.create(model=MODEL, input=["a cat", "a kitten"])
     first, second = (item.embedding for item in answer.data)
     expect(len(first) == len(second) > 1, len(first))

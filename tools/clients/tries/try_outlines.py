@@ -26,7 +26,7 @@ def pydantic_type() -> None:
 
 
 def vllm_backend() -> None:
-    # Its backend for vLLM's own parameters: a regular expression.
+    # Outlines' backend for vLLM's own parameters, with a regular expression.
     backend = outlines.from_vllm(client, MODEL)
     answer = backend("When was the French Revolution?", outlines.types.Regex(r"1[0-9]{3}"), temperature=0, max_tokens=8)
     expect(len(answer) == 4 and answer.isdigit(), answer)

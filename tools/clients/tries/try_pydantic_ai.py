@@ -1,4 +1,4 @@
-"""Pydantic AI: text, a tool that is carried out, and an output type."""
+"""Pydantic AI: text, a tool that is executed, and an output type."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def tools() -> None:
     try:
         answer = agent.run_sync("What is the weather in Rome?", usage_limits=UsageLimits(request_limit=2)).output
     except (UsageLimitExceeded, UnexpectedModelBehavior) as ended:
-        # A model this small may go on calling, until the limit; what counts is that its calls were carried out.
+        # A model this small may keep calling until the limit. The attempt succeeds if its calls were executed.
         expect(asked, ended)
     else:
-        # Or it may answer instead of calling.
+        # The model may also answer without a call.
         expect(asked or answer, answer)
 
 

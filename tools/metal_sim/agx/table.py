@@ -1,4 +1,4 @@
-"""Tables of compiled kernels: for a terminal, and docs/kernel_registers.md."""
+"""Tables of compiled kernels: for a terminal, and docs/dev/kernel_registers.md."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ COLUMNS = (
 )  # fmt: skip
 _HEADER = """# Registers that the kernels take on Apple GPUs
 
-Written by `python -m tools.metal_sim agx --write`. Mesa {mesa} compiled the kernels for G13 (M1) and G14 (M2), without
-such a GPU. [kernels.md](kernels.md#registers-by-a-compiler-for-m1-and-m2) says how, and how far to trust the figures.
+Use this page to look up a kernel variant's registers, spills and code size on M1 and M2.
+`python -m tools.metal_sim agx --write` writes this page.
+Mesa {mesa} compiled the kernels for G13 (M1) and G14 (M2), without such a GPU.
+[kernels.md](kernels.md#registers-by-a-compiler-for-m1-and-m2) explains the method and its limits.
 
 - *Registers*: 32-bit registers of a thread. There are 128.
 - *Spills*: stores to and loads from the thread's stack because registers do not suffice, as `stores:loads`. A spill in
@@ -58,7 +60,7 @@ def plain(rows: Iterable[Row], generation: int) -> str:
 
 
 def page(rows: Sequence[Row], found: Packages) -> str:
-    """Return the text of docs/kernel_registers.md."""
+    """Return the text of docs/dev/kernel_registers.md."""
     mesa = re.search(r"^mesa-opencl-icd_([\d.]+)", found.listing, re.M)
     differ = [row for row in rows if len({tuple(cells(row, g)) for g in row.made}) > 1]
     same = "M2's figures are the same as M1's." if not differ else "Rows where M2's figures differ are there twice."

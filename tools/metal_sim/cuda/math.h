@@ -1,5 +1,5 @@
-// Functions that NVIDIA GPUs have no instruction for, or one that is rougher than Metal allows. What is not here and is
-// no instruction either becomes a function that nobody has, and the build fails.
+// Functions without an instruction on NVIDIA GPUs, or with an instruction that is less accurate than Metal allows. The
+// build fails for functions that have neither an instruction nor a definition here.
 #pragma once
 
 #ifdef __NVPTX__
@@ -12,7 +12,7 @@ METAL_FUNC float ms_lg2(float x) { return __builtin_log2f(x); }
 
 METAL_FUNC float ms_exp(float x) {
   const float whole = __builtin_rintf(x * 1.44269504f);
-  // The rest of x log2(e), with what the constant's rounding left off.
+  // The remainder of x log2(e), with a correction for the rounding of the constant.
   const float rest = __builtin_fmaf(x, 1.44269504f, -whole) + x * 1.925963033e-8f;
   return x != x ? x : ms_ex2(rest) * ms_ex2(whole);
 }

@@ -1,14 +1,14 @@
-// The product of 8x8 matrices from shuffles: d = a b + c in float, added in the order of k as the simulator does.
-// A lane holds two neighbours of a row; matrix.h draws the layout. Here is the way back, from a row and a pair of columns
-// to the lane.
+// The product of 8x8 matrices from shuffles: d = a b + c in float, added in the order of k as the simulator does. A
+// lane holds two adjacent elements of a row, as drawn in matrix.h. This file has the inverse: from a row and a pair of
+// columns to the lane.
 #pragma once
 
 METAL_FUNC uint ms_lane_of(uint row, uint pair) {
   return (pair & 1) | ((row & 3) << 1) | ((pair & 2) << 2) | ((row & 4) << 2);
 }
 
-// A function of its own: a kernel that unrolls its loops has hundreds of products, and 24 shuffles for each in place would
-// take compilers minutes.
+// Not inlined: a kernel with unrolled loops has hundreds of products, and 24 inlined shuffles for each would take
+// compilers minutes.
 __attribute__((noinline)) float2 ms_warp_product(float2 a, float2 b, float2 sum) {
   const uint lane = __ms_lane();
   const uint row = ((lane / 4) & 4) + (lane / 2) % 4, pair = ((lane / 4) & 2) + lane % 2;

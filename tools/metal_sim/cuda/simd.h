@@ -1,5 +1,5 @@
-// Operations across lanes in terms of ms_take: what the macros of include/metal_sim/simd.h stand for with CUDA.
-// They add in the simulator's order, so that sums have the simulator's bits.
+// Operations across lanes by means of ms_take: the CUDA definitions behind the macros of include/metal_sim/simd.h. They
+// add in the simulator's order, so that sums have the same bits as in the simulator.
 #pragma once
 
 #define MS_REDUCE(name, step)                                         \

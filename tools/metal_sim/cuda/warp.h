@@ -1,11 +1,11 @@
-// Metal's SIMD groups as CUDA's warps: what the headers of include/metal_sim/ need of the machine.
+// Metal's SIMD groups as CUDA's warps: the machine-dependent functions for the headers of include/metal_sim/.
 //
-// Everything rests on one exchange, ms_take: a lane's value, taken by all lanes of its warp at once. For NVPTX it is a
-// shuffle. The simulator's run pass can compile these headers, too; there it is the runtime's exchange, so that tests run
-// the same text without a GPU.
+// All operations use one exchange, ms_take, in which all lanes of a warp take a lane's value. For NVPTX it is a
+// shuffle. The simulator's run pass can also compile these headers, with the runtime's exchange, so that tests run the
+// same text without a GPU.
 #pragma once
 
-// Where CUDA has a thread: in its block, its block in the grid, and the size of a block.
+// CUDA's position of a thread in its block, position of the block in the grid, and size of a block.
 struct ms_place {
   uint thread_[3], block[3], size[3];
 };
@@ -22,7 +22,7 @@ METAL_FUNC ms_place ms_this_place() {
 METAL_FUNC uint ms_take_word(uint word, uint lane) {
   return uint(__nvvm_shfl_sync_idx_i32(0xffffffffu, int(word), int(lane), 31));
 }
-// Lanes of this warp that CUDA has threads for.
+// Lanes of this warp that have a thread in CUDA.
 METAL_FUNC uint ms_lanes() {
   const ms_place at = ms_this_place();
   const uint index = at.thread_[0] + (at.thread_[1] + at.thread_[2] * at.size[1]) * at.size[0];
@@ -33,7 +33,7 @@ METAL_FUNC uint ms_lanes() {
 extern "C" {
 METAL_FUNC uint __ms_lane() { return uint(__nvvm_read_ptx_sreg_laneid()); }
 METAL_FUNC void __ms_group(const constant char*) {}
-// Both order all memory, as far as threads of this threadgroup see it.
+// Both order all memory for the threads of this threadgroup.
 METAL_FUNC void __ms_threadgroup_barrier(uint) { __syncthreads(); }
 METAL_FUNC void __ms_simdgroup_barrier(uint) { __nvvm_bar_warp_sync(0xffffffffu); }
 }
@@ -58,11 +58,11 @@ METAL_FUNC uint ms_lanes() {
 
 #endif
 
-// The ids of a thread, in the order of signature.py. Returns whether Metal has the thread: where the grid is no multiple
-// of the threadgroup, CUDA starts more.
+// Computes the ids of a thread, in the order of signature.py. Returns true if the thread exists in Metal: CUDA starts
+// more threads if the grid is not a multiple of the threadgroup.
 METAL_FUNC bool ms_ids(uint* ids, ms_place at, uint grid_x, uint grid_y, uint grid_z) {
   const uint grid[3] = {grid_x, grid_y, grid_z};
-  uint extent[3];  // of this threadgroup: fewer threads at the grid's end
+  uint extent[3];  // size of this threadgroup: fewer threads at the grid's end
   bool exists = true;
   for (int i = 0; i < 54; ++i) ids[i] = 0;
   for (int i = 0; i < 3; ++i) {
@@ -92,7 +92,7 @@ METAL_FUNC bool ms_ids(uint* ids, ms_place at, uint grid_x, uint grid_y, uint gr
   return exists;
 }
 
-// Lane `lane`'s value; all lanes of the warp take part. Beyond 31 the lanes begin again.
+// Returns the value of lane `lane` modulo 32. All lanes of the warp must call it.
 template <class T>
 METAL_FUNC T ms_take(T value, uint lane) {
   constexpr uint words = (sizeof(T) + 3) / 4;

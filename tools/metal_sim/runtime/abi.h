@@ -1,4 +1,4 @@
-// The structures that launch.py hands over and reads back (its ctypes classes mirror them field by field).
+// Structures exchanged with launch.py, whose ctypes classes mirror them field by field.
 #pragma once
 #include <stdint.h>
 
@@ -44,16 +44,16 @@ enum Space : uint32_t { kNoSpace = 0, kDevice, kThreadgroup, kThread };
 
 struct Fault {
   uint32_t kind, space;
-  int32_t buffer;       // index into the launch's buffers or threadgroup variables; -1 where none is near
+  int32_t buffer;       // index into the launch's buffers or threadgroup variables; -1 if none is near
   uint32_t size;        // bytes of the access
   int64_t offset;       // byte offset into the buffer
   uint32_t write;
   uint32_t thread[3], threadgroup[3];
-  uint32_t other_thread;  // linear index; kNobody where there is none
+  uint32_t other_thread;  // linear index; kNobody if there is none
   uint32_t other_write;
   uint32_t across_threadgroups;
   uint64_t pc, other_pc;  // return addresses inside the kernel
-  uint32_t line, other_line;  // instead of a pc, where the compiler gave the line itself
+  uint32_t line, other_line;  // used instead of a pc if the compiler provides the line
   char file[96];
   char message[256];
 };

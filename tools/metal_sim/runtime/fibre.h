@@ -1,5 +1,5 @@
-// Fibres: a thread of a threadgroup is a stack and a saved stack pointer. Switching saves the registers that a
-// function call preserves, and costs a few nanoseconds.
+// Fibres: a thread of a threadgroup is a stack and a saved stack pointer. A switch saves the registers that a function
+// call preserves, and costs a few nanoseconds.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -1,8 +1,8 @@
-// Every access that a kernel makes comes here first (clang's address sanitizer instrumentation, outlined to
-// calls). This file knows the buffers, counts the bytes, and keeps for each piece of memory who touched it last.
+// Every memory access of a kernel calls this file first (clang's address sanitizer instrumentation, outlined to
+// calls). It knows the buffers, counts the bytes, and records the last accesses to each piece of memory.
 //
-// Device buffers lie in slots of address space far apart, so that an index that is wrong by gigabytes still
-// names its buffer. Threadgroup variables lie in one arena with gaps (build.py lays it out).
+// Device buffers are far apart in the address space, so that an index that is wrong by gigabytes still identifies its
+// buffer. Threadgroup variables are in one arena with gaps, laid out by build.py.
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -97,7 +97,7 @@ void memory_end(Launch* l) {
     }
     if (b.kind == kOutput) memcpy(b.host, address_of(i), b.bytes);
     munmap(s.cells ? (void*)s.cells : (void*)s.touched, s.shadow_bytes);
-    // Drop the pages and the right to use them.
+    // Release the pages and make them inaccessible.
     madvise(address_of(i), s.mapped, MADV_DONTNEED);
     mprotect(address_of(i), s.mapped, PROT_NONE);
   }
@@ -139,7 +139,7 @@ struct Access {
   uint16_t group_epoch;  // the same for the SIMD group
 };
 
-// Was the earlier access of `who` ordered before this one by a barrier of the SIMD group they share?
+// True if a barrier of the shared SIMD group ordered the earlier access of `who` before this one.
 static inline bool ordered_in_group(const Access& a, uint16_t who, uint16_t group_epoch) {
   if (a.thread == kAtomic || who >= kAtomic) return false;
   uint32_t group = who & kManyLanes ? who & 0x7fffu : who / kLanes;
@@ -153,7 +153,7 @@ static inline void on_read(Cell& c, const Access& a) {
     race(a.space, a.buffer, a.offset, a.size, false, a.pc, c.writer, c.write_pc, true, false);
   if (a.space == kDevice && c.write_epoch && c.write_epoch < g.born && !(c.writer == kAtomic && a.thread == kAtomic))
     race(a.space, a.buffer, a.offset, a.size, false, a.pc, c.writer, c.write_pc, true, true);
-  // Reads of earlier threadgroups stay known: this one's own must not hide them from a write that follows.
+  // Keep reads of earlier threadgroups: a later write must be checked against them too.
   if (a.space == kDevice && c.read_epoch && c.read_epoch < g.born && c.reader != kAtomic) c.older_read_pc = c.read_pc;
   uint32_t group = g.current / kLanes;
   if (c.read_epoch < a.epoch || ordered_in_group(a, c.reader, c.read_group_epoch)) {
@@ -239,7 +239,8 @@ static void threadgroup_access(const char* p, uint64_t size, bool write, bool at
   Access a = {kThreadgroup, (int)i, offset, (uint32_t)size, pc, atomic ? kAtomic : (uint16_t)g.current,
               g.threadgroup_epoch, (uint16_t)group.threadgroup_epoch};
   uint64_t granule = l->granule;
-  if ((size | (uint64_t)(p - g_tg_begin)) & (granule - 1)) stop(kGranule, pc, "");  // launch.py tries a finer one
+  // Launch.py retries with a finer granule.
+  if ((size | (uint64_t)(p - g_tg_begin)) & (granule - 1)) stop(kGranule, pc, "");
   Cell* cells = g_cells + (p - g_tg_begin) / granule;
   for (uint64_t e = 0; e < size; e += granule) {
     Cell& c = cells[e / granule];
@@ -270,7 +271,7 @@ static inline void access(uint64_t address, uint64_t size, bool write, uint64_t 
   }
 }
 
-// The compiler calls these only where it takes the address to be aligned for the size (else the ...N ones).
+// The compiler calls these only for addresses that it assumes to be aligned, and the ...N functions otherwise.
 static inline void aligned_access(uint64_t address, uint64_t size, bool write, uint64_t pc) {
   access(address, size, write, pc);
   if (address & (size - 1)) {
@@ -317,7 +318,7 @@ extern "C" void __ms_atomic_store(void* p, uint32_t size, uint64_t value) {
   memcpy(p, &value, size);
 }
 
-// --- what clang's undefined-behaviour checks find ---------------------------------------------------------
+// --- handlers of clang's undefined-behaviour checks -------------------------------------------------------
 
 struct SourceLocation {
   const char* file;

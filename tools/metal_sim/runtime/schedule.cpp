@@ -1,9 +1,9 @@
-// Runs threadgroups one after another, and the threads of one as fibres that switch where they must wait.
+// Runs threadgroups one after another. The threads of a threadgroup are fibres that switch when they must wait.
 //
-// Lanes of a SIMD group run in turn. A lane that comes to an operation of the whole group waits, and the next
-// lane runs; the last one to come completes the operation and goes on. All lanes must come to the same
-// operation at the same place, so a mismatch is seen the moment it happens: that is the divergence check.
-// SIMD groups meet at threadgroup barriers in just the same way.
+// Lanes of a SIMD group run one after another. A lane that reaches an operation of the whole group waits, and the next
+// lane runs. The last lane completes the operation and continues. All lanes must reach the same operation at the same
+// place, so the divergence check detects a mismatch immediately. SIMD groups meet at threadgroup barriers in the same
+// way.
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -15,7 +15,7 @@ State g;
 char* g_stacks;
 uint64_t g_private_bytes;
 static uint32_t g_ids[20][3];
-static uint64_t* g_arguments;  // in private memory: the kernel's entry reads it, and is instrumented too
+static uint64_t* g_arguments;  // in private memory, because the kernel's instrumented entry reads it
 
 #define CALLER ((uint64_t)__builtin_return_address(0))
 
@@ -60,7 +60,7 @@ static const char* describe(Meeting m, const char* name) {
   f.other_thread = a_thread;
   f.other_pc = a_pc;
   bool simd = a == kSimdOperation || b == kSimdOperation;
-  // Name the operation, not the end of the kernel, as the place.
+  // Report the operation as the place, not the end of the kernel.
   bool swap = b == kExit;
   if (swap) {
     f.other_pc = b_pc;
@@ -72,7 +72,7 @@ static const char* describe(Meeting m, const char* name) {
        between_groups ? g.current / kLanes : g.current, describe(b, b_name));
 }
 
-// SIMD groups meet: at a threadgroup barrier or at the end.
+// Meeting of SIMD groups at a threadgroup barrier or at the end.
 static void meet_groups(Meeting meeting, uint64_t pc) {
   uint32_t me = g.current / kLanes;
   if (g.arrived_groups == 0) {
@@ -95,7 +95,7 @@ static void meet_groups(Meeting meeting, uint64_t pc) {
   run_thread(g.groups[(me + 1) % g.n_groups].resume);
 }
 
-// Two lanes of a group meet, and their notes differ: find the first difference that is still noted.
+// The notes of two meeting lanes differ: find the first difference that is still recorded.
 [[noreturn]] static void diverged_before(uint32_t other) {
   const Notes &a = g.notes[other], &b = g.notes[g.current];
   uint32_t longest = a.count > b.count ? a.count : b.count;
@@ -111,7 +111,7 @@ static void meet_groups(Meeting meeting, uint64_t pc) {
   stop(kSimdDivergence, 0, "threads %u and %u took different ways", other, g.current);
 }
 
-// Lanes of a SIMD group meet. True for the lane that came last.
+// Meeting of the lanes of a SIMD group. Returns true for the last lane.
 static bool meet_lanes(Meeting meeting, const char* name, uint64_t pc) {
   Group& group = g.groups[g.current / kLanes];
   Notes& mine = g.notes[g.current];
@@ -133,7 +133,7 @@ static bool meet_lanes(Meeting meeting, const char* name, uint64_t pc) {
   }
   uint32_t next = g.current + 1;
   run_thread(next == group.first + group.size ? group.first : next);
-  // Cleared only now: the lanes that came later compared themselves with the first.
+  // Cleared only here, because later lanes compare themselves with the first lane.
   mine.count = 0;
   mine.hash = 0;
   return false;
@@ -141,7 +141,7 @@ static bool meet_lanes(Meeting meeting, const char* name, uint64_t pc) {
 
 extern "C" void ms_fibre_main() {
   uint32_t t = g.current;
-  // The ids of thread t; every attribute of the language, in the order of signature.py.
+  // Ids of thread t for every attribute of the language, in the order of signature.py.
   uint32_t ids[20][3];
   memcpy(ids, g_ids, sizeof ids);
   const uint32_t* group = g.launch->group;
@@ -229,7 +229,7 @@ done:
   return nullptr;
 }
 
-// What kernels call.
+// Functions that kernels call.
 
 extern "C" void __ms_threadgroup_barrier(uint32_t flags) {
   uint64_t pc = CALLER;
@@ -257,7 +257,8 @@ extern "C" void __ms_simdgroup_barrier(uint32_t flags) {
 extern "C" Exchange* __ms_simd(const char* name, const void* value, uint32_t size) {
   uint32_t me = g.current / kLanes;
   Group& group = g.groups[me];
-  // Two buffers in turn: a lane cannot come to the operation after next before all have left this one.
+  // Two alternating buffers suffice: no lane can reach the operation after the next before all lanes have left this
+  // one.
   Exchange* x = exchange_of(me, group.parity & 1);
   memcpy(x->data[g.current % kLanes], value, size);
   if (meet_lanes(kSimdOperation, name, CALLER)) {
@@ -326,7 +327,7 @@ struct TensorOperands {
 };
 
 extern "C" void __ms_tensor_product(const TensorParts* in, float* out) {
-  static TensorOperands operands[kMaxGroups][2];  // two in turn, as for other operations
+  static TensorOperands operands[kMaxGroups][2];  // two alternate, as for other operations
   uint32_t me = g.current / kLanes;
   Group& group = g.groups[me];
   TensorOperands& x = operands[me][group.parity & 1];

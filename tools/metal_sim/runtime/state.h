@@ -1,4 +1,4 @@
-// What the parts of the runtime share: the running launch, its threads and its memory.
+// Shared state of the runtime: the running launch, its threads and its memory.
 #pragma once
 #include "abi.h"
 
@@ -6,8 +6,8 @@ constexpr uint32_t kMaxThreads = 1024, kLanes = 32, kMaxGroups = kMaxThreads / k
 constexpr uint32_t kNobody = 0xffffffffu;
 constexpr uint64_t kStackBytes = 256 << 10;
 
-// Who touched a piece of memory last, and when. Epochs count barriers: two accesses by different threads with
-// no barrier between them carry the same epoch, and race if one of them writes.
+// Last accesses to a piece of memory. Epochs count barriers: two accesses of different threads without a barrier
+// between them have the same epoch, and race if one of them writes.
 struct Cell {
   uint32_t write_epoch, read_epoch;  // 0: never
   uint32_t write_pc, read_pc;        // offsets into the kernel's image
@@ -19,7 +19,7 @@ constexpr uint16_t kManyGroups = 0xffff;   // readers from several SIMD groups
 constexpr uint16_t kAtomic = 0xfffe;       // atomic access
 constexpr uint16_t kManyLanes = 0x8000;    // | SIMD group: several lanes of one group
 
-// An operation that all lanes of a SIMD group, or all groups of a threadgroup, must come to together.
+// Operation that all lanes of a SIMD group, or all SIMD groups of a threadgroup, must reach together.
 enum Meeting : uint32_t { kExit, kSimdOperation, kGroupBarrier, kBarrier };
 
 struct Exchange {  // mirrors ms_exchange in the kernel's header
@@ -29,8 +29,8 @@ struct Exchange {  // mirrors ms_exchange in the kernel's header
 };
 
 struct Group {
-  uint32_t first, size;            // its threads
-  uint32_t arrived, resume;        // lanes that wait; the thread that runs when the group runs again
+  uint32_t first, size;            // threads of the group
+  uint32_t arrived, resume;        // number of waiting lanes; thread that runs when the group resumes
   Meeting meeting;
   const char* name;
   uint64_t pc;
@@ -39,8 +39,8 @@ struct Group {
   uint32_t device_epoch, threadgroup_epoch;  // barriers of this SIMD group, per kind of memory
 };
 
-// Operations of a SIMD group that exchange nothing (matrix loads and stores) do not wait: a lane notes them, and
-// the notes are compared where the lanes meet next.
+// Operations of a SIMD group without an exchange (matrix loads and stores) do not wait. A lane records them, and the
+// records are compared at the next meeting of the lanes.
 constexpr uint32_t kNotes = 64;
 struct Notes {
   uint32_t count;
@@ -54,13 +54,13 @@ struct State {
   Launch* launch;
   uint32_t n_threads, n_groups;
   uint32_t current;                // running thread
-  uint32_t position[3];            // of the running threadgroup
-  uint32_t extent[3];              // its size: smaller at the ragged edge of the grid
+  uint32_t position[3];            // position of the running threadgroup
+  uint32_t extent[3];              // size of the running threadgroup: smaller at the ragged edge of the grid
   void* stack_pointer[kMaxThreads];
   void* scheduler;
   Group groups[kMaxGroups];
   Notes notes[kMaxThreads];
-  // the meeting of SIMD groups
+  // state of the meeting of SIMD groups
   uint32_t arrived_groups;
   Meeting meeting;
   uint64_t meeting_pc;
@@ -76,11 +76,11 @@ extern uint64_t g_private_bytes;
 Exchange* exchange_of(uint32_t group, uint32_t parity);
 
 // memory.cpp
-const char* memory_begin(Launch* launch);  // nullptr, or why it cannot
+const char* memory_begin(Launch* launch);  // nullptr, or the reason for a failure
 void memory_new_threadgroup();
 void memory_end(Launch* launch);
 uint64_t memory_argument(uint32_t buffer);
 
-// Stops the launch: fills launch->fault and leaves the fibre for good.
+// Stops the launch: fills launch->fault and never returns to the fibre.
 [[noreturn]] void stop(FaultKind kind, uint64_t pc, const char* format, ...);
 Fault& fault();

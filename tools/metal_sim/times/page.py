@@ -1,4 +1,4 @@
-"""docs/kernel_times.md: the model's predictions, and published speeds beside them."""
+"""docs/dev/kernel_times.md: the model's predictions, and published speeds beside them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from .model import Launch, limit, seconds
 
 HEADER = """# Times of attention on Apple GPUs, by a model
 
-Written by `python -m tools.metal_sim time --write`. **Nothing here is measured.** The slowest resource
-sets the time of a launch. [kernels.md](kernels.md#times-by-a-model) has the model and its limits.
+Use this page to compare predicted times of attention in this engine and in MLX, on four Apple GPUs.
+`python -m tools.metal_sim time --write` writes this page. **Nothing here is measured.** The slowest resource sets
+the time of a launch. [kernels.md](kernels.md#times-by-a-model) has the model and its limits.
 
 - *memory*: bytes over the bandwidth of memory and of the system level cache.
 - *issue*: cycles of the compiled instructions over the issue rate, on the busiest core.
@@ -72,7 +73,7 @@ def _predictions(kernels: Kernels) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def page(kernels: Kernels) -> str:
-    """Return the text of docs/kernel_times.md."""
+    """Return the text of docs/dev/kernel_times.md."""
     layers, steps = _predictions(kernels)
     compiled = [
         [

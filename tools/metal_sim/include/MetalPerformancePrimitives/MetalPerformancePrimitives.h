@@ -1,20 +1,20 @@
 // The part of Apple's mpp::tensor_ops that kernels here use: matmul2d of one SIMD group, [16 x 16] times [16 x 32], all
 // operands cooperative tensors.
 //
-// Which lane holds which element is the GPU's business, and differs between GPUs: a kernel has to ask. So there are two
-// layouts here, and a kernel must give the same answers in both. METAL_SIM_TENSOR_LAYOUT (0 or 1) chooses.
+// The distribution of elements over lanes differs between GPUs, so a kernel must query it. This header has two layouts,
+// selected by METAL_SIM_TENSOR_LAYOUT (0 or 1), and a kernel must give the same results in both.
 //
-//     0   as MLX's kernels know it from M5 (steel/attn/nax.h)
-//     1   elements are dealt out all over the matrix, another way for each operand and operation
+//     0   layout of M5, which MLX's kernels assume (steel/attn/nax.h)
+//     1   elements scattered over the whole matrix, differently for each operand and operation
 //
-// New tensors are full of NaN: what a kernel does not set shows.
+// New tensors contain NaN, so that elements which a kernel does not set become visible.
 #pragma once
 
 #ifndef METAL_SIM_TENSOR_LAYOUT
 #define METAL_SIM_TENSOR_LAYOUT 0
 #endif
 
-// A lane's elements of a product, and where in their matrices they lie: row * columns + column.
+// A lane's elements of a product, and their positions in the matrices: row * columns + column.
 struct ms_tensor_parts {
   float left[8], right[16], sum[16];
   ushort left_at[8], right_at[16], sum_at[16];
@@ -27,7 +27,7 @@ template <size_t Groups>
 struct execution_simdgroups {};
 using execution_simdgroup = execution_simdgroups<1>;
 
-// Metal's array has more.
+// Metal's array has more members.
 template <class T, size_t N>
 struct array {
   T values[N];
@@ -36,7 +36,7 @@ struct array {
 
 enum class ms_operand : uint { left, right, sum };
 
-// `Transposed`: of the operation's right matrix, which then lies as [columns x inner].
+// `Transposed`: True if the operation's right matrix is stored as [columns x inner].
 template <class T, ms_operand Operand, bool Transposed>
 class cooperative_tensor {
   static constexpr constant bool is_left = Operand == ms_operand::left;
@@ -55,7 +55,7 @@ class cooperative_tensor {
   METAL_FUNC ushort get_capacity() const thread { return capacity; }
   METAL_FUNC bool is_valid_element(ushort) const thread { return true; }
 
-  // {column, row} of this lane's element i in the matrix as it lies in memory.
+  // Returns {column, row} of this lane's element i in the matrix as stored in memory.
   METAL_FUNC array<int, 2> get_multidimensional_index(ushort i) const thread {
     const int lane = int(__ms_lane());
 #if METAL_SIM_TENSOR_LAYOUT
@@ -63,7 +63,7 @@ class cooperative_tensor {
     const int at = ((lane * capacity + i) * 45 + 29 * int(Operand) + 77 * Transposed) % size;
     return array<int, 2>{{at % width, at / width}};
 #else
-    // Halves of 16 x 16: a lane has four neighbours of two rows.
+    // Halves of 16 x 16: a lane has four adjacent elements in each of two rows.
     const int column = ((lane / 4 & 2) + lane % 2) * 4 + i % 4;
     const int row = (lane / 4 & 4) + lane / 2 % 4 + i / 4 % 2 * 8;
     return array<int, 2>{{column + (is_tall ? 0 : i / 8 * 16), row + (is_tall ? i / 8 * 16 : 0)}};
@@ -89,7 +89,7 @@ struct matmul2d_descriptor {
       : m(rows), n(columns), k(inner), transpose_left(left), transpose_right(right), relaxed_precision(relaxed),
         matmul_mode(what) {}
 
-  // Apple's compiler takes a descriptor for a template argument, and this language only numbers.
+  // Apple's compiler accepts a descriptor as a template argument. This language accepts only numbers.
   constexpr METAL_FUNC operator ulong() const {
     return m == 16 && n == 32 && k == 16 && !transpose_left
         ? 4ul + (transpose_right ? 2ul : 0ul) + (matmul_mode == mode::multiply_accumulate ? 1ul : 0ul)
@@ -126,7 +126,7 @@ class matmul2d {
     static_assert(is_known<T, U, S>(), "the simulator knows products of half and of bfloat that give float");
     return right_t<U>();
   }
-  // Of the types of the operands, not of their elements.
+  // Takes the types of the operands, not of their elements.
   template <class Left, class Right, class S>
   METAL_FUNC sum_t get_destination_cooperative_tensor() const thread {
     static_assert(metal::is_same_v<Left, left_t<typename Left::element_type>>, "no left operand of this operation");

@@ -1,7 +1,7 @@
 // bfloat: the upper half of a float. Rounds to nearest even, after every operation.
 //
-// It converts implicitly to float and to nothing else; float, half and integers convert to it only by a cast
-// (Metal 3.1 language specification). A kernel that relies on more fails in the check pass, as on a Mac.
+// It converts implicitly only to float. float, half and integers convert to it only by a cast (Metal 3.1 language
+// specification). A kernel with other implicit conversions fails in the check pass, as on a Mac.
 #pragma once
 
 struct bfloat {

@@ -1,5 +1,5 @@
-// float4(a, b) and friends: C++ for OpenCL has no functional casts that build vectors, so the names become
-// function-like macros. They are expanded only before a parenthesis; as types the names are untouched.
+// float4(a, b) and similar constructors: C++ for OpenCL has no functional casts to vectors, so the names become
+// function-like macros. Macros are expanded only before a parenthesis, so the names still work as types.
 #pragma once
 
 #define char2(...) (::metal::ms_make<char2>(__VA_ARGS__))

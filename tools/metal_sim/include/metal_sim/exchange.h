@@ -1,13 +1,13 @@
-// How the lanes of a SIMD group exchange values in the simulator.
+// Exchange of values between the lanes of a SIMD group in the simulator.
 //
-// Every lane hands its value to the runtime and waits for the other lanes of its group; then it computes its
-// own result from all values. The runtime checks that all lanes came to the same call.
+// Every lane passes its value to the runtime and waits for the other lanes of its group. Then it computes its own
+// result from all values. The runtime checks that all lanes reached the same call.
 #pragma once
 
-// What one SIMD operation exchanges. It lies in memory that the run pass does not instrument.
+// Values exchanged by one SIMD operation, in memory that the run pass does not instrument.
 struct ms_exchange {
-  uint count;  // lanes of this group that exist: 32, or fewer in the last group of a ragged threadgroup
-  uint done;   // a lane has put the group's common result in `result`
+  uint count;  // number of lanes of this group: 32, or fewer in the last group of a ragged threadgroup
+  uint done;   // nonzero if a lane has stored the group's common result in `result`
   uchar result[32];
   uchar data[32][32];
 };
@@ -26,7 +26,7 @@ METAL_FUNC T ms_at(const constant char* name, ms_exchange* x, uint lane) {
   return *reinterpret_cast<T*>(x->data[lane]);
 }
 
-// result = v[0] op v[1] op ..., as a tree; the first lane to come back computes it for all.
+// result = v[0] op v[1] op ..., as a tree. The first lane to resume computes it for all lanes.
 #define MS_REDUCE(name, step)                                         \
   template <class T>                                                  \
   METAL_FUNC T name(T value) {                                        \
@@ -56,7 +56,7 @@ METAL_FUNC T ms_at(const constant char* name, ms_exchange* x, uint lane) {
     return sum;                                                       \
   }
 
-// Result of this lane = value of lane `from`, or `fallback` where `from` lies outside the group.
+// Result of this lane = value of lane `from`, or `fallback` if `from` is outside the group.
 #define MS_SHUFFLE(name, params, from, outside, fallback)             \
   template <class T>                                                  \
   METAL_FUNC T name params {                                          \

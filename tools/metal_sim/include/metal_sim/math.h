@@ -1,8 +1,8 @@
 // Math functions for float, half and their vectors. Half goes through float, which rounds correctly.
 //
-// fast:: and precise:: are the same functions here: the simulator says what a kernel computes, within the
-// error that Metal allows, and not how many bits a particular GPU loses. The __metal_* spellings are the
-// compiler builtins behind Apple's headers; MLX's bfloat16 math calls them with a math mode.
+// fast:: and precise:: are the same functions here: the simulator computes results within Metal's error bounds, not the
+// exact rounding of a particular GPU. The __metal_* names are the compiler builtins behind Apple's headers. MLX's
+// bfloat16 math calls them with a math mode.
 #pragma once
 
 #define MS_MATH1(name, expr, internal)                                                             \
@@ -140,7 +140,7 @@ template <class T, enable_if_t<is_integral_v<T>, bool> = true>
 METAL_FUNC T min(T a, T b) {
   return b < a ? b : a;
 }
-// Integers of two types, where Metal's overloads for each type would be ambiguous, are refused as they are there.
+// Integers of two types are rejected, as in Metal, where the overloads for each type are ambiguous.
 METAL_FUNC float max(float a, float b) { return __builtin_fmaxf(a, b); }
 METAL_FUNC float min(float a, float b) { return __builtin_fminf(a, b); }
 METAL_FUNC half max(half a, half b) { return half(__builtin_fmaxf(float(a), float(b))); }
@@ -194,7 +194,7 @@ template <class T, int N>
 METAL_FUNC T length(ms_ext<T, N> a) {
   return sqrt(dot(a, a));
 }
-// Comparisons of vectors give -1 for true in OpenCL's rules and true in Metal's: only truth is asked here.
+// Comparisons of vectors give -1 in OpenCL and true in Metal. These functions only test for nonzero.
 template <class T, int N>
 METAL_FUNC bool all(ms_ext<T, N> a) {
   for (int i = 0; i < N; ++i)

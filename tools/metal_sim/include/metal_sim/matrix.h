@@ -55,7 +55,7 @@ METAL_FUNC simdgroup_matrix<T, C, R> make_filled_simdgroup_matrix(U value) {
 }
 
 #ifdef METAL_SIM_AGX
-// The lane's address first, and on top of it what the compiler may know, as an offset of 32 bits.
+// The lane's address, plus a 32-bit offset that may be known at compile time.
 METAL_FUNC int ms_element(ulong stride, ulong2 origin, bool transpose, uint second) {
   const int lane = int(__ms_lane()), to_row = int(stride);
   const int row = ((lane / 4) & 4) + (lane / 2) % 4, column = ((lane / 4) & 2) * 2 + (lane % 2) * 2;
@@ -75,7 +75,7 @@ METAL_FUNC ulong ms_element(ulong stride, ulong2 origin, bool transpose, uint se
 template <int Bytes>
 using ms_bits = conditional_t<Bytes == 4, uint, ushort>;
 
-// Loads are volatile: a matrix is read whole, and where an element is not used the optimiser would drop its load
+// Loads are volatile, because a GPU reads the whole matrix: the optimiser would drop the load of an unused element
 // before it is counted and checked.
 #define MS_LOAD_STORE(space)                                                                     \
   template <class T>                                                                             \

@@ -98,7 +98,7 @@ class simd_vote {
 METAL_FUNC simd_vote simd_ballot(bool predicate) { return simd_vote(ms_ballot("simd_ballot", predicate)); }
 METAL_FUNC bool simd_any(bool predicate) { return ms_ballot("simd_any", predicate) != 0; }
 METAL_FUNC bool simd_all(bool predicate) { return ms_ballot("simd_all", !predicate) == 0; }
-// All lanes of a group are active wherever the simulator lets a SIMD operation happen.
+// All lanes of a group are active in every SIMD operation that the simulator allows.
 METAL_FUNC simd_vote simd_active_threads_mask() {
   return simd_vote(ms_ballot("simd_active_threads_mask", true));
 }

@@ -1,4 +1,4 @@
-// Scalar and vector types, under the names and with the sizes that Metal gives them.
+// Scalar and vector types with Metal's names and sizes.
 #pragma once
 
 typedef unsigned char uchar;

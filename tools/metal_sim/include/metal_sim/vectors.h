@@ -1,7 +1,7 @@
-// vec<T, N>, and the building of vectors from scalars and shorter vectors.
+// vec<T, N>, and the construction of vectors from scalars and shorter vectors.
 #pragma once
 
-// bfloat is a class here, so its vectors are structs: elements by name and index, no swizzles.
+// bfloat is a class here, so its vectors are structs with elements by name and index, but without swizzles.
 template <int N>
 struct ms_bvec;
 template <>

@@ -1,8 +1,8 @@
-// Requests to the server this page came from, with the key that the user gave.
+// Sends requests to the server of this page, with the user's key.
 
 const KEY = "metal-engine.key";
 
-/** An answer that is an error; `status` is 0 if there was none. */
+/** An error response; `status` is 0 if there was no response. */
 export class ApiError extends Error {
   constructor(status, message) {
     super(message);
@@ -13,29 +13,29 @@ export class ApiError extends Error {
 let model = null;
 let watched = null;
 
-/** Talk to one of several models, or to an adapter, from now on; `isWatched` for a model that has an engine of its own. */
+/** Select one of several models, or an adapter. `isWatched` is true for a model with its own engine. */
 export function useModel(name, isWatched) {
   model = name;
   watched = isWatched ? name : null;
 }
 
-/** What names the model to look at in a query; nothing where the server has only one. */
+/** Return the query parameter of the watched model; empty if the server has only one. */
 export const modelQuery = () => (watched === null ? "" : `?model=${encodeURIComponent(watched)}`);
 
-/** A body that is for the model to talk to. */
+/** Return a request body with the selected model. */
 export const forModel = (body) => (model === null ? body : { model, ...body });
 
 let key = sessionStorage.getItem(KEY) ?? "";
 
 export const hasKey = () => key !== "";
 
-/** Remember a key for as long as the tab is open. */
+/** Store a key while the tab is open. */
 export function setKey(given) {
   key = given;
   sessionStorage.setItem(KEY, given);
 }
 
-/** A request; its body, if it has one, is JSON. Throws ApiError unless the answer is a success. */
+/** Send a request with an optional JSON body. Throws ApiError for an error response. */
 export async function request(path, { body, signal } = {}) {
   const headers = { "x-metal-engine-page": "1" }; // a page of another origin cannot send it
   if (key) headers.authorization = `Bearer ${key}`;
@@ -46,19 +46,19 @@ export async function request(path, { body, signal } = {}) {
     response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "the server does not answer");
+    throw new ApiError(0, "the server does not respond");
   }
   if (response.ok) return response;
-  let message = `the server answered ${response.status}`;
+  let message = `the server responded with status ${response.status}`;
   try {
     message = (await response.json()).error.message;
   } catch {
-    // not JSON: the status says it
+    // not JSON: report the status only
   }
   throw new ApiError(response.status, message);
 }
 
-/** The server-sent events of an answer: {event, data}, data as text; a comment is one of the name "comment". */
+/** Yield the server-sent events of a response: {event, data}, data as text. Comments have the event name "comment". */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -84,10 +84,10 @@ export async function* events(response) {
 }
 
 /**
- * A stream of OpenAI's chunks: each as an object, until `[DONE]`. Throws ApiError for an error within it.
+* Yield the chunks of an OpenAI stream as objects, until `[DONE]`. Throws ApiError for an error in the stream.
  *
- * `begun` is called with the answer's id as soon as the server has taken the request in, `loading` whenever it says that the
- * model is being loaded for it.
+* Calls `begun` with the response's id when the server has accepted the request, and `loading` whenever the server reports
+ * that it is loading the model.
  */
 export async function* chunks(path, body, signal, { begun = () => {}, loading = () => {} } = {}) {
   const response = await request(path, { body: forModel({ ...body, stream: true }), signal });
@@ -102,5 +102,5 @@ export async function* chunks(path, body, signal, { begun = () => {}, loading = 
     if (chunk.error) throw new ApiError(500, chunk.error.message);
     yield chunk;
   }
-  throw new ApiError(0, "the connection ended before the answer did");
+  throw new ApiError(0, "the connection ended before the end of the answer");
 }

@@ -1,8 +1,8 @@
-// Making elements, and finding those of the page.
+// Creates elements, and finds elements of the page.
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element with properties, `dataset`, `aria-*` and children; text is always text. */
+/** Create an element with properties, `dataset`, `aria-*` and children. Strings become text, never HTML. */
 export function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -15,7 +15,7 @@ export function el(tag, properties = {}, ...children) {
   return made;
 }
 
-/** A button that copies a text and says so. */
+/** Create a button that copies a text and confirms it. */
 export function copyButton(text, what) {
   const button = el("button", { type: "button", className: "copy", textContent: "Copy", "aria-label": `Copy ${what}` });
   button.addEventListener("click", async () => {
@@ -27,7 +27,7 @@ export function copyButton(text, what) {
 
 async function copy(text) {
   try {
-    await navigator.clipboard.writeText(text); // not there without TLS, except on this machine
+    await navigator.clipboard.writeText(text); // not available without TLS, except on localhost
     return true;
   } catch {
     const area = el("textarea", { value: text, className: "hidden" });
@@ -39,7 +39,7 @@ async function copy(text) {
   }
 }
 
-/** A size in bytes, in words. */
+/** Format a size in bytes. */
 export function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let unit = 0;
@@ -47,7 +47,7 @@ export function size(bytes) {
   return `${bytes >= 100 || unit === 0 ? Math.round(bytes) : bytes.toFixed(1)} ${units[unit]}`;
 }
 
-/** Seconds, in words. */
+/** Format a duration in seconds. */
 export function duration(seconds) {
   if (seconds >= 100) return `${Math.round(seconds)} s`;
   if (seconds >= 1) return `${seconds.toFixed(1)} s`;

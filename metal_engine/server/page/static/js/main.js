@@ -1,4 +1,4 @@
-// Puts the page together: the chat on the left, what the engine does on the right, one stream for both.
+// Sets up the page: the chat on the left, the engine's activity on the right, and one event stream for both.
 
 import { byId, count } from "./dom.js";
 import { Chat } from "./chat/chat.js";
@@ -18,7 +18,7 @@ const pool = new Pool();
 const tape = new Tape(byId("tape"), byId("tape-now"), pool);
 const blocks = new Blocks(byId("blocks"), byId("blocks-now"), byId("blocks-text"), pool);
 const history = new History(byId("charts"));
-let facts = null; // the last snapshot, with the stats of the last frame
+let facts = null; // latest snapshot, with the stats of the latest frame
 
 const settings = new Settings();
 const chat = new Chat(settings, {
@@ -29,7 +29,7 @@ const chat = new Chat(settings, {
 const demos = new Demos(() => facts);
 setUpClients(() => models.picked ?? facts?.models[0] ?? "MODEL");
 
-/** Show nothing of an engine: the model that is looked at has none. */
+/** Clear the live view, because the watched model is not loaded. */
 function forget() {
   facts = null;
   settings.follow(null);
@@ -52,7 +52,7 @@ const models = new Models(() => {
 models.run();
 const stream = new LiveStream({
   async ready(say, isFirst) {
-    // A server that has started anew may have others.
+    // A restarted server may have other models.
     await (isFirst ? models.known : models.ask());
     while (!models.isLoaded) {
       say("not loaded");

@@ -1,28 +1,28 @@
-// Several models in one server: which are loaded, and which one the page talks to and looks at. Or one with adapters, which
-// share its engine: which one the page talks to.
+// Selection of a model for the chat and the live view, if the server has several models; or of a model or adapter for the
+// chat, if the server has one model with adapters, which share its engine.
 
 import { request, useModel } from "./api.js";
 import { byId, el, size } from "./dom.js";
 import { withKey } from "./key.js";
 
 const SECONDS = 3;
-const WAITING_SECONDS = 1; // when the model that is looked at is not loaded
+const WAITING_SECONDS = 1; // while the watched model is not loaded
 
 export class Models {
-  /** `changed()` is called when another model is picked. */
+  /** Calls `changed()` when another model is selected. */
   constructor(changed) {
     this.changed = changed;
     this.cards = [];
-    this.picked = null; // the server's only model
+    this.picked = null; // null: the server's only model
     this.isSeveral = false;
     this.waiting = [];
-    // Resolves when the server has said for the first time which models it has.
+    // Resolves after the first list of models from the server.
     this.known = new Promise((resolve) => (this.isKnown = resolve));
     this.select = byId("model-pick");
     this.select.addEventListener("change", () => this.pick(this.select.value));
   }
 
-  /** Ask for the models again and again if there are several; of one, whenever somebody comes to the page. */
+  /** Update the list periodically if there are several models; otherwise, whenever the page gets the focus. */
   async run() {
     addEventListener("focus", () => this.ask());
     this.select.addEventListener("focus", () => this.ask());
@@ -41,7 +41,7 @@ export class Models {
       if (this.isSeveral) this.show(data, wasSeveral);
       else this.showAdapters(data, wasSeveral);
     } catch {
-      // the live view says that the server does not answer
+      // the live view reports that the server does not respond
     }
     this.isKnown();
   }
@@ -52,13 +52,13 @@ export class Models {
     const loaded = cards.filter((card) => card.loaded);
     const taken = loaded.reduce((sum, card) => sum + card.memory_bytes, 0);
     byId("models-text").textContent = `${loaded.length} of ${cards.length} loaded, ${size(taken)}`;
-    // Of a server that has started anew, the models may be others, or have been one.
+    // A restarted server may have other models, or may have had only one before.
     const isThere = cards.some((card) => card.id === this.picked);
     if (!wasSeveral || !isThere) this.pick(isThere ? this.picked : (loaded[0] ?? cards[0]).id);
     if (this.isLoaded) for (const resolve of this.waiting.splice(0)) resolve();
   }
 
-  /** A server's only model, which is always loaded, with the adapters that it has now; `wasSeveral` before a restart. */
+  /** Show a server's only model with its current adapters. `wasSeveral` is true if it had several models before a restart. */
   showAdapters(cards, wasSeveral) {
     this.cards = cards;
     const adapters = cards.filter((card) => card.parent);
@@ -71,7 +71,7 @@ export class Models {
     for (const resolve of this.waiting.splice(0)) resolve();
   }
 
-  /** The models to choose from, each with what `about(card)` says of it. */
+  /** Show the list of models, each with the text of `about(card)`. */
   list(about) {
     byId("models").hidden = false;
     while (this.select.options.length > this.cards.length) this.select.lastChild.remove();
@@ -88,17 +88,17 @@ export class Models {
     this.picked = name;
     this.select.value = name;
     useModel(name, this.isSeveral);
-    if (!this.isSeveral) return; // adapters are looked at with their model
+    if (!this.isSeveral) return; // the live view shows adapters with their model
     this.changed();
     if (this.isLoaded) for (const resolve of this.waiting.splice(0)) resolve();
   }
 
-  /** Whether there is something to look at. */
+  /** Return true if the watched model is loaded. */
   get isLoaded() {
     return !this.isSeveral || this.cards.some((card) => card.id === this.picked && card.loaded);
   }
 
-  /** Resolves when the model is loaded that is looked at; to look at it loads nothing. */
+  /** Resolves when the watched model is loaded. Watching does not load a model. */
   async loaded() {
     if (!this.isLoaded) await new Promise((resolve) => this.waiting.push(resolve));
   }

@@ -1,12 +1,12 @@
-// One answer on its way: from the stream's chunks to a message, with what it took.
+// One answer in progress: converts the stream's chunks to a message with timings and token counts.
 
 import { chunks } from "../api.js";
 import { withKey } from "../key.js";
 
 /**
- * Streams an answer into `message` of `conversation`. `changed(part)` is called whenever it has: "text" for more of it, "loading"
- * while its model is loaded, "end" for its end.
- * `serverId` is the server's name for it, null until it has been taken in.
+* Streams an answer into `message` of `conversation`. Calls `changed(part)` for each change: "text" for more text, "loading"
+ * while the model is being loaded, "end" for the end.
+ * `serverId` is the server's id of the answer; null until the server has accepted the request.
  */
 export class Answer {
   constructor(message, conversation, changed) {
@@ -52,7 +52,7 @@ export class Answer {
     this.changed("end");
   }
 
-  /** Add what a chunk brings; returns whether that is anything. */
+  /** Add the content of a chunk. Return true if there was any. */
   take(delta) {
     const { message } = this;
     message.content += delta.content ?? "";

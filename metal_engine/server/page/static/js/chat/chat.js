@@ -1,4 +1,4 @@
-// The chat: which conversation is open, its messages, and answers on their way.
+// The chat: the open conversation, its messages, and the answer in progress.
 
 import { byId } from "../dom.js";
 import { Answer } from "./answer.js";
@@ -8,23 +8,24 @@ import { openConversation, saveConversation } from "./store.js";
 import { suggestions } from "./suggestions.js";
 
 const SAVE_SECONDS = 1;
-// After an answer was laid out, this many times as long passes before it is again: long ones leave time for all else.
+// Minimum time between two layouts of an answer, as a multiple of the last layout's duration, so that long answers do not
+// block the page.
 const REST = 4;
 
 export class Chat {
   /**
-   * `live` tells of the engine: request(serverId) is an answer's request there, colour(request) its colour, model() the name
-   * of the model that answers.
+* `live` has functions about the engine: request(serverId) returns the engine's request of an answer, colour(request) its
+   * colour, and model() the name of the answering model.
    */
   constructor(settings, live) {
     this.settings = settings;
     this.live = live;
-    this.answer = null; // the one that is on its way
-    this.last = null; // the one that began last
+    this.answer = null; // answer in progress
+    this.last = null; // latest answer
     this.views = new Map();
     this.list = byId("messages");
     this.prompt = byId("prompt");
-    this.rest = 0; // milliseconds before the next layout
+    this.rest = 0; // milliseconds until the next layout
     this.library = new Library(this);
     this.open(openConversation());
     byId("composer").addEventListener("submit", (event) => {
@@ -37,7 +38,7 @@ export class Chat {
       this.send();
     });
     this.prompt.addEventListener("input", () => this.fitPrompt());
-    // What is under way is cut then, and is told so by the next one who opens it.
+    // The answer in progress is cut off. Opening the conversation again shows that.
     addEventListener("pagehide", () => (this.isLeaving = true));
     addEventListener("pageshow", () => (this.isLeaving = false));
     byId("stop").addEventListener("click", () => this.answer?.stop());
@@ -97,7 +98,7 @@ export class Chat {
 
   // --- answers ---
 
-  /** Have the model answer a message. */
+  /** Request an answer to a message. */
   async reply(last) {
     this.answer?.stop();
     const { conversation } = this;
@@ -133,7 +134,7 @@ export class Chat {
     }
   }
 
-  /** Markdown is laid out once for each of the screen's frames at most, however fast tokens come. */
+  /** Lay out Markdown at most once per frame of the screen, even if tokens arrive faster. */
   drawSoon(view) {
     if (!view || this.drawing) return;
     this.drawing = true;
@@ -159,7 +160,7 @@ export class Chat {
     }, 1000 * SAVE_SECONDS);
   }
 
-  /** A request has ended, and so many tokens of it were drafts: this is told about when its answer ends. */
+  /** Record and show the numbers of proposed and accepted drafts of a finished request. */
   drafted(request, proposed, accepted) {
     if (!this.last || this.live.request(this.last.serverId) !== request) return;
     const { message, conversation } = this.last;
@@ -169,7 +170,7 @@ export class Chat {
     saveConversation(conversation);
   }
 
-  /** What the engine says of the answer on its way. */
+  /** Show the engine's state of the answer in progress. */
   follow() {
     if (!this.answer) return;
     const view = this.views.get(this.answer.message.id);

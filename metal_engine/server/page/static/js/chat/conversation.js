@@ -1,4 +1,4 @@
-// A conversation as a tree of messages: editing one, or asking again, makes a branch and loses nothing.
+// A conversation as a tree of messages. Editing a message, or repeating an answer, adds a branch and keeps the others.
 
 let numMade = 0;
 const newId = () => `${Date.now().toString(36)}-${(numMade += 1)}-${Math.random().toString(36).slice(2, 8)}`;
@@ -6,15 +6,15 @@ const newId = () => `${Date.now().toString(36)}-${(numMade += 1)}-${Math.random(
 const MAX_TITLE = 60;
 
 /**
- * Messages by id. A message: {id, parent, role, content, children, chosen} and, of an answer, {model, reasoning, calls,
- * figures, state, problem}; `chosen` is the child that is shown. The root is a message without a role. An answer's state is
- * "running", "done", "stopped" (on purpose) or "failed"; `problem` says why the last two ended.
+* Messages by id. A message is {id, parent, role, content, children, chosen}. An answer also has {model, reasoning, calls,
+ * figures, state, problem}. `chosen` is the child that is shown. The root is a message without a role. An answer's state is
+ * "running", "done", "stopped" (by the user) or "failed". `problem` is the reason for the last two states.
  */
 export class Conversation {
   constructor(saved = null) {
     this.id = saved?.id ?? newId();
     this.title = saved?.title ?? "New conversation";
-    this.isNamed = saved?.isNamed ?? false; // by the user: a first message that is edited leaves the title as it is
+    this.isNamed = saved?.isNamed ?? false; // by the user: then the title does not change when the first message is edited
     this.isDeleted = false;
     this.messages = saved?.messages ?? { root: { id: "root", children: [], chosen: null } };
   }
@@ -23,7 +23,7 @@ export class Conversation {
     return this.messages.root.children.length === 0;
   }
 
-  /** The messages that are shown, first to last. */
+  /** Return the messages of the shown branch, first to last. */
   get path() {
     const path = [];
     for (let at = this.messages.root; at.chosen; ) {
@@ -33,7 +33,7 @@ export class Conversation {
     return path;
   }
 
-  /** Add a message after another (null: at the beginning), and show it. */
+  /** Add a message after another (null: at the start), and show it. */
   add(parent, message) {
     const id = newId();
     const above = this.messages[parent?.id ?? "root"];
@@ -54,19 +54,19 @@ export class Conversation {
     return message.parent === "root" ? null : this.messages[message.parent];
   }
 
-  /** Which of its siblings a message is, from 0, and how many there are. */
+  /** Return a message's index among its siblings, from 0, and their number. */
   place(message) {
     const { children } = this.messages[message.parent];
     return [children.indexOf(message.id), children.length];
   }
 
-  /** Show the sibling so many places further. */
+  /** Show the sibling at an offset from this message. */
   turn(message, by) {
     const above = this.messages[message.parent];
     above.chosen = above.children[above.children.indexOf(message.id) + by];
   }
 
-  /** What the API is sent for an answer to `last`: everything up to it. */
+  /** Return the messages to send for an answer to `last`: all messages up to it. */
   upTo(last) {
     const sent = [];
     for (let at = last; at; at = this.parentOf(at)) sent.unshift(toApi(at));

@@ -1,4 +1,4 @@
-// A conversation as a file.
+// Exports a conversation as a file.
 
 import { el } from "../dom.js";
 
@@ -14,7 +14,7 @@ export function toMarkdown(conversation) {
   return `${parts.filter(Boolean).join("\n\n")}\n`;
 }
 
-/** Have the browser save a text as a file. Signs that file systems refuse become spaces in its name. */
+/** Save a text as a file in the browser. Characters that file systems reject become spaces in its name. */
 export function download(name, text) {
   const address = URL.createObjectURL(new Blob([text], { type: "text/markdown" }));
   const link = el("a", { href: address, download: name.replace(/[\s\\/:*?"<>|\p{C}]+/gu, " ").trim() });

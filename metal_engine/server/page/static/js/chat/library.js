@@ -1,11 +1,11 @@
-// The conversations that this browser keeps: a list, a search, and what can be done with the open one.
+// The conversations in this browser's storage: a list, a search, and actions on the open conversation.
 
 import { byId, el } from "../dom.js";
 import { download, toMarkdown } from "./export.js";
 import { deleteConversation, listConversations, openConversation, saveConversation, searchConversations } from "./store.js";
 
 export class Library {
-  /** `chat.conversation` is the open one, and `chat.open(conversation)` opens another. */
+  /** `chat.conversation` is the open conversation, and `chat.open(conversation)` opens another. */
   constructor(chat) {
     this.chat = chat;
     this.menu = byId("conversation-more");
@@ -38,7 +38,7 @@ export class Library {
     });
   }
 
-  /** List the conversations anew. */
+  /** Update the list of conversations. */
   show() {
     const open = this.chat.conversation;
     const listed = listConversations();
@@ -61,7 +61,7 @@ export class Library {
   delete() {
     const { conversation } = this.chat;
     if (!conversation.isEmpty && !confirm("Delete this conversation?")) return;
-    conversation.isDeleted = true; // an answer that ends now must not bring it back
+    conversation.isDeleted = true; // an answer that ends later must not save it again
     deleteConversation(conversation.id);
     this.chat.open(openConversation(listConversations()[0]?.id ?? null));
   }
@@ -81,7 +81,7 @@ export class Library {
     });
   }
 
-  /** Show the conversations that have a text. */
+  /** Show the conversations that contain a text. */
   find(text) {
     const matches = searchConversations(text.trim());
     const items = matches.map(({ id, title, excerpt }) => {

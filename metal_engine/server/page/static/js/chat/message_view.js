@@ -1,4 +1,4 @@
-// A message on the page: its text, what can be done with it, what it took.
+// A message on the page: its text, its buttons, and its timings and token counts.
 
 import { copyButton, count, duration, el } from "../dom.js";
 import { rendered } from "./markdown.js";
@@ -6,10 +6,10 @@ import { rendered } from "./markdown.js";
 const NAMES = { user: "You", tool: "Tool" };
 
 /**
- * An element for a message that knows how to show its newest state.
+* Element that shows the latest state of a message.
  *
- * `actions` are what its buttons call: edit(message, text), again(message), turn(message, by), result(message, call,
- * text). `place` is which sibling it is of how many.
+* `actions` are the functions of its buttons: edit(message, text), again(message), turn(message, by), result(message, call,
+ * text). `place` is its index among its siblings, and their number.
  */
 export class MessageView {
   constructor(message, place, actions) {
@@ -28,13 +28,13 @@ export class MessageView {
     this.name = el("span");
     const who = el("div", { className: "who" }, message.role === "assistant" ? this.dot : null, this.name);
     this.element = el("article", { className: `message ${message.role}` });
-    this.isPlain = false; // its Markdown could not be laid out
+    this.isPlain = false; // true if its Markdown could not be laid out
     const parts = message.role === "assistant" ? [this.reasoningPart, this.body, this.calls, this.wait] : [this.body];
     this.element.append(who, ...parts, this.foot);
     this.update();
   }
 
-  /** Show the message as it is now. */
+  /** Show the current state of the message. */
   update() {
     const { message } = this;
     this.name.textContent = NAMES[message.role] ?? message.model ?? "Model";
@@ -53,7 +53,7 @@ export class MessageView {
     this.showFoot();
   }
 
-  /** Show the text as Markdown. What is too slow once stays plain text, so it takes the time only once. */
+  /** Show the text as Markdown. A text that was too slow once stays plain text. */
   showContent() {
     const shown = this.isPlain ? null : rendered(this.message.content);
     this.isPlain = shown === null;
@@ -61,7 +61,7 @@ export class MessageView {
     this.body.replaceChildren(shown ?? this.message.content);
   }
 
-  /** How far the prompt is: tokens computed of all, or that the model is being loaded; null once there is text. */
+  /** Show the progress of the prompt in tokens, or that the model is being loaded; null once there is text. */
   waiting(progress) {
     this.wait.hidden = progress === null;
     if (progress === null) return;
@@ -72,7 +72,7 @@ export class MessageView {
     this.wait.replaceChildren(bar, total ? `computing the prompt: ${count(computed)} of ${count(total)} tokens` : before);
   }
 
-  /** The colour of its request in the live view; null when that has ended. */
+  /** Show the colour of its request in the live view; null after the request has ended. */
   mark(colour) {
     this.dot.style.background = colour ?? "";
   }

@@ -1,4 +1,4 @@
-// How answers are made: sampling, a system prompt, tools. The model's default stands for a setting that is left empty.
+// Settings of the chat: sampling, a system prompt, tools. Empty settings have the model's default.
 
 import { byId, el } from "../dom.js";
 import { loadSettings, saveSettings } from "./store.js";
@@ -13,14 +13,14 @@ const NUMBERS = [
   ["presence_penalty", "Presence penalty", -2, 2, 0.1],
   ["repetition_penalty", "Repetition penalty", 0.1, 2, 0.05],
 ];
-// Sent for a model that recommends no temperature: at the server's 1.0, small models answer nonsense.
+// Used if the model recommends no temperature: at the server's default of 1.0, small models produce nonsense.
 const TEMPERATURE = 0.7;
 const EFFORTS = ["", "none", "low", "medium", "high"];
 
 export class Settings {
   constructor() {
     this.values = loadSettings();
-    this.recommended = null; // what the model recommends, by name; null while no model is loaded
+    this.recommended = null; // recommended sampling parameters by name; null while no model is loaded
     this.inputs = {};
     const form = byId("settings");
     const change = (name, value) => {
@@ -42,7 +42,7 @@ export class Settings {
     field("reasoning_effort", "Reasoning", el("select", {}, ...options));
     field("system", "System prompt", el("textarea", { rows: 2 }), "wide");
     this.tools = field("tools", "Tools, as OpenAI's JSON list", el("textarea", { rows: 2, spellcheck: false }), "wide");
-    this.tools.addEventListener("input", () => this.tools.setCustomValidity(isList(this.tools.value) ? "" : "This is no JSON list."));
+    this.tools.addEventListener("input", () => this.tools.setCustomValidity(isList(this.tools.value) ? "" : "This is not a JSON list."));
     form.addEventListener("submit", (event) => event.preventDefault());
     this.show();
     const open = byId("settings-open");
@@ -52,18 +52,18 @@ export class Settings {
     });
   }
 
-  /** Follow the recommended sampling of another model; null if no model is loaded. */
+  /** Set the recommended sampling of the selected model; null if no model is loaded. */
   follow(recommended) {
     this.recommended = recommended;
     this.show();
   }
 
-  /** The page's own defaults: a temperature for a model that recommends none. */
+  /** Return the page's own defaults: a temperature, if the model recommends none. */
   get own() {
     return this.recommended && this.recommended.temperature === undefined ? { temperature: TEMPERATURE } : {};
   }
 
-  /** Show the sampling that is in effect: below the message field, and in empty settings. */
+  /** Show the sampling in effect below the message field, and as placeholders of empty settings. */
   show() {
     const groups = { yours: [], "the model's": [], "the page's": [] };
     for (const [name, title] of NUMBERS) {
@@ -78,7 +78,7 @@ export class Settings {
     byId("sampling").textContent = text && `Sampling: ${text}`;
   }
 
-  /** The parameters of a request that these settings ask for. */
+  /** Return the request parameters for these settings. */
   get parameters() {
     const found = { ...this.own };
     for (const [name] of NUMBERS) if (this.values[name] !== undefined) found[name] = Number(this.values[name]);
@@ -87,7 +87,7 @@ export class Settings {
     return found;
   }
 
-  /** The messages that every conversation begins with. */
+  /** Return the initial messages of every conversation. */
   get system() {
     return this.values.system ? [{ role: "system", content: this.values.system }] : [];
   }

@@ -1,4 +1,4 @@
-// Conversations and settings, in this browser's storage and nowhere else.
+// Stores conversations and settings in this browser only.
 
 import { Conversation } from "./conversation.js";
 
@@ -11,7 +11,7 @@ function read(name) {
   try {
     return JSON.parse(localStorage.getItem(name));
   } catch {
-    return null; // not ours, or cut short
+    return null; // another program's data, or truncated
   }
 }
 
@@ -23,7 +23,7 @@ export function saveSettings(settings) {
   localStorage.setItem(SETTINGS, JSON.stringify(settings));
 }
 
-/** All conversations as {id, title, time}, the latest first. */
+/** Return all conversations as {id, title, time}, the latest first. */
 export function listConversations() {
   const found = [];
   for (let i = 0; i < localStorage.length; i += 1) {
@@ -34,9 +34,9 @@ export function listConversations() {
   return found.sort((a, b) => b.time - a.time);
 }
 
-const AROUND = 40; // characters on either side of a match
+const AROUND = 40; // number of characters on each side of a match
 
-/** Return the conversations that have a text in their title or a message, as {id, title, excerpt}, the latest first. */
+/** Return the conversations with a text in their title or a message, as {id, title, excerpt}, the latest first. */
 export function searchConversations(text) {
   const wanted = text.toLowerCase();
   const found = [];
@@ -54,7 +54,7 @@ function excerpt(text, at) {
   return `${start ? "…" : ""}${text.slice(start, end)}${end < text.length ? "…" : ""}`;
 }
 
-/** The conversation that was open, or a new one. Answers that were under way when the page ended stay as they were. */
+/** Return the conversation that was open, or a new one. Answers that were in progress when the page closed stay incomplete. */
 export function openConversation(id = localStorage.getItem(CURRENT)) {
   const conversation = new Conversation(id ? read(PREFIX + id) : null);
   for (const message of Object.values(conversation.messages)) {
@@ -64,7 +64,7 @@ export function openConversation(id = localStorage.getItem(CURRENT)) {
   return conversation;
 }
 
-/** Keep a conversation; the oldest ones give way where there is no room. Returns whether it is kept. */
+/** Save a conversation, deleting the oldest ones if there is no space. Return true if it was saved. */
 export function saveConversation(conversation) {
   if (conversation.isEmpty || conversation.isDeleted) return true;
   localStorage.setItem(CURRENT, conversation.id);

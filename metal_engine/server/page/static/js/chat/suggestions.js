@@ -1,4 +1,4 @@
-// What an empty conversation offers: messages to begin with.
+// Suggested first messages of an empty conversation.
 
 import { el } from "../dom.js";
 
@@ -9,7 +9,7 @@ const SUGGESTIONS = [
   "Give me three tips for sleeping well.",
 ];
 
-/** An element with a button for each suggestion; `send(text)` is called for the one that is picked. */
+/** Create an element with a button for each suggestion, which calls `send(text)`. */
 export function suggestions(send) {
   const buttons = SUGGESTIONS.map((text) => {
     const button = el("button", { type: "button", textContent: text });

@@ -1,4 +1,4 @@
-// The KV cache as a grid: a cell for each block, or for some that follow on one another where there are too many.
+// The KV cache as a grid with a cell for each block, or for several consecutive blocks if there are too many.
 
 import { count } from "../dom.js";
 import { inspect, View } from "./canvas.js";
@@ -15,7 +15,7 @@ export class Blocks {
     this.pool = pool;
     this.summary = summary;
     this.chosen = null;
-    this.flashes = new Map(); // block -> when it stops
+    this.flashes = new Map(); // block -> end time of its flash
     this.view = new View(view.querySelector("canvas"), (...place) => this.draw(...place));
     this.unmark = inspect(view, readout, {
       hit: (x, y) => this.hit(x, y),
@@ -28,14 +28,14 @@ export class Blocks {
     });
   }
 
-  /** The pool has begun anew: a cell is another block now. */
+  /** Reset the grid after the pool was reset. */
   begin() {
     this.unmark();
     this.flashes.clear();
     this.update([]);
   }
 
-  /** Draw what has changed; blocks that preempted requests have lost flash. */
+  /** Draw changes. Blocks that preempted requests have lost flash. */
   update(lost) {
     const until = performance.now() + 1000 * FLASH_SECONDS;
     for (const block of lost) this.flashes.set(block, until);
@@ -46,7 +46,7 @@ export class Blocks {
     this.view.redraw();
   }
 
-  /** How blocks are laid out: cells of `size` pixels, `columns` in a row, `each` blocks in one. */
+  /** Compute the layout: cells of `size` pixels, `columns` cells in a row, `each` blocks in a cell. */
   layout(width, height) {
     const { numBlocks } = this.pool;
     for (let size = LARGEST; size >= SMALLEST; size -= 1) {
@@ -75,13 +75,13 @@ export class Blocks {
     for (const [block, until] of this.flashes) if (until <= now) this.flashes.delete(block);
   }
 
-  /** The blocks of a cell. */
+  /** Return the blocks of a cell. */
   blocksOf(cell, each) {
     const first = cell * each;
     return Array.from({ length: Math.min(each, this.pool.numBlocks - first) }, (_, i) => first + i);
   }
 
-  /** The block that stands for a cell: one that flashes, is shared, in use, or cached, if there is one, in that order. */
+  /** Return the block that represents a cell: a flashing, shared, used or cached block, in this order of preference. */
   shownOf(cell, each, now) {
     if (each === 1) return cell;
     const { owners, cached } = this.pool;
@@ -114,7 +114,7 @@ export class Blocks {
     }
   }
 
-  /** Stripes in the colours of those who share a block, as many as there is room for; their colours may be the same. */
+  /** Draw stripes in the colours of the requests that share a block, up to the available width. Colours may repeat. */
   drawStripes(context, x, y, side, owners) {
     const number = side >= 10 ? 4 : 2;
     const width = side / number;
@@ -154,7 +154,7 @@ export class Blocks {
     return `block ${count(block)}: ${this.names(owners)}; ${references(owners.length)}${cached && `, ${cached}`}`;
   }
 
-  /** Blocks of one cell: who has some of them, and how many references there are to all and to one. */
+  /** Describe the blocks of one cell: their requests, and the numbers of references in total and to one block. */
   describeSeveral(blocks) {
     const used = blocks.map((block) => this.pool.owners[block]).filter(Boolean);
     const cached = blocks.filter((block) => this.pool.cached[block] && !this.pool.owners[block]).length;

@@ -1,9 +1,9 @@
-// A canvas that is as sharp as the screen, draws once for each of the screen's frames, and can be pointed at.
+// A canvas with the screen's resolution that draws at most once per frame and supports pointing at items.
 
 import { onThemeChange } from "./colours.js";
 
 export class View {
-  /** `draw(context, width, height)` paints all of it, in CSS pixels. */
+  /** `draw(context, width, height)` paints the complete canvas, in CSS pixels. */
   constructor(canvas, draw) {
     this.canvas = canvas;
     this.draw = draw;
@@ -13,7 +13,7 @@ export class View {
     onThemeChange(this.redraw);
   }
 
-  /** Draw with the screen's next frame. */
+  /** Draw in the next frame. */
   redraw() {
     if (this.requested) return;
     this.requested = true;
@@ -40,10 +40,10 @@ export class View {
 }
 
 /**
- * Says what the mouse points at, or what the arrow keys have gone to, in `readout`.
+* Describe the item under the mouse, or selected with the arrow keys, in `readout`.
  *
- * `hit(x, y)` finds an item, `step(item, dx, dy)` the one beside it (item may be null), `describe(item)` is a text and
- * `show(item)` marks it. Returns what ends that, for items that are gone.
+* `hit(x, y)` returns an item, `step(item, dx, dy)` its neighbour (item may be null), and `describe(item)` a text.
+ * `show(item)` marks the item. Returns a function that ends the description, for items that no longer exist.
  */
 export function inspect(view, readout, { hit, step, describe, show }) {
   let item = null;

@@ -1,9 +1,9 @@
-// Lines to paste, so that other programs use this server.
+// Commands with which other programs use this server.
 
 import { hasKey } from "../api.js";
 import { byId, copyButton, el } from "../dom.js";
 
-/** A text as one word of a shell. */
+/** Quote a text as one word for a shell. */
 const quote = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 function lines(model) {
@@ -25,9 +25,9 @@ function lines(model) {
     ["Codex", launch("codex")],
     ["opencode", launch("opencode")],
     ["aider", launch("aider")],
-    ["Any tool that speaks OpenAI's API", `OPENAI_BASE_URL=${quote(`${location.origin}/v1`)}\nOPENAI_API_KEY=${key}\nOPENAI_MODEL=${quote(model)}`],
-    ["Any tool that speaks Anthropic's API", `ANTHROPIC_BASE_URL=${origin}\nANTHROPIC_AUTH_TOKEN=${key}\nANTHROPIC_MODEL=${quote(model)}`],
-    ["Any tool that speaks Ollama's API", `OLLAMA_HOST=${origin}`],
+    ["Any tool with OpenAI's API", `OPENAI_BASE_URL=${quote(`${location.origin}/v1`)}\nOPENAI_API_KEY=${key}\nOPENAI_MODEL=${quote(model)}`],
+    ["Any tool with Anthropic's API", `ANTHROPIC_BASE_URL=${origin}\nANTHROPIC_AUTH_TOKEN=${key}\nANTHROPIC_MODEL=${quote(model)}`],
+    ["Any tool with Ollama's API", `OLLAMA_HOST=${origin}`],
   ];
 }
 

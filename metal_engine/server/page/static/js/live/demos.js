@@ -1,4 +1,4 @@
-// Three buttons that show what the engine does: requests that share steps, a prompt in chunks, a cache that is full.
+// Three demonstrations of the engine: requests that share steps, a prompt in chunks, and a full cache.
 
 import { chunks, forModel, request } from "../api.js";
 import { byId, count } from "../dom.js";
@@ -8,16 +8,16 @@ const QUESTIONS = [
   "How does bread rise?", "What makes a violin sound?", "Why do leaves turn red?", "How far away is the moon?",
 ];
 const WORDS = "river stone lamp winter engine paper garden signal copper bridge violet harbor thunder silver meadow".split(" ");
-// A long prompt has this many times the tokens of a step, and arrives while this many chats go on.
+// Length of a long prompt as a multiple of the tokens of a step, and number of chats that run meanwhile.
 const LONG_STEPS = 4;
 const CHATS = 4;
 const CHAT_TOKENS = 128;
-// A pool with room for more than this many tokens takes too long to fill for a demonstration.
+// Maximum size of a pool in tokens for the demonstration of a full cache. Filling a larger pool takes too long.
 const FILLABLE = 60_000;
 const MAX_REQUESTS = 16;
 
 export class Demos {
-  /** `facts()` has the last snapshot; null while there is no engine to look at. */
+  /** `facts()` returns the latest snapshot; null while no model is loaded. */
   constructor(facts) {
     this.facts = facts;
     this.abort = null;
@@ -30,7 +30,7 @@ export class Demos {
     byId("demo-stop").addEventListener("click", () => this.abort?.abort());
   }
 
-  /** Offer the demonstrations if there is an engine for them, and none is under way. */
+  /** Enable the demonstrations if there is an engine and no demonstration is running. */
   refresh() {
     for (const button of this.buttons) button.disabled = this.isRunning || this.facts() === null;
   }
@@ -40,7 +40,7 @@ export class Demos {
     byId("demo-status").textContent = text;
   }
 
-  /** Show how many tokens there are of at most `max`. Not announced: it changes with each token. */
+  /** Show the number of tokens of at most `max`. Screen readers do not announce it, because it changes with each token. */
   progress(value, max, more = "") {
     byId("demo-progress").hidden = false;
     Object.assign(byId("demo-bar"), { value, max });
@@ -66,10 +66,10 @@ export class Demos {
   }
 
   /**
-   * Stream the answers to prompts, each of which is a request of its own to the engine. Yields {choices, tokens}: the
-   * choices of a chunk, and the tokens of all answers so far.
+* Stream the answers to prompts. Each prompt is a separate request in the engine. Yields {choices, tokens}: the choices
+   * of a chunk, and the number of tokens of all answers so far.
    *
-   * All prompts go as one body, since browsers open few connections to a server.
+* All prompts are sent in one body, since browsers open few connections to a server.
    */
   async *answers(prompts, options) {
     const body = { ...options, prompt: prompts, stream_options: { include_usage: true, continuous_usage_stats: true } };
@@ -80,7 +80,7 @@ export class Demos {
     }
   }
 
-  /** Answer prompts, and show how far they are; `more()` is text for the progress. Returns a text with tokens and time. */
+  /** Answer prompts and show their progress; `more()` returns additional text. Returns a text with tokens and time. */
   async together(prompts, options, what, more) {
     const started = performance.now();
     const most = prompts.length * options.max_tokens;
@@ -96,7 +96,7 @@ export class Demos {
     return `${count(all)} tokens in ${seconds.toFixed(1)} s, ${Math.round(all / seconds)} a second`;
   }
 
-  /** Token ids of the first questions, in the model's chat template. */
+  /** Return the token ids of the first questions, formatted with the model's chat template. */
   questions(number) {
     const asked = QUESTIONS.slice(0, number);
     return Promise.all(asked.map((content) => this.tokens({ messages: [{ role: "user", content }] })));
@@ -130,7 +130,7 @@ export class Demos {
         `${what} went through in ${seconds.toFixed(1)} s. A step has room for ${count(budget)}. ` +
           `Meanwhile ${questions.length} chats got ${count(chats.tokens - before)} tokens.`,
       );
-      return; // the rest of its answer, and of the chats, is stopped
+      return; // stops the answer and the chats
     }
   }
 
@@ -146,7 +146,7 @@ export class Demos {
       );
       return;
     }
-    // Half of it is prompts, so that all are admitted; they outgrow the pool together.
+    // Half of the pool is for prompts, so that all are admitted. With their outputs they exceed the pool.
     const requests = Math.max(2, Math.min(limits.max_num_seqs, Math.floor(pool.num_blocks / 8), MAX_REQUESTS));
     const each = Math.min(Math.ceil((1.5 * room) / requests), room - pool.block_size, limits.max_model_len);
     const prompts = [];
@@ -156,13 +156,13 @@ export class Demos {
     const options = { max_tokens: Math.max(each - prompts[0].length, 1), ignore_eos: true };
     const what = `${requests} requests for more room than there is`;
     const told = await this.together(prompts, options, what, () => `, ${count(preempted())} preemptions`);
-    // The frame of the last steps may come after the answers.
+    // The frame of the last steps may arrive after the answers.
     const last = this.facts()?.stats;
     for (let i = 0; i < 20 && this.facts()?.stats === last; i += 1) await new Promise((done) => setTimeout(done, 50));
     this.say(`The cache was full: ${count(preempted())} preemptions, and every request got its whole answer (${told}).`);
   }
 
-  /** Token ids of a text that nobody has sent before. */
+  /** Return the token ids of a text that was not sent before. */
   async prompt(length) {
     const words = Array.from({ length: length + 16 }, () => WORDS[Math.floor(Math.random() * WORDS.length)]);
     return (await this.tokens({ prompt: words.join(" ") })).slice(0, length);
@@ -173,7 +173,7 @@ export class Demos {
   }
 }
 
-/** Chats that go on in the background. `started` resolves when every chat has a token, or when all have ended. */
+/** Chats that run in the background. `started` resolves when every chat has a token, or when all have ended. */
 class Chats {
   constructor(answers, number) {
     this.tokens = 0;

@@ -1,4 +1,4 @@
-// The last minutes: what was queued, how fast tokens came, how long they took.
+// Charts of the last minutes: queue length, token rates and latencies.
 
 import { duration, el } from "../dom.js";
 import { View } from "./canvas.js";
@@ -7,7 +7,7 @@ import { styled } from "./colours.js";
 const WINDOW = 180; // seconds
 const SPACING = 1;
 
-// After a time without requests only what came since counts, which is told within a second.
+// After a period without requests, only later values count, which arrive within a second.
 const seconds = (now, before) => Math.min(now.time - before.time, before.running || before.waiting ? Infinity : SPACING);
 const rate = (name) => (now, before) => (now[name] - before[name]) / seconds(now, before);
 const mean = (name) => (now, before) => {
@@ -37,8 +37,8 @@ const said = (value) => (value === null ? "–" : duration(value));
 
 export class History {
   constructor(list) {
-    this.latest = null; // `stats` of the last frame
-    this.counted = null; // those up to which charts have been drawn
+    this.latest = null; // `stats` of the latest frame
+    this.counted = null; // stats up to which charts have been drawn
     this.charts = CHARTS.map((chart) => {
       const [value, canvas] = [el("dd", { className: "value", textContent: "–" }), el("canvas", { "aria-hidden": "true" })];
       list.append(el("div", { className: "chart" }, el("dt", { textContent: chart.title }), value, el("dd", {}, canvas)));
@@ -47,7 +47,7 @@ export class History {
     this.timer = setInterval(() => this.tick(), 1000 * SPACING);
   }
 
-  /** Forget everything; `stats` is null where there is no engine to look at. */
+  /** Clear the charts; `stats` is null if no model is loaded. */
   begin(stats) {
     this.counted = stats;
     this.latest = stats;
@@ -62,7 +62,7 @@ export class History {
     this.latest = stats;
   }
 
-  /** Once a second; nothing is done when nothing has happened for as long as charts show. */
+  /** Update the charts. Called once a second. Does nothing if the charts' period had no activity. */
   tick() {
     if (!this.latest || document.hidden) return;
     const { latest, counted } = this;
@@ -71,7 +71,7 @@ export class History {
     if (isQuiet && this.charts.every(({ points }) => points.flat().every((value) => !value))) return;
     if (isNews) this.counted = latest;
     for (const chart of this.charts) {
-      // A step that takes longer than a second says nothing new meanwhile.
+      // There are no new stats during a step that takes longer than a second.
       const held = isQuiet ? chart.quiet : (chart.points.at(-1) ?? chart.quiet);
       const point = isNews ? chart.lines.map((line) => line(latest, counted)) : held;
       chart.points = [...chart.points, point].slice(-WINDOW / SPACING);
@@ -92,7 +92,7 @@ export class History {
       context.setLineDash(line ? [3, 2] : []);
       context.beginPath();
       points.forEach((point, i) => {
-        if (point[line] === null) return; // no token came in that second: the line goes on to the next one that did
+        if (point[line] === null) return; // no token in that second: the line continues at the next second with one
         const x = width - (points.length - 1 - i) * step;
         context.lineTo(x, height - 2 - (height - 5) * (point[line] / most));
       });

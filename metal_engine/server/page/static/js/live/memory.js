@@ -1,4 +1,4 @@
-// What the engine takes of the machine's memory, and where recurrent states are.
+// Memory of the engine, and the slots of recurrent states.
 
 import { byId, count, el, size } from "../dom.js";
 
@@ -29,7 +29,7 @@ export function showMemory({ memory, device }) {
   byId("memory").hidden = false;
 }
 
-/** Slots of recurrent states: those of running requests, checkpoints, and free ones. */
+/** Show the slots of recurrent states: of running requests, of state checkpoints, and free slots. */
 export function showStates(numSlots, stats) {
   byId("states").hidden = !numSlots;
   if (!numSlots) return;

@@ -1,30 +1,30 @@
-// The pool of blocks and the requests in it, as the events of /watch tell of them. docs/api.md has their fields.
+// State of the block pool and its requests, from the events of /watch. docs/api.md describes their fields.
 
 const NOTHING = { pool: { num_blocks: 0, block_size: 1, num_state_slots: 0 }, requests: [] };
 
-/** What the engine holds. Owners are keys of requests; nothing here draws. */
+/** State of the engine's block pool. Owners are keys of requests. Does not draw. */
 export class Pool {
   constructor() {
     this.begin();
   }
 
-  /** Forget everything: a snapshot has come, or there is no engine to look at. */
+  /** Reset the state, for a new snapshot or because no model is loaded. */
   begin(snapshot = NOTHING) {
     const { num_blocks: numBlocks, block_size: blockSize } = snapshot.pool;
     this.numBlocks = numBlocks;
     this.blockSize = blockSize;
     this.requests = new Map();
     this.tables = new Map();
-    this.owners = new Array(numBlocks); // of each block: the requests whose tables it stands in; undefined for none
+    this.owners = new Array(numBlocks); // for each block, the requests whose tables contain it; undefined for none
     this.cached = new Uint8Array(numBlocks);
     this.lastOwner = new Int32Array(numBlocks).fill(-1);
     this.numUsed = 0;
-    this.numCached = 0; // and in nobody's table
-    this.finished = []; // still known until the next frame, for rows tell of them
+    this.numCached = 0; // number of cached blocks in no table
+    this.finished = []; // kept until the next frame, whose rows refer to them
     this.addRequests(snapshot.requests);
   }
 
-  /** Take in a frame; returns the blocks that preempted requests have lost. */
+  /** Update the state with a frame. Return the blocks that preempted requests have lost. */
   apply(frame) {
     for (const key of this.finished) this.requests.delete(key);
     this.finished = frame.finished ?? [];
@@ -49,7 +49,7 @@ export class Pool {
     for (const one of requests) this.requests.set(one.key, { ...one, computed: one.cached_tokens });
   }
 
-  /** How far requests are, of the steps that have ended. */
+  /** Update the progress of requests after finished steps. */
   follow(row) {
     for (const [key, tokens, context, , drafts = 0] of row.segments) {
       const request = this.requests.get(key);
@@ -57,7 +57,7 @@ export class Pool {
     }
   }
 
-  /** The request of an answer: the server tells the last characters of ids. */
+  /** Return the request of an answer. The server sends only the last characters of ids. */
   find(id) {
     for (const request of this.requests.values()) if (id.endsWith(request.id)) return request;
     return null;

@@ -1,4 +1,4 @@
-// The connection to /watch: kept while the page is seen, let go while it is not.
+// The connection to /watch: open while the page is visible, closed while it is hidden.
 
 import { events, modelQuery, request } from "../api.js";
 import { withKey } from "../key.js";
@@ -7,9 +7,9 @@ const HIDDEN_SECONDS = 10;
 const RETRY_SECONDS = [0.5, 1, 2, 5, 10];
 
 /**
- * Reads /watch for ever, and hands its events to `listener`: `snapshot(data)`, `frame(data)` and
- * `connection(state, text)`. Begins when `listener.ready(say, isFirst)` says that there is something to look at; it is
- * asked before each try to connect, and may `say` what it waits for.
+* Reads /watch forever, and passes its events to `listener`: `snapshot(data)`, `frame(data)` and
+ * `connection(state, text)`. Before each attempt to connect, it awaits `listener.ready(say, isFirst)`, which may call `say`
+ * with the reason for waiting.
  */
 export class LiveStream {
   constructor(listener) {
@@ -45,7 +45,7 @@ export class LiveStream {
     }
   }
 
-  /** Look at another model. */
+  /** Watch another model. */
   begin() {
     this.abort?.abort();
   }

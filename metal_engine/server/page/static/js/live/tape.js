@@ -1,21 +1,21 @@
-// The tape: each step a row of coloured segments, as wide as they have tokens and as high as the step took time.
+// The tape: each step is a row of coloured segments. A segment's width is its number of tokens, a row's height its duration.
 
 import { count, duration } from "../dom.js";
 import { inspect, View } from "./canvas.js";
 import { colour, styled } from "./colours.js";
 
 const PIXELS_PER_SECOND = 60; // at most
-// The slowest of the latest steps takes this share of the view's height at most, so the steps beside it stay in sight.
+// Maximum fraction of the view's height for the slowest of the latest steps, so that other steps stay visible.
 const SLOWEST_SHARE = 0.25;
 const LATEST = 40;
-// Seconds between two times on the right, and the pixels that they need.
+// Seconds between two labels on the right, and the height in pixels that they need.
 const INTERVALS = [1, 2, 5, 10, 20, 60, 120, 300, 600];
 const MIN_INTERVAL = 50;
 const MIN_ROW = 3;
-const GAP = 7; // stands for any time without steps
+const GAP = 7; // pixels for a period without steps
 const MAX_ROWS = 400;
-const AXIS = 44; // for the times on the right
-const SPACE = 5; // behind a bar, with the mark of its sample
+const AXIS = 44; // pixels for the labels on the right
+const SPACE = 5; // pixels after a bar, for the mark of its sampled token
 const FRESH = 1;
 const SAMPLES = 2;
 
@@ -39,7 +39,7 @@ export class Tape {
     });
   }
 
-  /** Forget everything; without a snapshot there is no engine to look at. */
+  /** Clear the tape. Without a snapshot, no model is loaded. */
   begin(snapshot) {
     this.rows = [];
     this.unmark();
@@ -52,20 +52,20 @@ export class Tape {
       row.bars = row.segments.filter((segment) => !isDecode(segment)).length;
       row.gap = row.idle > 0.5 ? GAP : 0;
       row.dots = row.segments.filter(isDecode).reduce((sum, [, tokens]) => sum + tokens, 0);
-      // Requests are forgotten when they end; the tape still names them.
+      // The pool deletes requests when they end, but the tape still names them.
       row.names = new Map(row.segments.map(([key]) => [key, this.pool.requests.get(key)]));
     }
     this.rows = [...this.rows, ...rows].slice(-MAX_ROWS);
     if (rows.length) this.view.redraw();
   }
 
-  /** Pixels for a second in a view of this height. */
+  /** Return the number of pixels per second in a view of this height. */
   scale(height) {
     const slowest = Math.max(...this.rows.slice(-LATEST).map((row) => row.seconds), 0);
     return Math.min(PIXELS_PER_SECOND, (SLOWEST_SHARE * height) / slowest);
   }
 
-  /** Rows that are seen, newest first, each with the top of its place and its height. */
+  /** Return the visible rows, newest first, each with its top and height. */
   *seen(height) {
     const scale = this.scale(height);
     let top = height;
@@ -101,7 +101,7 @@ export class Tape {
     if (this.chosen) this.drawChosen(context, width, space, dot);
   }
 
-  /** A square for the token, and a pale one for each draft behind it. */
+  /** Draw a square for the token, and a pale square for each draft after it. */
   drawDecode(context, [, tokens], left, top, dot, height) {
     for (let i = 0; i < tokens; i += 1) {
       context.globalAlpha = i ? 0.35 : 1;
@@ -110,14 +110,14 @@ export class Tape {
     context.globalAlpha = 1;
   }
 
-  /** Of a decode, the same in all rows that are seen: so a request that goes on keeps its column. */
+  /** Return the width of a decode, which is the same in all visible rows, so that a request keeps its column. */
   dotWidth(width, height) {
     let most = 8;
     for (const [row] of this.seen(height)) most = Math.max(most, row.dots);
     return Math.min(Math.max((0.5 * (width - AXIS)) / most, 2.5), 12);
   }
 
-  /** Where a row's segments are: [left, right, segment]. */
+  /** Return the positions of a row's segments: [left, right, segment]. */
   *places(row, width, dot) {
     const scale = (width - AXIS - dot * row.dots - SPACE * row.bars - 3) / this.mostTokens;
     let left = 0;
