@@ -79,7 +79,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         group=MODEL,
         choices=DTYPES,
     )
-    seed: int = setting(0, "Seed for requests that do not set one.", group=MODEL, listing=HELP_ALL, ge=0, lt=2**64)
+    seed: int = setting(0, "Default seed of requests.", group=MODEL, listing=HELP_ALL, ge=0, lt=2**64)
     max_model_len: int | None = setting(
         None,
         "Maximum length of a request in tokens, prompt and output together. Default: the model's context length, or "
