@@ -96,7 +96,7 @@ def plan_moves(
     rows = [(slot, (source, row)) for source, slots in enumerate(pending) for row, slot in enumerate(slots)]
     pending_states = dict(rows)
     # Padding rows take the padding rows of the previous step in order, so that a pending array can be used as a whole.
-    trash = iter([place for slot, place in rows if slot == PADDING_SLOT])
+    padding = iter([place for slot, place in rows if slot == PADDING_SLOT])
     overwritten = {PADDING_SLOT, *(slot for slots in writes for slot in slots)}
     left = [[row for row, slot in enumerate(slots) if slot not in overwritten] for slots in pending]
     written = [_rows(source, rows, pending) for source, rows in enumerate(left) if rows]
@@ -107,7 +107,7 @@ def plan_moves(
             taken.append(None)
             continue
         places = [
-            next(trash, (None, ZERO_STATE_SLOT)) if slot == PADDING_SLOT else pending_states.get(slot, (None, slot))
+            next(padding, (None, ZERO_STATE_SLOT)) if slot == PADDING_SLOT else pending_states.get(slot, (None, slot))
             for slot in group
         ]
         runs = [(source, [row for _, row in run]) for source, run in groupby(places, key=itemgetter(0))]

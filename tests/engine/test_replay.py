@@ -466,7 +466,7 @@ def test_steps_with_adapters_are_built(tmp_path: Path) -> None:
 # --- padding ---
 
 
-def test_padded_rows_are_requests_of_the_trash_block() -> None:
+def test_padding_rows_are_requests_of_the_padding_block() -> None:
     table = np.arange(18, dtype=np.int32).reshape(9, 2)
     rows = step_rows(table, np.arange(3, 12, dtype=np.int32), np.ones(9, np.int32), 8)
     step = padded(rows, 99)

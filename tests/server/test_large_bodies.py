@@ -294,7 +294,7 @@ def watched(loop_thread: str = "server") -> Iterator[Holds]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio.events.Handle, "_run", timed(asyncio.events.Handle._run, "loop"))
-        patch.setattr(EngineThread, "_take_in", timed(EngineThread._process_inbox, "steps"))
+        patch.setattr(EngineThread, "_process_inbox", timed(EngineThread._process_inbox, "steps"))
         watcher = threading.Thread(target=watch_lock)
         gc.collect()
         gc.freeze()  # as in the server
