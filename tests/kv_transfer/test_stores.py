@@ -409,7 +409,7 @@ def test_a_corrupt_block_that_cannot_be_removed_does_not_let_the_store_rest(
 def test_saving_pauses_between_calls_unless_somebody_waits_for_its_end(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metal_engine.kv_transfer.save_queue._SAVE_CPU_SHARE", 1e-12)  # pauses of years
+    monkeypatch.setattr("metal_engine.kv_transfer.save_queue._SAVE_CPU_FRACTION", 1e-12)  # pauses of years
     monkeypatch.setattr("metal_engine.kv_transfer.transfer._BYTES_PER_CALL", LAYOUT.nbytes)
     transfer = KVTransfer(store, LAYOUT, KVTransferConfig(kv_connector="memory", io_threads=1), KVTransferStats())
     try:
