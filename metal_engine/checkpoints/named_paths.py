@@ -33,7 +33,7 @@ def local_tokenizer(name: str | None) -> Path | None:
     """Return the directory that ``--tokenizer`` names, or None if it names a repository.
 
     Raises:
-        ModelLoadError: the name is a path, but not of a directory.
+        ModelLoadError: the name is a path that is not a directory.
     """
     if name is None or (folder := Path(name).expanduser()).is_dir():
         return None if name is None else folder

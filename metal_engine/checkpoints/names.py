@@ -105,7 +105,7 @@ def gguf_models(names: list[str]) -> list[GgufFile]:
 
 
 def matching_ggufs(models: list[GgufFile], quantization: str | None) -> list[GgufFile]:
-    """Return the models with a quantization, in any case. If there are none, return its variants with ``UD-``.
+    """Return the models with a quantization, or else with its ``UD-`` variant. Ignores upper and lower case.
 
     Args:
         models: models of a repository.

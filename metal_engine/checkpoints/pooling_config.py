@@ -162,7 +162,7 @@ def _dimensions(config: dict[str, Any]) -> tuple[int, ...]:
 def find_reranker(
     folder: Path, config: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerFast
 ) -> RerankerConfig | None:
-    """Return the template and the tokens with which a checkpoint scores documents; None if it is not a Qwen3-Reranker.
+    """Return the template and the tokens for scoring documents; None unless the checkpoint is a Qwen3-Reranker.
 
     A Qwen3-Reranker is recognized by its name or by its model card. It answers a prompt with yes or no.
     """

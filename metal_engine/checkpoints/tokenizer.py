@@ -73,8 +73,8 @@ def _content(token: Any) -> Any:
 def _settle_chat_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Give a tokenizer a chat template that can be used without a name.
 
-    A tokenizer without a template gets the one in ``chat_template.json``. Of several named templates without a default,
-    the first is used. With a default, all named templates are kept: ``transformers`` chooses among them.
+    A tokenizer without a template gets the one in ``chat_template.json``. If there are several named templates without
+    a default, the first is used. If there is a default, all are kept, and ``transformers`` chooses among them.
     """
     template = tokenizer.chat_template
     own = folder / "chat_template.json"

@@ -65,8 +65,8 @@ def command_buffer_limits(
     dispatched while another step runs: MLX's own limit then stays, too, unless the models' limit is higher.
 
     Args:
-        memory_bytes: memory of the machine in bytes. The arrays of a step may take all of it, and a command buffer
-            reads about 1 / ``BUFFERS_PER_STEP`` of them.
+        memory_bytes: memory of the machine in bytes. The arrays of a step may take all memory. A command buffer reads
+            about 1 / ``BUFFERS_PER_STEP`` of these arrays.
         allows_queued_dispatch: True if a step may be dispatched while another one runs.
     """
     known = [kernels for config in configs if (kernels := kernels_of_step(config)) is not None]

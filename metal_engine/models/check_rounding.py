@@ -28,8 +28,8 @@ _NUM_ROWS = 32  # number of last rows of a segment that are checked
 # GPUs keep as many bits as float16 has. Measured errors, as fractions of the allowed error: up to 0.43 for the
 # simulated kernel, up to 0.33 for MLX's operations.
 _SPACING = {mx.float32: 2**-11, mx.float16: 2**-11, mx.bfloat16: 2**-8}
-# Attention that reads a step's own rows before quantization can be told from rounding errors if it differs from the
-# expected attention by at least this fraction of the allowed error.
+# A backend may wrongly read a step's own rows before quantization. The check detects this if the difference is at least
+# this fraction of the allowed error.
 _TELLING = 0.125
 
 
