@@ -591,7 +591,7 @@ def test_settings_as_given() -> None:
         ('{"kv_connector": "disk", "kv_role": "both"}', "kv_role"),
         ('{"kv_connector": "disk"}', "kv_role"),
         ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_load_failure_policy": "cry"}', "recompute, fail"),
-        ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_port": 1}', "no 'kv_port'"),
+        ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_port": 1}', "unknown key 'kv_port'"),
         ('{"kv_connector": "disk", "kv_role": "kv_both"}', "needs 'path'"),
         ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_connector_extra_config": {"url": "x"}}', "'url'"),
         *(
