@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from metal_engine.checkpoints.digests import file_prints
+from metal_engine.checkpoints.digests import file_digests
 from metal_engine.distributed.group import RankGroup, open_group
 from metal_engine.distributed.launch import host_name, refuse_ranks_without_size
 from metal_engine.distributed.leader import LeaderRunner
@@ -145,7 +145,7 @@ class SeveralRanks(Ranks):
         return self._group.exchange(what, {} if self._group.rank else decide())[0]
 
     def same_files(self, path: Path) -> None:
-        told = self._group.exchange("files", file_prints(path))
+        told = self._group.exchange("files", file_digests(path))
         for rank, files in enumerate(told):
             for name in sorted({*told[0], *files}):
                 if files.get(name) != told[0].get(name):

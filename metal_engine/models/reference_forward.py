@@ -43,7 +43,7 @@ def _in_float32(part: Any) -> Any:
 
 
 def own_logits(model: nn.Module, tokens: mx.array) -> mx.array:
-    """Return the logits of a prompt, [T] int32, from an opened model's own forward pass: [T, vocab_size]."""
+    """Return the logits of a prompt, [T] int32, from a patched model's own forward pass: [T, vocab_size]."""
 
     def exact(cache: Any) -> Any:
         return _ExactCache(cache) if type(cache) in (KVCache, RotatingKVCache) else cache

@@ -14,7 +14,7 @@ from metal_engine.errors import UnsupportedModelError
 logger = logging.getLogger(__name__)
 
 
-def refuse_half_experts(model: nn.Module) -> None:
+def refuse_half_precision_experts(model: nn.Module) -> None:
     """Raise UnsupportedModelError if the model has experts in half precision and runs on a CPU.
 
     MLX multiplies unquantized experts on a CPU in float32 only. Quantized experts run in any type.
@@ -27,7 +27,7 @@ def refuse_half_experts(model: nn.Module) -> None:
             raise UnsupportedModelError(f"its experts are in {dtype}, and MLX on a CPU needs --dtype float32 for them")
 
 
-def forward_fails(error: Exception) -> UnsupportedModelError:
+def forward_error(error: Exception) -> UnsupportedModelError:
     """Return the exception for an error of a packed forward. Logs messages of several lines in full.
 
     MLX raises a RuntimeError for operations that the device does not support, such as half-precision experts on a CPU.

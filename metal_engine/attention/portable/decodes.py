@@ -37,7 +37,7 @@ def decodes_as_arrays(rows: StepRows, window: int | None, dims: Dims, limits: Li
 
 
 def decode_work(head_rows: mx.array, bias: mx.array) -> Work:
-    """Return the work described by such arrays."""
+    """Return the work that arrays of :func:`decodes_as_arrays` describe."""
     num_rows, _, num_keys = head_rows.shape
     span = Span(head_rows, [ScoreTile(0, 0, num_keys, (bias,))])
     return Work([Unit([Queries(num_rows, 1, 0)], [span])], [], None, num_rows * num_keys, num_rows * num_keys)

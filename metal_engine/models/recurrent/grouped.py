@@ -38,7 +38,7 @@ def run_in_groups(module: nn.Module, entries: dict[int, set[int]]) -> None:
             named = {name: _of_group(a, group, segments.num_rows, cache, view) for name, a in kwargs.items()}
             results.append(original(self, *given, **named))
             if view.written.keys() != mine:
-                raise RuntimeError(f"{cls.__name__} left {sorted(view.written)} of its states {sorted(mine)}")
+                raise RuntimeError(f"{cls.__name__} wrote the states {sorted(view.written)}, not {sorted(mine)}")
             for index, value in view.written.items():
                 cache.put(str(index), group, value)
         if isinstance(results[0], tuple):

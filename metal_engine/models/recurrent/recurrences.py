@@ -66,7 +66,7 @@ def _by_segments(original: Recurrence, signature: _Signature) -> Recurrence:
         arguments = defaults | dict(zip(positional, args, strict=False)) | kwargs
         placeholder = arguments.get(signature.state)
         if isinstance(placeholder, WatchedState):
-            placeholder.note_recurrence()
+            placeholder.record_recurrence()
         if not isinstance(placeholder, OwnedState):
             return original(*args, **kwargs)
         cache, name = placeholder.owner, placeholder.name
