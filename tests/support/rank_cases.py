@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import mlx.nn as nn
-from metal_engine.runner.token_broadcast import TokenBroadcast
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.engine.core import EngineCore
@@ -15,6 +14,7 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
 from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import EngineConfig
 from metal_engine.step import RankFailureSource, Runner
