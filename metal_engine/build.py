@@ -13,8 +13,10 @@ from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
+from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
@@ -44,7 +46,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def build_engine(args: EngineArgs, share: DeviceAccess = WHOLE_DEVICE) -> EngineCore:
+def build_engine(args: EngineArgs, share: DeviceAccess = WHOLE_DEVICE) -> BuiltEngine:
     """Load a model and build its engine. Call it in the thread that will run the engine's steps.
 
     Args:
@@ -90,7 +92,7 @@ def _build(
     chat_template: str | None,
     transfer: KVTransferConfig | None,
     ranks: Ranks,
-) -> EngineCore:
+) -> BuiltEngine:
     import mlx.core as mx
 
     from metal_engine.attention.choice import choose_backend
@@ -137,7 +139,7 @@ def _assemble(
     loaded: LoadedModel,
     transfer: KVTransferConfig | None,
     ranks: Ranks,
-) -> EngineCore:
+) -> BuiltEngine:
     """Build the engine of a loaded model."""
     from metal_engine.device.info import device_info
     from metal_engine.runner.dispatch import choose_dispatch
@@ -205,7 +207,8 @@ def _assemble(
     except RecursionError as error:
         raise ModelLoadError(f"the control tokens of {loaded.name} are too long or too many to search for") from error
     leader = ranks.lead(runner)
-    return EngineCore(config, leader or runner, tokenizer, scheduler_side, adapters, leader)
+    core = EngineCore(config, leader or runner, tokenizer, scheduler_side, leader)
+    return BuiltEngine(core, RequestPreparer(config, tokenizer), adapters)
 
 
 def _check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads, LentThread
@@ -86,7 +87,7 @@ class EngineThread:
 
     def __init__(
         self,
-        build: Callable[[], EngineCore],
+        build: Callable[[], BuiltEngine],
         on_outputs: OutputSink,
         turns: FairDeviceLock | None = None,
         on_end: Callable[[str], None] = lambda message: None,
@@ -98,7 +99,7 @@ class EngineThread:
         self._on_end = on_end
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Watch | _Call | None] = queue.SimpleQueue()  # None: stop
         self._ready = threading.Event()
-        self._engine: EngineCore | None = None
+        self._engine: BuiltEngine | None = None
         self.error: BaseException | None = None
         # Held to submit and to stop. Without it, a request could enter the inbox after the thread has ended.
         self._lock = threading.Lock()
@@ -109,7 +110,7 @@ class EngineThread:
             else threads.lend(self._main)
         )
 
-    def start(self) -> EngineCore:
+    def start(self) -> BuiltEngine:
         """Start the thread and wait for the engine. Raises the errors of ``build``."""
         self._thread.start()
         self._ready.wait()
@@ -168,11 +169,12 @@ class EngineThread:
             return
         finally:
             self._ready.set()
-        if self._engine.ranks is not None:
-            self._engine.ranks.on_rank_lost(self._lose)
+        core = self._engine.core
+        if core.ranks is not None:
+            core.ranks.on_rank_lost(self._lose)
         message = "the engine was shut down"
         try:
-            self._loop(self._engine)
+            self._loop(core)
         except BaseException as error:
             logger.critical("the engine thread has died", exc_info=True)
             self.error = error
@@ -183,7 +185,7 @@ class EngineThread:
             with nullcontext() if self._turns is None else self._turns.turn():
                 self._engine.close()
         finally:
-            self._fail_everything(self._engine, message)
+            self._fail_everything(core, message)
 
     def _lose(self, error: RunnerLostError) -> None:
         """Fail all requests because a rank is lost.
@@ -192,7 +194,7 @@ class EngineThread:
         """
         assert self._engine is not None
         self.error = error
-        self._fail_everything(self._engine, f"the engine has stopped: {error}")
+        self._fail_everything(self._engine.core, f"the engine has stopped: {error}")
 
     def _fail_everything(self, engine: EngineCore, message: str) -> None:
         with self._lock:

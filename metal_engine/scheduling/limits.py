@@ -17,8 +17,7 @@ from math import isqrt
 
 from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.request import Request
-from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.settings.config import SchedulerConfig
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
 
 # Maximum number of prompt rows with log probabilities in a step. With a vocabulary of 262,144 the logits of one row
 # take a megabyte, and they are copied. 256 rows fit well into the memory that a GPU has left for activations.
@@ -46,7 +45,7 @@ class StepBudget:
         self.attention_work -= attention_work(context_len, num_rows)
 
 
-def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig, blocks: BlockManager) -> None:
+def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig, cache: CacheConfig) -> None:
     """Raise if a request of this size could never be served. ``max_tokens`` is 0 for a pooling request.
 
     Raises:
@@ -63,11 +62,11 @@ def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig,
             f"together, but the maximum context length is {config.max_model_len} tokens",
         )
     # The KV of the last generated token is never needed.
-    num_blocks = blocks.blocks_for(max(total - 1, num_prompt_tokens))
-    if num_blocks > blocks.num_blocks:
+    num_blocks = -(-max(total - 1, num_prompt_tokens) // cache.block_size)
+    if num_blocks > cache.num_blocks:
         raise PromptError(
             f"the request needs {num_blocks} KV cache blocks ({num_prompt_tokens} prompt tokens, "
-            f"max_tokens {max_tokens}), but the pool has only {blocks.num_blocks}"
+            f"max_tokens {max_tokens}), but the pool has only {cache.num_blocks}"
         )
 
 

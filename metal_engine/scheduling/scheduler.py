@@ -13,7 +13,7 @@ from metal_engine.request import Request, RequestOutput, RequestStatus
 from metal_engine.scheduling.admission import Admissions, Candidate
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.integrity import check_integrity
-from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillAllocator, StepBudget, check_fits, num_remaining
+from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillAllocator, StepBudget, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 from metal_engine.scheduling.speculation.proposals import Proposer
@@ -73,12 +73,8 @@ class Scheduler:
 
     # --- adding and ending requests -------------------------------------------------------------------------
 
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise as :func:`check_fits` if a request of this size could never be served."""
-        check_fits(num_prompt_tokens, max_tokens, self.config, self.blocks)
-
     def add_request(self, request: Request) -> None:
-        """Queue a request that passes :meth:`check_fits`. Raises ValueError if its id is in use."""
+        """Queue a request that passes :func:`check_fits` of ``limits.py``. Raises ValueError if its id is in use."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         request.arrival = self._num_arrivals

@@ -20,6 +20,7 @@ from metal_engine.kv_transfer.layout import state_key
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
@@ -498,7 +499,8 @@ class SchedulerHarness:
         if pooling_type is not None:
             reason = "stop"
         # The engine makes this check before it queues a request.
-        self.scheduler.check_fits(request.num_prompt_tokens, 0 if pooling_type is not None else request.max_tokens)
+        num_tokens = 0 if pooling_type is not None else request.max_tokens
+        check_fits(request.num_prompt_tokens, num_tokens, self.config, self.cache_config)
         self.scheduler.add_request(request)
         self.tracked[request_id] = Tracked(request, expected, reason)
         self._live[request_id] = None

@@ -144,7 +144,7 @@ def _prepared(served: ServedModel, task: PoolingTask) -> list[PreparedRequest]:
         if num_tokens > MAX_PROMPT_TOKENS:
             raise invalid(f"has {num_tokens} tokens, but the limit is {MAX_PROMPT_TOKENS}", where=field)
         _check_num_values(served, task, params, len(prompts))
-        return engine.prepare_pooling(prompts, params, task.options.cache_salt, served.adapter)
+        return engine.preparer.prepare_pooling(prompts, params, task.options.cache_salt, served.adapter)
     except ParameterError as error:
         if error.name == "prompt":
             raise invalid(f" {error.message}", where=field) from error

@@ -282,14 +282,14 @@ class _Preparation(Generic[BodyT]):
     def compile(self) -> None:
         """Compile the grammar."""
         with self._told():
-            self._rules = self._served.engine.rules_for(self._params)
+            self._rules = self._served.engine.preparer.rules_for(self._params)
 
     def finish(self) -> None:
         """Create the prepared requests."""
         body, params, engine = self._body, self._params, self._served.engine
         with self._told():
             salt, adapter = body.cache_salt or "", self._served.adapter
-            self.requests = engine.prepare_all(self._prompts, params, salt, self._rules, adapter)
+            self.requests = engine.preparer.prepare_all(self._prompts, params, salt, self._rules, adapter)
         prompts = [request.prompt_token_ids for request in self.requests]
         num_tokens = sum(map(len, prompts)) * params.n
         if num_tokens > MAX_PROMPT_TOKENS:
