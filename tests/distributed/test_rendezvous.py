@@ -129,7 +129,7 @@ import mlx.core as mx
 from metal_engine.distributed import group
 from metal_engine.settings.args import EngineArgs
 
-group._MEETING_SECONDS = {seconds}
+group._RENDEZVOUS_SECONDS = {seconds}
 init = mx.distributed.init
 
 def joining(**options):

@@ -349,7 +349,7 @@ def _loaded_blocks_are_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     def wrong(self: DraftModel, plan: SchedulerOutput) -> None:
         update(self, replace(plan, kv_connector_metadata=None))
 
-    monkeypatch.setattr(DraftModel, "take_in", wrong)
+    monkeypatch.setattr(DraftModel, "update", wrong)
 
 
 def test_a_mutant_of_loads_spoils_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
