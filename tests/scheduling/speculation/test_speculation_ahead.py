@@ -69,7 +69,7 @@ def test_steps_ahead_have_them_every_second_time() -> None:
         RightDrafts(harness),
         KnownTimes(),
         states=scheduler.states,
-        ahead=Watched(0.9),
+        async_times=Watched(0.9),
     )
     for i in range(4):
         harness.submit(f"r{i}", make_prompt(i, 4), 30, needs_token_on_host=i < 2)
@@ -236,7 +236,7 @@ def test_a_step_without_anything_to_do_changes_nothing() -> None:
     harness = make_harness(num_drafts=4, ahead_seconds=0.9)
     scheduler, times = harness.scheduler, Measured()
     scheduler.speculation = Speculation(
-        harness.config, scheduler.blocks, RightDrafts(harness), times, ahead=AsyncStepTimes()
+        harness.config, scheduler.blocks, RightDrafts(harness), times, async_times=AsyncStepTimes()
     )
     harness.submit("a", make_prompt(0, 6), 21, needs_token_on_host=True)
     harness.run()
