@@ -124,8 +124,8 @@ class LLM:
     ) -> list[GenerationResult]:
         """Generate the assistant's answer to each conversation.
 
-        Each answer is split into content, reasoning and tool calls. If the marks between these are special tokens,
-        ``text`` has its special tokens.
+        Each answer is split into content, reasoning and tool calls. If special tokens mark these parts,
+        ``text`` contains its special tokens.
 
         Args:
             sampling_params: parameters for all conversations, or one entry for each conversation.
@@ -216,7 +216,12 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
     ) -> Generator[RequestOutput]:
-        """Yield outputs of one prompt as they arrive. Leaving the iteration early aborts the request."""
+        """Yield outputs of one prompt as they arrive. Leaving the iteration early aborts the request.
+
+        Raises:
+            ValueError: ``n`` is not 1, or the request can never be served.
+            RuntimeError: a step failed, or the engine has stopped.
+        """
         params = sampling_params or self.default_sampling_params
         if params.n != 1:
             raise ValueError("n must be 1 to stream")

@@ -44,7 +44,7 @@ class _Mailbox:
 
     def put(self, output: RequestOutput) -> None:
         if self._arrived and self._arrived[-1].finished:
-            return  # belongs to a step that ran when the request was cut
+            return  # from a step that was running when the request was aborted
         self._arrived.append(output)
         for logprobs in output.text_logprobs or ():
             self._num_unread += len(logprobs.top) + 1
@@ -70,8 +70,9 @@ class _Mailbox:
 
 
 class Reservation:
-    """Reserved places of a client's requests. A place counts as waiting until its request is submitted. For the event
-    loop only.
+    """Reserved places of a client's requests in the queue. Used in the event loop only.
+
+    A place counts as a waiting request until its request is submitted.
 
     A client may send thousands of prompts at once. They are submitted gradually, as earlier prompts of the same client
     end. Other clients therefore wait only for a part of them, and the queue is not filled with prompts that cannot
@@ -90,7 +91,7 @@ class Reservation:
         self._left = Counter(prompt_lens)  # number of unused places by prompt length
         self._num_left = 0
         self._num_at_once = num_at_once
-        self._turns = asyncio.Semaphore(num_at_once)
+        self._places = asyncio.Semaphore(num_at_once)
         self._change(len(prompt_lens), sum(prompt_lens))
 
     def _change(self, num_places: int, num_tokens: int) -> None:
@@ -102,13 +103,13 @@ class Reservation:
         """Wait until the next request may be submitted. Uses up one place for a prompt of ``num_prompt_tokens``."""
         if not self._left[num_prompt_tokens]:
             raise ValueError(f"no place is reserved for a prompt of {num_prompt_tokens} tokens")
-        await self._turns.acquire()
+        await self._places.acquire()
         self._left[num_prompt_tokens] -= 1
         self._change(-1, -num_prompt_tokens)
 
-    def end_turn(self) -> None:
-        """Record that a submitted request has ended."""
-        self._turns.release()
+    def end_request(self) -> None:
+        """Record that a submitted request has ended, so that another request of the reservation can be submitted."""
+        self._places.release()
 
     def release(self) -> None:
         """Return the unused places."""
@@ -124,17 +125,17 @@ class AsyncEngine:
 
     Args:
         build: function that builds the engine. Called in the engine's thread.
-        turns: lock on the device if several models share it.
+        device_lock: lock on the device if several models share it.
         threads: pool that lends the engine its thread, for processes that load and unload models.
     """
 
     def __init__(
         self,
         build: Callable[[], BuiltEngine],
-        turns: FairDeviceLock | None = None,
+        device_lock: FairDeviceLock | None = None,
         threads: EngineThreads | None = None,
     ) -> None:
-        self._thread = EngineThread(build, self._on_outputs, turns, self._on_end, threads)
+        self._thread = EngineThread(build, self._on_outputs, device_lock, self._on_end, threads)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, _Mailbox] = {}
         self._num_queued_tokens = 0
@@ -293,7 +294,7 @@ class AsyncEngine:
             if not finished:
                 self._thread.abort(request_id)
             if reservation is not None:
-                reservation.end_turn()
+                reservation.end_request()
 
     def watch(self, on_frame: FrameSink) -> None:
         """Set the callback for frames, replacing the previous callback. It is called in this event loop."""

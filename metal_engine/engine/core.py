@@ -64,7 +64,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
-        self._watch: StepObserver | None = None
+        self._observer: StepObserver | None = None
 
     # --- requests ---
 
@@ -150,11 +150,11 @@ class EngineCore:
 
     def watch(self, on_frame: FrameSink | None) -> None:
         """Set the callback that receives frames about steps, replacing the previous one. None turns frames off."""
-        self._watch = None if on_frame is None else StepObserver(self.scheduler, on_frame)
+        self._observer = None if on_frame is None else StepObserver(self.scheduler, on_frame)
 
     def flush_frames(self) -> bool:
         """Send a pending frame to the callback. Call it while the engine is idle. Return True if more is pending."""
-        return self._watch is not None and self._watch.flush_frames()
+        return self._observer is not None and self._observer.flush_frames()
 
     # --- a step ---
 
@@ -178,8 +178,8 @@ class EngineCore:
             plan = self.scheduler.schedule()
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
-        if self._watch is not None:
-            self._watch.planned(plan, started)
+        if self._observer is not None:
+            self._observer.planned(plan, started)
         failed = self._failed_loads()
         if plan.num_scheduled_tokens:
             self.num_steps += 1
@@ -258,7 +258,7 @@ class EngineCore:
         return under_client_ids(outputs)
 
     def _fail_everything(self, error: Exception) -> list[RequestOutput]:
-        """Fail every request after an error in the scheduler. Without requests, it can continue from a simple state."""
+        """Fail every request after an error in the scheduler. The scheduler is then empty and can continue."""
         logger.exception("scheduling failed: %s", self.stats)
         self.metrics.num_failed_steps += 1
         self._abandon_steps()
@@ -275,7 +275,7 @@ class EngineCore:
             try:
                 handle.result()
             except Exception:
-                logger.exception("a step under way failed, too")
+                logger.exception("a step in flight failed, too")
                 self._in_flight.clear()  # steps after a failed one are void
 
     def _fail_request(self, request_id: str, message: str, *, caused_by_request: bool = False) -> RequestOutput:

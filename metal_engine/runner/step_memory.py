@@ -44,7 +44,7 @@ def measure_step_bytes(
             run the same steps equally often.
 
     Returns:
-        Bytes beyond the memory in use before and the step's KV.
+        Peak memory in bytes, minus the memory in use before the step, which includes the weights and the step's KV.
 
     Raises:
         ConfigError: the step does not fit into memory.

@@ -326,7 +326,7 @@ def _keys_of_the_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _rejected_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the KV of a rejected draft as the KV of the token in its place."""
-    turns = DraftModel._turns
+    turns = DraftModel._tasks
 
     def wrong(self: DraftModel, table: Any, plan: Any, drafting: Drafting) -> Any:
         found = turns(self, table, plan, drafting)
@@ -335,7 +335,7 @@ def _rejected_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
                 turn.start = turn.stop - 1
         return found
 
-    monkeypatch.setattr(DraftModel, "_turns", wrong)
+    monkeypatch.setattr(DraftModel, "_tasks", wrong)
 
 
 def _stale_slots(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -446,7 +446,7 @@ class SchedulerHarness:
             costs = FreeDrafts(may_probe=drafts % 2 == 0) if has_draft_model else None
             ahead = KnownAheadTimes((0.3, 0.6, 2.0)[drafts // 3 % 3])
             self.scheduler.speculation = Speculation(
-                config, self.scheduler.blocks, proposer, times, costs, states=self.scheduler.states, ahead=ahead
+                config, self.scheduler.blocks, proposer, times, costs, states=self.scheduler.states, async_times=ahead
             )
             self.runner.draft_model = SomeRightDraftModel(self.tracked, drafts) if has_draft_model else None
         self._live: dict[str, None] = {}

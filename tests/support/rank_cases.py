@@ -119,14 +119,14 @@ def make_model(case: RankCase) -> nn.Module:
 
 
 def make_runner(
-    case: RankCase, divide: Callable[[nn.Module], Any] = lambda model: None, share: TokenBroadcast | None = None
+    case: RankCase, divide: Callable[[nn.Module], Any] = lambda model: None, broadcast: TokenBroadcast | None = None
 ) -> ModelRunner:
     """Return a runner on a model with random weights, or on this rank's shard of the model."""
     model = make_model(case)
     divide(model)
     paged = PagedModel(model, kv_cache_dtype=case.kv_cache_dtype)
     config = config_of(case)
-    return ModelRunner(paged, PortableBackend(), config.scheduler, config.cache, share=share)
+    return ModelRunner(paged, PortableBackend(), config.scheduler, config.cache, broadcast=broadcast)
 
 
 def run_case(case: RankCase, runner: Runner, ranks: RankFailureSource | None = None) -> dict[str, Any]:
