@@ -97,7 +97,7 @@ class ChatAnswers:
             decode: converts tokens to text, including special tokens.
             continues: True if the prompt ends within the assistant's message.
         """
-        if plan.told:
+        if plan.prompted:
             answer_format = prompted_format(answer_format)
         marks = answer_format.reasoning
         if marks is None:

@@ -78,7 +78,7 @@ class Health(BaseModel):
 class ModelHealth(BaseModel):
     """Health of one of several models.
 
-    ``memory_bytes`` is its share of the memory, ``requests`` counts current requests, and ``loads`` counts loads so
+    ``memory_bytes`` is the memory reserved for it, ``requests`` counts current requests, and ``loads`` counts loads so
     far. ``attention`` and ``kv_cache_dtype`` are as in :class:`Health`, and null while the model is not loaded.
     ``error`` is the reason why the last load failed, or why the engine has stopped.
     """
