@@ -79,7 +79,8 @@ def _codex_key(server: RunningServer) -> dict[str, str]:
 def _codex(server: RunningServer) -> list[str]:
     """Return arguments with settings of Codex's configuration file, for one run.
 
-    The settings disable features that need OpenAI's own service, and nested agents, whose tools make the prompt a third longer.
+    The settings disable features that need OpenAI's own service, and nested agents, whose tools make the prompt a third
+    longer.
     """
     provider = f"model_providers.{_PROVIDER}"
     texts = {

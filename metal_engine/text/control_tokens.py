@@ -74,7 +74,7 @@ class ControlTokens:
         self._taken = written  # its characters cannot be stand-ins
         self._signs = "".join(sorted({sign for content in self._contents for sign in _signs_of(content)}))
         self._mark = _any_of(self._contents)
-        # Texts that stay, because the template searches for them. In assistant messages, the model's own marks stay, too.
+        # Texts that the template searches for stay. In assistant messages, the model's own marks stay, too.
         plain = {one for one in sought if not any(one in mark or mark in one for mark in self._contents)}
         self._seen = _any_of(one for one in plain if any(sign in one for sign in self._signs))
         models_own = {token.content for token in marks if not token.special}
