@@ -23,10 +23,10 @@ from typing import Any
 from metal_engine.json_schemas.document import (
     APPLICATORS,
     ITEMS,
+    LIMITING,
     LIST,
     NAMED,
     OPAQUE,
-    LIMITING,
     Document,
     Names,
     NotUnderstoodError,
