@@ -32,8 +32,8 @@ class APIError(HTTPException):
     Args:
         status: HTTP status.
         message: description of the problem.
-        where: beginning of the message: ``param`` and the place in it, as in ``messages[0].role``.
-        param: request field at fault, if any. Default: the field that ``where`` begins with.
+        where: start of the message: ``param`` and the place in it, as in ``messages[0].role``.
+        param: request field at fault, if any. Default: the field at the start of ``where``.
         code: machine-readable code of OpenAI, if there is one for this error.
         headers: additional response headers.
     """

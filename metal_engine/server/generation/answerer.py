@@ -143,8 +143,8 @@ async def _events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT
     """
     started: set[int] = set()
     continuous_usage = body.continuous_usage
-    if beginning := endpoint.begin(generation):
-        yield beginning
+    if first_events := endpoint.begin(generation):
+        yield first_events
     try:
         async with aclosing(generation.outputs()) as batches:
             async for batch in batches:

@@ -171,7 +171,7 @@ class Generation:
                 async for batch in batches:
                     if self.first_output_time is None:
                         self.first_output_time = time.monotonic()
-                    arrived: list[ChoiceOutput] = []
+                    choice_outputs: list[ChoiceOutput] = []
                     for index, output in batch:
                         if output.finish_reason in ("error", "abort"):
                             raise failure(self.engine, output, self.timeout if self._timed_out else None)
@@ -184,8 +184,8 @@ class Generation:
                         deltas: list[AnswerDelta] = []
                         if read and choice.reader is not None:
                             deltas = choice.reader.add(output.text, output.token_ends, choice.finish_reason)
-                        arrived.append((index, output, deltas))
-                    yield arrived
+                        choice_outputs.append((index, output, deltas))
+                    yield choice_outputs
         finally:
             self.reservation.release()
             if timer is not None:

@@ -51,7 +51,7 @@ def allow_hosts(app: ASGIApp, args: ServerArgs) -> ASGIApp:
 
 def _refusal(hosts: list[str]) -> APIError:
     shown = ", ".join(hosts)[:100]
-    problem = f"this server has no key and is not known as {shown!r}; start it with --allowed-hosts NAME to allow that"
+    problem = f"this server is not known as {shown!r}; start it with --allowed-hosts NAME to allow that"
     return APIError(403, problem, code="host_not_allowed", headers={"connection": "close"})
 
 

@@ -59,7 +59,7 @@ def check_size_of_tools(tools: Iterable[dict[str, Any]]) -> None:
     for tool in tools:
         left -= num_characters(tool)
         if left < 0:
-            problem = f" may have {MAX_TOOL_CHARACTERS} characters together, 64 for each value besides"
+            problem = f" may have {MAX_TOOL_CHARACTERS} characters together, where each value counts 64 more"
             raise invalid(problem, where="tools")
 
 
