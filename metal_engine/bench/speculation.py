@@ -1,4 +1,4 @@
-"""Reads counts of speculation from a server's ``/metrics``. The names are vLLM's, and the server can be any."""
+"""Reads counts of speculation from the ``/metrics`` of any server that uses vLLM's names for them."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class _Boxes:
 
 
 class GroupedHelp(_Boxes, TyperCommand):
-    """Command with this help. A flag that can be repeated also takes several values."""
+    """Command whose help shows options in boxes. A flag that can be repeated also takes several values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options: list[Any] = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
@@ -98,7 +98,7 @@ def print_help_all(ctx: typer.Context, wanted: bool) -> None:
 
 
 class CommandsHelp(_Boxes, TyperGroup):
-    """Group of commands with this help, which lists the commands."""
+    """Group of commands whose help shows options and commands in boxes."""
 
     def _groups(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]

@@ -39,7 +39,10 @@ _MAX_TOKENS = 8
 
 
 def check_tiny_model() -> str:
-    """Generate for several prompts at once, in chunks, and compare with mlx-lm's own forward pass. Describe the test.
+    """Generate for several prompts at once, in chunks, and compare with mlx-lm's own forward pass.
+
+    Returns:
+        Description of the test.
 
     Raises:
         RuntimeError: an output differs, or a step failed.
@@ -55,7 +58,10 @@ def check_tiny_model() -> str:
 
 
 def check_quantized_kv(kv_cache_dtype: str) -> str:
-    """Load the model with quantized KV, which compares its logits with mlx-lm's, and generate. Describe the test.
+    """Load the model with quantized KV, which compares its logits with mlx-lm's, and generate.
+
+    Returns:
+        Description of the test.
 
     Raises:
         UnsupportedModelError: logits differ.

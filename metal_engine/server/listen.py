@@ -26,8 +26,8 @@ class Listener:
 
     Attributes:
         url: URL that clients use.
-        limits: bounds on connections.
-        tls: options for TLS that uvicorn takes; empty without TLS.
+        limits: limits on connections.
+        tls: uvicorn's options for TLS; empty without TLS.
     """
 
     socket: socket.socket

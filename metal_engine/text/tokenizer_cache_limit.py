@@ -1,4 +1,4 @@
-"""Limits the memory of a tokenizer's cache, which maps words to tokens, whatever texts clients send."""
+"""Limits the memory of a tokenizer's cache of words, which clients could fill with any texts."""
 
 from __future__ import annotations
 

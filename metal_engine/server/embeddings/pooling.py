@@ -25,7 +25,7 @@ from metal_engine.text.tokenizer import Tokenizer
 MAX_INPUTS = MAX_SEQUENCES
 # Maximum number of vector elements in a response: 16 MiB, or 22 MiB as base64.
 MAX_VALUES = 1 << 22
-# Number of requests submitted to the engine before the event loop gets control: 2 ms.
+# Number of requests to submit to the engine, in 2 ms, before other tasks of the event loop may run.
 _AT_ONCE = 128
 
 TokenizePrompts = Callable[[Tokenizer], list[list[int]]]

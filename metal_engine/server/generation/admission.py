@@ -38,7 +38,7 @@ class Admission:
             raise overloaded(f"{queued} prompt tokens are waiting (setting max-num-queued-tokens)")
 
     def admit(self, prompt_lens: list[int]) -> Reservation:
-        """Reserve places for sequences with these prompt lengths. Later requests of a burst count them at once.
+        """Reserve places for sequences with these prompt lengths. The limits on later requests count them at once.
 
         Raises as :meth:`check`.
         """

@@ -35,14 +35,17 @@ from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_TOLD = "the model's chat template takes no tools: the system's message describes them, and calls are found in the text"
+_TOOLS_IN_PROMPT = (
+    "the model's chat template takes no tools: the system message describes them, and calls are found in the text"
+)
 _EFFORT = "ignoring reasoning_effort: the model's chat template has no such setting"
 _DROPPED = "dropping the line x-anthropic-billing-header from system texts: it differs from request to request"
 _REORDERED = (
     "the model's chat template does not keep messages in the order of the request: leading system messages "
     "are joined, a later system message becomes user text at its place, and consecutive user messages are joined"
 )
-# Templates and schemas encode all tools as JSON in one call: 10 ms, and 40 MiB if a character is beyond U+FFFF.
+# Maximum number of characters of all tools. Templates and schemas encode all tools as JSON in one call, which takes
+# 10 ms, and 40 MiB if a character is beyond U+FFFF.
 MAX_TOOL_CHARACTERS = 1 << 21
 
 
@@ -56,7 +59,7 @@ def check_size_of_tools(tools: Iterable[dict[str, Any]]) -> None:
     for tool in tools:
         left -= num_characters(tool)
         if left < 0:
-            problem = f" may have {MAX_TOOL_CHARACTERS} characters together, 64 for each value besides"
+            problem = f" may have {MAX_TOOL_CHARACTERS} characters together, where each value counts 64 more"
             raise invalid(problem, where="tools")
 
 
@@ -117,8 +120,8 @@ class Conversation(Endpoint[ChatCompletionBody]):
             )
         except ParameterError as error:
             raise invalid(str(error), param=error.name) from error
-        if plan.told and not plan.forced:
-            self._notices.once(logger, _TOLD)
+        if plan.prompted and not plan.forced:
+            self._notices.once(logger, _TOOLS_IN_PROMPT)
         if plan.forced and body.structured_outputs:
             problem = ' and tool_choice "required", or naming a function, exclude each other'
             raise invalid(problem, where="structured_outputs")
@@ -152,7 +155,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
 
 
 def message_of(deltas: list[AnswerDelta]) -> AssistantMessage:
-    """Return the message that the deltas of a complete output make."""
+    """Assemble the deltas of a complete output to a message."""
     answer = assemble(deltas)
     calls = [
         ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))

@@ -37,7 +37,7 @@ class ViewerRegistry:
         for viewers in self._viewers.values():
             viewers.close()
 
-    def _unloaded(self, running: LoadedEngine) -> None:
-        viewers = self._viewers.pop(running.engine, None)
+    def _unloaded(self, loaded: LoadedEngine) -> None:
+        viewers = self._viewers.pop(loaded.engine, None)
         if viewers is not None:
             viewers.close()

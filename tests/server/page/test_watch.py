@@ -23,7 +23,7 @@ CLIENT = httpx.Client(timeout=DEADLINE)
 
 def viewers_of(served: Served) -> Viewers:
     app: Any = served.server.config.app
-    return app.state.rooms.of(None)
+    return app.state.viewer_registry.of(None)
 
 
 @contextlib.contextmanager
