@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,6 @@ from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.preparation import Endpoint, ServedModel
-from metal_engine.server.openai.billing import without_billing_line
 from metal_engine.server.openai.message_order import in_accepted_order
 from metal_engine.server.openai.template_messages import (
     ignores_effort,
@@ -42,6 +42,11 @@ _REORDERED = (
     "the model's chat template does not keep messages in the order of the request: leading system messages "
     "are joined, a later system message becomes user text at its place, and consecutive user messages are joined"
 )
+# Lines that Claude Code adds before its system text. The model does not need them. The numbers of lines and blanks are
+# limited, to limit the search time. Lines seen so far have at most 200 characters.
+_BILLING_LINES = re.compile(
+    r"(?:\s{0,64}+x-anthropic-billing-header:[^\n]{0,4096}+(?:\n|\Z)){1,8}+[\r\n]{0,64}+", re.IGNORECASE
+)
 # Templates and schemas encode all tools as JSON in one call: 10 ms, and 40 MiB if a character is beyond U+FFFF.
 MAX_TOOL_CHARACTERS = 1 << 21
 
@@ -58,6 +63,24 @@ def check_size_of_tools(tools: Iterable[dict[str, Any]]) -> None:
         if left < 0:
             problem = f" may have {MAX_TOOL_CHARACTERS} characters together, 64 for each value besides"
             raise invalid(problem, where="tools")
+
+
+def without_billing_line(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat without the billing line at the start of its system text; the same object if there is none.
+
+    The line differs in each request, so the prefix cache could not match anything after it. Clients of Anthropic's API
+    send it as the first block of the system text. Proxies that convert their requests for OpenAI's API put it at the
+    start of the first message. An empty message is removed, unless the chat has no other.
+
+    Args:
+        messages: at least one message, in the format of chat templates.
+    """
+    first, *others = messages
+    found = _BILLING_LINES.match(first["content"]) if first["role"] == "system" else None
+    if found is None:
+        return messages
+    rest = first["content"][found.end() :]
+    return [{**first, "content": rest}, *others] if rest or not others else others
 
 
 class Conversation(Endpoint[ChatCompletionBody]):
