@@ -51,18 +51,21 @@ _BILLING_LINES = re.compile(
 MAX_TOOL_CHARACTERS = 1 << 21
 
 
-def check_size_of_tools(tools: Iterable[dict[str, Any]]) -> None:
-    """Raise APIError, a 400, if tools have too many characters together.
+def checked_tools(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools as a list. Raise APIError, a 400, if they have too many characters together.
 
-    Stops at the tool that exceeds the limit, and processes one tool at a time. Ten thousand tools at once would take
-    long to free, and the garbage collector would block all threads while it scans them.
+    Stops at the tool that exceeds the limit. Ten thousand tools at once would take long to free, and the garbage
+    collector would block all threads while it scans them.
     """
+    checked = []
     left = MAX_TOOL_CHARACTERS
     for tool in tools:
         left -= num_characters(tool)
         if left < 0:
             problem = f" may have {MAX_TOOL_CHARACTERS} characters together, 64 for each value besides"
             raise invalid(problem, where="tools")
+        checked.append(tool)
+    return checked
 
 
 def without_billing_line(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,12 +128,12 @@ class Conversation(Endpoint[ChatCompletionBody]):
         return [prompt]
 
     def _tool_plan(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolPlan:
-        check_size_of_tools(tool.model_dump() for tool in body.tools or ())
+        tools = checked_tools(tool.model_dump(exclude_none=True) for tool in body.tools or ())
         choice = body.tool_choice
         name = choice.function.name if isinstance(choice, NamedToolChoice) else None
         try:
             plan = plan_tools(
-                [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+                tools,
                 "required" if isinstance(choice, NamedToolChoice) else choice,
                 self._format,
                 name=name,
