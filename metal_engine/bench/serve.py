@@ -22,9 +22,8 @@ from metal_engine.bench.client import BenchClient, RequestRecord, open_session
 from metal_engine.bench.datasets import BenchRequest, arrival_times, make_requests
 from metal_engine.bench.plots import check_plots, plot_run
 from metal_engine.bench.report import check_output, table, write_json
-from metal_engine.bench.server_kv import server_kv_cache_dtype
 from metal_engine.bench.server_memory import server_peak_bytes
-from metal_engine.bench.speculation import spec_decode_counts
+from metal_engine.bench.server_metrics import parse_counts, parse_kv_cache_dtype, read_metrics
 from metal_engine.bench.stats import Summary, summarize
 from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.errors import ConfigError
@@ -105,7 +104,7 @@ async def measure(
     slots = asyncio.Semaphore(args.max_concurrency or len(requests))
     async with BenchClient(args, model) as client, open_session(args) as session:
         await _warm_up(args, client, requests)
-        before = await spec_decode_counts(session, args.base_url)
+        before = parse_counts(await read_metrics(session, args.base_url))
         with _progress(args.progress) as progress:
             bar = progress.add_task("Requests", total=len(requests), running=0, rate=0.0)
             start = time.perf_counter()
@@ -125,15 +124,15 @@ async def measure(
                 return record
 
             records = await asyncio.gather(*(one(r, t) for r, t in zip(requests, due.tolist(), strict=True)))
-        after = await spec_decode_counts(session, args.base_url)
-        kv_cache_dtype = await server_kv_cache_dtype(session, args.base_url, model)
+        metrics = await read_metrics(session, args.base_url)
+    after = parse_counts(metrics)
     summary = summarize(
         records,
         percentiles=args.percentile_values,
         goodput=args.goodput_limits,
         server_peak_bytes=server_peak_bytes(args.base_url),
         speculation=None if after is None else after.since(before),
-        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_dtype=parse_kv_cache_dtype(metrics, model),
     )
     return summary, records
 

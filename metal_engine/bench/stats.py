@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from metal_engine.bench.client import RequestRecord
-from metal_engine.bench.speculation import SpecDecodeCounts
+from metal_engine.bench.server_metrics import SpecDecodeCounts
 
 MILLISECONDS = 1e3
 

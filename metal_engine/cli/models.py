@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from metal_engine.cli.columns import print_columns
 from metal_engine.cli.help import GroupedHelp
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import one_line_errors
@@ -250,3 +249,10 @@ def _tokens(number: int | None) -> str:
 
 def _day(when: str | None) -> str:
     return "" if when is None else when[:10]
+
+
+def print_columns(rows: list[tuple[str, ...]]) -> None:
+    """Print rows of cells, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from metal_engine.cli.columns import print_columns
 from metal_engine.cli.launch import get_json
+from metal_engine.cli.models import print_columns
 from metal_engine.cli.options import one_line_errors
 from metal_engine.cli.server_address import ApiKey, Host, Port, Url, base_url, first_key
 from metal_engine.errors import ConfigError

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from metal_engine.device.thread_priority import lower_thread_priority
 from metal_engine.kv_transfer.layout import BlockLayout, CorruptBlockError, state_key
-from metal_engine.kv_transfer.save_queue import SaveQueue
+from metal_engine.kv_transfer.save_queue import SaveQueue, lower_thread_priority
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores.base import KVStore, StoreError, StorePause

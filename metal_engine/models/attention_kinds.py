@@ -9,8 +9,7 @@ from metal_engine.attention.backend import AttentionKind
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.state import KVState
-from metal_engine.models.paged_model import PagedModel
-from metal_engine.models.refusals import forward_error
+from metal_engine.models.paged_model import PagedModel, forward_error
 
 _BLOCK_SIZE = 8
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
 from metal_engine.attention.backend import AttentionBackend
@@ -19,10 +22,10 @@ from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.writes import choose_writes
+from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.check_rounding import ComparingBackend, with_recording_states
-from metal_engine.models.paged_model import PagedModel
-from metal_engine.models.reference_forward import own_logits
-from metal_engine.models.refusals import forward_error
+from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionOwner, OwnedKeys
+from metal_engine.models.paged_model import PagedModel, forward_error
 
 _NUM_TOKENS = 16  # minimum length of a request; a request is also at least half a small block longer than a block
 _BLOCK_SIZE = 8
@@ -156,7 +159,7 @@ def _largest_gap(paged: PagedModel, logits: list[np.ndarray], requests: _Request
     """Return the largest difference from mlx-lm's own logits, relative to their size. NaN if a logit is NaN."""
     gaps = []
     for request, tokens in enumerate(requests.tokens):
-        own = own_logits(paged.model, mx.array(tokens))
+        own = _own_logits(paged.model, mx.array(tokens))
         for found, ranges in zip(logits, requests.ranges, strict=True):
             expected = np.array(own[ranges[request][1] - 1].astype(mx.float32))
             scale = np.abs(expected).max()
@@ -194,3 +197,42 @@ def _run_step(
     if logits.shape[0] != len(ranges):
         raise UnsupportedModelError("its LM head does not read the output of its trunk")
     return np.array(logits.astype(mx.float32))[np.argsort(order)]
+
+
+class _ExactCache(AttentionOwner):
+    """A cache of mlx-lm over which attention is computed in float32. Everything else is delegated to the cache.
+
+    In half precision, a CPU also rounds the scores. Key biases can make a few key elements large. The scores are then
+    large too, and rounding them changes logits as much as a bug would.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store K and V, [B, num_kv_heads, T, head_dim]. Return all stored K and V."""
+        keys, values = self._cache.update_and_fetch(keys, values)
+        return OwnedKeys(keys, self), values
+
+    def attend(self, call: AttentionCall, original: Attention) -> mx.array:
+        """Compute attention, [B, num_heads, T, v_head_dim], in the queries' dtype."""
+        queries, keys, values = (_in_float32(array) for array in (call.queries, call.keys, call.values))
+        out = original(queries, keys, values, None, call.scale, _in_float32(call.mask), _in_float32(call.sinks))
+        return out.astype(call.queries.dtype)
+
+
+def _in_float32(part: Any) -> Any:
+    """Convert numbers to float32. Boolean masks, strings and None are returned unchanged."""
+    return part.astype(mx.float32) if isinstance(part, mx.array) and part.dtype != mx.bool_ else part
+
+
+def _own_logits(model: nn.Module, tokens: mx.array) -> mx.array:
+    """Return the logits of a prompt, [T] int32, from a patched model's own forward pass: [T, vocab_size]."""
+
+    def exact(cache: Any) -> Any:
+        return _ExactCache(cache) if type(cache) in (KVCache, RotatingKVCache) else cache
+
+    return model(tokens[None], cache=map_caches(exact, make_prompt_cache(model)))[0]

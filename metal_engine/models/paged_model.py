@@ -15,14 +15,17 @@ The layer caches share one :class:`CurrentStep`, which is set during a forward p
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from metal_engine.attention.backend import StepAttention
 from metal_engine.device.info import computes_on_cpu
+from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows, TracedRows
 from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, kv_cache_spec
@@ -36,8 +39,9 @@ from metal_engine.models.mlx_lm_patch import hidden_states_problem, patch_model
 from metal_engine.models.recurrent.install import install_states
 from metal_engine.models.recurrent.recording import RecordingState
 from metal_engine.models.recurrent.state_cache import StateCache
-from metal_engine.models.refusals import forward_error, refuse_half_precision_experts
 from metal_engine.recurrence.metal import MetalRecurrence
+
+logger = logging.getLogger(__name__)
 
 
 def release_weights(model: nn.Module) -> None:
@@ -92,7 +96,7 @@ class PagedModel:
         self.hidden_problem: str | None = None
         if not is_sketch:
             pairs = zip(patched.recorders, self.layer_caches, strict=True)
-            refuse_half_precision_experts(model)
+            _refuse_half_precision_experts(model)
             try:
                 for output in patched.outputs if self.pool.is_recurrent else ():
                     mx.eval(output)  # install_states reads the states; here, ranks of a pipeline exchange data for them
@@ -226,3 +230,27 @@ class PagedModel:
             step.rows = step.attention = step.positions = step.logits_indices = None
             step.hidden_indices = step.hidden = step.adapters = None
         return logits[:, 0], None if hidden is None else hidden[:, 0]
+
+
+def _refuse_half_precision_experts(model: nn.Module) -> None:
+    """Raise UnsupportedModelError if the model has experts in half precision and runs on a CPU.
+
+    MLX multiplies unquantized experts on a CPU in float32 only. Quantized experts run in any type.
+    """
+    if not computes_on_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, SwitchLinear) and module.weight.dtype != mx.float32:
+            dtype = str(module.weight.dtype).removeprefix("mlx.core.")
+            raise UnsupportedModelError(f"its experts are in {dtype}, and MLX on a CPU needs --dtype float32 for them")
+
+
+def forward_error(error: Exception) -> UnsupportedModelError:
+    """Return the exception for an error of a packed forward. Logs messages of several lines in full.
+
+    MLX raises a RuntimeError for operations that the device does not support, such as half-precision experts on a CPU.
+    """
+    first, *others = f"{type(error).__name__}: {error}".splitlines()
+    if others:
+        logger.error("a packed forward fails: %s", "\n".join([first, *others]))
+    return UnsupportedModelError(f"its forward does not run over a paged cache ({first})")

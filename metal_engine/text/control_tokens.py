@@ -25,9 +25,8 @@ from tokenizers import Tokenizer as BackendTokenizer
 from metal_engine.cancellation import check_cancelled
 from metal_engine.sizes import parts
 from metal_engine.text.chat_template import Message, RenderedTooLongError, texts_of_template
-from metal_engine.text.long_text import panics_refused
+from metal_engine.text.long_text import limit_word_cache, panics_refused
 from metal_engine.text.template_sandbox import STAND_INS
-from metal_engine.text.tokenizer_cache_limit import limit_word_cache
 
 # Characters searched in one call, because a search holds the GIL.
 _WINDOW = 1 << 17

@@ -16,9 +16,8 @@ from metal_engine.text import chat_template
 from metal_engine.text.control_tokens import ControlTokens
 from metal_engine.text.detokenizer import Detokenizer
 from metal_engine.text.infilling import Infilling
-from metal_engine.text.long_text import TextTooLongError, encode, special_token_affixes
+from metal_engine.text.long_text import TextTooLongError, encode, limit_word_cache, special_token_affixes
 from metal_engine.text.message_rules import MessageRules
-from metal_engine.text.tokenizer_cache_limit import limit_word_cache
 
 # Spelling of a single byte in tokenizers without a byte alphabet.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

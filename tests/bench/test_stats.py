@@ -12,8 +12,7 @@ from metal_engine.bench.args import BenchServeArgs
 from metal_engine.bench.client import RequestRecord
 from metal_engine.bench.datasets import arrival_times
 from metal_engine.bench.report import table
-from metal_engine.bench.server_kv import parse_kv_cache_dtype
-from metal_engine.bench.speculation import SpecDecodeCounts, parse_counts
+from metal_engine.bench.server_metrics import SpecDecodeCounts, parse_counts, parse_kv_cache_dtype
 from metal_engine.bench.stats import peak_concurrency, summarize
 from metal_engine.errors import ConfigError
 

@@ -12,12 +12,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
-from metal_engine.attention.backend import StepTables
-from metal_engine.attention.portable.decodes import decode_work, decodes_as_arrays
+from metal_engine.attention.backend import StepTables, size_class
 from metal_engine.attention.portable.exp2 import LOG2E
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits
-from metal_engine.attention.portable.planning import Queries, Unit, Work, plan_work
+from metal_engine.attention.portable.planning import MASKED, Queries, ScoreTile, Span, Unit, Work, plan_work
 from metal_engine.attention.portable.runs import attend_runs
 from metal_engine.attention.portable.softmax import SoftmaxState, Weights, after, cpu_weights, plain_weights, update
 from metal_engine.device.info import computes_on_cpu
@@ -176,13 +176,44 @@ class PortableBackend:
         assert isinstance(asked, tuple)
         arrays: list[mx.array] = []
         for window, dims in asked:
-            planned = decodes_as_arrays(rows, window, dims, self._limits)
+            planned = _decodes_as_arrays(rows, window, dims, self._limits)
             if planned is None:
                 return None
             arrays += planned
 
         def attention(tables: list[mx.array]) -> PortableStep:
-            work = {key: decode_work(*tables[2 * i : 2 * i + 2]) for i, key in enumerate(asked)}
+            work = {key: _decode_work(*tables[2 * i : 2 * i + 2]) for i, key in enumerate(asked)}
             return PortableStep(rows, self._limits, self._weights, work, is_planned=True)
 
         return StepTables((rows.num_tokens, *(array.shape for array in arrays)), arrays, attention)
+
+
+def _decodes_as_arrays(rows: StepRows, window: int | None, dims: Dims, limits: Limits) -> list[mx.array] | None:
+    """Return the keys that each row reads, and a mask of the keys that it sees, in arrays of sizes that steps share.
+
+    Every packed row forms a request of one row here, regardless of the request that it belongs to. All rows are padded
+    to the same number of keys (the drawing in ``planning`` shows such a group).
+
+    Returns:
+        [N, Hkv, S] int32 for ``KVState.read_heads``, and [N, 1, 1, 1, S] float32, 0 or ``MASKED``. None if there are
+        more keys than a group may gather at once.
+    """
+    last = rows.positions[:, None]  # [N, 1]
+    first = np.zeros_like(last) if window is None else np.maximum(0, last - (window - 1))
+    num_keys = size_class(max(limits.min_keys, int((last - first).max()) + 1))
+    per_key = rows.num_tokens * max(dims.num_kv_heads * dims.head_dim / limits.span, dims.num_heads / limits.scores)
+    if num_keys > limits.min_keys and num_keys * per_key > 1:
+        return None
+    keys = first + np.arange(num_keys)  # [N, S]
+    # Padding repeats the row's own key, so that a row reads only its own request's slots.
+    slots = rows.slots(rows.request_of_row[:, None], np.minimum(keys, last))
+    head_rows = slots[:, None] * dims.num_kv_heads + np.arange(dims.num_kv_heads)[:, None]  # [N, Hkv, S]
+    bias = np.where(keys <= last, np.float32(0), np.float32(MASKED))
+    return [mx.array(head_rows.astype(np.int32)), mx.array(bias[:, None, None, None])]
+
+
+def _decode_work(head_rows: mx.array, bias: mx.array) -> Work:
+    """Return the work described by the arrays of :func:`_decodes_as_arrays`."""
+    num_rows, _, num_keys = head_rows.shape
+    span = Span(head_rows, [ScoreTile(0, 0, num_keys, (bias,))])
+    return Work([Unit([Queries(num_rows, 1, 0)], [span])], [], None, num_rows * num_keys, num_rows * num_keys)

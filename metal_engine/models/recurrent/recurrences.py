@@ -9,15 +9,20 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import bailing_hybrid, bailing_moe_linear, gated_delta, ssm
+from mlx_lm.models.gated_delta import compute_g, compute_lower_bound_g
+from mlx_lm.models.ssm import compute_dt
 
-from metal_engine.models.recurrent import launches
-from metal_engine.models.recurrent.launches import Launch
 from metal_engine.models.recurrent.recording import WatchedState
-from metal_engine.models.recurrent.state_cache import OwnedState
+from metal_engine.models.recurrent.state_cache import OwnedState, StateCache
 from metal_engine.recurrence.gated_delta import gated_delta_update as chunked_gated_delta_update
 from metal_engine.recurrence.mamba2 import ssm_update as chunked_ssm_update
 
 Recurrence = Callable[..., tuple[mx.array, mx.array]]
+Launch = Callable[[StateCache, str, Mapping[str, Any]], mx.array | None]
+"""Function of a cache, the name of its array and the arguments of mlx-lm's function. Returns the output [N, 1, ...].
+
+Returns None if no kernel supports the shape. It has then taken nothing from the cache.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,14 +45,45 @@ class _Signature:
     in_chunks: Recurrence | None = None
 
 
+def _launch_gated_delta(cache: StateCache, name: str, arguments: Mapping[str, Any]) -> mx.array | None:
+    """Run :func:`mlx_lm.models.gated_delta.gated_delta_update` over packed rows."""
+    if cache.metal is None or arguments["mask"] is not None:
+        return None
+    q, k, v = (arguments[arg].squeeze(1) for arg in ("q", "k", "v"))
+    gate = arguments["A_log"], arguments["a"], arguments["dt_bias"]
+    bound = arguments["lower_bound"]
+    g = compute_g(*gate) if bound is None else compute_lower_bound_g(*gate, bound)
+    g = g.squeeze(1).astype(mx.float32)
+    if not cache.metal.supports_gated_delta(q, k, v, g, cache.dtype(name)):
+        return None
+    beta = mx.sigmoid(arguments["b"].squeeze(1)) * (2.0 if arguments["allow_neg_eigval"] else 1.0)
+    y, states = cache.metal.gated_delta(q, k, v, g, beta, cache.take_all(name), *cache.segments.tables)
+    cache.put_all(name, states)
+    return mx.expand_dims(y, 1)
+
+
+def _launch_ssm_update(cache: StateCache, name: str, arguments: Mapping[str, Any]) -> mx.array | None:
+    """Run :func:`mlx_lm.models.ssm.ssm_update` over packed rows."""
+    if cache.metal is None or arguments["mask"] is not None or arguments["lengths"] is not None:
+        return None
+    x, B, C, dt = (arguments[arg].squeeze(1) for arg in ("hidden_states", "B", "C", "dt"))
+    if not cache.metal.supports_ssm_update(x, B, C, cache.dtype(name)):
+        return None
+    dt = compute_dt(dt, arguments["dt_bias"], arguments["time_step_limit"]).astype(mx.float32)
+    A_log, D = arguments["A_log"], arguments["D"]
+    y, states = cache.metal.ssm_update(x, A_log, B, C, D, dt, cache.take_all(name), *cache.segments.tables)
+    cache.put_all(name, states)
+    return mx.expand_dims(y, 1)
+
+
 _GLA = _Signature({"q": 2, "k": 2, "v": 2}, "h", 2)
 _DELTA_ROWS = dict.fromkeys(("q", "k", "v", "a", "b"), 1)
 _SSM_ROWS = dict.fromkeys(("hidden_states", "B", "C", "dt"), 1)
 _SIGNATURES: dict[Recurrence, _Signature] = {
     gated_delta.gated_delta_update: _Signature(
-        _DELTA_ROWS, "state", 1, launches.gated_delta, chunked_gated_delta_update
+        _DELTA_ROWS, "state", 1, _launch_gated_delta, chunked_gated_delta_update
     ),
-    ssm.ssm_update: _Signature(_SSM_ROWS, "state", 1, launches.ssm_update, chunked_ssm_update),
+    ssm.ssm_update: _Signature(_SSM_ROWS, "state", 1, _launch_ssm_update, chunked_ssm_update),
     bailing_hybrid.recurrent_gla: _GLA,
     bailing_moe_linear.recurrent_gla: _GLA,
 }

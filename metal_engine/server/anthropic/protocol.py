@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.large_bodies import dumps
-from metal_engine.server.openai.conversation import check_size_of_tools
+from metal_engine.server.openai.conversation import checked_tools
 from metal_engine.server.protocol import ChatCompletionBody, LongList, RequestModel
 
 Message = dict[str, Any]
@@ -131,8 +131,7 @@ def to_chat(body: CountTokensBody) -> ChatCompletionBody:
     if body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
     if body.tools:
-        check_size_of_tools(_tool(i, tool) for i, tool in enumerate(body.tools))
-        fields["tools"] = [_tool(i, tool) for i, tool in enumerate(body.tools)]
+        fields["tools"] = checked_tools(_tool(i, tool) for i, tool in enumerate(body.tools))
     if body.tool_choice is not None:
         fields["tool_choice"] = _tool_choice(body.tool_choice)
         fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use

@@ -10,8 +10,7 @@ from typing import cast
 import numpy as np
 
 from metal_engine.cancellation import check_cancelled
-from metal_engine.server.embeddings.options import checked_options
-from metal_engine.server.embeddings.pooling import MAX_VALUES, Pooled, embed
+from metal_engine.server.embeddings.pooling import MAX_VALUES, Pooled, checked_options, embed
 from metal_engine.server.embeddings.protocol import EmbeddingBody, EmbeddingList, PoolingUsage
 from metal_engine.server.errors import APIError
 from metal_engine.server.generation.preparation import ServedModel

@@ -14,6 +14,7 @@ from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
+from metal_engine.server.embeddings.protocol import PoolingBody
 from metal_engine.server.errors import APIError, engine_dead, invalid, invalid_prompt
 from metal_engine.server.generation.generation import failure
 from metal_engine.server.generation.preparation import MAX_PROMPT_TOKENS, MAX_SEQUENCES, ServedModel
@@ -66,6 +67,16 @@ class PoolingTask:
     id_prefix: str
     options: RequestOptions
     max_values: int = MAX_VALUES
+
+
+async def checked_options(served: ServedModel, body: PoolingBody, num_bytes: int) -> RequestOptions:
+    """Check the fields that all pooling endpoints share, and return the options for the engine.
+
+    Raises:
+        APIError: status 400, for a parameter that would change the response.
+    """
+    await served.workers.run_if_large(num_bytes, served.parameters.check, body)
+    return RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")
 
 
 async def embed(

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from metal_engine.server.embeddings.embeddings import create_embeddings
-from metal_engine.server.embeddings.options import checked_options
+from metal_engine.server.embeddings.pooling import checked_options
 from metal_engine.server.embeddings.protocol import (
     EmbeddingBody,
     EmbeddingList,

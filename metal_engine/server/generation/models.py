@@ -18,9 +18,9 @@ from metal_engine.model_pool.model_entry import LoadedEngine, ModelEntry
 from metal_engine.model_pool.registry import ModelRegistry, RegistryClosedError
 from metal_engine.server.errors import APIError, model_not_found, shutting_down
 from metal_engine.server.generation.admission import RETRY_AFTER_SECONDS, Admission, overloaded
-from metal_engine.server.generation.log_once import Notices
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.logs import Notices
 from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ANY_NAME, ServerArgs
 

@@ -20,11 +20,11 @@ from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission, overloaded
 from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, ChoiceOutput, Generation
-from metal_engine.server.generation.log_once import Notices
 from metal_engine.server.generation.logprobs import num_entries
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
 from metal_engine.server.generation.streaming import EVENT_STREAM, sse
+from metal_engine.server.logs import Notices
 from metal_engine.server.protocol import GenerationBody, KVTransferParams
 from metal_engine.server.usage import Usage
 from metal_engine.server.workers import Weight, Workers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,6 @@ from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.preparation import Endpoint, ServedModel
-from metal_engine.server.openai.billing import without_billing_line
 from metal_engine.server.openai.message_order import in_accepted_order
 from metal_engine.server.openai.template_messages import (
     ignores_effort,
@@ -44,23 +44,49 @@ _REORDERED = (
     "the model's chat template does not keep messages in the order of the request: leading system messages "
     "are joined, a later system message becomes user text at its place, and consecutive user messages are joined"
 )
+# Lines that Claude Code adds before its system text. The model does not need them. The numbers of lines and blanks are
+# limited, to limit the search time. Lines seen so far have at most 200 characters.
+_BILLING_LINES = re.compile(
+    r"(?:\s{0,64}+x-anthropic-billing-header:[^\n]{0,4096}+(?:\n|\Z)){1,8}+[\r\n]{0,64}+", re.IGNORECASE
+)
 # Maximum number of characters of all tools. Templates and schemas encode all tools as JSON in one call, which takes
 # 10 ms, and 40 MiB if a character is beyond U+FFFF.
 MAX_TOOL_CHARACTERS = 1 << 21
 
 
-def check_size_of_tools(tools: Iterable[dict[str, Any]]) -> None:
-    """Raise APIError, a 400, if tools have too many characters together.
+def checked_tools(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools as a list. Raise APIError, a 400, if they have too many characters together.
 
-    Stops at the tool that exceeds the limit, and processes one tool at a time. Ten thousand tools at once would take
-    long to free, and the garbage collector would block all threads while it scans them.
+    Stops at the tool that exceeds the limit. Ten thousand tools at once would take long to free, and the garbage
+    collector would block all threads while it scans them.
     """
+    checked = []
     left = MAX_TOOL_CHARACTERS
     for tool in tools:
         left -= num_characters(tool)
         if left < 0:
             problem = f" may have {MAX_TOOL_CHARACTERS} characters together, where each value counts 64 more"
             raise invalid(problem, where="tools")
+        checked.append(tool)
+    return checked
+
+
+def without_billing_line(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat without the billing line at the start of its system text; the same object if there is none.
+
+    The line differs in each request, so the prefix cache could not match anything after it. Clients of Anthropic's API
+    send it as the first block of the system text. Proxies that convert their requests for OpenAI's API put it at the
+    start of the first message. An empty message is removed, unless the chat has no other.
+
+    Args:
+        messages: at least one message, in the format of chat templates.
+    """
+    first, *others = messages
+    found = _BILLING_LINES.match(first["content"]) if first["role"] == "system" else None
+    if found is None:
+        return messages
+    rest = first["content"][found.end() :]
+    return [{**first, "content": rest}, *others] if rest or not others else others
 
 
 class Conversation(Endpoint[ChatCompletionBody]):
@@ -105,12 +131,12 @@ class Conversation(Endpoint[ChatCompletionBody]):
         return [prompt]
 
     def _tool_plan(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> ToolPlan:
-        check_size_of_tools(tool.model_dump() for tool in body.tools or ())
+        tools = checked_tools(tool.model_dump(exclude_none=True) for tool in body.tools or ())
         choice = body.tool_choice
         name = choice.function.name if isinstance(choice, NamedToolChoice) else None
         try:
             plan = plan_tools(
-                [tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+                tools,
                 "required" if isinstance(choice, NamedToolChoice) else choice,
                 self._format,
                 name=name,

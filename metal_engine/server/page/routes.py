@@ -14,7 +14,7 @@ from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.streaming import EventStreamResponse
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.page.files import INDEX, PREFIX, load_files, wants_html
-from metal_engine.server.page.viewer_registry import ViewerRegistry
+from metal_engine.server.page.viewers import ViewerRegistry
 from metal_engine.server.status.pages import LINKS
 from metal_engine.server.status.routes import get_and_head
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.server.openai.billing import without_billing_line
+from metal_engine.server.openai.conversation import without_billing_line
 from tests.support.serving import MODEL, Served, serve
 from tools.fixtures.fake_engine import fake_config
 

@@ -10,7 +10,7 @@ import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.errors import ConfigError
-from metal_engine.server.generation.log_once import Notices
+from metal_engine.server.logs import Notices
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.text.chat_template_file import read_chat_template

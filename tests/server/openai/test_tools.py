@@ -21,7 +21,7 @@ from metal_engine.answers.tool_parsers.pythonic import PythonicCalls
 from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.errors import ConfigError
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.server.generation.log_once import Notices
+from metal_engine.server.logs import Notices
 from metal_engine.server.openai.chat import ChatEndpoint
 from metal_engine.server.protocol import ChatCompletionBody
 from metal_engine.settings.args import ServerArgs

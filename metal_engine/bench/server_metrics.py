@@ -1,4 +1,7 @@
-"""Reads counts of speculation from the ``/metrics`` of any server that uses vLLM's names for them."""
+"""Reads counts of speculation and the type of the KV cache from a server's ``/metrics``.
+
+The names of the counts are vLLM's, and the server can be any.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,10 @@ import aiohttp
 _SAMPLE = re.compile(
     r"^\w+:spec_decode_num_(drafts|draft_tokens|accepted_tokens)_total(?:\{.*\})? (\S+)$", re.MULTILINE
 )
+
+
+_INFO = re.compile(r"^\w+:engine_info\{(.*)\} \S+$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True)
@@ -47,14 +54,13 @@ class SpecDecodeCounts:
         )
 
 
-async def spec_decode_counts(session: aiohttp.ClientSession, base_url: str) -> SpecDecodeCounts | None:
-    """Return a server's counts; None if the server does not speculate or has no such metrics."""
+async def read_metrics(session: aiohttp.ClientSession, base_url: str) -> str:
+    """Return a server's metrics in Prometheus format; an empty string if the server does not report any."""
     try:
         async with session.get(f"{base_url.rstrip('/')}/metrics") as response:
-            text = await response.text() if response.status == 200 else ""
+            return await response.text() if response.status == 200 else ""
     except (aiohttp.ClientError, TimeoutError, OSError, UnicodeDecodeError):
-        return None
-    return parse_counts(text)
+        return ""
 
 
 def parse_counts(text: str) -> SpecDecodeCounts | None:
@@ -65,3 +71,16 @@ def parse_counts(text: str) -> SpecDecodeCounts | None:
     if not sums:
         return None
     return SpecDecodeCounts(*(int(sums.get(name, 0)) for name in ("drafts", "draft_tokens", "accepted_tokens")))
+
+
+def parse_kv_cache_dtype(text: str, model: str) -> str | None:
+    """Parse the type of the KV cache, such as ``int8``, for the named model or the only one. None if there is none.
+
+    Args:
+        text: metrics in Prometheus format.
+        model: name of the requested model, for a server with several models.
+    """
+    found = [dict(_LABEL.findall(labels)) for labels in _INFO.findall(text)]
+    named = [labels for labels in found if labels.get("model_name") == model]
+    ours = named or (found if len(found) == 1 else [])
+    return ours[0].get("kv_cache_dtype") if ours else None
