@@ -3,7 +3,7 @@
 // It holds HELD key fragments at a time, with the columns of its part, as [keys x columns], and multiplies them with
 // the transposed queries. The transposed scores go through `exchange`, where the parts' scores are added; what comes
 // back is turned. So for a latent the same registers are multiplied as values. With one part no other SIMD group has
-// anything to do with it, and there is no barrier; else there is one for the keys that are held.
+// anything to do with it, and the loop has no barrier; else it has one for the keys that are held.
 //
 // Each SIMD group has all STRIPS row fragments, so that every key is loaded by one slot only.
 
@@ -50,6 +50,22 @@ for (int strip = 0; strip < STRIPS; ++strip) {
   for (int d = 0; d < DV_PART; ++d) {
     output[strip * DV_PART + d] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
+}
+
+// Queries of this part and lane, of [PARTS, STRIPS, DK_PART, 8 columns, 8 rows]. All slots have the same.
+threadgroup T* queries_of_lane =
+    (threadgroup T*)(shared + EXCHANGE_BYTES / 16) + uint(part * (STRIPS * DK_PART * 64) + lane_row * 8 + lane_column);
+if (SHARES_QUERIES) {
+  if (slot == 0) {
+    #pragma clang loop unroll(full)
+    for (int i = 0; i < STRIPS * DK_PART; ++i) {
+      #pragma clang loop unroll(full)
+      for (int e = 0; e < 2; ++e) {
+        queries_of_lane[i * 64 + e] = queries[i / DK_PART][i % DK_PART].thread_elements()[e];
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
 threadgroup float* exchange = (threadgroup float*)shared;  // [2, SLOTS, PARTS, HELD, STRIPS, 8 rows, 8 keys]
@@ -112,6 +128,10 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
 #endif
       #pragma clang loop unroll(full)
       for (int strip = 0; strip < STRIPS; ++strip) {
+        if (SHARES_QUERIES) {
+          queries[strip][d].thread_elements()[0] = queries_of_lane[(strip * DK_PART + d) * 64];
+          queries[strip][d].thread_elements()[1] = queries_of_lane[(strip * DK_PART + d) * 64 + 1];
+        }
         simdgroup_multiply_accumulate(scores[strip], keys[h][d], queries[strip][d], scores[strip]);
       }
     }

@@ -95,8 +95,10 @@ METAL_FUNC void load_row(
     const uint groups = rows.group(row, first_column) + uint(lane_column / 2);
     #pragma clang loop unroll(full)
     for (int round = 0; round < Loaded::ROUNDS; ++round) {
-      const int group = first_column / GROUP_SIZE + round * 4 + lane_column / 2;
-      if (group * GROUP_SIZE < end) {
+      const int group = round * 4 + lane_column / 2;
+      const bool has = WHOLE && Loaded::ALIGNED ? group < CHUNKS * Loaded::CHUNK / GROUP_SIZE
+                                                : (first_column / GROUP_SIZE + group) * GROUP_SIZE < end;
+      if (has) {
         loaded.scales[round] = float(rows.scales[groups + round * 4]);
         loaded.biases[round] = float(rows.biases[groups + round * 4]);
       }

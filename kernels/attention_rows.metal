@@ -171,12 +171,17 @@ METAL_FUNC void store_stage(CacheRows rows, thread const Piece* staged, int tid,
 
 // A tile: rows of one request and one KV head.
 struct Tile {
-  int first_row;    // (packed token) * G + (query head of the group)
-  int num_rows;
+  // [first_row, num_rows, partial_row]: the first row is (packed token) * G + (query head of the group), and a split's
+  // result goes to partial_row; -1: the item is whole.
+  threadgroup const int* fields;
   int kv_head;
   int num_kv_heads;
-  int partial_row;  // where a split's result goes; -1: the item is whole
 };
+
+// Row fragments into which a staged tile is divided, `most` at most.
+METAL_FUNC int row_fragments_of(int num_rows, int most) {
+  return min(num_rows <= 8 ? 1 : num_rows <= 16 ? 2 : num_rows <= 32 ? 4 : 8, most);
+}
 
 // How SIMD groups share a tile: group = (slot * row_groups + row_group) * parts + part.
 struct Share {
@@ -205,6 +210,9 @@ METAL_FUNC void write_rows(
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);  // and all that lay in `carried` has been read
+  const int first_row = tile.fields[0];
+  const int num_rows = tile.fields[1];
+  const int partial_row = tile.fields[2];
   #pragma clang loop unroll(full)
   for (int strip = 0; strip < STRIPS; ++strip) {
     const int row = (share.row_group * STRIPS + strip) * 8 + lane_row;
@@ -225,8 +233,8 @@ METAL_FUNC void write_rows(
       output[strip * WIDTH + d].thread_elements()[0] *= factor;
       output[strip * WIDTH + d].thread_elements()[1] *= factor;
     }
-    if (tile.partial_row >= 0 && share.part == 0 && share.slot == 0 && lane_column == 0 && row < tile.num_rows) {
-      const int at = (tile.partial_row + row) * tile.num_kv_heads + tile.kv_head;
+    if (partial_row >= 0 && share.part == 0 && share.slot == 0 && lane_column == 0 && row < num_rows) {
+      const int at = (partial_row + row) * tile.num_kv_heads + tile.kv_head;
       partial_lse[at] = row_peak + precise::log2(row_total) - weight_shift;
     }
   }
@@ -251,7 +259,7 @@ METAL_FUNC void write_rows(
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const int width = (WIDTH - first < CARRIED ? WIDTH - first : CARRIED) * 8;
-    for (int i = tid; i < tile.num_rows * share.parts * width; i += THREADS) {
+    for (int i = tid; i < num_rows * share.parts * width; i += THREADS) {
       const int row = i / (share.parts * width);
       const int part = i / width % share.parts;
       const int column = (part * WIDTH + first) * 8 + i % width;
@@ -262,11 +270,11 @@ METAL_FUNC void write_rows(
           const int from = (s * share.row_groups + row / 8 / STRIPS) * share.parts + part;
           sum += carried[((from * STRIPS + strip) * 8 + row % 8) * CARRIED_STRIDE + i % width];
         }
-        if (tile.partial_row >= 0) {
-          const uint at = uint(tile.partial_row + row) * uint(tile.num_kv_heads) + uint(tile.kv_head);
+        if (partial_row >= 0) {
+          const uint at = uint(partial_row + row) * uint(tile.num_kv_heads) + uint(tile.kv_head);
           partial_out[ulong(at) * DV + uint(column)] = sum;
         } else {
-          const uint flat = uint(tile.first_row + row);
+          const uint flat = uint(first_row + row);
           const uint at = (flat / G * uint(tile.num_kv_heads) + uint(tile.kv_head)) * G + flat % G;
           out[ulong(at) * DV + uint(column)] = T(sum);
         }

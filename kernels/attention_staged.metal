@@ -5,7 +5,7 @@ constexpr int PARTS_OF_STAGED = STAGED_PARTS > 0 ? STAGED_PARTS : 1;
 constexpr int DK_PART = divided_up(K_FRAGMENTS, PARTS_OF_STAGED);
 constexpr int DV_PART = divided_up(V_FRAGMENTS, PARTS_OF_STAGED);
 
-const int row_fragments = min(num_rows <= 8 ? 1 : num_rows <= 16 ? 2 : num_rows <= 32 ? 4 : 8, GROUPS / PARTS_OF_STAGED);
+const int row_fragments = row_fragments_of(num_rows, GROUPS / PARTS_OF_STAGED);
 const int slots = GROUPS / PARTS_OF_STAGED / row_fragments;
 const int part = group % PARTS_OF_STAGED;
 const int row_fragment = group / PARTS_OF_STAGED % row_fragments;
@@ -171,7 +171,12 @@ float sink = LOWEST;
 if (HAS_SINKS && row_exists && partial_row < 0) {
   sink = float(sinks[head]) * LOG2E;
 }
-const Share share = {PARTS_OF_STAGED, row_fragments, slots, part, row_fragment, slot};
+// The shares again, from `tile_fields`: the first ones would take registers through the loop.
+const int row_groups = row_fragments_of(tile_fields[1], GROUPS / PARTS_OF_STAGED);
+const int group_of_part = group / PARTS_OF_STAGED;
+const Share share = {
+    PARTS_OF_STAGED, row_groups, GROUPS / PARTS_OF_STAGED / row_groups, part, group_of_part % row_groups,
+    group_of_part / row_groups};
 write_rows<T, G, DV, 1, DV_PART, 2, HAS_SINKS>(
     rows_of_tile, share, output, &peak, &total, &sink, WEIGHT_SHIFT, tid, group, lane_row, lane_column,
     (threadgroup float*)shared, row_state, out, partial_out, partial_lse);

@@ -34,13 +34,14 @@
 constexpr float WEIGHT_SHIFT = is_same_v<T, half> ? 14.0f : 0.0f;
 constexpr int K_FRAGMENTS = divided_up(DK, 8);
 constexpr int V_FRAGMENTS = divided_up(DV, 8);
-// Keys of a stage: as many as registers hold scores and pieces of V of. Splits begin at multiples of BK.
+// Keys of a stage: as many as registers hold scores and pieces of V of. Splits begin at multiples of BK. The loop over
+// stages is unrolled within; 32 keys of wide heads would make it larger than M1's instruction cache, 12 kB.
 #ifdef TENSOR_OPS
 constexpr int MOST_STAGE_KEYS = BK;
 #elif defined(QUANTIZED)
-constexpr int MOST_STAGE_KEYS = STAGED_PARTS > 1 ? 16 : 32;
+constexpr int MOST_STAGE_KEYS = STAGED_PARTS > 1 || K_FRAGMENTS > 8 ? 16 : 32;
 #else
-constexpr int MOST_STAGE_KEYS = 32;
+constexpr int MOST_STAGE_KEYS = STAGED_PARTS > 1 ? 16 : 32;
 #endif
 constexpr int STAGE_KEYS = BK < MOST_STAGE_KEYS ? BK : MOST_STAGE_KEYS;
 // Elements of a load to the stage, such pieces of a padded row there, and loads of each thread.
@@ -62,6 +63,17 @@ constexpr int MOST_STRIPS = STRIPS > 2 ? STRIPS : 2;  // row fragments of a SIMD
 constexpr int MOST_STRIPS = STRIPS;
 #endif
 constexpr int CARRIED_BYTES = GROUPS * MOST_STRIPS * 8 * CARRIED_STRIDE * 4;
+// Direct items of quantized heads read queries from threadgroup memory, where queries and output would take 48 registers
+// or more: quantized keys, scales and numbers take many registers, too. The queries lie behind the exchange, in room that
+// the results need later. Wider heads take more than 104 registers in the staged way anyway.
+constexpr int QUERIES_BYTES = STRIPS * PARTS * divided_up(DK, K_COLUMNS * 4 * PARTS) * (K_COLUMNS / 2) * 64 * sizeof(T);
+#ifdef QUANTIZED
+constexpr bool SHARES_QUERIES =
+    !LATENT && sizeof(T) == 2 && STRIPS * (K_FRAGMENTS + 2 * V_FRAGMENTS) >= 48 * PARTS &&
+    K_FRAGMENTS + V_FRAGMENTS <= 40 && EXCHANGE_BYTES + QUERIES_BYTES <= CARRIED_BYTES;
+#else
+constexpr bool SHARES_QUERIES = false;
+#endif
 constexpr int DIRECT_BYTES = EXCHANGE_BYTES > CARRIED_BYTES ? EXCHANGE_BYTES : CARRIED_BYTES;
 constexpr int STAGED_BYTES = STAGE_BYTES + SUMS_BYTES;
 constexpr int SHARED_BYTES = STAGED_BYTES > DIRECT_BYTES ? STAGED_BYTES : DIRECT_BYTES;
@@ -81,6 +93,7 @@ const VRows v_rows = {v_cache};
 
 threadgroup uint4 shared[SHARED_BYTES / 16];  // one after the other: stage and sums, or exchange; results
 threadgroup float row_state[GROUPS * MOST_STRIPS * 8 * 2];
+threadgroup int tile_fields[3];               // first_row, num_rows and partial_row, for the end
 threadgroup int key_slots[STAGE_KEYS];        // where the cache holds the keys of a stage
 
 const int tid = int(thread_index_in_threadgroup);
@@ -102,7 +115,12 @@ const int table_row = items[item + 5] * int(block_table_shape[1]);
 const int partial_row = items[item + 6];    // where a split's result goes; -1: the item is whole
 const int first_token = first_row / G;
 const int last_position = first_position + (first_row + num_rows - 1) / G - first_token;
-const Tile rows_of_tile = {first_row, num_rows, kv_head, num_kv_heads, partial_row};
+if (tid == 0) {  // so that they take no registers until the end
+  tile_fields[0] = first_row;
+  tile_fields[1] = num_rows;
+  tile_fields[2] = partial_row;
+}
+const Tile rows_of_tile = {tile_fields, kv_head, num_kv_heads};
 
 const float scale = HAS_SOFTCAP ? numbers[0] / numbers[1] : numbers[0] * LOG2E;
 const float softcap = numbers[1] * LOG2E;

@@ -13,8 +13,10 @@ from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
+from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
@@ -44,11 +46,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def build_engine(args: EngineArgs, share: DeviceAccess = WHOLE_DEVICE) -> EngineCore:
+def build_engine(args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE) -> BuiltEngine:
     """Load a model and build its engine. Call it in the thread that will run the engine's steps.
 
     Args:
-        share: this model's share of the device. If other models share the device, the settings must give the size of
+        access: this model's access to the device. If several models use the device, the settings must give the size of
             the KV cache.
 
     Raises:
@@ -74,9 +76,9 @@ def build_engine(args: EngineArgs, share: DeviceAccess = WHOLE_DEVICE) -> Engine
     keep_kernels_private()
     try:
         with starting_ranks(args) as ranks:
-            return _build(args, share, blas, chat_template, transfer, ranks)
+            return _build(args, access, blas, chat_template, transfer, ranks)
     except BaseException:
-        if share is WHOLE_DEVICE:
+        if access is WHOLE_DEVICE:
             end_streams_of_thread()
         else:  # the thread continues with another model
             settle_streams()
@@ -85,12 +87,12 @@ def build_engine(args: EngineArgs, share: DeviceAccess = WHOLE_DEVICE) -> Engine
 
 def _build(
     args: EngineArgs,
-    share: DeviceAccess,
+    access: DeviceAccess,
     blas: BlasInfo,
     chat_template: str | None,
     transfer: KVTransferConfig | None,
     ranks: Ranks,
-) -> EngineCore:
+) -> BuiltEngine:
     import mlx.core as mx
 
     from metal_engine.attention.choice import choose_backend
@@ -99,21 +101,21 @@ def _build(
     from metal_engine.device.info import device_info
     from metal_engine.models.paged_model import release_weights
 
-    with share.turn():
+    with access.turn():
         choice = choose_backend(args.attention_backend, args.block_size, args.attention_tuning)
-    before = ranks.device(share.unlimited(device_info(blas)))
+    before = ranks.device(access.unlimited(device_info(blas)))
 
     def check(facts: CheckpointRequirements) -> None:
-        with share.turn():
+        with access.turn():
             check_before_loading(args, facts, before, ranks.divide)
-            kv_bytes = 0 if share is WHOLE_DEVICE else _expected_bytes(args, facts, before)[0]
+            kv_bytes = 0 if access is WHOLE_DEVICE else _expected_bytes(args, facts, before)[0]
             mx.random.seed(args.seed)
-        share.check_fits(facts.weight_bytes + kv_bytes)
+        access.check_fits(facts.weight_bytes + kv_bytes)
 
     def claim(facts: CheckpointRequirements) -> None:
-        if share is WHOLE_DEVICE:
+        if access is WHOLE_DEVICE:
             return
-        _claim_for_loading(share, args, facts, before)
+        _claim_for_loading(access, args, facts, before)
         check_memory(facts, args, device_info(blas))  # after other models have been unloaded
 
     divide = ranks.load_shard if args.num_ranks > 1 else None
@@ -122,40 +124,40 @@ def _build(
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     try:
-        return _assemble(args, share, blas, choice, loaded, transfer, ranks)
+        return _assemble(args, access, blas, choice, loaded, transfer, ranks)
     except BaseException:
-        if share is not WHOLE_DEVICE:  # the process continues without this model
+        if access is not WHOLE_DEVICE:  # the process continues without this model
             release_weights(loaded.model)
         raise
 
 
 def _assemble(
     args: EngineArgs,
-    share: DeviceAccess,
+    access: DeviceAccess,
     blas: BlasInfo,
     choice: BackendChoice,
     loaded: LoadedModel,
     transfer: KVTransferConfig | None,
     ranks: Ranks,
-) -> EngineCore:
+) -> BuiltEngine:
     """Build the engine of a loaded model."""
     from metal_engine.device.info import device_info
     from metal_engine.runner.dispatch import choose_dispatch
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.replay_check import check_replay
 
-    opened = _open(args, loaded, choice, ranks, share)
+    opened = _open(args, loaded, choice, ranks, access)
     paged = opened.paged
-    with share.turn():
-        adapters = _make_for_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
-    draft = _load_draft(args, loaded, device_info(blas), choice, share)
+    with access.turn():
+        adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
+    draft = _load_draft(args, loaded, device_info(blas), choice, access)
     models = [opened] if draft is None else [opened, draft]
     device = ranks.device(device_info(blas))
-    with share.turn():
+    with access.turn():
         config = resolve_config(
             args,
             replace(opened.info, adapter_bytes=0 if paged.adapters is None else paged.adapters.nbytes),
-            share.unlimited(device),
+            access.unlimited(device),
             opened.attention.backend.name,
             # The models run in sequence, so the largest step counts.
             lambda num_tokens, num_seqs: ranks.largest(
@@ -165,10 +167,10 @@ def _assemble(
             opened.attention.layers,
             None if draft is None else draft.info,
         )
-    share.claim(config.peak_bytes)
+    access.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
-    config = replace(config, device=share.limited(device), command_buffers=command_buffers, ranks=ranks.facts)
-    limit_device_memory(config, *share.settle(config))
+    config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.facts)
+    limit_device_memory(config, *access.settle(config))
     scheduler_side, runner_side = None, None
     if transfer is not None:
         from metal_engine.kv_transfer.connect import connect_kv
@@ -180,8 +182,8 @@ def _assemble(
         # Prefix hashes use the fingerprint of the KV store, so that other processes find the prefixes.
         cache = replace(config.cache, model_fingerprint=fingerprint)
         config = replace(config, cache=cache, kv_role=transfer.kv_role)
-    with share.turn():
-        outlives_model = share is not WHOLE_DEVICE  # a process with a single model ends with it
+    with access.turn():
+        outlives_model = access is not WHOLE_DEVICE  # a process with a single model ends with it
         draft_model = None if draft is None else _draft_model(draft, config)
         runner = ModelRunner(
             paged,
@@ -191,7 +193,7 @@ def _assemble(
             runner_side,
             draft_model,
             outlives_model=outlives_model,
-            share=ranks.share,
+            broadcast=ranks.broadcast,
         )
         if runner.replay is not None:
             check_replay(paged, opened.attention.backend, runner.replay, config.scheduler, config.cache)
@@ -205,7 +207,8 @@ def _assemble(
     except RecursionError as error:
         raise ModelLoadError(f"the control tokens of {loaded.name} are too long or too many to search for") from error
     leader = ranks.lead(runner)
-    return EngineCore(config, leader or runner, tokenizer, scheduler_side, adapters, leader)
+    core = EngineCore(config, leader or runner, tokenizer, scheduler_side, leader)
+    return BuiltEngine(core, RequestPreparer(config, tokenizer), adapters)
 
 
 def _check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -216,7 +219,7 @@ def _check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
         raise ModelLoadError(f"{error}: name another with --chat-template") from error
 
 
-def _make_for_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str, int]) -> AdapterRegistry:
+def _enable_adapters(args: EngineArgs, paged: PagedModel, interleaved: dict[str, int]) -> AdapterRegistry:
     """Prepare a model for LoRA adapters, reserve memory for the maximum number, and load ``--lora-modules``.
 
     Raises:
@@ -258,12 +261,12 @@ def _expected_bytes(args: EngineArgs, facts: CheckpointRequirements, device: Dev
 
 
 def _claim_for_loading(
-    share: DeviceAccess, args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo
+    access: DeviceAccess, args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo
 ) -> None:
     """Reserve the memory for reading the weights and measuring a step. The final memory is reserved after that."""
-    with share.turn():
+    with access.turn():
         kv_bytes, step_bytes = _expected_bytes(args, facts, device)
-    share.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
+    access.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
 
 
 @dataclass(frozen=True)
@@ -285,7 +288,7 @@ class _OpenedModel:
 
 
 def _open(
-    args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks, share: DeviceAccess
+    args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks, access: DeviceAccess
 ) -> _OpenedModel:
     """Convert a loaded model to a paged KV cache, and check that it computes correctly."""
     from metal_engine.attention.metal.variants import UnsupportedAttentionError
@@ -297,16 +300,18 @@ def _open(
 
     logger.info("checking that %s computes correctly with a paged KV cache", loaded.name)
     try:
-        with share.turn():
+        with access.turn():
             recurrence = MetalRecurrence() if choice.metal is not None else None
             paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
             info = ranks.sync_model_info(model_info(loaded, paged))
             kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
             attention = choice.for_layers(kinds, args.block_size)
-        attention = choice.tuned(attention, args.block_size, decide=ranks.decided, agree=ranks.largest, turn=share.turn)
+        attention = choice.tuned(
+            attention, args.block_size, decide=ranks.decided, agree=ranks.largest, turn=access.turn
+        )
         # Other block sizes need longer test requests, and only matter if kernels are compiled for the block size.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
-        with share.turn():
+        with access.turn():
             _with_recurrence(
                 paged, ranks, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest)
             )
@@ -316,7 +321,7 @@ def _open(
 
 
 def _load_draft(
-    args: EngineArgs, target: LoadedModel, device: DeviceInfo, choice: BackendChoice, share: DeviceAccess
+    args: EngineArgs, target: LoadedModel, device: DeviceInfo, choice: BackendChoice, access: DeviceAccess
 ) -> _OpenedModel | None:
     """Load the draft model of ``--speculative-config``, if it names one.
 
@@ -344,7 +349,7 @@ def _load_draft(
 
     try:
         loaded = loader.load(draft_args, device, check, check_tokenizer=check_tokenizer)
-        opened = _open(draft_args, loaded, choice, Ranks(), share)
+        opened = _open(draft_args, loaded, choice, Ranks(), access)
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
     except ConfigError as error:

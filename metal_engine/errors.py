@@ -47,11 +47,11 @@ class ModelTooLargeError(ModelLoadError):
 
 
 class NoRoomError(ModelLoadError):
-    """The model does not fit beside the loaded models, and no loaded model may be unloaded."""
+    """The model does not fit beside the loaded models, which are in use or may not be unloaded for it."""
 
 
 class LoadCancelledError(ModelLoadError):
-    """The model was unloaded during its load. The request may be repeated."""
+    """The load was cancelled: the model was to be unloaded, or no request waits for it. The client may retry."""
 
 
 class AdapterError(ValueError):

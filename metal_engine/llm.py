@@ -64,7 +64,8 @@ class LLM:
         # Request id -> queue of the call that waits for it: concurrent calls may come from several threads.
         self._queues: dict[str, queue.SimpleQueue[RequestOutput]] = {}
         self._thread = EngineThread(lambda: build_engine(args), self._dispatch)
-        self._core = self._thread.start()
+        engine = self._thread.start()
+        self._core, self._preparer, self._adapters = engine.core, engine.preparer, engine.adapters
         if args.num_ranks > 1:  # if the program ends without close(), notify the other ranks
             atexit.register(self._thread.shutdown)
         self._ids = itertools.count()
@@ -75,7 +76,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._core.tokenizer
+        return self._preparer.tokenizer
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -123,8 +124,8 @@ class LLM:
     ) -> list[GenerationResult]:
         """Generate the assistant's answer to each conversation.
 
-        Each answer is split into content, reasoning and tool calls. If the marks between these are special tokens,
-        ``text`` has its special tokens.
+        Each answer is split into content, reasoning and tool calls. If special tokens mark these parts,
+        ``text`` contains its special tokens.
 
         Args:
             sampling_params: parameters for all conversations, or one entry for each conversation.
@@ -184,7 +185,7 @@ class LLM:
         given: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
         each = pooling_params or PoolingParams()
         params = [each] * len(given) if isinstance(each, PoolingParams) else list(each)
-        prepare = self._core.prepare_pooling
+        prepare = self._preparer.prepare_pooling
         requests = [prepare([self._token_ids(p)], one)[0] for p, one in zip(given, params, strict=True)]
         ids = [str(next(self._ids)) for _ in requests]
         outputs = self._collect([(request, 0) for request in requests], ids, use_tqdm, "Embedding")
@@ -215,7 +216,12 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: LoRARequest | None = None
     ) -> Generator[RequestOutput]:
-        """Yield outputs of one prompt as they arrive. Leaving the iteration early aborts the request."""
+        """Yield outputs of one prompt as they arrive. Leaving the iteration early aborts the request.
+
+        Raises:
+            ValueError: ``n`` is not 1, or the request can never be served.
+            RuntimeError: a step failed, or the engine has stopped.
+        """
         params = sampling_params or self.default_sampling_params
         if params.n != 1:
             raise ValueError("n must be 1 to stream")
@@ -277,7 +283,7 @@ class LLM:
         """Prepare prompts that share their parameters. Raises ValueError if a prompt can never be served."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
-        return self._core.prepare_all(prompts, params, adapter=adapter)
+        return self._preparer.prepare_all(prompts, params, adapter=adapter)
 
     def _outputs_of(self, sequences: list[tuple[PreparedRequest, int]], ids: list[str]) -> Generator[RequestOutput]:
         """Yield outputs of several requests as they arrive. Aborts unfinished requests if the iteration ends early.
@@ -330,19 +336,18 @@ class LLM:
     def _adapter(self, request: LoRARequest | None) -> Adapter | None:
         if request is None:
             return None
-        adapters = self._core.adapters
-        if adapters is None:
+        if self._adapters is None:
             raise ValueError("lora_request requires an LLM created with enable_lora=True or lora_modules")
-        found = adapters.find(request.lora_name)
+        found = self._adapters.find(request.lora_name)
         if found is not None and request.lora_path in ("", found.path):
             return found
         if not request.lora_path:
             raise ValueError(f"no LoRA adapter {request.lora_name!r} is loaded, and its lora_request has no lora_path")
-        return adapters.load(request.lora_name, request.lora_path, self._thread.call, in_place=True)
+        return self._adapters.load(request.lora_name, request.lora_path, self._thread.call, in_place=True)
 
     def unload_lora_adapter(self, lora_name: str) -> bool:
         """Unload an adapter, so that its slot becomes free. Return True if an adapter with this name was loaded."""
-        return self._core.adapters is not None and self._core.adapters.unload(lora_name)
+        return self._adapters is not None and self._adapters.unload(lora_name)
 
     def close(self) -> None:
         """Stop the engine's thread."""

@@ -53,7 +53,7 @@ class AdapterTargets:
         refused: module name -> reason why adapters cannot change the layer, for other linear layers.
         interleaved: module name -> number of heads, for layers whose outputs are in llama.cpp's order. Output 2i + j of
             a head with n outputs is output j * n / 2 + i in the usual order.
-        largest: largest magnitude of a weight in the model's compute dtype.
+        largest: largest weight magnitude that the model's compute dtype can represent.
     """
 
     shapes: Mapping[str, tuple[int, int]]

@@ -37,12 +37,12 @@ def main() -> None:
 
     Standard input contains the settings as a line of JSON, and is closed when that process ends.
     """
-    told = json.loads(sys.stdin.readline())
+    parameters = json.loads(sys.stdin.readline())
     end_with(sys.stdin.fileno())
     form = f"rank {launched_rank()}: %(levelname)s %(message)s"
-    logging.basicConfig(level=told["log_level"], format=form)
+    logging.basicConfig(level=parameters["log_level"], format=form)
     try:
-        sys.exit(follow(EngineArgs(**told["args"])))
+        sys.exit(follow(EngineArgs(**parameters["args"])))
     except (ConfigError, ModelLoadError) as error:
         logging.getLogger(__name__).info("ends: %s", one_line(error))  # rank 0 reports the error, too
         sys.exit(1)

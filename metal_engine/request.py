@@ -21,8 +21,8 @@ class RequestOptions:
     Attributes:
         priority: lower numbers go first with ``--scheduling-policy priority``; ignored otherwise.
         cache_salt: requests share cached prefixes only with requests that have the same salt.
-        do_remote_prefill: another engine computes the prompt's KV: wait until it arrives from the store.
-        do_remote_decode: another engine waits for the prompt's KV: save all of it, including cached prefixes.
+        do_remote_prefill: True if another engine computes the prompt's KV: wait until it arrives from the store.
+        do_remote_decode: True if another engine waits for the prompt's KV: save all of it, including cached prefixes.
         use_speculation: False disables drafts for the request. No effect unless the engine speculates.
         predicted_token_ids: expected text of a large part of the output, used for drafts if the engine speculates.
     """
@@ -65,7 +65,10 @@ class PreparedRequest:
 
 
 class RequestStatus(enum.Enum):
-    """State of a request. PREEMPTED waits like WAITING, but earlier; WAITING_FOR_REMOTE_KVS cannot be admitted yet."""
+    """State of a request. PREEMPTED requests wait in the same queue as WAITING requests.
+
+    A request in state WAITING_FOR_REMOTE_KVS cannot be admitted yet.
+    """
 
     WAITING = enum.auto()
     WAITING_FOR_REMOTE_KVS = enum.auto()

@@ -133,9 +133,9 @@ class SchedulerOutput:
         if not drafting.token_ids:
             return self
         planned, drafts = self.scheduled_spec_decode_tokens, drafting.token_ids
-        shares = {r: self.num_scheduled_tokens[r] - len(planned[r]) + len(drafts[r]) for r in drafts}
+        num_scheduled = {r: self.num_scheduled_tokens[r] - len(planned[r]) + len(drafts[r]) for r in drafts}
         given = {request_id: tokens for request_id, tokens in (planned | drafts).items() if tokens}
-        num_tokens = self.num_scheduled_tokens | shares
+        num_tokens = self.num_scheduled_tokens | num_scheduled
         return replace(self, num_scheduled_tokens=num_tokens, scheduled_spec_decode_tokens=given)
 
 
@@ -274,5 +274,5 @@ class Runner(Protocol):
 class RankFailureSource(Protocol):
     """The other ranks, which compute their shards of every step."""
 
-    def on_rank_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
+    def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
         """Set a callback for the loss of a rank, after which a step may hang. It is called in another thread."""

@@ -15,7 +15,6 @@ from tokenizers import AddedToken
 from metal_engine import llm as llm_module
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.tool_plan import plan_tools
-from metal_engine.engine.core import EngineCore
 from metal_engine.llm import LLM
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -34,6 +33,7 @@ from tools.fixtures.fake_engine import (
     script,
     tiny_tokenizer,
 )
+from tools.fixtures.stepped_engine import SteppedEngine
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def answering(
     tokenizer = tokenizer or tiny_tokenizer(TOOL_TEMPLATE)
     vocab_size = len(tokenizer.hf_tokenizer)
     config = replace(CHAT_CONFIG, model=replace(CHAT_CONFIG.model, vocab_size=vocab_size))
-    monkeypatch.setattr(llm_module, "build_engine", lambda args: EngineCore(config, runner, tokenizer))
+    monkeypatch.setattr(llm_module, "build_engine", lambda args: SteppedEngine(config, runner, tokenizer))
     return LLM("fake", **settings)
 
 
@@ -195,8 +195,8 @@ def test_a_chat_whose_format_the_tokenizer_tells(monkeypatch: pytest.MonkeyPatch
 
     with answering(monkeypatch, next_token, tokenizer) as llm:
         with monkeypatch.context() as patch:
-            prepare_all = MagicMock(side_effect=llm._core.prepare_all)
-            patch.setattr(llm._core, "prepare_all", prepare_all)
+            prepare_all = MagicMock(side_effect=llm._preparer.prepare_all)
+            patch.setattr(llm._preparer, "prepare_all", prepare_all)
             both = llm.chat([USER, USER], SamplingParams(max_tokens=100), tools=TOOLS, use_tqdm=False)
         prepare_all.assert_called_once()  # chats that share their parameters are prepared together
         (generated,) = generate(llm, "hi", SamplingParams(max_tokens=100))

@@ -123,7 +123,7 @@ async def ask(registry: ModelRegistry, name: str, prompt: list[int], request_id:
     assert entry is not None
     running = await registry.use(entry)
     try:
-        (prepared,) = running.engine.prepare_all([prompt], GREEDY)
+        (prepared,) = running.engine.preparer.prepare_all([prompt], GREEDY)
         tokens = []
         async for output in running.engine.generate(request_id, prepared):
             assert output.error is None, output.error

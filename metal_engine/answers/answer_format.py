@@ -35,7 +35,7 @@ class BareOpening:
 
     Attributes:
         before: text before the tool's name.
-        after: text behind the tool's name.
+        after: text after the tool's name.
         only_first: True if the call must be the first text of the content.
     """
 

@@ -108,9 +108,9 @@ class CallReader:
             deltas.append(ArgumentsDelta(begun.index, "}"))
             self.num_calls += 1
             items = items[1:]
-        return deltas + self._given_out(items)
+        return deltas + self._deltas_of(items)
 
-    def _given_out(self, items: Sequence[ToolCall | str]) -> list[AnswerDelta]:
+    def _deltas_of(self, items: Sequence[ToolCall | str]) -> list[AnswerDelta]:
         """Return the deltas of whole calls, and of the text between them."""
         deltas: list[AnswerDelta] = []
         for call in items:

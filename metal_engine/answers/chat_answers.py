@@ -88,7 +88,7 @@ class ChatAnswers:
         *,
         continues: bool = False,
     ) -> ChatAnswers:
-        """Return the object for a tokenized prompt.
+        """Return the ChatAnswers of a tokenized prompt.
 
         Args:
             answer_format: output format of the model.
@@ -97,7 +97,7 @@ class ChatAnswers:
             decode: converts tokens to text, including special tokens.
             continues: True if the prompt ends within the assistant's message.
         """
-        if plan.told:
+        if plan.prompted:
             answer_format = prompted_format(answer_format)
         marks = answer_format.reasoning
         if marks is None:
@@ -106,7 +106,7 @@ class ChatAnswers:
         return cls(answer_format, plan, begins_in_reasoning(marks, prompt_end, continues=continues))
 
     def under(self, grammar: StructuredOutputsParams | None) -> ChatAnswers:
-        """Return the object for the same prompt under a grammar that applies from the first output token.
+        """Return the ChatAnswers of the same prompt with a grammar that applies from the first output token.
 
         The grammar decides whether the model can write a mark:
 

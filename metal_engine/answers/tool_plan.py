@@ -20,7 +20,7 @@ class ToolPlan:
 
     Attributes:
         shown: tools passed to the chat template.
-        told: tools that a system message describes instead, for templates that do not support tools.
+        prompted: tools that a system message describes instead, for templates that do not support tools.
         parsed: tools whose calls are parsed from the text.
         forced: True if the output must consist of tool calls only.
         name: name of the only tool that must be called; None if there is no such tool.
@@ -29,7 +29,7 @@ class ToolPlan:
     """
 
     shown: list[Tool] = field(default_factory=list)
-    told: list[Tool] = field(default_factory=list)
+    prompted: list[Tool] = field(default_factory=list)
     parsed: list[Tool] = field(default_factory=list)
     forced: bool = False
     name: str | None = None
@@ -39,14 +39,16 @@ class ToolPlan:
     @property
     def schema(self) -> dict[str, Any]:
         """JSON schema of a forced output. Raises ParameterError if a tool's parameters have no valid schema."""
-        return forced_schema(self.shown or self.told, self.name, parallel=self.parallel)
+        return forced_schema(self.shown or self.prompted, self.name, parallel=self.parallel)
 
     @property
     def instructions(self) -> str | None:
         """Text that describes the tools to the model if its chat template does not; None if there are no such tools."""
-        if not self.told:
+        if not self.prompted:
             return None
-        return forced_instructions(self.told, self.name) if self.forced else instructions(self.told, self.parser)
+        return (
+            forced_instructions(self.prompted, self.name) if self.forced else instructions(self.prompted, self.parser)
+        )
 
 
 NO_TOOLS = ToolPlan()
@@ -89,12 +91,12 @@ def plan_tools(
     if choice == "required":
         if name is not None and name not in names:
             raise ParameterError("tool_choice", f"names {short(name)}, which is not among the tools")
-        shown, told = (listed, []) if template_takes_tools else ([], listed)
-        return ToolPlan(shown=shown, told=told, forced=True, name=name, parallel=parallel)
+        shown, prompted = (listed, []) if template_takes_tools else ([], listed)
+        return ToolPlan(shown=shown, prompted=prompted, forced=True, name=name, parallel=parallel)
     if not auto_tool_choice:
         raise ParameterError("tool_choice", '"auto" is off on this server (--enable-auto-tool-choice)')
     if not template_takes_tools and answer_format.finds_calls:
-        return ToolPlan(told=listed, parsed=listed, parallel=parallel, parser=answer_format.tool)
+        return ToolPlan(prompted=listed, parsed=listed, parallel=parallel, parser=answer_format.tool)
     if answer_format.tool is None:
         problem = "need a model whose tool call format is known: set the format with --tool-call-parser"
         raise ParameterError("tools", problem)

@@ -78,8 +78,9 @@ class StepAttention(Protocol):
         """Compute attention of every packed row over its request's K and V, including those written in this step.
 
         ``window`` w: the query at position p sees keys p - w + 1 ... p. ``softcap`` c: scores become
-        c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value. Over
-        latents, the first latent_dim columns are the output. A backend may return more columns, which are ignored.
+        c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value.
+
+        For latents, only the first ``latent_dim`` columns of the result are the output. The caller drops the others.
         """
         ...
 
@@ -89,7 +90,7 @@ class StepTables:
     """Arrays that determine the attention of a step. Steps with the same key differ only in these arrays.
 
     Attributes:
-        key: sizes of arrays and launches.
+        key: sizes of the arrays and of the kernel launches.
         arrays: the arrays of this step.
         attention: creates the attention from the arrays of any step with the same key.
     """

@@ -60,7 +60,10 @@ class ChosenAttention:
         not_covered: Mapping[AttentionKind, str],
         **tuning: Any,
     ) -> ChosenAttention:
-        """Return the kernel, with MLX's operations for some kinds. ``tuning``: fields of AttentionLayers."""
+        """Return attention by the kernel, and by MLX's operations for the kinds in ``not_covered``.
+
+        ``tuning`` has the fields of :class:`AttentionLayers` that describe tuning.
+        """
         num_portable = sum(kind in not_covered for kind in kinds)
         reasons = tuple(dict.fromkeys(not_covered.values()))
         layers = AttentionLayers(metal=len(kinds) - num_portable, portable=num_portable, not_covered=reasons, **tuning)
@@ -76,7 +79,7 @@ class BackendChoice:
 
     Attributes:
         metal: backend of the Metal kernel; None if the kernel is not used.
-        is_strict: True if a layer that the kernel does not support is an error.
+        is_strict: True to raise an error for a layer that the kernel does not support.
         tuner: source of cuts for each kind of layer, or None for the default cut.
     """
 
@@ -105,7 +108,7 @@ class BackendChoice:
                 if self.is_strict:
                     raise
                 unsupported[kind] = str(kind)
-                not_covered[kind] = _what(kind, block_size)
+                not_covered[kind] = _unsupported_property(kind, block_size)
             except KernelFailedError as error:
                 if self.metal.has_tensor_ops:
                     return self._without_tensor_ops(kind, error).for_layers(kinds, block_size)
@@ -149,8 +152,10 @@ class BackendChoice:
             choices = tuner.choose(metal, kinds, block_size, may_use_mlx=not self.is_strict, turn=turn)
             return {name: choice.facts for name, choice in choices.items()}
 
-        told = decide("choices of attention", choose)
-        choices = {kind: TunedChoice.of(told[name]) for kind in kinds if (name := name_of(kind, block_size)) in told}
+        decided = decide("choices of attention", choose)
+        choices = {
+            kind: TunedChoice.of(decided[name]) for kind in kinds if (name := name_of(kind, block_size)) in decided
+        }
         choices = {kind: choice for kind, choice in choices.items() if not choice.is_default}
         cuts = {kind: choice.cut for kind, choice in choices.items() if choice.cut is not None}
         with turn():
@@ -200,7 +205,7 @@ class BackendChoice:
             ) from error
 
 
-def _what(kind: AttentionKind, block_size: int) -> str:
+def _unsupported_property(kind: AttentionKind, block_size: int) -> str:
     """Return a short description of the unsupported property."""
     if block_size not in BLOCK_SIZES:
         return f"block size {block_size}"
@@ -217,7 +222,7 @@ def _all_work(metal: MetalBackend, kinds: Iterable[AttentionKind], block_size: i
         except (KernelFailedError, UnsupportedAttentionError) as error:
             report = error.report if isinstance(error, KernelFailedError) else str(error)
             logger.warning(
-                "attention of all layers is cut by default, since %s fails for layers with %s: %s",
+                "all layers use the default cut of attention, because %s fails for layers with %s: %s",
                 *(metal.cuts[kind], kind, report),
             )
             return False
@@ -236,7 +241,8 @@ def choose_backend(setting: str, block_size: int, tuning: str = "never") -> Back
         tuning: value of --attention-tuning.
 
     Raises:
-        ConfigError: ``metal`` does not work on this machine or with this block size, or ``tuning`` lacks a cache.
+        ConfigError: ``metal`` does not work on this machine or with this block size, or
+            ``tuning`` is ``auto`` and no cache directory can be used.
     """
     has_metal = mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
     if setting == "mlx" or (setting == "auto" and not has_metal):

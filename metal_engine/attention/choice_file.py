@@ -1,7 +1,7 @@
 """Measured choices for kinds of layers, and the file in the cache directory that stores them.
 
-A file belongs to one GPU, macOS, MLX and version of the kernels. The file name is a hash of these facts, and the file
-contains the facts. A damaged file is ignored as a whole: the choices are measured again.
+A file belongs to one GPU and one version of macOS, of MLX and of the kernels. The file name is a hash of these facts,
+and the file contains them. A damaged file is ignored as a whole: the choices are measured again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class TunedChoice:
     """A way to compute the attention of one kind of layer.
 
     Attributes:
-    Attributes:
         cut: the kernel's division of its work; None if MLX's operations compute the layers.
         speedup: time of the default divided by time of the choice.
     """
@@ -60,7 +59,7 @@ class TunedChoice:
 
     @classmethod
     def of(cls, facts: Any) -> TunedChoice:
-        """Return the choice that :attr:`facts` describes. Raises ValueError if there is no such choice."""
+        """Return the choice that :attr:`facts` describes. Raises ValueError if the facts are not a choice."""
         if not isinstance(facts, dict) or facts.keys() != {"cut", "speedup"}:
             raise ValueError(f"a choice has a cut and a speedup, not {facts!r}")
         cut, speedup = facts["cut"], facts["speedup"]

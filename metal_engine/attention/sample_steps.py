@@ -1,4 +1,4 @@
-"""Calls of attention on random numbers, in the form of a kind of layer: for trying and timing kernels."""
+"""Random inputs and attention calls for one kind of layer, to test and time kernels."""
 
 from __future__ import annotations
 

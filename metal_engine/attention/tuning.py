@@ -100,7 +100,8 @@ class Tuner:
             kinds: kinds of layers that the kernel computes, the most important first.
             block_size: tokens of a block.
             may_use_mlx: True if MLX's operations may be chosen.
-            turn: returns a context manager for exclusive use of the device. Each candidate uses its own.
+            turn: returns a context manager for exclusive use of the device. Each candidate
+                enters a new one.
         """
         kept = self.file.read()
         choices = {name: kept[name] for kind in kinds if (name := name_of(kind, block_size)) in kept}
@@ -232,7 +233,8 @@ class _OfKind:
     def _compare(self, backend: AttentionBackend, most: float) -> float:
         """Return the ratio of a backend's time to the best cut's time.
 
-        If the ratio is above ``most``, it is a lower bound. A smaller ratio is the larger of two measurements.
+        A result above ``most`` is only a lower bound, because the measurement may have stopped early. A result up to
+        ``most`` is the larger ratio of two measurements.
         """
         ratio = self._ratio(backend, most)
         return ratio if ratio > most else max(ratio, self._ratio(backend, most))

@@ -1,4 +1,4 @@
-"""Settings of the ``bench`` commands. Names with the same meaning as in vLLM are vLLM's."""
+"""Settings of the ``bench`` commands. A setting that vLLM's benchmarks also have has the same name there."""
 
 from __future__ import annotations
 

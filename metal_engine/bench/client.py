@@ -23,6 +23,7 @@ class RequestRecord:
 
     Attributes:
         started: time when the request was sent.
+        ended: time when the response was complete or had failed.
         token_times: arrival times of events with text, which may have several tokens each. For an embedding, the
             arrival time of the vector.
         prompt_len: number of prompt tokens in the server's ``usage``.

@@ -112,7 +112,7 @@ _INSTRUCTION = "Pick as many lines as you can from these verses, and go on in th
 
 
 def verse_text(tokenizer: PromptTokenizer, rng: np.random.Generator, length: int, prefix: str = "") -> str:
-    """Return an instruction and as many random lines as fit into ``length`` tokens.
+    """Return ``prefix``, an instruction, and as many random lines as fit into ``length`` tokens in total.
 
     Raises:
         ConfigError: the instruction alone does not fit.

@@ -14,7 +14,7 @@ from metal_engine.bench.datasets import BenchRequest, make_requests, random_text
 from metal_engine.bench.report import check_output, write_json
 from metal_engine.bench.tokens import load_prompt_tokenizer
 from metal_engine.build import build_engine
-from metal_engine.engine.core import EngineCore
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 
@@ -24,24 +24,24 @@ def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict
     check_output(args.save_result, "--save-result")
     name = engine_args.tokenizer or engine_args.model
     requests = make_requests(args, engine_args.seed, lambda: load_prompt_tokenizer(name))
-    core = build_engine(engine_args)
+    engine = build_engine(engine_args)
     try:
-        _run(core, [BenchRequest("Warm up.", 4)], show=False)
-        core.scheduler.prefix_cache.forget()
-        seconds, input_tokens, output_tokens = _run(core, requests, show=True)
+        _run(engine, [BenchRequest("Warm up.", 4)], show=False)
+        engine.core.scheduler.prefix_cache.forget()
+        seconds, input_tokens, output_tokens = _run(engine, requests, show=True)
     finally:
-        core.close()
+        engine.close()
     result = {
         "requests": len(requests),
         "seconds": seconds,
-        "steps": core.num_steps,
+        "steps": engine.core.num_steps,
         "input_tokens": input_tokens,
         "output_tokens": output_tokens,
         "requests_per_second": len(requests) / seconds,
         "output_tokens_per_second": output_tokens / seconds,
         "total_tokens_per_second": (input_tokens + output_tokens) / seconds,
         "peak_memory_mib": peak_memory_bytes() / (1 << 20),
-        "kv_cache_dtype": core.config.model.kv_dtype,
+        "kv_cache_dtype": engine.core.config.model.kv_dtype,
     }
     _report("Throughput", result, args.save_result)
     return result
@@ -58,42 +58,43 @@ def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, 
     prompts = [
         BenchRequest(random_text(tokenizer, rng, args.input_len), args.output_len) for _ in range(args.batch_size)
     ]
-    core = build_engine(engine_args)
+    engine = build_engine(engine_args)
     seconds = []
     try:
         for i in range(-args.num_iters_warmup, args.num_iters):
-            taken, _, _ = _run(core, prompts, show=False)
-            core.scheduler.prefix_cache.forget()
+            taken, _, _ = _run(engine, prompts, show=False)
+            engine.core.scheduler.prefix_cache.forget()
             if i >= 0:
                 seconds.append(taken)
     finally:
-        core.close()
+        engine.close()
     result = {
         "iterations": args.num_iters,
         "batch_size": args.batch_size,
         "mean_seconds": float(np.mean(seconds)),
         **{f"p{p}_seconds": float(np.percentile(seconds, p)) for p in (10, 50, 90, 99)},
         "peak_memory_mib": peak_memory_bytes() / (1 << 20),
-        "kv_cache_dtype": core.config.model.kv_dtype,
+        "kv_cache_dtype": engine.core.config.model.kv_dtype,
     }
     _report("Latency", result, args.save_result)
     return result
 
 
-def _run(core: EngineCore, requests: Sequence[BenchRequest], *, show: bool) -> tuple[float, int, int]:
+def _run(engine: BuiltEngine, requests: Sequence[BenchRequest], *, show: bool) -> tuple[float, int, int]:
     """Run requests to their ends. Return the duration in seconds, and the numbers of prompt and output tokens.
 
     Raises:
         RuntimeError: a step failed.
     """
-    prompts = [core.tokenizer.encode(request.prompt) for request in requests]
+    core, preparer = engine.core, engine.preparer
+    prompts = [preparer.tokenizer.encode(request.prompt) for request in requests]
     output_tokens = 0
     with Progress(disable=not show, transient=True) as progress:
         task = progress.add_task("Requests", total=len(requests))
         start = time.perf_counter()
         for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
             params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
-            core.add_request(str(i), core.prepare(prompt, params))
+            core.add_request(str(i), preparer.prepare(prompt, params))
         while core.has_requests:
             for output in core.step():
                 if output.error is not None:

@@ -67,7 +67,7 @@ def check_output(path: str | None, flag: str) -> None:
     """Check that a file can be written, and make its folder. Does nothing for None.
 
     Args:
-        flag: names the file, for the message.
+        flag: flag that names the file, for the message.
 
     Raises:
         ConfigError: the file could not be written.

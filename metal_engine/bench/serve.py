@@ -174,7 +174,7 @@ def run_json(args: BenchServeArgs, model: str, summary: Summary, records: Sequen
 
 
 def request_json(record: RequestRecord) -> dict[str, Any]:
-    """Return one request, with times relative to its start."""
+    """Return one request. ``started`` is a time of ``time.perf_counter``. The other times are relative to it."""
     return {
         "started": record.started,
         "ttft": record.ttft if record.token_times else None,

@@ -158,7 +158,7 @@ def stored_tensors(files: list[Path]) -> Iterator[StoredTensor]:
     """Yield every tensor in some safetensors files, from their headers.
 
     Raises:
-        ModelLoadError: a file is truncated or is not a safetensors file.
+        ModelLoadError: a file is truncated or is not a safetensors file, or the files have too many tensors.
     """
     num_tensors = 0
     for path in files:

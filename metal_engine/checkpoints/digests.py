@@ -1,4 +1,4 @@
-"""Digests by which machines can compare their files of a model without reading the files completely."""
+"""Digests of a model's files, so that ranks can compare their files without reading them completely."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEAD_BYTES = 1 << 20
 _NUM_PIECES, _PIECE_BYTES = 512, 1 << 10
 
 
-def file_prints(path: Path) -> dict[str, str]:
+def file_digests(path: Path) -> dict[str, str]:
     """Return digests by file name: of config.json, and of the size and a sample of each weight file.
 
     Args:
@@ -25,8 +25,8 @@ def file_prints(path: Path) -> dict[str, str]:
     if path.is_file():
         return {"the GGUF file": _sample(path)}
     config = path / "config.json"
-    prints = {config.name: hashlib.sha256(config.read_bytes()).hexdigest()} if config.is_file() else {}
-    return prints | {file.name: _sample(file) for file in weight_files(path)}
+    digests = {config.name: hashlib.sha256(config.read_bytes()).hexdigest()} if config.is_file() else {}
+    return digests | {file.name: _sample(file) for file in weight_files(path)}
 
 
 def _sample(path: Path) -> str:

@@ -1,7 +1,7 @@
 """Checks the files of a checkpoint before anything reads them, since they may come from an untrusted source.
 
-Work and memory grow with the bytes of a file, so these are limited: only regular files, of limited size, and JSON whose
-nesting is not too deep for the code that walks it.
+Reading a file takes time and memory in proportion to its size. Therefore only regular files of limited size are
+accepted, and only JSON whose nesting is not too deep for the code that walks it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from metal_engine.errors import ModelLoadError, one_line
 
 # Size limit of a header, an index or a vocabulary, as in the `safetensors` library. Published files have up to 35 MB.
 MAX_HEADER_BYTES = 100_000_000
-# Size limit of a settings file. In memory it can take 60 times as much, if it consists of empty lists.
+# Size limit of a settings file. A file of empty lists takes 60 times its size in memory.
 MAX_SETTINGS_BYTES = 16_000_000
 # Published files are nested 6 levels deep. `copy.deepcopy` and similar functions take several Python frames per level.
 MAX_JSON_DEPTH = 64

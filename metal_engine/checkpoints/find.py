@@ -72,10 +72,10 @@ def find_model(args: EngineArgs, device: DeviceInfo, check: Check) -> FoundModel
         return FoundModel(path, args.model)
     name = hub_name(args)
 
-    def look(repo: HubRepo) -> None:
-        refuse_what_cannot_run(repo, args, device, check)
+    def check_repo(repo: HubRepo) -> None:
+        check_remote_model(repo, args, device, check)
 
-    return FoundModel(fetch_model(name, args.download_dir, look), args.model)
+    return FoundModel(fetch_model(name, args.download_dir, check_repo), args.model)
 
 
 def hub_name(args: EngineArgs) -> HubName:
@@ -90,13 +90,13 @@ def hub_name(args: EngineArgs) -> HubName:
     return HubName(name.repo, name.revision or args.revision, name.quantization)
 
 
-def fetch_model(name: HubName, download_dir: str | None, look: Callable[[HubRepo], None]) -> Path:
+def fetch_model(name: HubName, download_dir: str | None, check_repo: Callable[[HubRepo], None]) -> Path:
     """Return the folder or the GGUF file of a model on the hub. Download it if the cache lacks it.
 
     Args:
         name: repository, revision and quantization.
         download_dir: folder of the cache; None for the hub's default.
-        look: raises an error for an unsuitable repository of safetensors. Called before the download.
+        check_repo: raises an error for an unsuitable repository of safetensors. Called before the download.
 
     Raises:
         ModelLoadError: the model is not available. The message gives the reason and a remedy.
@@ -109,21 +109,21 @@ def fetch_model(name: HubName, download_dir: str | None, look: Callable[[HubRepo
             repo = find_repo(name.repo, name.revision)
         except Exception as error:  # noqa: BLE001  (reported if the cache has nothing)
             return _from_cache(name, download_dir, error)
-        return _from_hub(repo, name, download_dir, look)
+        return _from_hub(repo, name, download_dir, check_repo)
     except (ModelLoadError, ConfigError):
         raise
     except Exception as error:  # includes errors of the file system or the network from the hub's client
         raise ModelLoadError(hub_problem(error, None, name.repo, name.revision, download_dir)) from error
 
 
-def _from_hub(repo: HubRepo, name: HubName, download_dir: str | None, look: Callable[[HubRepo], None]) -> Path:
+def _from_hub(repo: HubRepo, name: HubName, download_dir: str | None, check_repo: Callable[[HubRepo], None]) -> Path:
     gguf = choose_gguf(name, list(repo.files), lambda file: repo.files[file].size)
     wanted = [gguf.name] if gguf else repo.matching(MODEL_PATTERNS)
     paths = [cached_path(repo, file, download_dir) for file in wanted]
     if None in paths or not paths:
         if gguf is None:
             check_has_model(repo)
-            look(repo)
+            check_repo(repo)
         download(repo, wanted, download_dir)
     representative = gguf.name if gguf else "config.json"
     path = cached_path(repo, representative, download_dir)
@@ -152,7 +152,7 @@ def _from_cache(name: HubName, download_dir: str | None, trouble: Exception | No
         raise ModelLoadError(problem) from error
 
 
-def refuse_what_cannot_run(repo: HubRepo, args: EngineArgs, device: DeviceInfo, check: Check) -> None:
+def check_remote_model(repo: HubRepo, args: EngineArgs, device: DeviceInfo, check: Check) -> None:
     """Refuse a repository of safetensors that could not be served. The cheapest checks come first.
 
     Raises:

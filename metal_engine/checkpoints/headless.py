@@ -23,7 +23,7 @@ _EMBEDDING = "embed_tokens."
 
 @dataclass(frozen=True)
 class EmbeddingWeights:
-    """Differences between the weights of an embedding model and those of its base model.
+    """Differences between the weights of an embedding model and its base model's weights.
 
     Attributes:
         lacks_trunk_name: True if the names lack the prefix of the trunk.
@@ -42,7 +42,10 @@ class EmbeddingWeights:
 
     @property
     def config(self) -> dict[str, Any] | None:
-        """Changes of the configuration with which mlx-lm loads the weights: it does not expect a tied head."""
+        """Changes to the configuration that mlx-lm needs to load the weights; None if it needs no change.
+
+        With tied embeddings, mlx-lm does not expect weights of an LM head.
+        """
         return {"tie_word_embeddings": True} if self.lacks_head else None
 
     def model_classes(self, config: dict[str, Any]) -> tuple[type[nn.Module], type]:

@@ -83,8 +83,8 @@ def is_offline() -> bool:
 def check_reachable() -> None:
     """Check that the hub, or the proxy on the way to it, accepts connections, and that the hub responds.
 
-    ``huggingface_hub`` would wait for an unresponsive resolver once per address, and 3 s for a list of agents before
-    its first request.
+    Without this check, ``huggingface_hub`` waits for an unresponsive name server once per address. Before its first
+    request, it also waits up to 3 s for the hub's list of AI agents.
 
     Raises:
         HubUnreachableError: the connection or the response takes more than ``CONNECT_SECONDS``, or fails.

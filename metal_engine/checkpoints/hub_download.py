@@ -1,7 +1,8 @@
 """Downloads files of a repository into the hub's cache. Interrupted downloads resume.
 
 ``huggingface_hub`` restarts an interrupted file from the beginning. Large files are therefore downloaded here, to the
-place where the cache stores contents by their SHA-256. ``huggingface_hub`` finds them there and adds the rest.
+place where the cache stores contents by their SHA-256. ``huggingface_hub`` finds them there, and adds
+links and small files.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Inspects a repository on the hub before a download: its files, its configuration, and the headers of its weights.
 
-This transfers some hundred kilobytes, regardless of the size of the weights.
+This transfers a few hundred kilobytes, regardless of the size of the weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads configurations of models on this machine, and applies settings that MLX needs before it is loaded.
+"""Reads configurations of models on this machine, and sets limits that MLX reads when it is loaded.
 
 Does not import MLX. Models that must be downloaded first are not considered.
 """

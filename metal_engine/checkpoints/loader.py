@@ -65,7 +65,7 @@ class LoadedModel:
         default_sampling: default sampling parameters by name, for requests without them.
         pooler: pooling of the hidden states.
         reranker: template and tokens for scoring documents; None if the model is not a reranker.
-        can_generate: True if the checkpoint has an LM head.
+        can_generate: True if the checkpoint has an LM head, of its own or tied to the embeddings.
         interleaved: name of a module within its block -> number of heads, for modules whose outputs are in llama.cpp's
             order (:func:`gguf_config`).
     """
@@ -82,7 +82,7 @@ class LoadedModel:
     interleaved: dict[str, int] = field(default_factory=dict)
 
 
-# Reduces a model, whose weights have not been read yet, to one rank's shard.
+# Reduces a model whose weights have not been read yet to one rank's shard, and evaluates the shard.
 Divide = Callable[[nn.Module], None]
 CheckTokenizer = Callable[[PreTrainedTokenizerFast], None]
 
@@ -110,7 +110,8 @@ def load(
             are downloaded and before they are read.
         claim: reserves memory for the model. Called after ``check``, before the weights are read.
         check_tokenizer: raises an error for an unsuitable tokenizer. Called before the weights are read.
-        divide: reduces the model to one rank's shard and computes its weights. Called before weights are computed.
+        divide: reduces the model to one rank's shard and evaluates the shard's weights. Called while all weights are
+            lazy.
         look: called with the model's directory or GGUF file before any part of it is loaded.
 
     Raises:
@@ -279,7 +280,9 @@ def _load_mlx_lm_model(
 def _quantization(config: dict[str, Any]) -> str:
     """Describe the quantization of a checkpoint that mlx-lm may not support, for an error message; else ""."""
     method = (config.get("quantization_config") or {}).get("quant_method")
-    return "" if method is None else f" (it is quantized with {method}: choose one for MLX, or plain weights)"
+    return (
+        "" if method is None else f" (it is quantized with {method}: choose a version for MLX, or unquantized weights)"
+    )
 
 
 def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str, Any]:

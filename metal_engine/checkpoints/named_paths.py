@@ -1,6 +1,6 @@
 """Checks model names and paths in the settings: model, tokenizer and generation config.
 
-Imports neither MLX nor transformers, so a wrong path is an error at once.
+Imports neither MLX nor transformers, so a wrong path is reported before these slow imports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ def check_model_name(model: str) -> None:
 
 
 def local_tokenizer(name: str | None) -> Path | None:
-    """Return the directory that ``--tokenizer`` names, or None if it names a repository. Raises ModelLoadError."""
+    """Return the directory that ``--tokenizer`` names, or None if it names a repository.
+
+    Raises:
+        ModelLoadError: the name is a path that is not a directory.
+    """
     if name is None or (folder := Path(name).expanduser()).is_dir():
         return None if name is None else folder
     if folder.exists() or name.startswith((".", "/", "~")):

@@ -40,7 +40,7 @@ def is_local(name: str) -> bool:
 
 
 def is_ollama_name(name: str) -> bool:
-    """True for a name such as ``qwen3:8b``: no owner, and a tag that is not a quantization."""
+    """Return True for a name such as ``qwen3:8b``: no owner, and a tag that is not a quantization."""
     parsed = parse_hub_name(name)
     tag = parsed.quantization
     return "/" not in parsed.repo and tag is not None and _QUANTIZATION.fullmatch(tag) is None
@@ -105,7 +105,7 @@ def gguf_models(names: list[str]) -> list[GgufFile]:
 
 
 def matching_ggufs(models: list[GgufFile], quantization: str | None) -> list[GgufFile]:
-    """Return the models with a quantization. Upper and lower case are equal.
+    """Return the models with a quantization, or else with its ``UD-`` variant. Ignores upper and lower case.
 
     Args:
         models: models of a repository.

@@ -62,8 +62,8 @@ def check_causal(config: dict[str, Any], name: str) -> None:
     """
     for section in (config, config.get("text_config") or {}):
         # "vision" is Gemma 4's value for bidirectional attention among image tokens only.
-        says_so = section.get("is_causal") is False or section.get("use_bidirectional_attention") in (True, "all")
-        if says_so or section.get("model_type") in _ENCODERS:
+        is_declared = section.get("is_causal") is False or section.get("use_bidirectional_attention") in (True, "all")
+        if is_declared or section.get("model_type") in _ENCODERS:
             raise _bidirectional(name)
 
 
@@ -162,12 +162,12 @@ def _dimensions(config: dict[str, Any]) -> tuple[int, ...]:
 def find_reranker(
     folder: Path, config: dict[str, Any], name: str, tokenizer: PreTrainedTokenizerFast
 ) -> RerankerConfig | None:
-    """Return how a checkpoint scores documents; None if it is not a reranker of a known kind.
+    """Return the template and the tokens for scoring documents; None unless the checkpoint is a Qwen3-Reranker.
 
-    A Qwen3-Reranker is recognized by its name or by its model card. It answers yes or no.
+    A Qwen3-Reranker is recognized by its name or by its model card. It answers a prompt with yes or no.
     """
     if config.get("model_type") != "qwen3" or not (
-        _RERANKER_NAME.search(name) or _model_card_declares_embedder(folder)
+        _RERANKER_NAME.search(name) or _model_card_declares_reranker(folder)
     ):
         return None
     vocabulary = tokenizer.get_vocab()
@@ -184,7 +184,7 @@ def find_reranker(
     )
 
 
-def _model_card_declares_embedder(folder: Path) -> bool:
+def _model_card_declares_reranker(folder: Path) -> bool:
     path = folder / _CARD
     if not path.is_file():
         return False

@@ -26,7 +26,7 @@ _SCALE_BITS = 0.5
 # Matches the 7 in "model.layers.3.mlp.experts.7.up_proj.weight".
 _LAST_OF_SEVERAL_NUMBERS = re.compile(r"\.\d+\.(?:.*\.)?(\d+)\.")
 # Largest fraction of the model's memory for weights that leaves enough for the KV cache and a step.
-_SHARE_OF_WEIGHTS = 0.85
+_MAX_WEIGHT_FRACTION = 0.85
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CheckpointRequirements:
         weight_bytes: size of the weights in memory, in bytes.
         num_params: number of parameters, regardless of how they are stored.
         dtype: type in which the model will compute: float32, float16 or bfloat16.
-        reading_bytes: additional memory needed while the weights are read, in bytes, if they are converted.
+        reading_bytes: additional memory in bytes while the weights are read, to convert them or to stack experts.
     """
 
     config: dict[str, Any]
@@ -72,7 +72,8 @@ def safetensors_facts(
 def _reading_bytes(tensors: Sequence[StoredTensor], num_bytes: int) -> int:
     """Return the additional memory for reading the weights, in bytes.
 
-    All stored tensors stay in memory until every tensor is converted. Dequantized tensors briefly exist in both forms.
+    If weights are converted, all stored tensors stay in memory until every tensor is converted. Tensors that are
+    dequantized for this also exist briefly in two forms.
 
     Weights that keep their stored form need no additional memory, except experts that are stored separately: the
     experts of one matrix stay in memory until they are stacked. Matrices are stacked one by one.
@@ -149,7 +150,7 @@ def check_memory(facts: CheckpointRequirements, args: EngineArgs, device: Device
     if device.kind == "cpu":
         has = f"{format_size(device.memory_bytes)} free"
         advice = (
-            f"about {_count(available * _SHARE_OF_WEIGHTS / _DTYPE_BYTES[facts.dtype])} parameters would fit "
+            f"about {_count(available * _MAX_WEIGHT_FRACTION / _DTYPE_BYTES[facts.dtype])} parameters would fit "
             f"({facts.dtype} on a CPU): use a smaller model"
         )
         if facts.dtype == "float32":
@@ -167,9 +168,9 @@ def _smaller_version(facts: CheckpointRequirements, available: int) -> str:
     """Describe the quantization with the most bits that fits and leaves memory for a KV cache."""
     for bits in _QUANTIZED_BITS:
         size = int(facts.num_params * (bits + _SCALE_BITS) / 8)
-        if size < facts.weight_bytes and size <= available * _SHARE_OF_WEIGHTS:
+        if size < facts.weight_bytes and size <= available * _MAX_WEIGHT_FRACTION:
             return f"a {bits}-bit version of about {format_size(size)} would fit"
-    fits = available * _SHARE_OF_WEIGHTS * 8 / (4 + _SCALE_BITS)
+    fits = available * _MAX_WEIGHT_FRACTION * 8 / (4 + _SCALE_BITS)
     return f"no quantized version of it would fit: use a model with at most {_count(fits)} parameters in 4 bits"
 
 

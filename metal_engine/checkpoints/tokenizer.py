@@ -21,8 +21,8 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerFast:
     """Return the fast tokenizer of a checkpoint directory, with its chat template if there is one.
 
-    If ``transformers`` does not know the tokenizer's class, or would need code from the checkpoint, the tokenizer is
-    created from ``tokenizer.json``, which describes it completely.
+    If ``transformers`` cannot create the tokenizer, it is created from ``tokenizer.json``, which describes a tokenizer
+    completely. Usual reasons are an unknown class, or a class that needs code from the checkpoint.
 
     Raises:
         ModelLoadError: there is no tokenizer, or it cannot be read or used.
@@ -71,7 +71,11 @@ def _content(token: Any) -> Any:
 
 
 def _settle_chat_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Set a single chat template: the default of several named templates, else the first, or the one in a file."""
+    """Give a tokenizer a chat template that can be used without a name.
+
+    A tokenizer without a template gets the one in ``chat_template.json``. If there are several named templates without
+    a default, the first is used. If there is a default, all are kept, and ``transformers`` chooses among them.
+    """
     template = tokenizer.chat_template
     own = folder / "chat_template.json"
     if not template and own.is_file():  # processors of multimodal models store the template here

@@ -101,9 +101,9 @@ def print_banner(facts: dict[str, str], console: Console | None = None) -> None:
     console.print(Panel(table, title="metal-engine", title_align="left", expand=False))
 
 
-def _loaded(entry: ModelEntry, running: LoadedEngine) -> str:
+def _loaded(entry: ModelEntry, loaded: LoadedEngine) -> str:
     """Describe a loaded model: its name, memory, type of keys and values, and sampling."""
-    model = running.engine.config.model
+    model = loaded.engine.config.model
     kv = f", KV cache in {model.kv_dtype}" if model.kv_bytes_per_token else ""
     sampling = f", {default_sampling_text(model.default_sampling)}" if model.can_generate else ""
     return f"{entry.name} ({format_size(entry.num_bytes)}{kv}{sampling})"

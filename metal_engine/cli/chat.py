@@ -79,18 +79,19 @@ def chat(chat_args: ChatArgs, args: EngineArgs) -> bool:
         return _talk(model, chat_args)
 
 
-def _talk(answerer: ChatBackend, chat_args: ChatArgs) -> bool:
+def _talk(backend: ChatBackend, chat_args: ChatArgs) -> bool:
     source = open_input(history_path())
-    return ChatHistory(answerer, source, AnswerView(sys.stdout), chat_args.system).run()
+    return ChatHistory(backend, source, AnswerView(sys.stdout), chat_args.system).run()
 
 
-# --- whom to ask ---
+# --- choice of the backend ---
 
 
 def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RemoteModel | str:
-    """Return the server at ``--url``, or our server at ``--host`` and ``--port`` if it serves the model.
+    """Return the server at ``--url``, or a metal-engine server at ``--host`` and ``--port`` that serves the model.
 
-    Return the reason instead if this process must load the model. Settings of the engine exclude a running server.
+    If this process must load the model, return the reason as text. Without ``--url``, settings of the engine exclude a
+    running server.
 
     Raises:
         ConfigError: the server at ``--url`` cannot be used, or no server answers and no model is named.
@@ -152,14 +153,14 @@ def _announce(text: str) -> None:
 
 
 class ChatHistory:
-    """Messages from the user with their answers, and the commands that change the conversation.
+    """Conversation of one chat. Reads messages and commands from ``source``, and shows answers in ``view``.
 
     Args:
         system: system prompt, if any.
     """
 
-    def __init__(self, answerer: ChatBackend, source: Input, view: AnswerView, system: str | None = None) -> None:
-        self._answerer = answerer
+    def __init__(self, backend: ChatBackend, source: Input, view: AnswerView, system: str | None = None) -> None:
+        self._backend = backend
         self._source = source
         self._view = view
         self._system = system
@@ -195,13 +196,13 @@ class ChatHistory:
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._messages
 
     def _ask(self, text: str) -> bool:
-        """Answer a message. Return False if the answer is missing or incomplete."""
+        """Answer a message. Return False if the backend failed. The user may stop an answer with Ctrl-C."""
         self._messages.append({"role": "user", "content": text})
         answer = ""
         speed = _Speed()
         problem = None
         try:
-            with closing(self._answerer.answer(self.messages)) as pieces:
+            with closing(self._backend.answer(self.messages)) as pieces:
                 for piece in pieces:
                     speed.count(piece.num_tokens)
                     self._view.add(piece.text, is_reasoning=piece.is_reasoning)

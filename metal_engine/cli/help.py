@@ -1,11 +1,16 @@
-"""``--help`` of all commands: one box for each group of options. Long options have a line of their own."""
+"""``--help`` of all commands: one box for each group of options. Long options have a line of their own.
+
+If a command has many options, ``--help`` omits some of them, and ``--help-all`` prints all.
+"""
 
 from __future__ import annotations
 
 import inspect
 import textwrap
+from collections.abc import Collection
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -18,6 +23,8 @@ _MAX_WIDTH = 110
 # Column of the descriptions. A longer option is on the line above its description.
 _COLUMN = 34
 _OTHERS = "Options"
+# Key in a context's `meta` that is set while --help-all prints.
+_SHOWS_ALL = "metal_engine.help_all"
 
 
 class _Boxes:
@@ -27,6 +34,8 @@ class _Boxes:
     """
 
     help: str | None
+    # Names of options that --help does not list.
+    only_in_help_all: Collection[str] = ()
     collect_usage_pieces: Any
     get_params: Any
 
@@ -45,7 +54,10 @@ class _Boxes:
     def _groups(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         """Return (names and value, description) of the options below each heading, in order of declaration."""
         groups: dict[str, list[tuple[str, str]]] = {}
+        omitted = () if ctx.meta.get(_SHOWS_ALL) else self.only_in_help_all
         for one in self.get_params(ctx):
+            if getattr(one, "hidden", False) or one.name in omitted:
+                continue
             if one.param_type_name == "argument":
                 heading, names = "Arguments", one.metavar or (one.name or "").upper()
             else:
@@ -58,7 +70,7 @@ class _Boxes:
 
 
 class GroupedHelp(_Boxes, TyperCommand):
-    """Command with this help. A flag that can be repeated also takes several values."""
+    """Command whose help shows options in boxes. A flag that can be repeated also takes several values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options: list[Any] = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
@@ -68,8 +80,25 @@ class GroupedHelp(_Boxes, TyperCommand):
         return super().parse_args(ctx, with_flags_repeated(args, lists, switches, num_arguments))
 
 
+def grouped_help(only_in_help_all: Collection[str]) -> type[GroupedHelp]:
+    """Return a command class whose ``--help`` omits some options.
+
+    Args:
+        only_in_help_all: names of the omitted options.
+    """
+    return type("GroupedHelp", (GroupedHelp,), {"only_in_help_all": frozenset(only_in_help_all)})
+
+
+def print_help_all(ctx: typer.Context, wanted: bool) -> None:
+    """Print the help with all options and end the command. A callback for ``--help-all``."""
+    if wanted:
+        ctx.meta[_SHOWS_ALL] = True
+        ctx.get_help()
+        raise typer.Exit
+
+
 class CommandsHelp(_Boxes, TyperGroup):
-    """Group of commands with this help, which lists the commands."""
+    """Group of commands whose help shows options and commands in boxes."""
 
     def _groups(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
         found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]

@@ -77,9 +77,10 @@ def _codex_key(server: RunningServer) -> dict[str, str]:
 
 
 def _codex(server: RunningServer) -> list[str]:
-    """Return settings of its configuration file for this run only.
+    """Return arguments with settings of Codex's configuration file, for one run.
 
-    They disable features that need OpenAI's own service, and nested agents, whose tools make the prompt a third longer.
+    The settings disable features that need OpenAI's own service, and nested agents, whose tools make the prompt a third
+    longer.
     """
     provider = f"model_providers.{_PROVIDER}"
     texts = {
@@ -116,7 +117,7 @@ def _aider(server: RunningServer) -> dict[str, str]:
         "OPENAI_API_BASE": f"{server.url}/v1",
         "OPENAI_API_KEY": server.api_key,
         "AIDER_MODEL": f"openai/{server.model}",
-        "AIDER_SHOW_MODEL_WARNINGS": "false",  # otherwise it asks about unknown models
+        "AIDER_SHOW_MODEL_WARNINGS": "false",  # otherwise aider asks about unknown models
     }
 
 

@@ -84,8 +84,8 @@ def _pull(
             path = fetch_model(hub_name(args), download_dir, lambda repo: None)
         else:
 
-            def check(facts: CheckpointRequirements) -> None:
-                check_before_loading(args, facts, device)
+            def check(requirements: CheckpointRequirements) -> None:
+                check_before_loading(args, requirements, device)
 
             path = find_model(args, device, check).path
         print(f"{model} is here: {path}")
@@ -200,11 +200,11 @@ def _engine_facts(details: CheckpointDetails, args: EngineArgs, device: DeviceIn
     return found
 
 
-# --- for people to read ---
+# --- text output ---
 
 
 def _labelled(facts: dict[str, Any]) -> dict[str, str]:
-    """Return the lines of ``show``. Unknown facts are left out."""
+    """Return the values that ``show`` prints, by label. Unknown facts are left out."""
     shown = {
         "name": facts["name"],
         "path": facts["path"] or "on the hub; `metal-engine pull` downloads it",

@@ -42,12 +42,14 @@ def find_several(
 
 
 def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
-    """Return the models in a folder by name: folders with a ``config.json`` and ``.gguf`` files, also one level below.
+    """Return the models in a folder by name.
+
+    A model is a folder with a ``config.json``, or a ``.gguf`` file, in the folder itself or one level below.
 
     Skips unreadable entries and entries whose name is not UTF-8 or has invisible characters.
 
     Args:
-        warns: log the skipped entries.
+        warns: True to log the skipped entries.
 
     Raises:
         ConfigError: the path is not a readable folder.

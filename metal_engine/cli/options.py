@@ -14,17 +14,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from metal_engine.cli.help import GroupedHelp
+from metal_engine.cli.help import grouped_help, print_help_all
 from metal_engine.errors import ConfigError, ModelLoadError
-from metal_engine.settings.fields import Setting, make_args, settings_of
-from metal_engine.settings.sources import read_settings
+from metal_engine.settings.fields import Listing, Setting, flag, make_args, settings_of
+from metal_engine.settings.sources import CONSTANTS, read_settings
 
 MODEL_HELP = "`demo`, a Hugging Face repository, a local model directory, or a .gguf file."
 NO_MODEL = "give a MODEL: `demo`, a repository, a directory, or a .gguf file"
 _MODEL = Setting("model", "str", help=MODEL_HELP)
 _MODELS = Setting("model", "list", help=MODEL_HELP)
 _CONFIG_HELP = (
-    "YAML file of settings, with the names of the flags. The environment and the command line take precedence over it."
+    "YAML file of settings: names of flags without --, and settings that have no flag (docs/cli.md). The environment "
+    "and the command line take precedence over it."
 )
 
 # Settings of all commands, because several commands may share a config file or an environment.
@@ -51,11 +52,12 @@ def command(
         several: True for any number of models. The function gets all of them as an additional argument. Its settings
             contain the first one, or an empty string.
     """
-    settings = [*([_MODELS if several else _MODEL] if takes_model else []), *settings_of(*groups.values())]
+    options = settings_of(*groups.values())
+    settings = [*([_MODELS if several else _MODEL] if takes_model else []), *options]
     _known.extend(settings)
 
     def register(function: Command) -> Command:
-        def run(config: Path | None = None, **given: Any) -> None:
+        def run(config: Path | None = None, help_all: bool = False, **given: Any) -> None:
             with one_line_errors():
                 values = read_settings(settings, given, os.environ, config, known=_known)
                 if several:
@@ -75,13 +77,17 @@ def command(
             parameters.append(_parameter("model", (list[str] if several else str) | None, model))
         config_option = typer.Option("--config", help=_CONFIG_HELP, metavar="FILE", show_default=False)
         parameters.append(_parameter("config", Path | None, config_option))
+        only_in_help_all = [one.name for one in options if one.listing is Listing.HELP_ALL]
+        if only_in_help_all:
+            parameters.append(_help_all_option(sum(one.has_flag for one in options)))
         for heading, cls in groups.items():
             parameters += [_option(one, heading) for one in settings_of(cls)]
+        parameters += [_removed_option(name) for name in CONSTANTS]
         # Typer reads the parameters from these attributes.
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         run.__doc__ = function.__doc__
-        app.command(function.__name__.lstrip("_"), cls=GroupedHelp)(run)
+        app.command(function.__name__.lstrip("_"), cls=grouped_help(only_in_help_all))(run)
         return function
 
     return register
@@ -89,6 +95,24 @@ def command(
 
 def _parameter(name: str, kind: Any, info: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info])
+
+
+def _help_all_option(num_flags: int) -> inspect.Parameter:
+    info = typer.Option(
+        "--help-all",
+        help=f"Show all {num_flags} flags and exit.",
+        callback=print_help_all,
+        is_eager=True,
+        show_default=False,
+    )
+    return inspect.Parameter(
+        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, info]
+    )
+
+
+def _removed_option(name: str) -> inspect.Parameter:
+    """Return a hidden option, so that :func:`read_settings` can tell its user that the setting is now a constant."""
+    return _parameter(name, str | None, typer.Option(flag(name), hidden=True))
 
 
 def _option(one: Setting, heading: str) -> inspect.Parameter:
@@ -101,6 +125,7 @@ def _option(one: Setting, heading: str) -> inspect.Parameter:
         metavar=one.metavar or None,
         show_default=False,
         rich_help_panel=one.group or heading,
+        hidden=not one.has_flag,
     )
     return _parameter(one.name, kind | None, info)
 

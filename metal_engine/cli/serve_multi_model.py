@@ -114,11 +114,11 @@ def files_signature(path: Path) -> object:
 
 def _starter(args: EngineArgs, server_args: ServerArgs) -> Start:
 
-    def start(share: DeviceAccess, turns: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
+    def start(access: DeviceAccess, lock: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
         from metal_engine.build import build_engine
         from metal_engine.engine.async_engine import AsyncEngine
 
-        engine = AsyncEngine(lambda: build_engine(args, share), turns, threads)
+        engine = AsyncEngine(lambda: build_engine(args, access), lock, threads)
         engine.start()
         try:
             # This import loads MLX, which must not happen before the engine has set up its BLAS.

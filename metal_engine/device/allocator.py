@@ -12,7 +12,7 @@ VARIABLES = ("MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOL
 _SETTINGS = {
     # One arena for all threads: malloc_trim returns free memory at the end of the main arena only.
     "M_ARENA_MAX": (-8, 1),
-    # Map each larger block separately. 32 MiB is the maximum that glibc accepts.
+    # Map each block of at least this size separately. 32 MiB is the maximum that glibc accepts.
     "M_MMAP_THRESHOLD": (-3, 32 << 20),
     # Keep up to this much free memory at the arena's end. A step of the demo model frees less.
     "M_TRIM_THRESHOLD": (-1, 256 << 20),

@@ -23,8 +23,8 @@ from metal_engine.settings.config import CommandBufferLimits
 MAX_OPS = "MLX_MAX_OPS_PER_BUFFER"
 MAX_MB = "MLX_MAX_MB_PER_BUFFER"
 
-# Number of command buffers in a step with one token per request. At least 14 avoid copies of the cache. Each takes
-# host time.
+# Number of command buffers in a step with one token per request. At least 14 avoid copies of the cache. Each command
+# buffer takes host time.
 BUFFERS_PER_STEP = 16
 # Minimum number of kernels of a layer, in most of the supported architectures. Tests count them.
 _KERNELS_PER_LAYER = 16
@@ -57,15 +57,16 @@ def _num_layers(config: Mapping[str, Any]) -> int | None:
 def command_buffer_limits(
     configs: Iterable[Mapping[str, Any]], memory_bytes: int, *, allows_queued_dispatch: bool
 ) -> CommandBufferLimits:
-    """Return the limits for a process that serves models with these ``config.json``, for the smallest model's needs.
+    """Return the limits for a process that serves the models with these ``config.json``.
 
-    MLX's own limit of operations remains if no model is known. If steps are never dispatched while another one runs,
-    few command buffers do no harm: MLX's own limit then
-    remains unless the models' limit is higher.
+    The model with the fewest kernels determines the limit of operations.
+
+    The limit of operations stays MLX's own if no model is known. Few command buffers are enough if steps are never
+    dispatched while another step runs: MLX's own limit then stays, too, unless the models' limit is higher.
 
     Args:
-        memory_bytes: memory of the machine in bytes. The KV cache may take any part of it: a command buffer covers
-            about its fraction of a step.
+        memory_bytes: memory of the machine in bytes. The arrays of a step may take all memory. A command buffer reads
+            about 1 / ``BUFFERS_PER_STEP`` of these arrays.
         allows_queued_dispatch: True if a step may be dispatched while another one runs.
     """
     known = [kernels for config in configs if (kernels := kernels_of_step(config)) is not None]

@@ -27,9 +27,9 @@ def _below(limit: int, wanted: int) -> bool:
 
 @contextmanager
 def keep_open_file_limit() -> Iterator[None]:
-    """Within this context, limits of the process cannot change.
+    """Make calls of ``resource.setrlimit`` do nothing within this context.
 
-    Importing mlx-lm would lower the limit of open files.
+    Importing mlx-lm would otherwise lower the limit of open files.
     """
     setrlimit = resource.setrlimit
     resource.setrlimit = lambda *_: None

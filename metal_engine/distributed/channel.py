@@ -38,9 +38,9 @@ _SLICES, _STALL_SECONDS = 10, 1.0
 # Seconds within which a connection must identify itself, and maximum number of unidentified connections.
 _GREETING_SECONDS = 5.0
 _MAX_GREETINGS = 64
-# Rank 0's answer to a rank that it accepts, and the wait of a rejected rank before it tries again.
+# Byte that rank 0 sends to a rank that it accepts, and the wait of a rank before it connects again.
 _WELCOME = b"\x01"
-_AGAIN_SECONDS = 0.2
+_RETRY_SECONDS = 0.2
 
 
 class Kind(IntEnum):
@@ -97,12 +97,12 @@ class Link:
             with self._lock:
                 self._connection.sendall(_HEADER.pack(len(content), kind) + content)
         except OSError as error:
-            message = self._what_happened(error)
+            message = self._describe(error)
             self._lose(message)
             raise RunnerLostError(message) from error
 
     def receive(self, seconds: float | None = None) -> tuple[Kind, bytes]:
-        """Wait for the next frame, except heartbeats and losses.
+        """Wait for the next frame. Does not return heartbeats and losses, except the frame that :meth:`wake` adds.
 
         Raises:
             TimeoutError: no frame has arrived within ``seconds``.
@@ -124,7 +124,7 @@ class Link:
         if not self._is_closing:
             self._on_lost(message)
 
-    def _what_happened(self, error: OSError) -> str:
+    def _describe(self, error: OSError) -> str:
         if isinstance(error, TimeoutError):
             return f"{self.name} has been silent for {self._timeout:g} s"
         return f"{self.name} has gone ({error.strerror or error})"
@@ -134,7 +134,7 @@ class Link:
             try:
                 kind, content = read_frame(self._connection, self._timeout)
             except OSError as error:
-                self._lose(self._what_happened(error))
+                self._lose(self._describe(error))
                 return
             except ValueError as error:
                 self._lose(f"{self.name} sends {error}")
@@ -225,10 +225,10 @@ def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds
 
     def greet(connection: socket.socket) -> None:
         try:
-            said = _said(connection, TOKEN_BYTES + _RANK.size, time.monotonic() + _GREETING_SECONDS)
-            (rank,) = _RANK.unpack(said[TOKEN_BYTES:])
+            received = _receive_by(connection, TOKEN_BYTES + _RANK.size, time.monotonic() + _GREETING_SECONDS)
+            (rank,) = _RANK.unpack(received[TOKEN_BYTES:])
             with lock:
-                if hmac.compare_digest(said[:TOKEN_BYTES], token) and 0 < rank < num_ranks and rank not in found:
+                if hmac.compare_digest(received[:TOKEN_BYTES], token) and 0 < rank < num_ranks and rank not in found:
                     connection.sendall(_WELCOME)
                     found[rank] = connection
                     return
@@ -259,7 +259,7 @@ def accept_ranks(listening: socket.socket, token: bytes, num_ranks: int, seconds
     return found
 
 
-def _said(connection: socket.socket, num_bytes: int, end: float) -> bytes:
+def _receive_by(connection: socket.socket, num_bytes: int, end: float) -> bytes:
     """Receive ``num_bytes`` bytes. Raises TimeoutError if they have not arrived by ``end``."""
     received = b""
     while len(received) < num_bytes:
@@ -275,7 +275,7 @@ def _said(connection: socket.socket, num_bytes: int, end: float) -> bytes:
 
 
 def connect(host: str, port: int, token: bytes, rank: int, seconds: float) -> socket.socket:
-    """Connect to rank 0. Retries if rank 0 closes the connection because of too many unidentified connections.
+    """Connect to rank 0. Retries after any error: rank 0 closes connections if too many are unidentified.
 
     Raises:
         RunnerLostError: rank 0 was not reached in time.
@@ -284,13 +284,13 @@ def connect(host: str, port: int, token: bytes, rank: int, seconds: float) -> so
     while True:
         connection: socket.socket | None = None
         try:
-            connection = socket.create_connection((host, port), max(end - time.monotonic(), _AGAIN_SECONDS))
+            connection = socket.create_connection((host, port), max(end - time.monotonic(), _RETRY_SECONDS))
             connection.sendall(token + _RANK.pack(rank))
-            _said(connection, len(_WELCOME), end)
+            _receive_by(connection, len(_WELCOME), end)
             return connection
         except OSError as error:
             if connection is not None:
                 connection.close()
-            if time.monotonic() + _AGAIN_SECONDS > end:
+            if time.monotonic() + _RETRY_SECONDS > end:
                 raise RunnerLostError(f"rank {rank} cannot reach rank 0 on {host}:{port} ({error})") from error
-            time.sleep(_AGAIN_SECONDS)
+            time.sleep(_RETRY_SECONDS)

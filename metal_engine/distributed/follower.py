@@ -15,7 +15,7 @@ from metal_engine.runner.pending_step import PendingStep
 from metal_engine.step import RunnerLostError
 
 
-def follow(runner: ModelRunner, link: Link, watch: RankFailureMonitor, rank: int) -> None:
+def follow(runner: ModelRunner, link: Link, monitor: RankFailureMonitor, rank: int) -> None:
     """Run the steps of rank 0 until rank 0 ends. If this rank fails, it notifies rank 0, which ends all ranks.
 
     Raises:
@@ -27,11 +27,11 @@ def follow(runner: ModelRunner, link: Link, watch: RankFailureMonitor, rank: int
             pass
     except Exception as error:
         # If another rank was lost, rank 0 reports that.
-        if watch.wait(CAUSE_SECONDS) is None:
+        if monitor.wait(CAUSE_SECONDS) is None:
             message = f"{type(error).__name__}: {one_line(error)}"
-            tell_failure(link, watch, rank, message)
-        assert watch.error is not None
-        raise watch.error from error
+            report_failure(link, monitor, rank, message)
+        assert monitor.error is not None
+        raise monitor.error from error
     steps.clear()
     runner.close()
 
@@ -59,9 +59,9 @@ def run_frame(runner: ModelRunner, steps: deque[PendingStep], link: Link, kind: 
     return True
 
 
-def tell_failure(link: Link, watch: RankFailureMonitor, rank: int, message: str) -> None:
+def report_failure(link: Link, monitor: RankFailureMonitor, rank: int, message: str) -> None:
     """Report the reason of this rank's end to rank 0."""
     message = f"rank {rank} has failed ({message})"
     with suppress(RunnerLostError):  # if rank 0 is gone, too, the link reports that
         link.send(Kind.LOST, message.encode())
-    watch.lose(message)
+    monitor.lose(message)

@@ -35,7 +35,7 @@ from metal_engine.distributed.rank_failure import (
     RankFailureMonitor,
     StepTimeout,
 )
-from metal_engine.distributed.rendezvous import ended_by_hang_up, watched_meeting
+from metal_engine.distributed.rendezvous import ended_by_hang_up, monitored_rendezvous
 from metal_engine.distributed.wire import encode
 from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.runner.model_runner import ModelRunner
@@ -46,10 +46,10 @@ from metal_engine.step import RunnerLostError
 logger = logging.getLogger(__name__)
 
 # Seconds within which all ranks must find each other. Ranks start at about the same time.
-_MEETING_SECONDS = 120.0
+_RENDEZVOUS_SECONDS = 120.0
 # Settings that may differ between ranks: the model may have another path on another machine.
 _OWN_SETTINGS = {"model", "tokenizer", "download_dir", "chat_template", "generation_config"}
-# Flag of the group that this process has joined. A process cannot join a second group, because MLX keeps the first.
+# Flag that defined the group of this process. A process cannot join a second group, because MLX keeps the first.
 _joined: list[str] = []
 
 
@@ -68,21 +68,21 @@ class RankGroup:
         args: EngineArgs,
         communication: mx.distributed.Group,
         links: Sequence[Link],
-        watch: RankFailureMonitor,
+        monitor: RankFailureMonitor,
         local: LocalRanks | None,
     ) -> None:
         self.args = args
         self.communication = communication
         self.rank, self.size = communication.rank(), communication.size()
         self._links = links
-        self._watch = watch
+        self._monitor = monitor
         self._local = local
-        self._share = TokenBroadcast(communication)
+        self._broadcast = TokenBroadcast(communication)
 
     @property
-    def share(self) -> TokenBroadcast:
+    def broadcast(self) -> TokenBroadcast:
         """Broadcast of rank 0's samples to all ranks."""
-        return self._share
+        return self._broadcast
 
     # --- facts ---
 
@@ -98,24 +98,24 @@ class RankGroup:
             Facts of each rank, by rank.
 
         Raises:
-            RunnerLostError: a rank was lost, is at another place, or takes too long.
+            RunnerLostError: a rank was lost, passes another name, or takes too long.
         """
         if self.rank:
             (leader,) = self._links
             leader.send(Kind.FIGURES, encode([what, facts]))
             answer: list[dict[str, Any]] = self._figures(leader, what, seconds)
             return answer
-        told = [json.loads(encode(facts)), *(self._figures(link, what, seconds) for link in self._links)]
+        all_facts = [json.loads(encode(facts)), *(self._figures(link, what, seconds) for link in self._links)]
         for link in self._links:
-            link.send(Kind.FIGURES, encode([what, told]))
-        return told
+            link.send(Kind.FIGURES, encode([what, all_facts]))
+        return all_facts
 
     def _figures(self, link: Link, what: str, seconds: float | None) -> Any:
         try:
             kind, content = link.receive(seconds)
         except TimeoutError as error:
             raise RunnerLostError(f"{link.name} has not reached {what!r} within {seconds:g} s") from error
-        self._watch.check()
+        self._monitor.check()
         if kind is not Kind.FIGURES:
             raise RunnerLostError(f"{link.name} sends {kind.name} before it has started")
         theirs, facts = json.loads(content)
@@ -125,7 +125,7 @@ class RankGroup:
 
     def largest(self, what: str, number: int) -> int:
         """Return the largest of the ranks' numbers."""
-        return max(told["number"] for told in self.exchange(what, {"number": number}))
+        return max(facts["number"] for facts in self.exchange(what, {"number": number}))
 
     def barrier(self, what: str) -> None:
         """Wait until all ranks have reached the same place in the code. Use it after work that can fail on some ranks.
@@ -141,9 +141,9 @@ class RankGroup:
     def check_settings(self) -> None:
         """Raise ConfigError if versions or settings differ between ranks."""
         mine = {name: value for name, value in asdict(self.args).items() if name not in _OWN_SETTINGS}
-        told = self.exchange("settings", {"settings": mine, "versions": _versions()})
-        first = told[0]
-        for rank, one in enumerate(told):
+        all_facts = self.exchange("settings", {"settings": mine, "versions": _versions()})
+        first = all_facts[0]
+        for rank, one in enumerate(all_facts):
             for name, version in one["versions"].items():
                 if version != first["versions"][name]:
                     problem = f"rank {rank} runs {name} {version}, and rank 0 {first['versions'][name]}"
@@ -157,15 +157,15 @@ class RankGroup:
 
     def lead(self, runner: ModelRunner, step_seconds: float) -> LeaderRunner:
         """Return the runner for rank 0. All ranks run its steps. The group ends if a step takes ``step_seconds``."""
-        step_watch = StepTimeout(self._watch, self._links, step_seconds)
-        step_watch.start()
+        step_timeout = StepTimeout(self._monitor, self._links, step_seconds)
+        step_timeout.start()
         kill_left = (lambda: None) if self._local is None else self._local.kill_left
-        return LeaderRunner(runner, self._links, self._watch, step_watch, kill_left)
+        return LeaderRunner(runner, self._links, self._monitor, step_timeout, kill_left)
 
     def follow(self, runner: ModelRunner) -> None:
         """Run rank 0's steps until rank 0 ends. For the other ranks. Raises as :func:`follow`."""
         (leader,) = self._links
-        follow(runner, leader, self._watch, self.rank)
+        follow(runner, leader, self._monitor, self.rank)
 
     # --- the end ---
 
@@ -175,16 +175,16 @@ class RankGroup:
         Returns:
             The exception to raise, which names the failed rank.
         """
-        is_told = self._watch.error is not None
-        for link in () if is_told else self._links:
+        is_reported = self._monitor.error is not None
+        for link in () if is_reported else self._links:
             link.close()
             message = f"rank {self.rank} cannot start ({one_line(error)})"
             with suppress(RunnerLostError):
                 link.send(Kind.LOST, message.encode())
         if self._local is not None:
             self._local.stop()
-        if is_told or isinstance(error, RunnerLostError):
-            return ModelLoadError(str(self._watch.error or error))
+        if is_reported or isinstance(error, RunnerLostError):
+            return ModelLoadError(str(self._monitor.error or error))
         return error
 
 
@@ -213,13 +213,13 @@ def open_group(args: EngineArgs) -> RankGroup:
         rank = 0
         logger.info("started %d more ranks on this machine", args.num_ranks - 1)
     _joined.append(flag)
-    watch = RankFailureMonitor(rank, FOLLOWER_GRACE_SECONDS if rank else LEADER_GRACE_SECONDS)
+    monitor = RankFailureMonitor(rank, FOLLOWER_GRACE_SECONDS if rank else LEADER_GRACE_SECONDS)
     if local is not None:
-        watch.at_end(local.kill)
-    atexit.register(watch.exit_if_rank_lost)
+        monitor.at_end(local.kill)
+    atexit.register(monitor.exit_if_rank_lost)
     try:
         host = leader_host(flag)
-        with _watched_meeting(rank, local):
+        with _monitored_rendezvous(rank, local):
             try:
                 communication = mx.distributed.init(strict=True)
             except RuntimeError as error:
@@ -227,7 +227,7 @@ def open_group(args: EngineArgs) -> RankGroup:
             size = communication.size()
             if size != args.num_ranks:
                 raise ConfigError(flag, f"is {args.num_ranks}, and the launcher has started {size} ranks")
-            links = _meet(communication, host, args.distributed_timeout_seconds, watch)
+            links = _connect_ranks(communication, host, args.distributed_timeout_seconds, monitor)
     except RunnerLostError as error:
         raise ModelLoadError(str(error)) from error
     except BaseException:
@@ -239,7 +239,7 @@ def open_group(args: EngineArgs) -> RankGroup:
             local.end()
     if rank:
         ignore_signals()
-    group = RankGroup(args, communication, links, watch, local)
+    group = RankGroup(args, communication, links, monitor, local)
     try:
         group.check_settings()
     except (RunnerLostError, ConfigError) as error:
@@ -247,7 +247,7 @@ def open_group(args: EngineArgs) -> RankGroup:
     return group
 
 
-def _watched_meeting(rank: int, local: LocalRanks | None) -> AbstractContextManager[None]:
+def _monitored_rendezvous(rank: int, local: LocalRanks | None) -> AbstractContextManager[None]:
     """Return a context manager that ends this process, and the ranks that it has started, if a rank is missing.
 
     Without it, MLX would wait for the missing rank forever.
@@ -255,11 +255,13 @@ def _watched_meeting(rank: int, local: LocalRanks | None) -> AbstractContextMana
     if started_here():  # rank 0's monitor also watches this process
         return ended_by_hang_up()
     if local is None:
-        return watched_meeting(f"rank {rank}", [], _MEETING_SECONDS, None)
-    return watched_meeting(f"rank 0 ({LOOPBACK})", local.watched(), _MEETING_SECONDS, local.hostfile)
+        return monitored_rendezvous(f"rank {rank}", [], _RENDEZVOUS_SECONDS, None)
+    return monitored_rendezvous(f"rank 0 ({LOOPBACK})", local.watched(), _RENDEZVOUS_SECONDS, local.hostfile)
 
 
-def _meet(communication: mx.distributed.Group, host: str, timeout: float, watch: RankFailureMonitor) -> list[Link]:
+def _connect_ranks(
+    communication: mx.distributed.Group, host: str, timeout: float, monitor: RankFailureMonitor
+) -> list[Link]:
     """Connect the side channel. Rank 0 sends its port and a secret through the MLX group.
 
     Returns:
@@ -270,9 +272,9 @@ def _meet(communication: mx.distributed.Group, host: str, timeout: float, watch:
     if rank == 0:
         listening, token = listen(host), secrets.token_bytes(TOKEN_BYTES)
         port = listening.getsockname()[1]
-    told = mx.distributed.all_sum(mx.array([port, *token], mx.int32), group=communication)
-    mx.eval(told)
-    numbers = cast(list[int], told.tolist())
+    shared = mx.distributed.all_sum(mx.array([port, *token], mx.int32), group=communication)
+    mx.eval(shared)
+    numbers = cast(list[int], shared.tolist())
     port, token = numbers[0], bytes(numbers[1:])
     if listening is None:
         connections: dict[int, socket.socket] = {0: connect(host, port, token, rank, timeout)}
@@ -281,8 +283,8 @@ def _meet(communication: mx.distributed.Group, host: str, timeout: float, watch:
     links = []
     for other, connection in sorted(connections.items()):
         name = f"rank {other} ({connection.getpeername()[0]})"
-        links.append(Link(connection, name, timeout, watch.lose))
-    watch.tell(lambda error: _pass_on(links, error))
+        links.append(Link(connection, name, timeout, monitor.lose))
+    monitor.add_callback(lambda error: _pass_on(links, error))
     for link in links:
         link.start()
     return links
@@ -294,11 +296,11 @@ def _pass_on(links: Sequence[Link], error: RunnerLostError) -> None:
     Each report is sent in a separate thread, because sending to a stopped rank with full network buffers blocks.
     """
 
-    def tell(link: Link) -> None:
+    def report(link: Link) -> None:
         with suppress(RunnerLostError):
             link.send(Kind.LOST, str(error).encode())
 
     for link in links:
         link.close()
-        threading.Thread(target=tell, args=(link,), daemon=True).start()
+        threading.Thread(target=report, args=(link,), daemon=True).start()
         link.wake()

@@ -120,7 +120,7 @@ class LocalRanks:
         self.kill_left()
 
     def kill_left(self) -> None:
-        """Wait at most ``_OWN_END_SECONDS`` for the ranks to exit. Kill the remaining ranks, such as stopped ones."""
+        """Wait at most ``_OWN_END_SECONDS`` for the ranks to exit. Kill the remaining ranks, such as stopped ranks."""
         deadline = time.monotonic() + _OWN_END_SECONDS
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
@@ -153,7 +153,7 @@ def start_local_ranks(args: EngineArgs) -> LocalRanks:
         json.dump([[f"{LOOPBACK}:{port}"] for port in ports], file)
     os.environ[HOSTFILE] = name
     os.environ[RANK] = "0"
-    told = json.dumps({"args": asdict(args), "log_level": logging.getLogger().getEffectiveLevel()})
+    parameters = json.dumps({"args": asdict(args), "log_level": logging.getLogger().getEffectiveLevel()})
     processes, ends = [], []
     for rank in range(1, args.num_ranks):
         end, held = os.pipe()
@@ -168,7 +168,7 @@ def start_local_ranks(args: EngineArgs) -> LocalRanks:
         os.close(held)
         ends.append(end)
         assert process.stdin is not None
-        process.stdin.write(told + "\n")
+        process.stdin.write(parameters + "\n")
         process.stdin.flush()
         _life_lines.append(process.stdin)
         processes.append(process)

@@ -24,8 +24,8 @@ class LeaderRunner:
     Args:
         runner: runner of this rank.
         links: links to the other ranks.
-        watch: handler of lost ranks.
-        step_watch: timeout of steps.
+        monitor: handler of lost ranks.
+        step_timeout: timeout of steps.
         kill_left: kills the ranks that rank 0 has started and that do not exit on request.
     """
 
@@ -33,14 +33,14 @@ class LeaderRunner:
         self,
         runner: ModelRunner,
         links: Sequence[Link],
-        watch: RankFailureMonitor,
-        step_watch: StepTimeout,
+        monitor: RankFailureMonitor,
+        step_timeout: StepTimeout,
         kill_left: Callable[[], None] = lambda: None,
     ) -> None:
         self._runner = runner
         self._links = links
-        self._watch = watch
-        self._step_timeout = step_watch
+        self._monitor = monitor
+        self._step_timeout = step_timeout
         self._kill_left = kill_left
 
     @property
@@ -48,12 +48,12 @@ class LeaderRunner:
         """See :class:`metal_engine.step.Runner`."""
         return self._runner.replay_refusal
 
-    def on_rank_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
+    def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
         """See :class:`metal_engine.step.RankFailureSource`."""
-        self._watch.tell(tell)
+        self._monitor.add_callback(callback)
 
     def execute(self, plan: SchedulerOutput) -> LeaderStep:
-        self._watch.check()
+        self._monitor.check()
         try:
             content = encode_plan(plan)
             with self._step_timeout:  # dispatching a step may wait for the previous one
@@ -78,7 +78,7 @@ class LeaderRunner:
         Raises:
             RunnerLostError: the step failed, here or elsewhere. The results of the remaining ranks are unusable.
         """
-        self._watch.check()
+        self._monitor.check()
         self._send(Kind.FINISH, encode_ids(step.sampling.late_req_ids))
         try:
             with self._step_timeout:
@@ -86,10 +86,10 @@ class LeaderRunner:
             self._step_timeout.progress += 1
             return output
         except Exception as error:
-            lost = self._watch.wait(CAUSE_SECONDS)
+            lost = self._monitor.wait(CAUSE_SECONDS)
             if lost is None:
-                self._watch.lose(f"a step failed on rank 0 ({type(error).__name__}: {error})")
-                lost = self._watch.error
+                self._monitor.lose(f"a step failed on rank 0 ({type(error).__name__}: {error})")
+                lost = self._monitor.error
             assert lost is not None
             raise lost from error
 
@@ -108,7 +108,7 @@ class LeaderRunner:
         Does nothing after a loss, because a stream of the runner may never end.
         """
         self._step_timeout.close()
-        if self._watch.error is not None:
+        if self._monitor.error is not None:
             return
         for link in self._links:
             link.close()

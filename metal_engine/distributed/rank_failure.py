@@ -19,8 +19,8 @@ LEADER_GRACE_SECONDS = 1.0
 # Time before the other ranks end. Longer than rank 0's, because a step of rank 0 fails when other ranks end.
 FOLLOWER_GRACE_SECONDS = LEADER_GRACE_SECONDS + 0.25
 # Time for writing the log line about the loss.
-_TELLING_SECONDS = 0.5
-# Number of parts in which the time of a step is counted.
+_LOG_SECONDS = 0.5
+# Number of parts in which the time limit of a step is counted.
 _PARTS = 20
 
 
@@ -41,20 +41,20 @@ class RankFailureMonitor:
         self._grace = grace
         self._lock = threading.Lock()
         self._is_lost = threading.Event()
-        self._callbacks_done = threading.Event()
-        self._tells: list[Callable[[RunnerLostError], None]] = []
+        self._is_logged = threading.Event()
+        self._callbacks: list[Callable[[RunnerLostError], None]] = []
         self._at_end: Callable[[], None] = lambda: None
 
-    def tell(self, tell: Callable[[RunnerLostError], None]) -> None:
+    def add_callback(self, callback: Callable[[RunnerLostError], None]) -> None:
         """Register a callback for a loss, called with the error in another thread.
 
         If a rank was lost already, the callback is called at once.
         """
         with self._lock:
-            self._tells.append(tell)
+            self._callbacks.append(callback)
             error = self.error
         if error is not None:
-            tell(error)
+            callback(error)
 
     def at_end(self, act: Callable[[], None]) -> None:
         """Set the function to call right before a loss ends this process."""
@@ -66,19 +66,19 @@ class RankFailureMonitor:
             if self.error is not None:
                 return
             self.error = error = RunnerLostError(message)
-            tells = list(self._tells)
+            callbacks = list(self._callbacks)
         self._is_lost.set()
         # Started first, in a separate thread, so that this process ends even if something else hangs or fails.
         thread = threading.Thread(target=self._end, args=(time.monotonic() + self._grace,), daemon=True)
         with suppress(RuntimeError):  # no thread can start while the interpreter ends: see exit_if_rank_lost
             thread.start()
         logger.critical("%s: rank %d ends", message, self._rank)
-        self._callbacks_done.set()
-        for tell in tells:
-            tell(error)
+        self._is_logged.set()
+        for callback in callbacks:
+            callback(error)
 
     def _end(self, deadline: float) -> None:
-        self._callbacks_done.wait(_TELLING_SECONDS)
+        self._is_logged.wait(_LOG_SECONDS)
         time.sleep(max(deadline - time.monotonic(), 0))
         try:
             self._at_end()
@@ -111,7 +111,7 @@ class StepTimeout:
     while this process is stopped.
 
     Args:
-        watch: handler to which the loss is reported.
+        monitor: handler to which the loss is reported.
         links: links to the other ranks, which report the progress of these ranks.
         seconds: time limit of a step.
 
@@ -119,9 +119,9 @@ class StepTimeout:
         progress: progress of rank 0, counted as in :class:`metal_engine.distributed.channel.Link`.
     """
 
-    def __init__(self, watch: RankFailureMonitor, links: Sequence[Link], seconds: float) -> None:
+    def __init__(self, monitor: RankFailureMonitor, links: Sequence[Link], seconds: float) -> None:
         self.progress = 0
-        self._watch = watch
+        self._monitor = monitor
         self._links = links
         self._seconds = seconds
         self._wait: object | None = None  # identity of the current wait; None if rank 0 is not waiting
@@ -131,7 +131,7 @@ class StepTimeout:
 
     def start(self) -> None:
         """Start counting."""
-        threading.Thread(target=self._count, name="step watch", daemon=True).start()
+        threading.Thread(target=self._count, name="step timeout", daemon=True).start()
 
     def close(self) -> None:
         self._is_closed.set()
@@ -143,7 +143,7 @@ class StepTimeout:
         self._wait = None
 
     def _count(self) -> None:
-        while not self._is_closed.wait(self._seconds / _PARTS) and self._watch.error is None:
+        while not self._is_closed.wait(self._seconds / _PARTS) and self._monitor.error is None:
             self.count()
 
     def count(self) -> None:
@@ -154,7 +154,7 @@ class StepTimeout:
             return
         self._num_parts += 1
         if self._num_parts >= _PARTS:
-            self._watch.lose(self._problem())
+            self._monitor.lose(self._problem())
 
     def _problem(self) -> str:
         """Return a message that names the ranks with the least progress. The other ranks wait for them."""

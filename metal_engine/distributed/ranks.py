@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from metal_engine.checkpoints.digests import file_prints
+from metal_engine.checkpoints.digests import file_digests
 from metal_engine.distributed.group import RankGroup, open_group
 from metal_engine.distributed.launch import host_name, refuse_ranks_without_size
 from metal_engine.distributed.leader import LeaderRunner
@@ -37,12 +37,12 @@ class Ranks:
     """Only rank of an engine, and base class for engines with several ranks.
 
     Attributes:
-        facts: facts about each rank, after the ranks have agreed; empty with one rank.
-        share: broadcast of rank 0's samples; None with one rank.
+        facts: facts about each rank, after :meth:`sync_model_info`; empty with one rank.
+        broadcast: broadcast of rank 0's samples; None with one rank.
     """
 
     facts: tuple[RankInfo, ...] = ()
-    share: TokenBroadcast | None = None
+    broadcast: TokenBroadcast | None = None
 
     def device(self, device: DeviceInfo) -> DeviceInfo:
         """Return the device with limits that hold on every rank."""
@@ -85,30 +85,32 @@ class SeveralRanks(Ranks):
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group
-        self._division = Sharding(group.communication, group.args.pipeline_parallel_size > 1)
-        self._whole: UnshardedModelInfo | None = None
-        self.share = group.share
+        self._sharding = Sharding(group.communication, group.args.pipeline_parallel_size > 1)
+        self._unsharded: UnshardedModelInfo | None = None
+        self.broadcast = group.broadcast
         self._began = time.monotonic()  # start of the first run of the model
 
     def device(self, device: DeviceInfo) -> DeviceInfo:
         """Return the device with the smallest memory of any rank. Ranks on one machine divide its memory."""
-        told = self._group.exchange("device", {"host": host_name(), "kind": device.kind, "memory": device.memory_bytes})
-        kinds = {one["kind"] for one in told}
+        all_facts = self._group.exchange(
+            "device", {"host": host_name(), "kind": device.kind, "memory": device.memory_bytes}
+        )
+        kinds = {one["kind"] for one in all_facts}
         if len(kinds) > 1:
             raise ConfigError(self._group.args.ranks_flag, f"has ranks on devices of several kinds: {sorted(kinds)}")
-        of_host = Counter(one["host"] for one in told)
-        return replace(device, memory_bytes=min(one["memory"] // of_host[one["host"]] for one in told))
+        of_host = Counter(one["host"] for one in all_facts)
+        return replace(device, memory_bytes=min(one["memory"] // of_host[one["host"]] for one in all_facts))
 
     def divide(self, model: nn.Module) -> None:
-        self._division.divide(model)
+        self._sharding.divide(model)
 
     def load_shard(self, model: nn.Module) -> None:
-        self._whole = self._division.divide(model)
+        self._unsharded = self._sharding.divide(model)
         mx.reset_peak_memory()
         evaluate_one_by_one(model)
 
     def sync_model_info(self, info: ModelInfo) -> ModelInfo:
-        assert self._whole is not None
+        assert self._unsharded is not None
         self._began = time.monotonic()
         mine = {
             "host": host_name(),
@@ -120,19 +122,19 @@ class SeveralRanks(Ranks):
             "state_bytes_per_request": info.state_bytes_per_request,
             "layer_width": info.layer_width,
         }
-        told = self._group.exchange("model", mine)
+        all_facts = self._group.exchange("model", mine)
         names = ("host", "weight_bytes", "peak_bytes", "num_layers")
-        self.facts = tuple(RankInfo(**{name: one[name] for name in names}) for one in told)
+        self.facts = tuple(RankInfo(**{name: one[name] for name in names}) for one in all_facts)
         if self._group.rank == 0:
             for rank, fact in enumerate(self.facts):
                 sizes = format_size(fact.weight_bytes), format_size(fact.peak_bytes)
                 logger.info("rank %d (%s) has its weights: %s, %s at most to read them", rank, fact.host, *sizes)
-        most = {name: max(one[name] for one in told) for name in mine if name not in names}
+        most = {name: max(one[name] for one in all_facts) for name in mine if name not in names}
         unquantized = most.pop("unquantized")
         return replace(
             info,
-            num_layers=self._whole.num_layers,
-            num_params=self._whole.num_params,
+            num_layers=self._unsharded.num_layers,
+            num_params=self._unsharded.num_params,
             weight_bytes=max(fact.weight_bytes for fact in self.facts),
             unquantized_kv_bytes_per_token=unquantized if info.unquantized_kv_bytes_per_token is not None else None,
             **most,
@@ -145,10 +147,10 @@ class SeveralRanks(Ranks):
         return self._group.exchange(what, {} if self._group.rank else decide())[0]
 
     def same_files(self, path: Path) -> None:
-        told = self._group.exchange("files", file_prints(path))
-        for rank, files in enumerate(told):
-            for name in sorted({*told[0], *files}):
-                if files.get(name) != told[0].get(name):
+        all_files = self._group.exchange("files", file_digests(path))
+        for rank, files in enumerate(all_files):
+            for name in sorted({*all_files[0], *files}):
+                if files.get(name) != all_files[0].get(name):
                     problem = f"{name} of the model on rank {rank} is not what it is on rank 0: copy it to all machines"
                     raise ModelLoadError(problem)
 
@@ -171,7 +173,8 @@ def starting_ranks(args: EngineArgs) -> Iterator[Ranks]:
     """Join the ranks that the settings define. If this rank cannot start, no rank starts.
 
     Raises:
-        ConfigError: see :func:`open_group`. Also raised if a launcher has started several processes without a size.
+        ConfigError: see :func:`open_group`. Also raised if a launcher has started several processes, and the settings
+            give no number of ranks.
         ModelLoadError: see :func:`open_group`. Also raised if another rank cannot start.
     """
     if args.num_ranks == 1:

@@ -25,12 +25,13 @@ from pathlib import Path
 
 _MODULE = "metal_engine.distributed.rendezvous"
 # Written by a watched process that has joined. If its pipe is closed without it, the process was lost.
-_MET = b"."
+_JOINED = b"."
+# The time limit is counted in parts of this length.
 _PART_SECONDS = 0.5
 # Time for a process to end by itself before it is killed, and time limit for listing processes.
 _END_SECONDS, _LIST_SECONDS = 1.0, 10.0
 # Signals that a terminal or a process group sends. The monitor ignores them, and ends with its watched processes.
-_NOT_HEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Watched:
 
 
 @contextmanager
-def watched_meeting(name: str, others: Sequence[Watched], seconds: float, leftover: Path | None) -> Iterator[None]:
+def monitored_rendezvous(name: str, others: Sequence[Watched], seconds: float, leftover: Path | None) -> Iterator[None]:
     """Start a monitor process that ends the joining processes on a loss or a timeout.
 
     The joining processes are this process and ``others``, all on this machine. The monitor ends them if one of them is
@@ -65,13 +66,13 @@ def watched_meeting(name: str, others: Sequence[Watched], seconds: float, leftov
     # Descriptor 0 is the pipe from this process.
     watched = [Watched(name, os.getpid(), 0), *others]
     listed = [asdict(one) for one in watched]
-    told = json.dumps({"watched": listed, "seconds": seconds, "leftover": str(leftover or "")})
+    parameters = json.dumps({"watched": listed, "seconds": seconds, "leftover": str(leftover or "")})
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     with ended_by_hang_up():
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_HEARD)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, told],
+                [sys.executable, "-m", _MODULE, parameters],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 env=environment,
@@ -84,7 +85,7 @@ def watched_meeting(name: str, others: Sequence[Watched], seconds: float, leftov
             yield
         finally:
             with process.stdin as pipe, suppress(BrokenPipeError):  # the monitor has ended already
-                pipe.write(_MET)
+                pipe.write(_JOINED)
             # The monitor may not have started yet, so wait for its end in a thread.
             threading.Thread(target=process.wait, daemon=True).start()
 
@@ -121,11 +122,11 @@ def watch(watched: Iterable[Watched], seconds: float) -> str | None:
     while num_left:
         ready = poll.poll(_PART_SECONDS * 1000)
         num_left -= not ready
-        said = {line: os.read(line, 1) for line, _ in ready}
-        if _MET in said.values():
+        received = {line: os.read(line, 1) for line, _ in ready}
+        if _JOINED in received.values():
             return None
-        if said:
-            gone = ", ".join(lines[line].name for line in sorted(said))
+        if received:
+            gone = ", ".join(lines[line].name for line in sorted(received))
             return f"{gone} has gone while the ranks were joining their group"
     stopped = _stopped(lines.values())
     if stopped:
@@ -167,16 +168,16 @@ def end_all(watched: Iterable[Watched]) -> None:
 
 def main() -> None:
     """Watch processes until they have joined. On a problem, print a line and end them."""
-    told = json.loads(sys.argv[1])
-    watched = [Watched(**one) for one in told["watched"]]
-    problem = watch(watched, told["seconds"])
+    parameters = json.loads(sys.argv[1])
+    watched = [Watched(**one) for one in parameters["watched"]]
+    problem = watch(watched, parameters["seconds"])
     if problem is None:
         return
     ends = f"{watched[0].name} ends" if len(watched) == 1 else "all of them end"
     print(f"CRITICAL {_MODULE}: {problem}: {ends}", file=sys.stderr, flush=True)
     end_all(watched)
-    if told["leftover"]:
-        Path(told["leftover"]).unlink(missing_ok=True)
+    if parameters["leftover"]:
+        Path(parameters["leftover"]).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

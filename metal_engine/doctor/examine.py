@@ -172,11 +172,12 @@ def _try_model(model: str) -> list[Finding]:
 
     engine = build_engine(EngineArgs(model=model, num_gpu_blocks_override=64))
     prompt = "The capital of France is"
-    ((_, text),) = generate(engine, [engine.tokenizer.encode(prompt)], max_tokens=6)
-    info = engine.config.model
+    ((_, text),) = generate(engine, [engine.preparer.tokenizer.encode(prompt)], max_tokens=6)
+    config = engine.core.config
+    info = config.model
     wrong = model == "demo" and "Paris" not in text
-    runs = f"{info.model_type}, {info.dtype}, KV in {info.kv_dtype}, attention by {engine.config.attention}"
+    runs = f"{info.model_type}, {info.dtype}, KV in {info.kv_dtype}, attention by {config.attention}"
     findings = [Finding(model, f"{runs}: {prompt!r} -> {text!r}", FAILED if wrong else OK)]
-    if tuning := engine.config.attention_tuning:
+    if tuning := config.attention_tuning:
         findings.append(Finding("attention tuning", tuning))
     return findings

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.build import build_engine
-from metal_engine.engine.core import EngineCore
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 
@@ -39,36 +39,43 @@ _MAX_TOKENS = 8
 
 
 def check_tiny_model() -> str:
-    """Generate for several prompts at once, in chunks, and compare with mlx-lm's own forward pass. Describe the test.
+    """Generate for several prompts at once, in chunks, and compare with mlx-lm's own forward pass.
+
+    Returns:
+        Description of the test.
 
     Raises:
         RuntimeError: an output differs, or a step failed.
     """
     model = _tiny_llama()
     engine = _tiny_engine(model)
-    prompts = [engine.tokenizer.encode(prompt) for prompt in _PROMPTS]
+    prompts = [engine.preparer.tokenizer.encode(prompt) for prompt in _PROMPTS]
     expected = [_greedy(model, prompt) for prompt in prompts]
     outputs = [token_ids for token_ids, _ in generate(engine, prompts, _MAX_TOKENS)]
     if outputs != expected:
         raise RuntimeError(f"generated {outputs}, but mlx-lm generates {expected}")
-    return f"{len(prompts)} requests in {engine.num_steps} packed steps equal mlx-lm's own output"
+    return f"{len(prompts)} requests in {engine.core.num_steps} packed steps equal mlx-lm's own output"
 
 
 def check_quantized_kv(kv_cache_dtype: str) -> str:
-    """Load the model with quantized KV, which compares its logits with mlx-lm's, and generate. Describe the test.
+    """Load the model with quantized KV, which compares its logits with mlx-lm's, and generate.
+
+    Returns:
+        Description of the test.
 
     Raises:
         UnsupportedModelError: logits differ.
         RuntimeError: a step failed.
     """
     engine = _tiny_engine(_tiny_llama(), kv_cache_dtype)
-    generate(engine, [engine.tokenizer.encode(prompt) for prompt in _PROMPTS], _MAX_TOKENS)
-    model = engine.config.model
+    generate(engine, [engine.preparer.tokenizer.encode(prompt) for prompt in _PROMPTS], _MAX_TOKENS)
+    config = engine.core.config
+    model = config.model
     share = model.kv_bytes_per_token / (model.unquantized_kv_bytes_per_token or 1)
-    return f"{model.kv_dtype} at {share:.0%} of float32's size, attention by {engine.config.attention}"
+    return f"{model.kv_dtype} at {share:.0%} of float32's size, attention by {config.attention}"
 
 
-def _tiny_engine(model: nn.Module, kv_cache_dtype: str = "auto") -> EngineCore:
+def _tiny_engine(model: nn.Module, kv_cache_dtype: str = "auto") -> BuiltEngine:
     with tempfile.TemporaryDirectory() as folder:
         _write_checkpoint(Path(folder), model)
         return build_engine(
@@ -86,7 +93,7 @@ def _tiny_engine(model: nn.Module, kv_cache_dtype: str = "auto") -> EngineCore:
         )
 
 
-def generate(engine: EngineCore, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], str]]:
+def generate(engine: BuiltEngine, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], str]]:
     """Generate for all prompts at once with greedy sampling, and close the engine.
 
     Return each output's tokens and text.
@@ -97,11 +104,12 @@ def generate(engine: EngineCore, prompts: list[list[int]], max_tokens: int) -> l
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     token_ids: list[list[int]] = [[] for _ in prompts]
     texts = [""] * len(prompts)
+    core = engine.core
     try:
         for i, prompt in enumerate(prompts):
-            engine.add_request(str(i), engine.prepare(prompt, params))
-        while engine.has_requests:
-            for output in engine.step():
+            core.add_request(str(i), engine.preparer.prepare(prompt, params))
+        while core.has_requests:
+            for output in core.step():
                 if output.error is not None:
                     raise RuntimeError(output.error)
                 token_ids[int(output.request_id)] += output.token_ids

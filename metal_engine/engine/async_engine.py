@@ -8,18 +8,17 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
 
-from metal_engine.engine.core import EngineCore
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.metrics import EngineMetrics
+from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.step_observer import Frame, FrameSink
 from metal_engine.errors import AdapterError
 from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.lora_adapter import Adapter
-from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs
-from metal_engine.sampling_params import SamplingParams, TokenRules
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 from metal_engine.text.tokenizer import Tokenizer
@@ -45,7 +44,7 @@ class _Mailbox:
 
     def put(self, output: RequestOutput) -> None:
         if self._arrived and self._arrived[-1].finished:
-            return  # belongs to a step that ran when the request was cut
+            return  # from a step that was running when the request was aborted
         self._arrived.append(output)
         for logprobs in output.text_logprobs or ():
             self._num_unread += len(logprobs.top) + 1
@@ -71,8 +70,9 @@ class _Mailbox:
 
 
 class Reservation:
-    """Reserved places of a client's requests. A place counts as waiting until its request is submitted. For the event
-    loop only.
+    """Reserved places of a client's requests in the queue. Used in the event loop only.
+
+    A place counts as a waiting request until its request is submitted.
 
     A client may send thousands of prompts at once. They are submitted gradually, as earlier prompts of the same client
     end. Other clients therefore wait only for a part of them, and the queue is not filled with prompts that cannot
@@ -91,7 +91,7 @@ class Reservation:
         self._left = Counter(prompt_lens)  # number of unused places by prompt length
         self._num_left = 0
         self._num_at_once = num_at_once
-        self._turns = asyncio.Semaphore(num_at_once)
+        self._places = asyncio.Semaphore(num_at_once)
         self._change(len(prompt_lens), sum(prompt_lens))
 
     def _change(self, num_places: int, num_tokens: int) -> None:
@@ -103,13 +103,13 @@ class Reservation:
         """Wait until the next request may be submitted. Uses up one place for a prompt of ``num_prompt_tokens``."""
         if not self._left[num_prompt_tokens]:
             raise ValueError(f"no place is reserved for a prompt of {num_prompt_tokens} tokens")
-        await self._turns.acquire()
+        await self._places.acquire()
         self._left[num_prompt_tokens] -= 1
         self._change(-1, -num_prompt_tokens)
 
-    def end_turn(self) -> None:
-        """Record that a submitted request has ended."""
-        self._turns.release()
+    def end_request(self) -> None:
+        """Record that a submitted request has ended, so that another request of the reservation can be submitted."""
+        self._places.release()
 
     def release(self) -> None:
         """Return the unused places."""
@@ -125,25 +125,28 @@ class AsyncEngine:
 
     Args:
         build: function that builds the engine. Called in the engine's thread.
-        turns: lock on the device if several models share it.
+        device_lock: lock on the device if several models share it.
         threads: pool that lends the engine its thread, for processes that load and unload models.
     """
 
     def __init__(
-        self, build: Callable[[], EngineCore], turns: FairDeviceLock | None = None, threads: EngineThreads | None = None
+        self,
+        build: Callable[[], BuiltEngine],
+        device_lock: FairDeviceLock | None = None,
+        threads: EngineThreads | None = None,
     ) -> None:
-        self._thread = EngineThread(build, self._on_outputs, turns, self._on_end, threads)
+        self._thread = EngineThread(build, self._on_outputs, device_lock, self._on_end, threads)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, _Mailbox] = {}
         self._num_queued_tokens = 0
         self._num_reserved = 0
         self._num_held = 0
-        self._core: EngineCore | None = None
+        self._engine: BuiltEngine | None = None
         self._cut: str | None = None
 
     def start(self) -> None:
         """Start the thread and load the model. Block until it is ready. Raises the errors of loading."""
-        self._core = self._thread.start()
+        self._engine = self._thread.start()
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop the thread after the step in flight. Return True if it has ended within ``timeout`` seconds."""
@@ -168,27 +171,32 @@ class AsyncEngine:
             self._thread.abort(request_id)
 
     @property
-    def _started(self) -> EngineCore:
-        assert self._core is not None, "start() has not been called"
-        return self._core
+    def _started(self) -> BuiltEngine:
+        assert self._engine is not None, "start() has not been called"
+        return self._engine
 
     @property
     def config(self) -> EngineConfig:
-        return self._started.config
+        return self._started.core.config
+
+    @property
+    def preparer(self) -> RequestPreparer:
+        """Prepares requests. Call its methods in a thread, because they may take long."""
+        return self._started.preparer
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._started.tokenizer
+        return self._started.preparer.tokenizer
 
     @property
     def stats(self) -> SchedulerStats:
         """Current numbers of the scheduler."""
-        return self._started.stats
+        return self._started.core.stats
 
     @property
     def metrics(self) -> EngineMetrics:
         """Counters and histograms of the engine."""
-        return self._started.metrics
+        return self._started.core.metrics
 
     @property
     def error(self) -> BaseException | None:
@@ -202,7 +210,7 @@ class AsyncEngine:
     @property
     def num_waiting(self) -> int:
         """Number of requests outside the batch, including reserved places and requests in the engine's inbox."""
-        return max(len(self._queues) + self._num_reserved - self._started.stats.num_running, 0)
+        return max(len(self._queues) + self._num_reserved - self._started.core.stats.num_running, 0)
 
     @property
     def num_queued(self) -> int:
@@ -226,23 +234,6 @@ class AsyncEngine:
         self._num_held += num_held
         self._num_queued_tokens += num_tokens
 
-    def prepare_all(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        cache_salt: str = "",
-        rules: TokenRules | None = None,
-        adapter: Adapter | None = None,
-    ) -> list[PreparedRequest]:
-        """See :meth:`EngineCore.prepare_all`. Call it in a thread, because it may take long."""
-        return self._started.prepare_all(prompts, params, cache_salt, rules, adapter)
-
-    def prepare_pooling(
-        self, prompts: list[list[int]], params: PoolingParams, cache_salt: str = "", adapter: Adapter | None = None
-    ) -> list[PreparedRequest]:
-        """See :meth:`EngineCore.prepare_pooling`. Call it in a thread, because it may take long."""
-        return self._started.prepare_pooling(prompts, params, cache_salt, adapter)
-
     @property
     def adapters(self) -> AdapterRegistry | None:
         """Registry of LoRA adapters; None if the model was loaded without LoRA support."""
@@ -253,10 +244,6 @@ class AsyncEngine:
         if self.adapters is None:
             raise AdapterError("the engine was started without --enable-lora")
         return self.adapters.load(name, path, self._thread.call, within=within, in_place=in_place)
-
-    def rules_for(self, params: SamplingParams) -> TokenRules:
-        """See :meth:`EngineCore.rules_for`. Call it in a thread, because it may compile a grammar."""
-        return self._started.rules_for(params)
 
     async def generate(
         self,
@@ -307,7 +294,7 @@ class AsyncEngine:
             if not finished:
                 self._thread.abort(request_id)
             if reservation is not None:
-                reservation.end_turn()
+                reservation.end_request()
 
     def watch(self, on_frame: FrameSink) -> None:
         """Set the callback for frames, replacing the previous callback. It is called in this event loop."""

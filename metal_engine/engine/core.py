@@ -11,38 +11,25 @@ import random
 import time
 from collections import deque
 
-from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.metrics import EngineMetrics
-from metal_engine.engine.pooling_defaults import resolve_pooling
 from metal_engine.engine.step_observer import FrameSink, StepObserver
-from metal_engine.engine.token_rules import TokenRulesMaker
-from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
-from metal_engine.lora.registry import AdapterRegistry
-from metal_engine.lora_adapter import Adapter
-from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus, client_id
-from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
-from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 from metal_engine.step import KVCacheLostError, RankFailureSource, Runner, RunnerLostError, SchedulerOutput, StepHandle
 from metal_engine.text.output_processor import OutputProcessor, under_client_ids
-from metal_engine.text.prompt_boundaries import PromptBoundaries
 from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 _LOAD_WAIT_SECONDS = 0.01  # wait in one step if every request is waiting for KV to be loaded
-# Sampling parameters of pooling requests: they produce one result where other requests produce a first token.
-_POOLING = SamplingParams(max_tokens=1, temperature=0.0)
-_IDS_AT_ONCE = 1 << 16  # token ids validated in one call, which holds the GIL for 3 ms
 
 
 class EngineCore:
-    """Accepts requests and produces outputs, one packed step at a time.
+    """Accepts prepared requests and produces outputs, one packed step at a time.
 
     With ``async_scheduling``, a step is planned and built while the previous step runs and its tokens are still
     unknown. A stop is therefore detected one step late, and the token sampled in the extra step is dropped.
@@ -52,7 +39,6 @@ class EngineCore:
         runner: executes plans. Tests pass a runner that computes nothing.
         tokenizer: decodes text and provides the end-of-sequence ids.
         kv_connector: scheduler half of the KV connector, which loads and saves KV. The runner has the other half.
-        adapters: LoRA adapters whose weights the runner holds; None if the model was loaded without LoRA support.
         ranks: other processes that share the model with the runner; None if there are none.
     """
 
@@ -62,17 +48,14 @@ class EngineCore:
         runner: Runner,
         tokenizer: Tokenizer,
         kv_connector: KVConnectorScheduler | None = None,
-        adapters: AdapterRegistry | None = None,
         ranks: RankFailureSource | None = None,
     ) -> None:
         self.config, self.ranks = config, ranks
-        self.adapters, self.tokenizer = adapters, tokenizer
+        self._eos_token_ids = tokenizer.eos_token_ids
         proposer = None if (given := config.scheduler.speculative) is None else make_proposer(given)
         self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector, proposer)
         self._runner = runner
         self._outputs = OutputProcessor(tokenizer)
-        self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
-        self._parts = PromptBoundaries(tokenizer) if config.cache.num_state_slots else None
         self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats, runner.replay_refusal)
         self._seeds = random.Random(config.seed)
         self._serials = itertools.count()
@@ -81,120 +64,9 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
-        self._watch: StepObserver | None = None
+        self._observer: StepObserver | None = None
 
     # --- requests ---
-
-    def prepare(self, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> PreparedRequest:
-        """Validate a prompt and its parameters once, and resolve them for this model.
-
-        Thread-safe. Call it outside the engine thread: it may compile a grammar, which would delay steps.
-
-        Raises:
-            ParameterError: the model does not support the parameters, or a token id is outside its vocabulary.
-            ContextLengthError: the prompt, alone or with its output, exceeds the model's context length.
-            PromptError: the model cannot generate, the prompt is empty, or the request exceeds the KV cache.
-        """
-        return self.prepare_all([prompt_token_ids], params, cache_salt)[0]
-
-    def prepare_all(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        cache_salt: str = "",
-        rules: TokenRules | None = None,
-        adapter: Adapter | None = None,
-    ) -> list[PreparedRequest]:
-        """Prepare several prompts that share sampling parameters, as :meth:`prepare` does.
-
-        Resolves the parameters once, or uses ``rules`` if the caller has resolved them already.
-        """
-        if not self.config.model.can_generate:
-            raise PromptError(f"{self.config.model.name} has no LM head: it gives embeddings, and cannot generate")
-        rules = rules or self.rules_for(params)
-        prepared = []
-        for prompt in prompts:
-            check_cancelled()
-            kept = self._truncated(prompt, params.truncate_prompt_tokens, params.max_tokens or 1)
-            max_tokens = self._max_tokens(len(kept), params)
-            self._check_token_ids(kept)
-            hashes = prompt_block_hashes(kept, self.config.cache, cache_salt, adapter)
-            request = PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes, adapter=adapter)
-            prepared.append(request if self._parts is None else self._parts.marked(request))
-        return prepared
-
-    def prepare_pooling(
-        self, prompts: list[list[int]], params: PoolingParams, cache_salt: str = "", adapter: Adapter | None = None
-    ) -> list[PreparedRequest]:
-        """Prepare several prompts for pooling, as :meth:`prepare_all` does for generation.
-
-        Raises:
-            ParameterError: the model does not support the parameters, or a token id is outside its vocabulary.
-            ContextLengthError: a prompt exceeds the model's context length.
-            PromptError: a prompt is empty or exceeds the KV cache.
-        """
-        whole = resolve_pooling(params, self.config.model)
-        prepared = []
-        for prompt in prompts:
-            check_cancelled()
-            kept = self._truncated(prompt, params.truncate_prompt_tokens, 0)
-            self._check_fits_alone(len(kept))
-            self._check_token_ids(kept)
-            hashes = prompt_block_hashes(kept, self.config.cache, cache_salt, adapter)
-            prepared.append(PreparedRequest(kept, _POOLING, 1, NO_RULES, cache_salt, hashes, whole, adapter=adapter))
-        return prepared
-
-    def rules_for(self, params: SamplingParams) -> TokenRules:
-        """Resolve sampling parameters for this model. Thread-safe. Compiles the grammar if there is one.
-
-        Raises:
-            ParameterError: the model does not support the parameters.
-            OverloadedError: too many grammars are waiting to be compiled.
-        """
-        return self._rules.rules_for(params)
-
-    def _truncated(self, prompt_token_ids: list[int], limit: int | None, room: int) -> list[int]:
-        """Return the last ``limit`` tokens of the prompt.
-
-        None keeps all tokens. -1 keeps the tokens that fit into the context together with ``room`` more tokens.
-        """
-        max_model_len = self.config.scheduler.max_model_len
-        if limit is None:
-            return prompt_token_ids
-        if limit > max_model_len:
-            message = f"{limit} is more than the maximum context length {max_model_len}"
-            raise ParameterError("truncate_prompt_tokens", message)
-        if limit == -1:
-            limit = max(max_model_len - room, 1)
-        return prompt_token_ids[-limit:]
-
-    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Return how many tokens may follow a prompt of this length. Raises as :meth:`prepare` if there is no room."""
-        max_model_len = self.config.scheduler.max_model_len
-        if num_prompt_tokens >= max_model_len:
-            message = f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len} "
-            raise ContextLengthError("prompt", message + "tokens and must leave room for at least one more")
-        max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len - num_prompt_tokens
-        if params.min_tokens > max_tokens:
-            message = f"{params.min_tokens} is more than the {max_tokens} tokens there is room for"
-            raise ParameterError("min_tokens", message)
-        self.scheduler.check_fits(num_prompt_tokens, max_tokens)
-        return max_tokens
-
-    def _check_fits_alone(self, num_prompt_tokens: int) -> None:
-        """Raise as :meth:`prepare_pooling` if the prompt is too long."""
-        max_model_len = self.config.scheduler.max_model_len
-        if num_prompt_tokens > max_model_len:
-            message = f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len}"
-            raise ContextLengthError("prompt", message)
-        self.scheduler.check_fits(num_prompt_tokens, 0)
-
-    def _check_token_ids(self, prompt: list[int]) -> None:
-        vocab_size = self.config.model.vocab_size
-        for start in range(0, len(prompt), _IDS_AT_ONCE):
-            ids = prompt[start : start + _IDS_AT_ONCE]
-            if not 0 <= min(ids) <= max(ids) < vocab_size:
-                raise ParameterError("prompt", f"has token ids outside the vocabulary of {vocab_size}")
 
     def add_request(
         self,
@@ -228,7 +100,7 @@ class EngineCore:
             max_tokens=prepared.max_tokens,
             rules=prepared.rules,
             seed=seed,
-            eos_token_ids=self.tokenizer.eos_token_ids,
+            eos_token_ids=self._eos_token_ids,
             options=options,
             # Hashes with another salt would let the request share blocks that it must not share.
             block_hashes=list(prepared.block_hashes) if prepared.cache_salt == options.cache_salt else [],
@@ -256,11 +128,10 @@ class EngineCore:
         self._ids.pop(client_id(request_id), None)
 
     def close(self) -> None:
-        """Close the grammar compiler and the runner.
+        """Close the runner.
 
         Call it in the thread that ran the steps. The engine cannot be used afterwards.
         """
-        self._rules.close()
         self._runner.close()
 
     @property
@@ -279,11 +150,11 @@ class EngineCore:
 
     def watch(self, on_frame: FrameSink | None) -> None:
         """Set the callback that receives frames about steps, replacing the previous one. None turns frames off."""
-        self._watch = None if on_frame is None else StepObserver(self.scheduler, on_frame)
+        self._observer = None if on_frame is None else StepObserver(self.scheduler, on_frame)
 
     def flush_frames(self) -> bool:
         """Send a pending frame to the callback. Call it while the engine is idle. Return True if more is pending."""
-        return self._watch is not None and self._watch.flush_frames()
+        return self._observer is not None and self._observer.flush_frames()
 
     # --- a step ---
 
@@ -307,8 +178,8 @@ class EngineCore:
             plan = self.scheduler.schedule()
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
-        if self._watch is not None:
-            self._watch.planned(plan, started)
+        if self._observer is not None:
+            self._observer.planned(plan, started)
         failed = self._failed_loads()
         if plan.num_scheduled_tokens:
             self.num_steps += 1
@@ -387,7 +258,7 @@ class EngineCore:
         return under_client_ids(outputs)
 
     def _fail_everything(self, error: Exception) -> list[RequestOutput]:
-        """Fail every request after an error in the scheduler. Without requests, it can continue from a simple state."""
+        """Fail every request after an error in the scheduler. The scheduler is then empty and can continue."""
         logger.exception("scheduling failed: %s", self.stats)
         self.metrics.num_failed_steps += 1
         self._abandon_steps()
@@ -404,7 +275,7 @@ class EngineCore:
             try:
                 handle.result()
             except Exception:
-                logger.exception("a step under way failed, too")
+                logger.exception("a step in flight failed, too")
                 self._in_flight.clear()  # steps after a failed one are void
 
     def _fail_request(self, request_id: str, message: str, *, caused_by_request: bool = False) -> RequestOutput:

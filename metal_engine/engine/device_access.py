@@ -1,4 +1,4 @@
-"""Access of one of several models to the device: exclusive turns, and a reserved part of the memory."""
+"""Access of a model to the device: a lock that models hold in turn, and a reserved part of the memory."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class DeviceAccess(Protocol):
 
         Args:
             loading_bytes: memory needed until the next claim, if larger than ``num_bytes``.
-            step_bytes: estimate of the memory that the largest step needs in addition. Ignored after the first
-                load, which leaves the size known. If None, the claim is for the whole budget.
+            step_bytes: estimate of the memory that the largest step needs in addition to ``num_bytes``. If None, the
+                claim is for the whole budget. Ignored if the model has claimed memory before: its size is then known.
 
         Raises:
             ModelTooLargeError: the claim exceeds the memory for all models.

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads, LentThread
@@ -25,9 +26,8 @@ from metal_engine.step import RunnerLostError
 
 logger = logging.getLogger(__name__)
 
-# Time for processing the inbox before the next step. Adding a request takes 10 to 400 us. With prefix caching, its
-# prompt's blocks are hashed, too: 19 ms for 262,144 tokens.
-_TAKE_IN_SECONDS = 0.01
+# Time for processing the inbox before the next step. Adding a request takes 10 to 400 µs.
+_INBOX_SECONDS = 0.01
 
 OutputSink = Callable[[list[RequestOutput]], None]
 
@@ -75,30 +75,30 @@ class EngineThread:
     Args:
         build: function that builds the engine. Called in the thread.
         on_outputs: callback for the outputs of each step. Called in the thread. Must not block.
-        turns: lock on the device if several models share it. Held for each step and for closing the engine.
+        device_lock: lock on the device if several models share it. Held for each step and for closing the engine.
         on_end: callback for the end of the thread. Called in the thread, with a message. No outputs follow.
         threads: pool that lends the thread. Without it, the engine starts its own thread. For a lent thread, "the
             thread has ended" means that it has left the engine.
 
     Attributes:
-        error: error that ended the thread; None while it runs or after a shutdown.
+        error: error that ended the thread, or the loss of a rank; None while it runs or after a shutdown.
     """
 
     def __init__(
         self,
-        build: Callable[[], EngineCore],
+        build: Callable[[], BuiltEngine],
         on_outputs: OutputSink,
-        turns: FairDeviceLock | None = None,
+        device_lock: FairDeviceLock | None = None,
         on_end: Callable[[str], None] = lambda message: None,
         threads: EngineThreads | None = None,
     ) -> None:
         self._build = build
         self._on_outputs = on_outputs
-        self._turns = turns
+        self._device_lock = device_lock
         self._on_end = on_end
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Watch | _Call | None] = queue.SimpleQueue()  # None: stop
         self._ready = threading.Event()
-        self._engine: EngineCore | None = None
+        self._engine: BuiltEngine | None = None
         self.error: BaseException | None = None
         # Held to submit and to stop. Without it, a request could enter the inbox after the thread has ended.
         self._lock = threading.Lock()
@@ -109,7 +109,7 @@ class EngineThread:
             else threads.lend(self._main)
         )
 
-    def start(self) -> EngineCore:
+    def start(self) -> BuiltEngine:
         """Start the thread and wait for the engine. Raises the errors of ``build``."""
         self._thread.start()
         self._ready.wait()
@@ -122,7 +122,11 @@ class EngineThread:
     def submit(
         self, request_id: str, prepared: PreparedRequest, index: int = 0, options: RequestOptions | None = None
     ) -> None:
-        """Queue output ``index`` of a request. Outputs or an error are passed to ``on_outputs``."""
+        """Queue output ``index`` of a request. Outputs or an error are passed to ``on_outputs``.
+
+        Raises:
+            EngineDeadError: the thread has ended.
+        """
         with self._lock:
             if self._stopped:
                 raise self._dead()
@@ -168,11 +172,12 @@ class EngineThread:
             return
         finally:
             self._ready.set()
-        if self._engine.ranks is not None:
-            self._engine.ranks.on_rank_lost(self._lose)
+        core = self._engine.core
+        if core.ranks is not None:
+            core.ranks.on_rank_lost(self._lose)
         message = "the engine was shut down"
         try:
-            self._loop(self._engine)
+            self._loop(core)
         except BaseException as error:
             logger.critical("the engine thread has died", exc_info=True)
             self.error = error
@@ -180,10 +185,10 @@ class EngineThread:
         try:
             # Close before clients are notified, because the notification may end the process. Closing holds the device,
             # because another model's memory may be being measured.
-            with nullcontext() if self._turns is None else self._turns.turn():
+            with nullcontext() if self._device_lock is None else self._device_lock.turn():
                 self._engine.close()
         finally:
-            self._fail_everything(self._engine, message)
+            self._fail_everything(core, message)
 
     def _lose(self, error: RunnerLostError) -> None:
         """Fail all requests because a rank is lost.
@@ -192,7 +197,7 @@ class EngineThread:
         """
         assert self._engine is not None
         self.error = error
-        self._fail_everything(self._engine, f"the engine has stopped: {error}")
+        self._fail_everything(self._engine.core, f"the engine has stopped: {error}")
 
     def _fail_everything(self, engine: EngineCore, message: str) -> None:
         with self._lock:
@@ -213,9 +218,9 @@ class EngineThread:
         self._on_end(message)
 
     def _loop(self, engine: EngineCore) -> None:
-        step = engine.step if self._turns is None else partial(self._turns.run, engine.step)
+        step = engine.step if self._device_lock is None else partial(self._device_lock.run, engine.step)
         while True:
-            if self._turns is None:  # with turns, step() dispatches the rest inside the lock
+            if self._device_lock is None:  # otherwise step() does this while it holds the lock
                 engine.dispatch_second_part()
             outputs = self._process_inbox(engine)
             if outputs is None:
@@ -228,13 +233,13 @@ class EngineThread:
     def _process_inbox(self, engine: EngineCore) -> list[RequestOutput] | None:
         """Process the inbox. Block until a message arrives if the engine is idle.
 
-        Stops after ``_TAKE_IN_SECONDS``, because thousands of requests may arrive at once. The next call processes the
+        Stops after ``_INBOX_SECONDS``, because thousands of requests may arrive at once. The next call processes the
         rest.
 
         Returns:
             Errors of requests that could not be added; None if the thread is to stop.
         """
-        end = time.monotonic() + _TAKE_IN_SECONDS
+        end = time.monotonic() + _INBOX_SECONDS
         while not engine.has_requests or (time.monotonic() < end and not self._inbox.empty()):
             while not engine.has_requests and self._inbox.empty() and engine.flush_frames():
                 pass

@@ -63,15 +63,15 @@ class EngineMetrics:
         num_generation_tokens: tokens sampled.
         num_cache_queries: tokens looked up in the prefix cache, at every admission.
         num_cache_hits: tokens found in the prefix cache.
-        num_rows: rows of packed steps by kind. ``decode``: the only row of a request, not counting drafts. ``chunk``:
-            rows of a prompt that was begun in an earlier step. ``fresh``: rows of a request's first step. ``draft``:
-            drafts, present only if there were any. Drafts are counted at the end of a step, because a draft model may
-            return fewer drafts than planned.
+        num_rows: rows of packed steps by kind. ``decode``: the only row of a request, not counting drafts. ``fresh``:
+            rows of a request's first step after an admission. ``chunk``: other rows of a request with several rows.
+            ``draft``: drafts, present only if there were any. Drafts are counted at the end of a step, because a draft
+            model may return fewer drafts than planned.
         num_steps: steps by the time of their planning: ``ahead`` (while the previous step ran) or ``after`` (after its
             end).
         num_finished: finished requests by finish reason.
         first_token: time from arrival to the first token.
-        inter_token: time between two tokens of a request.
+        inter_token: time between two steps that yield tokens of a request.
         end_to_end: time from arrival to the last token, or to the pooled vector.
         queue: time from arrival to the first step.
         prefill: time from the first step to the first token.

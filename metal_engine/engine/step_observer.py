@@ -1,9 +1,9 @@
-"""Streams engine activity to observers: each step, and the changes it makes to the block pool.
+"""Reports engine activity to live views: each step, and the changes that it makes to the block pool.
 
-A watch exists only while there are observers. Without a watch, a step costs one additional test. The engine's thread
-passes each plan to the watch, which emits a :class:`Frame` about ten times a second, fast enough for a display. A watch
-never scans the whole pool in one go. It derives from the plans which blocks may have changed, and looks up only those
-blocks.
+A :class:`StepObserver` exists only while there are live views. Without an observer, a step costs one additional test.
+The engine's thread passes each plan to the observer, which emits a :class:`Frame` about ten times a second, fast enough
+for a display. An observer never scans the whole pool at once. It derives from the plans which blocks may have changed,
+and looks up only those blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from metal_engine.step import NewRequestData, SchedulerOutput
 # Seconds between two frames, and maximum number of step rows in a frame. Further steps are added to the last row.
 FRAME_SECONDS = 0.1
 MAX_ROWS = 8
-# Maximum number of blocks read for one frame while a new watch reports the existing blocks. This takes 2 ms.
+# Maximum number of blocks read for one frame while a new observer reports the existing blocks. This takes 2 ms.
 _BLOCKS_AT_ONCE = 1 << 16
 
 
@@ -28,7 +28,7 @@ class StepSegment:
     """One request's rows in a step.
 
     Attributes:
-        key: number of the request in this watch.
+        key: number of the request in this observer.
         num_tokens: number of rows, including drafts.
         context_len: tokens of the request that were computed before the step.
         is_fresh: True if the request is new in this step.
@@ -65,7 +65,7 @@ class StepRow:
 
 @dataclass(slots=True)
 class SeenRequest:
-    """Request as reported to observers: its number in the watch, and its id in the engine."""
+    """Request as reported to live views: its number in the observer, and its id in the engine."""
 
     key: int
     request_id: str
@@ -75,7 +75,12 @@ class SeenRequest:
 
 @dataclass(slots=True)
 class TableChange:
-    """Change of a request's block table: True if the old table was dropped, and the blocks that were added then."""
+    """Change of a request's block table.
+
+    Attributes:
+        cleared: True if the old table was dropped.
+        added: ids of the blocks that were appended after that.
+    """
 
     cleared: bool = False
     added: list[int] = field(default_factory=list)
@@ -118,7 +123,7 @@ class _Watched:
     """State of a running or preempted request, as reported so far.
 
     Attributes:
-        key: number of the request in this watch.
+        key: number of the request in this observer.
         num_preemptions: preemptions reported so far.
         table: block ids reported so far; None if the request has no reported table.
         num_registered: leading blocks of the table whose registration in the prefix cache has been looked up.
@@ -153,7 +158,7 @@ class StepObserver:
         self._last_end: float | None = None
         self._decodes: dict[str, int] | None = None
         # Blocks whose registration in the prefix cache has to be looked up for the next frame.
-        self._asked: list[int] = []
+        self._to_look_up: list[int] = []
         self._num_plans = 0
         # Requests with drafts, each with the number of its last plan that had drafts. Rejected drafts can remove
         # blocks, so the tables of these requests are looked up.
@@ -164,10 +169,10 @@ class StepObserver:
         """Report the whole state again, spread over several frames."""
         self._num_forgets = self._blocks.num_forgets
         self._cursor = 0
-        self._untold = list(self._scheduler.running.values())
+        self._unreported = list(self._scheduler.running.values())
         for watched in self._watched.values():
             watched.table = None
-        for request in self._untold:
+        for request in self._unreported:
             self._seen(request)
 
     # --- the engine's side ----------------------------------------------------------------------------------
@@ -183,7 +188,7 @@ class StepObserver:
         for request_id in plan.scheduled_spec_decode_tokens:
             self._drafted[request_id] = self._num_plans
         for request_id in plan.dropped_req_ids:
-            self._left(request_id)
+            self._lost_blocks(request_id)
         for new in plan.new_requests:
             self._admitted(new)
         for request_id, block_ids in plan.new_block_ids.items():
@@ -202,7 +207,7 @@ class StepObserver:
 
     @property
     def _is_whole(self) -> bool:
-        return not self._untold and self._cursor >= self._blocks.num_blocks
+        return not self._unreported and self._cursor >= self._blocks.num_blocks
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -251,7 +256,7 @@ class StepObserver:
         request = self._scheduler.requests.get(new.request_id)
         if request is not None:
             watched = self._seen(request)
-            self._give_up_table(watched)
+            self._drop_table(watched)
             self._add(watched, new.block_ids)
 
     def _grew(self, request_id: str, block_ids: list[int]) -> None:
@@ -259,7 +264,7 @@ class StepObserver:
         if watched is None or watched.table is None:
             return  # the whole table will be reported later
         if request_id in self._drafted:
-            self._asked += block_ids  # _finish_frame() looks up the table itself
+            self._to_look_up += block_ids  # _finish_frame() looks up the table itself
         else:
             self._add(watched, block_ids)
 
@@ -268,33 +273,34 @@ class StepObserver:
             watched.table = []
         watched.table += block_ids
         self._frame.tables.setdefault(watched.key, TableChange()).added += block_ids
-        self._asked += block_ids
+        self._to_look_up += block_ids
 
-    def _look_up(self, watched: _Watched, told: list[int]) -> None:
-        """Report the change of a block table since ``told``, the table reported so far."""
+    def _look_up(self, watched: _Watched, reported: list[int]) -> None:
+        """Report the change of a block table since ``reported``, the table reported so far."""
         table = self._blocks.block_ids(watched.request.request_id)
-        num_told = len(told)
-        if table[:num_told] == told:
-            if len(table) > num_told:
-                self._add(watched, table[num_told:])
+        num_reported = len(reported)
+        if table[:num_reported] == reported:
+            if len(table) > num_reported:
+                self._add(watched, table[num_reported:])
             return
         watched.table = table
         self._frame.tables[watched.key] = TableChange(cleared=True, added=list(table))
-        self._asked += table
+        self._to_look_up += table
 
-    def _give_up_table(self, watched: _Watched) -> None:
+    def _drop_table(self, watched: _Watched) -> None:
         if watched.table is not None:
             self._frame.tables[watched.key] = TableChange(cleared=True)
-            self._asked += watched.table[watched.num_registered :]  # these blocks may have been registered meanwhile
+            # These blocks may have been registered meanwhile.
+            self._to_look_up += watched.table[watched.num_registered :]
             watched.table = None
         watched.num_registered = 0
 
-    def _left(self, request_id: str) -> None:
+    def _lost_blocks(self, request_id: str) -> None:
         """Record that a request has lost its blocks, because it ended or was preempted."""
         watched = self._watched.get(request_id)
         if watched is None:
             return
-        self._give_up_table(watched)
+        self._drop_table(watched)
         if watched.request.num_preemptions > watched.num_preemptions:
             watched.num_preemptions = watched.request.num_preemptions
             self._frame.preempted.append(watched.key)
@@ -311,42 +317,42 @@ class StepObserver:
         if self._num_forgets != self._blocks.num_forgets:
             self._frame.tables.clear()
             self._frame.forget = True
-            self._asked.clear()
+            self._to_look_up.clear()
             self._begin()
         for request_id, watched in list(self._watched.items()):
             if watched.request.status is not RequestStatus.RUNNING:
-                self._left(request_id)
+                self._lost_blocks(request_id)
             elif watched.table is not None:
                 if request_id in self._drafted:
                     self._look_up(watched, watched.table)
                 num_registered = watched.request.num_registered_blocks
-                self._asked += watched.table[watched.num_registered : num_registered]
+                self._to_look_up += watched.table[watched.num_registered : num_registered]
                 watched.num_registered = num_registered
         # The drafts of a plan are settled before the second plan after it.
         self._drafted = {r: plan for r, plan in self._drafted.items() if self._num_plans - plan < 2}
         if not self._is_whole:
-            self._tell_more()
-        frame, asked = self._frame, set(self._asked)
-        self._asked = []
-        frame.cached += sorted(block_id for block_id in asked if self._blocks.is_known(block_id))
-        frame.uncached += sorted(asked.difference(frame.cached))
+            self._report_more()
+        frame, to_look_up = self._frame, set(self._to_look_up)
+        self._to_look_up = []
+        frame.cached += sorted(block_id for block_id in to_look_up if self._blocks.is_known(block_id))
+        frame.uncached += sorted(to_look_up.difference(frame.cached))
         frame.is_whole = self._is_whole
         self._due = now + FRAME_SECONDS
         if frame != self._nothing_new:
             self._frame, self._nothing_new = Frame(), Frame(is_whole=frame.is_whole)
             self._on_frame(frame)
 
-    def _tell_more(self) -> None:
-        """Add the next part of the state that existed before the watch started."""
-        num_told = 0
-        while self._untold and num_told < _BLOCKS_AT_ONCE:
-            request = self._untold.pop()
+    def _report_more(self) -> None:
+        """Add the next part of the state that existed before the observer started."""
+        num_reported = 0
+        while self._unreported and num_reported < _BLOCKS_AT_ONCE:
+            request = self._unreported.pop()
             watched = self._watched.get(request.request_id)
             if watched is not None and watched.table is None and request.status is RequestStatus.RUNNING:
                 self._add(watched, self._blocks.block_ids(request.request_id))
                 watched.num_registered = request.num_registered_blocks
-                num_told += len(watched.table or ())
-        if not self._untold:
+                num_reported += len(watched.table or ())
+        if not self._unreported:
             stop = self._cursor + _BLOCKS_AT_ONCE
             self._frame.cached += self._blocks.known_blocks(self._cursor, stop)
             self._cursor = stop

@@ -31,6 +31,7 @@ class TokenRulesMaker:
 
         Raises:
             ParameterError: the model does not support the parameters.
+            OverloadedError: too many grammars are waiting to be compiled.
         """
         self._check_sizes(params)
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_token_ids

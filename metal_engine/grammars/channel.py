@@ -62,7 +62,7 @@ class Fork:
     def has_ended(self) -> bool:
         return self._channel.fileno() < 0
 
-    def tell(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
         """Send a message, unless the fork has ended."""
         if not self.has_ended:
             try:
@@ -72,7 +72,7 @@ class Fork:
 
     def ask(self, message: bytes) -> bytes | None:
         """Send a message and return the answer; None if the fork has ended."""
-        self.tell(message)
+        self.send(message)
         if not self.has_ended:
             try:
                 return receive(self._channel)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # Mask computation has a CPU time limit. A process that does not respond within this time is considered broken.
 _ANSWER_SECONDS = 120.0
 # Limit on the compile time of grammars that may be suspended. The next step has to wait for the compilation.
-_REST_SECONDS = 0.02
+_SUSPENDABLE_SECONDS = 0.02
 # Entry for a compilation in the queue of expected answers, instead of an output id.
 _COMPILING = -1
 _TOO_COMPLEX = "its grammar has become too complex to continue"
@@ -61,9 +61,9 @@ class CompiledGrammar:
         self, channel: socket.socket, vocab_size: int, compile_seconds: float, reopen: Callable[[], socket.socket]
     ) -> None:
         self._reopen = reopen
-        self._can_rest = compile_seconds <= _REST_SECONDS
+        self._can_be_suspended = compile_seconds <= _SUSPENDABLE_SECONDS
         self._lock = threading.Lock()  # held to suspend the process, or to prevent that
-        self._is_resting = False
+        self._is_suspended = False
         self._set_channel(channel)
         self._num_words = -(-vocab_size // 32)
         self._ids = itertools.count()
@@ -73,7 +73,7 @@ class CompiledGrammar:
         self._ended: deque[int] = deque()
         self._unsent = bytearray()
         self._received = bytearray()
-        self._is_alone = False  # True after the end of masks for drafts was logged
+        self._has_logged = False  # True after the log message about missing masks for drafts
         self.needs_replacement = False
 
     def _set_channel(self, channel: socket.socket) -> None:
@@ -84,18 +84,18 @@ class CompiledGrammar:
         self._close = weakref.finalize(self, channel.close)
 
     @property
-    def is_resting(self) -> bool:
-        return self._is_resting
+    def is_suspended(self) -> bool:
+        return self._is_suspended
 
     def suspend(self) -> None:
         """Suspend the process if no output uses it and the grammar compiles quickly."""
         with self._lock:
-            if not self._can_rest or self._is_resting or len(self._live) > len(self._ended):
+            if not self._can_be_suspended or self._is_suspended or len(self._live) > len(self._ended):
                 return
             for left in (self._live, self._ended, self._asked, self._answers, self._unsent, self._received):
                 left.clear()
             self._close()
-            self._is_resting = True
+            self._is_suspended = True
 
     def _wake(self) -> None:
         """Start a new process, which compiles the grammar again. Its first answer is about the compilation."""
@@ -110,7 +110,7 @@ class CompiledGrammar:
         matcher = GrammarMatcher(self, next(self._ids))
         with self._lock:
             self._live.add(matcher.output_id)
-            wakes, self._is_resting = self._is_resting, False
+            wakes, self._is_suspended = self._is_suspended, False
         if wakes:
             self._wake()
         # Deletion may happen in any thread, so the process is notified with the next message.
@@ -153,8 +153,8 @@ class CompiledGrammar:
             self.needs_replacement = True  # states that one output has reached stay in memory for all outputs
             raise ValueError(answer[1:].decode())
         self.needs_replacement |= answer[:1] == MASK_LAST
-        if answer[:1] == MASK_ALONE and not self._is_alone:
-            self._is_alone = True
+        if answer[:1] == MASK_ALONE and not self._has_logged:
+            self._has_logged = True
             logger.warning(
                 "speculation: outputs of a grammar keep no drafts from now on, because masks after drafts exceeded "
                 "their limit of time or memory, or their process could not be started"
@@ -200,7 +200,7 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """Implements :class:`metal_engine.sampling_params.Matcher`."""
+    """Matcher of one output of a :class:`CompiledGrammar`. Implements :class:`metal_engine.sampling_params.Matcher`."""
 
     def __init__(self, grammar: CompiledGrammar, output_id: int) -> None:
         self._grammar = grammar

@@ -54,7 +54,7 @@ class GrammarCompiler:
         eos_token_ids = sorted(i for i in tokenizer.eos_token_ids if i < vocab_size)
         self._process = TokenizerProcess(tokenizer.serialized, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
-        self._turns = threading.Semaphore(_MAX_COMPILING)
+        self._permits = threading.Semaphore(_MAX_COMPILING)
         self._lock = threading.Lock()
         self._compiling: set[socket.socket] = set()
         self._waiting: Counter[bytes] = Counter()  # number of requests that wait for or run each compilation
@@ -80,7 +80,7 @@ class GrammarCompiler:
         key = hashlib.sha256(wanted).digest()
         compiled = self._known(key)
         if compiled is None:
-            with self._turn(key):
+            with self._permit(key):
                 compiled = self._known(key)
                 if compiled is None:
                     compiled = self._compile(wanted)
@@ -117,19 +117,19 @@ class GrammarCompiler:
             self._kept.popitem(last=False)
 
     @contextmanager
-    def _turn(self, key: bytes) -> Iterator[None]:
+    def _permit(self, key: bytes) -> Iterator[None]:
         with self._lock:
             if key not in self._waiting and len(self._waiting) >= _MAX_WAITING:
                 raise OverloadedError(f"{len(self._waiting)} other grammars wait to be compiled")
             self._waiting[key] += 1
         try:
-            while not self._turns.acquire(timeout=_POLL_SECONDS):
+            while not self._permits.acquire(timeout=_POLL_SECONDS):
                 self._check_wanted()
             try:
                 self._check_wanted()
                 yield
             finally:
-                self._turns.release()
+                self._permits.release()
         finally:
             with self._lock:
                 self._waiting[key] -= 1
@@ -144,7 +144,7 @@ class GrammarCompiler:
 
     @property
     def _num_processes(self) -> int:
-        return sum(not one.is_resting for one in list(self._in_use.values()))
+        return sum(not one.is_suspended for one in list(self._in_use.values()))
 
     def _reopened(self, wanted: bytes) -> socket.socket:
         """Return a socket to a new process that compiles a grammar again."""

@@ -63,7 +63,7 @@ BURST_CPU_SECONDS = 0.1
 DRAFTS_BURST_CPU_SECONDS = 0.02
 # Growth of a process in bytes from which new outputs use a new process.
 _MUCH_GROWTH = MAX_GROWTH // 2
-_WATCH_SECONDS = 0.005
+_MONITOR_SECONDS = 0.005
 # Limits in llguidance's own units. 20,000 units of the first two, or some 1,000 of the third, take about a millisecond
 # at worst. Exceeding them ends a single output with a message. The clock would end the whole process.
 _LIMITS = llguidance.LLParserLimits(
@@ -102,7 +102,7 @@ class Growth:
         return self._size() - self._before
 
 
-class _Watch(threading.Thread):
+class _Monitor(threading.Thread):
     """Thread that ends the process if it grows too much, or if the peer has closed the socket."""
 
     def __init__(self, channel: socket.socket, growth: Growth) -> None:
@@ -114,7 +114,7 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         poll = select.poll()
         poll.register(self._channel, 0)  # hang-ups and errors are always reported
-        while not self.done.wait(_WATCH_SECONDS):
+        while not self.done.wait(_MONITOR_SECONDS):
             if self._growth.num_bytes > MAX_GROWTH or poll.poll(0):
                 os._exit(1)
 
@@ -141,7 +141,7 @@ class GrammarServer:
         self._mask_size = 0
         self._fork: Fork | None = None
         self._end_reported = False  # True after an answer has reported the end of the fork
-        self._untold: dict[int, list[int]] = {}  # tokens not yet sent to the fork, by output id
+        self._unsent: dict[int, list[int]] = {}  # tokens not yet sent to the fork, by output id
         self._drafts_credit = DRAFTS_BURST_CPU_SECONDS  # remaining allowance, used in the fork
 
     def answer(self, message: bytes) -> bytes | None:
@@ -149,16 +149,16 @@ class GrammarServer:
         output_id, token_ids, drafts, ends = unpack_step(message)
         if ends:
             self._matchers.pop(output_id, None)
-            self._untold.pop(output_id, None)
+            self._unsent.pop(output_id, None)
             if self._fork is not None:
-                self._fork.tell(message)
+                self._fork.send(message)
             return None
         try:
             masks = [self._next_mask(self._matcher(output_id), token_ids)]
         except (ValueError, EffortError) as error:
             return ERROR + str(error).encode()
         if self._fork is not None and not self._fork.has_ended:
-            self._untold.setdefault(output_id, []).extend(token_ids)
+            self._unsent.setdefault(output_id, []).extend(token_ids)
         if drafts:
             masks += self._masks_after(output_id, drafts)
         if self._fork is not None and self._fork.has_ended and not self._end_reported:
@@ -191,9 +191,9 @@ class GrammarServer:
         """Return the masks after each draft of an output, as far as available. The output's matcher does not change."""
         if self._fork is None:
             self._fork = Fork(self._draft_masks, self._channel)
-        answer = self._fork.ask(pack_step(output_id, self._untold.pop(output_id, ()), drafts))
+        answer = self._fork.ask(pack_step(output_id, self._unsent.pop(output_id, ()), drafts))
         if answer is None:
-            self._untold.clear()
+            self._unsent.clear()
             return []
         num_masks, masks = unpack_masks(answer)
         return [bytes(masks[i * self._mask_size : (i + 1) * self._mask_size]) for i in range(num_masks)]
@@ -265,7 +265,7 @@ def first_line(message: str) -> str:
 
 
 def compile_grammar(tokenizer: llguidance.LLTokenizer, wanted: bytes) -> llguidance.LLMatcher:
-    """Compile a request's grammar, and check that some token matches it. The CPU timer keeps running.
+    """Compile a request's grammar, and check that some token matches it. The caller must stop the CPU timer.
 
     Raises:
         ValueError: the grammar is invalid, too large, or has constraints that cannot be enforced.
@@ -291,9 +291,9 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
     """Compile the grammar received from a socket, then serve its outputs until the socket closes."""
     gc.freeze()  # a garbage collection would copy the parent's pages, which costs CPU time and memory
     growth = Growth()
-    watch = _Watch(channel, growth)
+    monitor = _Monitor(channel, growth)
     wanted = receive(channel)
-    watch.start()
+    monitor.start()
     started = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, COMPILE_CPU_SECONDS)
     try:
@@ -303,8 +303,8 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
         return
     signal.setitimer(signal.ITIMER_PROF, 0)
     seconds = time.process_time() - started
-    watch.done.set()
-    watch.join()
+    monitor.done.set()
+    monitor.join()
     server = GrammarServer(compiled, growth, channel)
     channel.sendall(framed(pack_compiled(seconds)))
     serve(channel, server.answer)

@@ -20,7 +20,7 @@ from metal_engine.grammars.messages import BUFFER_BYTES, LENGTH, framed
 _MODULE = "metal_engine.grammars.process"
 # Interval at which a waiting request checks for cancellation.
 _POLL_MILLISECONDS = 20
-# Wait for work that is limited in CPU time, on a very busy machine.
+# Maximum wait for an answer. Its CPU time has a limit of a few seconds, but the machine may be very busy.
 _WAIT_SECONDS = 60.0
 
 

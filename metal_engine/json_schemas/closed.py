@@ -7,9 +7,9 @@ closing must only shrink the set of valid values, and must not forbid a property
 - An object schema that is the only schema for its value is closed by ``additionalProperties: false``.
 - Several schemas can apply to one value: the members of ``allOf``, or keywords beside a ``$ref`` or an ``anyOf``. Each
   of them stays open. One more member of ``allOf``, with the property names of all of them, closes them together.
-- The value of a property that several of these schemas define stays unchanged. The branches of a ``oneOf`` also stay
-  unchanged, unless a property tells them apart: if a value matched two branches before, narrowing one branch could make
-  the value valid.
+- The value of a property that several of these schemas define stays unchanged.
+- The branches of a ``oneOf`` stay unchanged unless their types, or the values of a required property, exclude each
+  other. If a value matched two branches before, narrowing one branch could make the value valid.
 - A schema that limits the names or the number of its properties itself stays unchanged.
 
 References point to copies of their targets: a closed copy, or an open copy if the target is one of several schemas for
@@ -23,10 +23,10 @@ from typing import Any
 from metal_engine.json_schemas.document import (
     APPLICATORS,
     ITEMS,
+    LIMITING,
     LIST,
     NAMED,
     OPAQUE,
-    SPEAKING,
     Document,
     Names,
     NotUnderstoodError,
@@ -188,7 +188,7 @@ class _Closing:
     def _close(self, schema: Schema) -> None:
         """Close an object if its schema is the only one for its value."""
         if (
-            not SPEAKING.isdisjoint(schema)
+            not LIMITING.isdisjoint(schema)
             or not APPLICATORS.isdisjoint(schema)
             or not self._document.is_object(schema)
         ):

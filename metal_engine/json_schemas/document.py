@@ -15,8 +15,8 @@ _MAX_DEPTH = 128
 # Maximum number of schemas visited, including names and copies. llguidance has the same limit.
 _MAX_EFFORT = 50_000
 
-# Keywords that limit the properties or the values themselves.
-SPEAKING = frozenset(
+# Keywords that limit the properties or the values. A schema with one of them is not closed.
+LIMITING = frozenset(
     {"additionalProperties", "patternProperties", "propertyNames", "minProperties", "maxProperties", "const", "enum"}
 )
 # The schemas under these keywords, and the schemas beside the keywords, are not narrowed: whether they match may decide
@@ -31,7 +31,7 @@ OPAQUE = frozenset(
 APPLICATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ITEMS = ("items", "prefixItems", "additionalItems")
 # Keywords that, beside an applicator, constrain the same objects and lists as the applicator.
-_OWN = SPEAKING | OPAQUE | {"properties", "required", *ITEMS}
+_OWN = LIMITING | OPAQUE | {"properties", "required", *ITEMS}
 # Keywords that give a schema a name or a base URI for references.
 NAMED = frozenset({"$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"})
 # Key in Names.count that stands for the items of a list.
@@ -39,7 +39,7 @@ LIST = object()
 
 
 class NotUnderstoodError(Exception):
-    """The target of a reference in a schema cannot be determined."""
+    """Raised if the targets of references in a schema cannot be determined."""
 
 
 class Names:
@@ -60,13 +60,13 @@ class Names:
         self.is_known = True
 
     def add(self, other: Names) -> None:
-        """Add the names of a schema that applies, too."""
+        """Add the names of another schema that applies to the value."""
         for name, count in other.count.items():
             self.count[name] += count
         self._join(other)
 
     def add_choice(self, branches: list[Names]) -> None:
-        """Add the names of alternative schemas, one of which applies, too."""
+        """Add the names of alternative schemas, one of which applies to the value."""
         most: Counter[Any] = Counter()
         for branch in branches:
             for name, count in branch.count.items():
@@ -82,6 +82,7 @@ class Names:
 
     @property
     def shared(self) -> frozenset[Any] | None:
+        """Names that several schemas define; None if the names are not complete."""
         return frozenset(name for name, count in self.count.items() if count > 1) if self.is_known else None
 
 
@@ -98,6 +99,7 @@ class Document:
         self._effort = 0
 
     def spend(self, depth: int, effort: int = 1) -> None:
+        """Add to the effort. Raises ValueError if the effort or ``depth`` exceeds its limit."""
         self._effort += effort
         if depth > _MAX_DEPTH:
             raise ValueError("the schema is nested too deeply")
@@ -144,7 +146,7 @@ class Document:
         if not isinstance(schema, dict):
             return names
         names.is_known = OPAQUE.isdisjoint(schema) and not _narrows_others(schema)
-        names.is_open = not SPEAKING.isdisjoint(schema)
+        names.is_open = not LIMITING.isdisjoint(schema)
         names.has_object = self.is_object(schema)
         properties = schema.get("properties")
         own = dict.fromkeys(properties, 1) if isinstance(properties, dict) else {}

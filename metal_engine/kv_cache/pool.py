@@ -186,10 +186,10 @@ class StatePool:
         return _after(array for state in self._recurrent for array in state.pending())
 
     def half_done_marker(self) -> mx.array:
-        """Return an array that is computed after the writes to a layer in the middle, and so to all layers before it.
+        """Return an array that is computed after the writes to the middle layer, and thus to all layers before it.
 
         The device cannot write in place to arrays that a pending computation depends on. This array depends only on the
-        middle layer, so the device can write to all other layers again.
+        middle layer, so the device can again write to all other layers in place.
         """
         return _after(self.states[(len(self.states) - 1) // 2].writes_done_marker())
 

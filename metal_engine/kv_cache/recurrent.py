@@ -73,7 +73,7 @@ class StateTransferPlan:
     taken: list[list[Rows] | None]
 
     @property
-    def are_any(self) -> bool:
+    def has_copies(self) -> bool:
         """True if states are copied. No copy is needed if each group uses one whole pending array."""
         whole = (runs is None or (len(runs) == 1 and runs[0].index is None) for runs in self.taken)
         return self.slots is not None or not all(whole)
@@ -81,7 +81,7 @@ class StateTransferPlan:
 
 # All arrays of all layers with the same kind of state have the same arguments in a step.
 @lru_cache(maxsize=8)
-def plan_moves(
+def plan_transfers(
     pending: tuple[Slots, ...], reads: tuple[Slots | None, ...], writes: tuple[Slots, ...]
 ) -> StateTransferPlan:
     """Plan the copies of states for a step.
@@ -96,7 +96,7 @@ def plan_moves(
     rows = [(slot, (source, row)) for source, slots in enumerate(pending) for row, slot in enumerate(slots)]
     pending_states = dict(rows)
     # Padding rows take the padding rows of the previous step in order, so that a pending array can be used as a whole.
-    trash = iter([place for slot, place in rows if slot == PADDING_SLOT])
+    padding = iter([place for slot, place in rows if slot == PADDING_SLOT])
     overwritten = {PADDING_SLOT, *(slot for slots in writes for slot in slots)}
     left = [[row for row, slot in enumerate(slots) if slot not in overwritten] for slots in pending]
     written = [_rows(source, rows, pending) for source, rows in enumerate(left) if rows]
@@ -107,7 +107,7 @@ def plan_moves(
             taken.append(None)
             continue
         places = [
-            next(trash, (None, ZERO_STATE_SLOT)) if slot == PADDING_SLOT else pending_states.get(slot, (None, slot))
+            next(padding, (None, ZERO_STATE_SLOT)) if slot == PADDING_SLOT else pending_states.get(slot, (None, slot))
             for slot in group
         ]
         runs = [(source, [row for _, row in run]) for source, run in groupby(places, key=itemgetter(0))]
@@ -198,15 +198,15 @@ class RecurrentState:
             writes: slots in which :meth:`put` will store the new states of each group.
         """
         pending, self._pending[name] = self._pending.get(name, []), []
-        moves = plan_moves(tuple(p.slots for p in pending), tuple(reads), tuple(writes))
-        self.has_moved = self.has_moved or moves.are_any
+        plan = plan_transfers(tuple(p.slots for p in pending), tuple(reads), tuple(writes))
+        self.has_moved = self.has_moved or plan.has_copies
         values = [p.values for p in pending]
-        if moves.slots is not None:
+        if plan.slots is not None:
             array = self.arrays.pop(name)  # a single owner, so that the write is in place
-            array[moves.slots] = _joined([rows.of(values, array) for rows in moves.written])
+            array[plan.slots] = _joined([rows.of(values, array) for rows in plan.written])
             self.arrays[name] = array
         pool = self.arrays[name]
-        return [None if runs is None else _joined([rows.of(values, pool) for rows in runs]) for runs in moves.taken]
+        return [None if runs is None else _joined([rows.of(values, pool) for rows in runs]) for runs in plan.taken]
 
     def forget(self, slots: set[int]) -> None:
         """Discard the pending states of some slots, which will be filled from elsewhere."""

@@ -15,13 +15,13 @@ import numpy as np
 
 from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.kv_transfer.stores.base import KVStore, StoreError, StoreRest
+from metal_engine.kv_transfer.stores.base import KVStore, StoreError, StorePause
 
 logger = logging.getLogger(__name__)
 
 # Upper limit on the fraction of one core that saving takes, besides its low priority: decoding must continue while half
 # a gigabyte of KV is written. Loading has no such limit, because requests wait for it.
-_SAVE_CPU_SHARE = 1 / 3
+_SAVE_CPU_FRACTION = 1 / 3
 # With this niceness, four threads that load KV take a sixth of the time of two busy cores.
 _NICENESS = 10
 
@@ -44,7 +44,7 @@ class SaveQueue:
         self._max_bytes = max_bytes
         self._bytes_per_call = bytes_per_call
         self._stats = stats
-        self._rest = StoreRest(clock)
+        self._pause = StorePause(clock)
         # The condition guards all attributes below.
         self._condition = threading.Condition()
         self._waiting: deque[tuple[BlockLayout, list[bytes], np.ndarray]] = deque()
@@ -57,7 +57,7 @@ class SaveQueue:
     def grant(self, num_blocks: int, layout: BlockLayout) -> int:
         """Return how many of these blocks the queue has room for now. The remaining blocks count as dropped."""
         room = 0
-        if self._rest.is_over and not self._closing:
+        if self._pause.is_over and not self._closing:
             room = max(0, self._max_bytes - self._num_bytes) // layout.nbytes
         granted = min(num_blocks, room)
         if granted < num_blocks:
@@ -114,7 +114,7 @@ class SaveQueue:
                 self._write(layout, hashes[start:stop], data[start:stop])
                 used = time.thread_time() - used
                 with self._condition:  # no pause while a caller of flush() waits
-                    pause = used * (1 / _SAVE_CPU_SHARE - 1)
+                    pause = used * (1 / _SAVE_CPU_FRACTION - 1)
                     self._condition.wait_for(lambda: self._num_flushing > 0 or self._closed, pause)
                 if self._closed:
                     return
@@ -126,7 +126,7 @@ class SaveQueue:
 
     def _write(self, layout: BlockLayout, hashes: list[bytes], data: np.ndarray) -> None:
         """Write the blocks that the store does not have yet."""
-        if not self._rest.is_over:
+        if not self._pause.is_over:
             self._stats.add(blocks_dropped=len(hashes))
             return
         try:
@@ -144,10 +144,10 @@ class SaveQueue:
                 logger.warning("KV store: %s", error)
             else:
                 logger.exception("saving KV failed")
-            self._rest.failed()
+            self._pause.failed()
             self._stats.add(store_errors=1, blocks_failed=len(hashes))
             return
-        self._rest.succeeded()
+        self._pause.succeeded()
         self._stats.add(
             blocks_present=sum(present), blocks_saved=len(new), bytes_saved=sum(len(stored) for _, stored in new)
         )

@@ -1,9 +1,9 @@
 """Scheduler half of the KV connector: decides which KV a request loads from the store, and which KV it saves.
 
-The roles come from vLLM, as do the names of equivalent things. One thing differs: KV is first loaded into host memory,
-and blocks are allocated after it has arrived. A request that waits for KV therefore holds no blocks, and can be aborted
-without cleanup in the pool. At the start of the step that computes the rest, its loaded KV is written into the cache,
-even if only a part has arrived.
+Roles and method names come from vLLM. Unlike in vLLM, KV is first loaded into host memory, and blocks are allocated
+after the KV has arrived. A request that waits for KV therefore holds no blocks, and can be aborted without cleanup in
+the pool. The step that computes the rest of the prompt first writes the loaded KV into the cache, even if only a part
+has arrived.
 """
 
 from __future__ import annotations
@@ -150,7 +150,10 @@ class KVConnectorScheduler:
         return None if arrived is None or arrived.state is None else arrived.state[0]
 
     def load_state(self, request: Request, slot: int) -> None:
-        """Write the arrived recurrent state of a request to a slot in the next plan. Its blocks stay until later."""
+        """Write the arrived recurrent state of a request to a slot in the next plan.
+
+        Its arrived blocks stay in host memory until :meth:`update_state_after_alloc`.
+        """
         arrived = self._arrived[request.request_id]
         assert arrived.state is not None
         self._state_loads[request.request_id] = slot, arrived.state[1]
@@ -215,7 +218,7 @@ class KVConnectorScheduler:
         self._loads, self._saves, self._state_loads = {}, [], {}
         return meta
 
-    # --- both -----------------------------------------------------------------------------------------------
+    # --- loads and saves ----------------------------------------------------------------------------------
 
     def forget_request(self, request: Request) -> None:
         """Drop all loads and saves of a request that has ended or lost its blocks."""

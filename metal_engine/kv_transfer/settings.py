@@ -17,7 +17,7 @@ _SHORT_FLAG = "--kv-cache-dir"
 
 @dataclass(frozen=True, kw_only=True)
 class KVTransferConfig:
-    """Settings of KV transfer: the store, the engine's role, and limits. The first four names come from vLLM.
+    """Settings of KV transfer: the store, the engine's role, and limits. The first three names come from vLLM.
 
     Attributes:
         options: options of the store, such as ``path`` and ``max_size``, or ``url`` and ``ttl``.

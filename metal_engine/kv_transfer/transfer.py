@@ -22,7 +22,7 @@ from metal_engine.kv_transfer.layout import BlockLayout, CorruptBlockError, stat
 from metal_engine.kv_transfer.save_queue import SaveQueue, lower_thread_priority
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.kv_transfer.stores.base import KVStore, StoreError, StoreRest
+from metal_engine.kv_transfer.stores.base import KVStore, StoreError, StorePause
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class KVTransfer:
         self.config = config
         self.stats = stats
         self.clock = clock
-        self._rest = StoreRest(clock)
+        self._pause = StorePause(clock)
         self._blocks_per_call = max(1, _BYTES_PER_CALL // layout.nbytes)
         self._save_queue = SaveQueue(store, config.max_save_bytes, _BYTES_PER_CALL, stats, clock)
         self._changed = threading.Event()
@@ -133,8 +133,8 @@ class KVTransfer:
     ) -> LoadTicket:
         """Start to load blocks in order, up to the first missing block, and then a state. Does not block.
 
-        The load is cut to the blocks that fit into the host memory for loads. While other loads occupy that memory, the
-        load waits in a queue.
+        The load is shortened to the blocks that fit into the host memory for loads. While other loads occupy that
+        memory, the load waits in a queue.
 
         Args:
             request_id: id of the request.
@@ -149,7 +149,7 @@ class KVTransfer:
         wanted = list(hashes[: max(1, room)])
         ticket = LoadTicket(request_id, wanted, follow, num_reserved_bytes=len(wanted) * nbytes + state_bytes)
         ticket.prefix, ticket.min_state_blocks = list(prefix), min_state_blocks
-        if not self._rest.is_over:
+        if not self._pause.is_over:
             self.stats.add(loads_skipped=1)
             ticket.num_reserved_bytes = 0
             ticket.error = "the KV store failed recently and is not queried"
@@ -180,10 +180,13 @@ class KVTransfer:
             self._unreserve(ticket, 0)
 
     def load_timed_out(self, ticket: LoadTicket) -> None:
-        """Record that a load's deadline has passed. If the store returned no block, start a pause of the store."""
+        """Record that a load's deadline has passed.
+
+        If the store returned no block, and no producer is still computing the blocks, start a pause of the store.
+        """
         self.stats.add(loads_timed_out=1)
         if not ticket.blocks and not ticket.follow:
-            self._rest.failed()
+            self._pause.failed()
 
     def wait(self, timeout: float) -> None:
         """Wait until something has arrived or ended since the last call, for at most ``timeout`` seconds."""
@@ -288,7 +291,7 @@ class KVTransfer:
 
     def _load_failed(self, failure: Exception) -> str:
         self.stats.add(store_errors=1)
-        self._rest.failed()
+        self._pause.failed()
         logger.warning("KV store: %s", failure)
         return str(failure)
 
@@ -298,7 +301,7 @@ class KVTransfer:
             return True
         wanted = ticket.hashes[len(ticket.blocks) :][: self._blocks_per_call]
         found = self._store.get(wanted) if wanted else []
-        self._rest.succeeded()
+        self._pause.succeeded()
         for block_hash, stored in zip(wanted, found, strict=False):
             ticket.blocks[block_hash] = self._decoded(self.layout, block_hash, stored)
         if found:
@@ -308,16 +311,16 @@ class KVTransfer:
             if self._load_state(ticket):
                 return True
             missing = True
-        return self._go_on_later(ticket, missing)
+        return self._requeue(ticket, missing)
 
-    def _go_on_later(self, ticket: LoadTicket, missing: bool) -> bool:
+    def _requeue(self, ticket: LoadTicket, missing: bool) -> bool:
         with self._condition:
             delay = max(_POLL_SECONDS, (len(self._due) + 1) / _POLLS_PER_SECOND)
             self._queue_load(ticket, delay if missing else 0.0)
         return False
 
     def _load_state(self, ticket: LoadTicket) -> bool:
-        """Load the last recurrent state that the store has for a ticket's blocks. Return True if nothing is left."""
+        """Load the last recurrent state that the store has for a ticket's blocks. Return False to try again later."""
         if self.state_layout is None or ticket.state is not None:
             return True
         hashes = [*ticket.prefix, *ticket.hashes[: len(ticket.blocks)]]

@@ -177,7 +177,7 @@ class AdaptedLayers:
         """Return the adapters of a step's rows. ``slots`` is [N] int32, with at least one slot that is not 0."""
         return AdapterRows(slots, is_sorted=_sorts(len(slots)))
 
-    def most_rows(self, num_rows: int) -> AdapterRows:
+    def worst_case_rows(self, num_rows: int) -> AdapterRows:
         """Return the most expensive adapters for a step: every row has an adapter that adds to every layer."""
         return AdapterRows(np.ones(num_rows, np.int32), is_sorted=_sorts(num_rows), everywhere=True)
 

@@ -66,7 +66,7 @@ class AdapterRegistry:
         in_place: bool = False,
         base_model_name: str | None = None,
     ) -> Adapter:
-        """Read an adapter and copy it into a free slot. Takes long. One adapter is loaded at a time.
+        """Read an adapter and copy it into a free slot. Blocks until it is loaded. One adapter is loaded at a time.
 
         Args:
             path: path of the adapter's folder, relative to ``within`` if given.

@@ -23,7 +23,7 @@ _CLOSED_SECONDS = 0.5
 _ANY_BYTES = 1 << 62
 
 
-class RegistryShare:
+class RegistryDeviceAccess:
     """A model's access to the device, granted by the registry.
 
     Implements :class:`metal_engine.engine.device_access.DeviceAccess`.
@@ -40,7 +40,7 @@ class RegistryShare:
 
     def turn(self) -> AbstractContextManager[None]:
         self._registry.check_wanted(self._load)
-        return self._registry.turns.turn()
+        return self._registry.device_lock.turn()
 
     def limited(self, device: DeviceInfo) -> DeviceInfo:
         return replace(device, memory_bytes=self._registry.memory_bytes)
@@ -70,7 +70,7 @@ class RegistryShare:
 
 
 def load_in_thread(
-    source: ModelSource, share: RegistryShare, turns: FairDeviceLock, threads: EngineThreads
+    source: ModelSource, access: RegistryDeviceAccess, device_lock: FairDeviceLock, threads: EngineThreads
 ) -> LoadedEngine:
     """Load a model. Clears the frames of an error's traceback, because a frame can keep weights in memory.
 
@@ -78,11 +78,11 @@ def load_in_thread(
         ModelLoadError: any failure, possibly as a subclass.
     """
     try:
-        share.signature = source.signature()
-        return source.start(share, turns, threads)
+        access.signature = source.signature()
+        return source.start(access, device_lock, threads)
     except Exception as error:  # noqa: BLE001  (raised below)
         failure = to_model_load_error(error)
-        _forget_frames(error)
+        _clear_frames(error)
     raise failure
 
 
@@ -96,7 +96,7 @@ def to_model_load_error(error: Exception) -> ModelLoadError:
     return ModelLoadError(one_line(error, 1000))
 
 
-def _forget_frames(error: BaseException) -> None:
+def _clear_frames(error: BaseException) -> None:
     """Clear the traceback frames of an error and of all exceptions in its cause and context chain."""
     seen: BaseException | None = error
     while seen is not None:

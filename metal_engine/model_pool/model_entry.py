@@ -73,7 +73,7 @@ class Load:
         num_waiting: number of callers that await the load.
         is_cancelled: True if the model was unloaded in the meantime.
         was_given_up: True if the load's thread found the load unwanted when it claimed memory or the device.
-        lacks_room: True if the load's thread found that other models have to be unloaded first.
+        lacks_room: True if the load's thread found that models in use have to be unloaded first.
         victims: models in use that were closed for this load.
         is_due: True once the victims are unloaded. Then no other load may start before this load.
         asked_at: time of the request in seconds of ``time.monotonic``.

@@ -12,7 +12,7 @@ from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.errors import LoadCancelledError, NoRoomError, one_line
 from metal_engine.model_pool.load_queue import LoadQueue
-from metal_engine.model_pool.loading import RegistryShare, load_in_thread, to_model_load_error
+from metal_engine.model_pool.loading import RegistryDeviceAccess, load_in_thread, to_model_load_error
 from metal_engine.model_pool.memory_budget import MemoryBudget
 from metal_engine.model_pool.model_entry import FailedLoad, Load, LoadedEngine, ModelEntry, ModelSource, ModelState
 from metal_engine.settings.fields import format_size
@@ -33,10 +33,10 @@ class ModelRegistry:
     """Models by name, within one memory budget. Belongs to one event loop, except for :meth:`shutdown`.
 
     Models are loaded one at a time, in the order that :class:`LoadQueue` chooses. If a model lacks memory, other models
-    are unloaded: idle models first, and the least recently used first among them. A model in use gets no new requests
-    requests have ended, it is unloaded. New requests wait until it is loaded again.
-    This avoids starvation, and no running request is aborted. A load without waiting clients is cancelled, and its
-    victims stay loaded.
+    are unloaded: idle models first, and the least recently used first among them. If a model in use has to be unloaded,
+    it gets no new requests. It is unloaded once its running requests have ended, and new requests wait until it is
+    loaded again. This avoids starvation, and no running request is aborted. A load without waiting clients is
+    cancelled, and its victims stay loaded.
 
     Args:
         memory_bytes: memory budget of all models together, in bytes.
@@ -50,7 +50,7 @@ class ModelRegistry:
 
     def __init__(self, memory_bytes: int, keep_alive: float = 0.0, threads: EngineThreads | None = None) -> None:
         self.keep_alive = keep_alive
-        self.turns = FairDeviceLock()
+        self.device_lock = FairDeviceLock()
         self.engine_threads = threads or EngineThreads()
         self.is_closed = False
         self.at_unload: list[Callable[[LoadedEngine], None]] = []
@@ -126,7 +126,7 @@ class ModelRegistry:
             if entry.failed is not None and entry.load is None:
                 await self._check_failed(entry, entry.failed)
                 continue
-            load = self._ask(entry, may_evict)
+            load = self._pending_load(entry, may_evict)
             load.num_waiting += 1
             try:
                 await asyncio.shield(load.done)
@@ -136,7 +136,7 @@ class ModelRegistry:
                 if load in self._queue and not load.is_wanted:
                     self._finish(load, LoadCancelledError(f"no request waits for {entry.name} any more"))
                 self._start_timer(entry)  # in case all waiters have disconnected
-                self._go_on()
+                self._start_next_load()
 
     async def _check_failed(self, entry: ModelEntry, failed: FailedLoad) -> None:
         """Re-raise the last load error if the retry delay has not passed and the model's files are unchanged.
@@ -156,7 +156,7 @@ class ModelRegistry:
         entry.last_used = time.monotonic()
         entry.touch()
         self._start_timer(entry)
-        self._go_on()
+        self._start_next_load()
 
     async def load(self, entry: ModelEntry, *, may_evict: bool = True) -> None:
         """Load a model without using it. Takes the arguments and raises the errors of :meth:`use`."""
@@ -172,14 +172,14 @@ class ModelRegistry:
         if entry.load is not None:
             entry.load.is_cancelled = True
             self._finish(entry.load, LoadCancelledError(_unwanted(entry)))
-            self._go_on()
+            self._start_next_load()
         if self._loading is not None and self._loading[0].entry is entry:
             await asyncio.wait([self._loading[1]])
         await self._unloaded(entry)
 
     # --- loading, one after the other ---
 
-    def _ask(self, entry: ModelEntry, may_evict: bool) -> Load:
+    def _pending_load(self, entry: ModelEntry, may_evict: bool) -> Load:
         """Return the pending load of a model. Queue a new load if there is none."""
         if self.is_closed:
             raise RegistryClosedError("the server is shutting down")
@@ -187,12 +187,12 @@ class ModelRegistry:
             done = asyncio.get_running_loop().create_future()
             entry.load = Load(entry, done, may_evict, entry.known_bytes)
             self._queue.add(entry.load)
-            # Deferred until the caller is counted as a waiter: a load without waiters is not wanted.
-            asyncio.get_running_loop().call_soon(self._go_on)
+            # Deferred until the caller is counted as a waiter: a load without waiters is cancelled.
+            asyncio.get_running_loop().call_soon(self._start_next_load)
         entry.load.may_evict |= may_evict
         return entry.load
 
-    def _go_on(self) -> None:
+    def _start_next_load(self) -> None:
         """Start the next load if none is running, and close models whose memory the queued loads need.
 
         Also resolves queued loads of models that are ready.
@@ -214,7 +214,7 @@ class ModelRegistry:
                     self._close(entry)
             load_now.entry.state = ModelState.LOADING
             self._loading = load_now, asyncio.ensure_future(self._run(load_now))
-            self._go_on()  # resolves the loads of models that were reopened
+            self._start_next_load()  # resolves the loads of models that were reopened
         for entry in self._queue.close_for_first():
             self._close(entry, self._queue.first)
 
@@ -232,21 +232,25 @@ class ModelRegistry:
             self._queue.add(load)
         else:
             self._finish(load, error)
-        self._go_on()
+        self._start_next_load()
 
     async def _load(self, load: Load) -> None:
         """Load a model in a thread. Raises the error of the thread."""
         entry = load.entry
-        share = RegistryShare(self, load, asyncio.get_running_loop())
+        access = RegistryDeviceAccess(self, load, asyncio.get_running_loop())
         started = time.monotonic()
-        entry.starting = self._threads.submit(load_in_thread, entry.source, share, self.turns, self.engine_threads)
+        entry.starting = self._threads.submit(
+            load_in_thread, entry.source, access, self.device_lock, self.engine_threads
+        )
         try:
             running = await asyncio.wrap_future(entry.starting)
         except Exception as error:
             entry.state, entry.num_bytes, entry.step_bytes, entry.starting = ModelState.UNLOADED, 0, 0, None
             if not (load.is_cancelled or isinstance(error, NoRoomError | LoadCancelledError)):
                 entry.error = one_line(error)
-                entry.failed = FailedLoad(to_model_load_error(error), share.signature, time.monotonic() + RETRY_SECONDS)
+                entry.failed = FailedLoad(
+                    to_model_load_error(error), access.signature, time.monotonic() + RETRY_SECONDS
+                )
                 logger.error("cannot load %s: %s", entry.name, entry.error)
             raise
         entry.starting = None  # only now: shutdown() waits for this future
@@ -291,7 +295,7 @@ class ModelRegistry:
         entry.num_bytes = num_bytes
 
     def check_wanted(self, load: Load) -> None:
-        """Raise LoadCancelledError if a load has no waiters. Can be called in any thread."""
+        """Raise LoadCancelledError if a load is cancelled or has no waiters. Can be called in any thread."""
         if self.is_closed or not load.is_wanted:
             load.was_given_up = True
             raise LoadCancelledError(_unwanted(load.entry))
@@ -341,9 +345,9 @@ class ModelRegistry:
         await entry.becomes_idle()
         running, failure = entry.running, entry.failure
         assert running is not None
-        for tell in self.at_unload:
+        for callback in self.at_unload:
             try:
-                tell(running)
+                callback(running)
             except Exception:
                 logger.exception("a callback failed while %s was being unloaded", entry.name)
         entry.state = ModelState.UNLOADING
@@ -358,7 +362,7 @@ class ModelRegistry:
         entry.state, entry.num_bytes, entry.step_bytes = ModelState.UNLOADED, 0, 0
         entry.is_closing, entry.unloading, entry.closed_for, entry.ending = False, None, None, None
         logger.info("unloaded %s", entry.name)
-        self._go_on()
+        self._start_next_load()
 
     def _start_timer(self, entry: ModelEntry) -> None:
         if self.keep_alive and entry.is_idle and entry.state is ModelState.LOADED and not self.is_closed:

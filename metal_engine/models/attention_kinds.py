@@ -9,12 +9,12 @@ from metal_engine.attention.backend import AttentionKind
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.state import KVState
-from metal_engine.models.paged_model import PagedModel, forward_fails
+from metal_engine.models.paged_model import PagedModel, forward_error
 
 _BLOCK_SIZE = 8
 
 
-class _Looking:
+class _RecordingAttention:
     """Attention that records the kind of every call and returns zeros."""
 
     def __init__(self) -> None:
@@ -43,16 +43,16 @@ def attention_kinds(paged: PagedModel) -> list[AttentionKind]:
     Raises:
         UnsupportedModelError: the forward pass does not run over a paged cache.
     """
-    looking = _Looking()
+    recording = _RecordingAttention()
     state_slots = np.array([ZERO_STATE_SLOT], np.int32), np.array([1], np.int32)
     block_table, contexts = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
     rows = step_rows(block_table, contexts, [1], _BLOCK_SIZE, state_slots=state_slots)
     paged.pool.allocate(1, _BLOCK_SIZE, 1)
     try:
-        paged(mx.zeros((1,), mx.int32), rows, looking)
+        paged(mx.zeros((1,), mx.int32), rows, recording)
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise forward_fails(error) from error
+        raise forward_error(error) from error
     finally:
         for state in paged.pool.states:  # without the pauses of pool.release: these arrays are small
             state.release()
-    return looking.kinds
+    return recording.kinds

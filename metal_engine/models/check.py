@@ -1,4 +1,4 @@
-"""Check at load that a model runs correctly through the seam.
+"""Check at load that a model runs correctly over the paged cache.
 
 Runs a few tokens in chunks and interleaved, and compares them with the model's own forward pass over its own cache.
 """
@@ -23,9 +23,9 @@ from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.cache_tree import map_caches
-from metal_engine.models.check_rounding import ComparingBackend, noting
+from metal_engine.models.check_rounding import ComparingBackend, with_recording_states
 from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionOwner, OwnedKeys
-from metal_engine.models.paged_model import PagedModel, forward_fails
+from metal_engine.models.paged_model import PagedModel, forward_error
 
 _NUM_TOKENS = 16  # minimum length of a request; a request is also at least half a small block longer than a block
 _BLOCK_SIZE = 8
@@ -61,8 +61,9 @@ def check_paged_model(
     little cost. The chunks have unequal lengths and the requests' blocks interleave, so that positions, slots, block
     tables and the causal edge all matter. Leaves ``paged`` without a cache.
 
-    If K and V are quantized, this comparison uses unquantized K and V, which allows tight bounds. A second run with
-    quantized K and V compares the attention of each layer (:mod:`metal_engine.models.check_rounding`).
+    If K and V are quantized, this comparison uses unquantized K and V and the portable backend, which allows tight
+    bounds. A second run with quantized K and V and ``backend`` compares the attention of each layer
+    (:mod:`metal_engine.models.check_rounding`).
 
     Args:
         paged: model to check.
@@ -73,8 +74,8 @@ def check_paged_model(
             same number of tokens and attempts.
 
     Raises:
-        UnsupportedModelError: the logits differ, attention over quantized K and V differs, or a layer did not write
-            once per step and attend.
+        UnsupportedModelError: the logits differ, attention over quantized K and V differs, or a layer did not
+            write once and attend at least once in every step.
         UnsupportedAttentionError: the backend does not support the model's shape.
     """
     block_size = min(block_size, _MAX_BLOCK_SIZE)
@@ -82,7 +83,7 @@ def check_paged_model(
         return _check_logits(paged, backend, vocab_size, block_size, agree)
     with paged.over(paged.pool.unquantized()):
         _check_logits(paged, PortableBackend(), vocab_size, block_size, agree)
-    with paged.over(noting(paged.pool)):
+    with paged.over(with_recording_states(paged.pool)):
         _run(paged, ComparingBackend(backend), _Requests.of(paged, vocab_size, block_size, 0, agree))
 
 
@@ -94,14 +95,14 @@ class _Requests:
         tokens: tokens of each request.
         block_size: tokens of a block.
         block_table: [2, max_blocks], blocks of each request in descending order, alternating between the requests.
-        shares: for each step, the range (first, end) of each request's tokens in the step.
+        ranges: for each step, the range (first, end) of each request's tokens in the step.
         orders: for each step, the order in which the requests are packed.
     """
 
     tokens: list[np.ndarray]
     block_size: int
     block_table: np.ndarray
-    shares: tuple[tuple[tuple[int, int], ...], ...]
+    ranges: tuple[tuple[tuple[int, int], ...], ...]
     orders: tuple[list[int], ...]
 
     @classmethod
@@ -114,8 +115,8 @@ class _Requests:
         block_table = np.arange(2 * max_blocks, dtype=np.int32).reshape(max_blocks, 2).T[:, ::-1]
         # Two chunks, then a decode with the requests in reverse order.
         cut, last = lengths[0] - 11, (lengths[0] - 1, num_tokens - 1)
-        shares = (((0, cut), (0, 11)), ((cut, last[0]), (11, last[1])), ((last[0], lengths[0]), (last[1], num_tokens)))
-        return cls(tokens, block_size, block_table, shares, ([0, 1], [0, 1], [1, 0]))
+        ranges = (((0, cut), (0, 11)), ((cut, last[0]), (11, last[1])), ((last[0], lengths[0]), (last[1], num_tokens)))
+        return cls(tokens, block_size, block_table, ranges, ([0, 1], [0, 1], [1, 0]))
 
 
 def _check_logits(paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, agree: Agree) -> None:
@@ -135,12 +136,12 @@ def _run(paged: PagedModel, backend: AttentionBackend, requests: _Requests) -> l
     before = [(cache.num_writes, cache.num_reads) for cache in paged.layer_caches]
     paged.pool.allocate(requests.block_table.size, requests.block_size, _NUM_STATE_SLOTS)
     try:
-        steps = zip(requests.shares, requests.orders, strict=True)
-        logits = [_run_step(paged, backend, requests, shares, order) for shares, order in steps]
+        steps = zip(requests.ranges, requests.orders, strict=True)
+        logits = [_run_step(paged, backend, requests, ranges, order) for ranges, order in steps]
     except UnsupportedAttentionError:
         raise  # the error already explains the problem
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise forward_fails(error) from error
+        raise forward_error(error) from error
     finally:
         paged.pool.release()
     num_steps = len(logits)
@@ -155,12 +156,12 @@ def _run(paged: PagedModel, backend: AttentionBackend, requests: _Requests) -> l
 
 
 def _largest_gap(paged: PagedModel, logits: list[np.ndarray], requests: _Requests) -> float:
-    """Return the largest difference from the logits of mlx-lm's own forward, relative to their size. NaN if any is."""
+    """Return the largest difference from mlx-lm's own logits, relative to their size. NaN if a logit is NaN."""
     gaps = []
     for request, tokens in enumerate(requests.tokens):
         own = _own_logits(paged.model, mx.array(tokens))
-        for found, shares in zip(logits, requests.shares, strict=True):
-            expected = np.array(own[shares[request][1] - 1].astype(mx.float32))
+        for found, ranges in zip(logits, requests.ranges, strict=True):
+            expected = np.array(own[ranges[request][1] - 1].astype(mx.float32))
             scale = np.abs(expected).max()
             gaps.append(np.abs(found[request] - expected).max() / (scale if scale > 0 else 1.0))
     return float(np.max(gaps))
@@ -180,20 +181,20 @@ def _run_step(
     paged: PagedModel,
     backend: AttentionBackend,
     requests: _Requests,
-    shares: tuple[tuple[int, int], ...],
+    ranges: tuple[tuple[int, int], ...],
     order: list[int],
 ) -> np.ndarray:
     """Run one packed step. Return the logits of each request's last row, [2, vocab_size] float32."""
-    first, end = np.array([shares[request] for request in order], np.int32).T
+    first, end = np.array([ranges[request] for request in order], np.int32).T
     # Whole blocks are written as under page-aligned scheduling, other rows by slot or as runs.
     make_writes = choose_writes(page_aligned=True)
     slots = np.array([_NUM_STATE_SLOTS, 1], np.int32)[order]
     state_slots = np.where(first > 0, slots, ZERO_STATE_SLOT), slots
     block_table, lens = requests.block_table[order], end - first
     rows = step_rows(block_table, first, lens, requests.block_size, state_slots=state_slots, make_writes=make_writes)
-    input_ids = np.concatenate([requests.tokens[request][slice(*shares[request])] for request in order])
+    input_ids = np.concatenate([requests.tokens[request][slice(*ranges[request])] for request in order])
     logits = paged(mx.array(input_ids), rows, backend.for_step(rows))
-    if logits.shape[0] != len(shares):
+    if logits.shape[0] != len(ranges):
         raise UnsupportedModelError("its LM head does not read the output of its trunk")
     return np.array(logits.astype(mx.float32))[np.argsort(order)]
 
@@ -229,7 +230,7 @@ def _in_float32(part: Any) -> Any:
 
 
 def _own_logits(model: nn.Module, tokens: mx.array) -> mx.array:
-    """Return the logits of a prompt, [T] int32, from an opened model's own forward pass: [T, vocab_size]."""
+    """Return the logits of a prompt, [T] int32, from a patched model's own forward pass: [T, vocab_size]."""
 
     def exact(cache: Any) -> Any:
         return _ExactCache(cache) if type(cache) in (KVCache, RotatingKVCache) else cache

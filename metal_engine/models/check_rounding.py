@@ -28,28 +28,28 @@ _NUM_ROWS = 32  # number of last rows of a segment that are checked
 # GPUs keep as many bits as float16 has. Measured errors, as fractions of the allowed error: up to 0.43 for the
 # simulated kernel, up to 0.33 for MLX's operations.
 _SPACING = {mx.float32: 2**-11, mx.float16: 2**-11, mx.bfloat16: 2**-8}
-# Attention over a step's own unquantized rows can be distinguished from rounding if it differs by at least this
-# fraction of the allowed error.
+# A backend may wrongly read a step's own rows before quantization. The check detects this if the difference is at least
+# this fraction of the allowed error.
 _TELLING = 0.125
 
 
-class NotedKVState(QuantizedKVState):
+class RecordingKVState(QuantizedKVState):
     """Quantized keys and values that also record the rows written to them, in float.
 
     Attributes:
-        noted: first block of a request -> array name -> rows written for the request, [tokens, num_kv_heads, dim].
+        recorded: first block of a request -> array name -> rows written for the request, [tokens, num_kv_heads, dim].
     """
 
     def __init__(self, spec: QuantizedKVSpec) -> None:
         super().__init__(spec)
-        self.noted: dict[int, dict[str, mx.array]] = {}
+        self.recorded: dict[int, dict[str, mx.array]] = {}
 
     def write(self, step: HasWrites, rows: Mapping[str, mx.array]) -> None:
         assert isinstance(step, StepRows)
         for request, first_block in enumerate(step.block_table[:, 0].tolist()):
             segment = slice(*step.cu_seqlens_q[request : request + 2].tolist())
-            before = self.noted.get(first_block, {})
-            self.noted[first_block] = {
+            before = self.recorded.get(first_block, {})
+            self.recorded[first_block] = {
                 name: mx.concatenate([before[name], values[segment]]) if before else values[segment]
                 for name, values in rows.items()
             }
@@ -57,7 +57,7 @@ class NotedKVState(QuantizedKVState):
 
     def release(self) -> None:
         super().release()
-        self.noted = {}
+        self.recorded = {}
 
     def rounded(self, rows: mx.array) -> mx.array:
         """Return rows after quantization and dequantization, float32."""
@@ -67,16 +67,16 @@ class NotedKVState(QuantizedKVState):
         return mx.dequantize(packed, scales, biases, group_size=group_size, bits=bits)
 
 
-def noting(pool: StatePool) -> StatePool:
+def with_recording_states(pool: StatePool) -> StatePool:
     """Return a pool for the same layers whose quantized states record writes. It shares all other states."""
     return StatePool(
-        NotedKVState(state.spec) if isinstance(state, QuantizedKVState) else state for state in pool.states
+        RecordingKVState(state.spec) if isinstance(state, QuantizedKVState) else state for state in pool.states
     )
 
 
 @dataclass
 class ComparingBackend:
-    """Backend that compares its attention over :class:`NotedKVState` with the expected result, layer by layer."""
+    """Backend that compares its attention over :class:`RecordingKVState` with the expected result, layer by layer."""
 
     inner: AttentionBackend
     name: str = "comparing"
@@ -102,13 +102,13 @@ class _ComparingStep:
     ) -> mx.array:
         """Compute attention. Raises UnsupportedModelError if the result is not attention over rounded K and V."""
         out = self.inner.attend(q, state, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        assert isinstance(state, NotedKVState)
+        assert isinstance(state, RecordingKVState)
         parts = zip(self.rows.block_table[:, 0].tolist(), self.rows.cu_seqlens_q[1:].tolist(), strict=True)
         for request, (first_block, end) in enumerate(parts):
             query_len, seq_len = int(self.rows.query_lens[request]), int(self.rows.seq_lens[request])
             rows = slice(end - min(query_len, _NUM_ROWS), end)
             attention = _Attention(q[rows], seq_len, scale, window, softcap, sinks)
-            _compare(out[rows], attention, state, state.noted[first_block], query_len)
+            _compare(out[rows], attention, state, state.recorded[first_block], query_len)
         return out
 
 
@@ -159,12 +159,12 @@ class _Attention:
 def _compare(
     out: mx.array,  # [R, Hq, Dv]
     attention: _Attention,
-    state: NotedKVState,
-    noted: Mapping[str, mx.array],  # [S, Hkv, D or Dv] each
+    state: RecordingKVState,
+    recorded: Mapping[str, mx.array],  # [S, Hkv, D or Dv] each
     query_len: int,
 ) -> None:
     spec = state.spec
-    full = [noted["keys"], noted.get("values", noted["keys"])]
+    full = [recorded["keys"], recorded.get("values", recorded["keys"])]
     rounded = [state.rounded(array) for array in full]
     own_in_float = [
         mx.concatenate([kept[:-query_len], array[-query_len:].astype(mx.float32)])

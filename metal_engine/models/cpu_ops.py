@@ -1,7 +1,7 @@
 """Replacements for operations of mlx-lm's models that MLX's CPU backend computes slowly, element by element.
 
-``seam`` installs them only if MLX computes on a CPU. They have the same arguments and results, up to float32 rounding.
-For other dtypes they call mlx-lm's functions.
+``mlx_lm_patch`` installs them only if MLX computes on a CPU. They have the same arguments and results, up to float32
+rounding. For other dtypes they call mlx-lm's functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from metal_engine.device.info import computes_on_cpu
 
 
 def _on_cpu(*arrays: mx.array) -> bool:
-    """True for float32 arrays computed on the CPU: another model in the same process may use a GPU."""
+    """Return True if MLX computes on the CPU and all arrays are float32.
+
+    Checked in every call, because the functions are replaced for all models of the process.
+    """
     return computes_on_cpu() and all(array.dtype == mx.float32 for array in arrays)
 
 

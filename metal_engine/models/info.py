@@ -60,8 +60,8 @@ def expected_model_info(
         The facts, or None if they depend on the weights.
 
     Raises:
-        UnsupportedModelError: a layer has an unsupported kind of state, the seam cannot be installed, or ``divide``
-            raises it.
+        UnsupportedModelError: a layer has an unsupported kind of state, mlx-lm's functions cannot be replaced, or
+            ``divide`` raises it.
         ConfigError: the keys and values cannot be stored in ``kv_cache_dtype``.
     """
     config = facts.config
@@ -110,9 +110,10 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
 
 
 def _layer_width(model_type: str, text_config: dict[str, Any], paged: PagedModel) -> int:
-    """Return the outputs of the widest matrix without those of the vocabulary. Experts count once per active expert.
+    """Return the number of outputs of the widest matrix, except matrices with one output per vocabulary token.
 
-    If a layer computes the recurrent states of all tokens at once, the size of its state counts, too.
+    The outputs of stacked experts are multiplied by the number of active experts. If a layer computes the recurrent
+    states of all tokens at once, the result is at least the size of its state.
     """
     num_experts = text_config.get("num_experts_per_tok") or text_config.get("top_k_experts") or 1 << 30
     widths = [0]

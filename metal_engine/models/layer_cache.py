@@ -1,8 +1,8 @@
 """Caches that mlx-lm's models use for a layer's state.
 
 mlx-lm passes a cache to a layer's attention and uses three things of it: ``offset`` for RoPE, ``update_and_fetch`` to
-store K and V, and ``make_mask`` for the keys that the queries may see. The function with which ``seam`` replaces
-mlx-lm's attention calls the cache to compute attention. The state itself is in ``kv_cache``.
+store K and V, and ``make_mask`` for the keys that the queries may see. ``mlx_lm_patch`` replaces mlx-lm's attention
+function by one that calls the cache to compute attention. The state itself is in ``kv_cache``.
 """
 
 from __future__ import annotations

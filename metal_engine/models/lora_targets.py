@@ -44,7 +44,7 @@ def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = N
             refused[name] = "it runs apart for each group of requests, where adapters are not supported"
         else:
             candidates[name] = module
-    with _noting_calls(candidates) as called:
+    with _record_calls(candidates) as called:
         attention_kinds(paged)
     for name in candidates.keys() - called:
         refused[name] = "the model does not call it with all packed rows of a step"
@@ -55,12 +55,12 @@ def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = N
 
 
 @contextmanager
-def _noting_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
+def _record_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
     """Collect the names of the modules that are called with one packed argument within a ``with`` block."""
     called: set[str] = set()
     classes = {name: type(module) for name, module in modules.items()}
     for name, module in modules.items():
-        module.__class__ = _noting(name, classes[name], called)
+        module.__class__ = _recording_class(name, classes[name], called)
     try:
         yield called
     finally:
@@ -68,12 +68,12 @@ def _noting_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
             module.__class__ = classes[name]
 
 
-def _noting(name: str, cls: type[nn.Module], called: set[str]) -> type[nn.Module]:
+def _recording_class(name: str, cls: type[nn.Module], called: set[str]) -> type[nn.Module]:
     call: Callable[..., mx.array] = cls.__call__
 
-    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
+    def recorded(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
         if len(args) == 1 and not kwargs and args[0].shape[:-1] == (1, 1):  # other shapes may be a selection of rows
             called.add(name)
         return call(self, *args, **kwargs)
 
-    return type(cls.__name__, (cls,), {"__call__": noted})
+    return type(cls.__name__, (cls,), {"__call__": recorded})

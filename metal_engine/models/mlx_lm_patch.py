@@ -1,6 +1,6 @@
-"""The seam: connects an mlx-lm model to our caches and makes its trunk return selected rows.
+"""Replaces mlx-lm's functions in a model: attention uses our caches, and the trunk returns selected rows.
 
-No architecture is known by name. The model runs two tokens over caches that record how its layers use them. A model
+Does not use names of architectures. The model runs two tokens over caches that record how its layers use them. A model
 that cannot be supported is refused with the reason.
 """
 
@@ -25,7 +25,7 @@ from metal_engine.models.current_step import CurrentStep
 from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionOwner, OwnedKeys, RecordingCache
 from metal_engine.models.recurrent.recording import CallTrace, RecordingState
 from metal_engine.models.recurrent.recurrences import REPLACEMENTS as RECURRENCES
-from metal_engine.models.softcap import open_softcapped_layers
+from metal_engine.models.softcap import patch_softcapped_layers
 from metal_engine.models.trunk import Trunk, hidden_problem, select_rows_before_head
 
 # Kinds of caches in mlx-lm that hold neither keys and values of every token nor arrays per request -> description.
@@ -35,7 +35,7 @@ Recorder = RecordingCache | RecordingState
 
 
 @dataclass(frozen=True)
-class OpenedModel:
+class PatchedModel:
     """Observations from running a model over recording caches.
 
     Attributes:
@@ -73,8 +73,8 @@ def _spec(recorder: Recorder) -> StateSpec:
     return recorder.spec
 
 
-def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
-    """Install the seam in a model, which is changed in place.
+def patch_model(model: nn.Module, step: CurrentStep) -> PatchedModel:
+    """Replace mlx-lm's functions in a model, which is changed in place, and record its layers' states.
 
     Args:
         model: a loaded mlx-lm model.
@@ -85,15 +85,15 @@ def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
             function.
     """
     _recorders(model, CallTrace())
-    _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _seam)])
+    _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _patched_attention)])
     if computes_on_cpu():
         _replace_functions(model, cpu_ops.REPLACEMENTS)
         cpu_ops.use_faster_layers(model)
     _replace_functions(model, RECURRENCES)
-    opened = _record(model)
-    if not all(map(_is_used, opened.recorders)) and open_softcapped_layers(model):
-        opened = _record(model)
-    for layer, recorder in enumerate(opened.recorders):
+    patched = _record(model)
+    if not all(map(_is_used, patched.recorders)) and patch_softcapped_layers(model):
+        patched = _record(model)
+    for layer, recorder in enumerate(patched.recorders):
         if recorder.spec is None:
             raise UnsupportedModelError(f"layer {layer} never uses its KV cache")
         if any(array.nbytes == 0 for array in recorder.spec.token_arrays.values()):
@@ -103,25 +103,25 @@ def open_model(model: nn.Module, step: CurrentStep) -> OpenedModel:
                 f"layer {layer} computes attention in a way of its own, not with mlx-lm's shared function"
             )
     trunk = select_rows_before_head(model, step, lambda: _recorders(model, CallTrace()))
-    return replace(opened, trunk=trunk)
+    return replace(patched, trunk=trunk)
 
 
-def hidden_states_problem(model: nn.Module, opened: OpenedModel) -> str | None:
-    """Return the reason why an opened model has no usable hidden states, or None. Computes its LM head."""
-    assert opened.trunk is not None
-    return hidden_problem(model, opened.trunk, opened.vocab_size, lambda: _recorders(model, CallTrace()))
+def hidden_states_problem(model: nn.Module, patched: PatchedModel) -> str | None:
+    """Return the reason why an patched model has no usable hidden states, or None. Computes its LM head."""
+    assert patched.trunk is not None
+    return hidden_problem(model, patched.trunk, patched.vocab_size, lambda: _recorders(model, CallTrace()))
 
 
 def recorded(model: nn.Module) -> list[Recorder]:
-    """Return the recorder of each cache after a run of the model. Its layers use the seam from now on.
+    """Return the recorder of each cache after a run of the model. The model's attention function stays replaced.
 
     Graphs are built and nothing is evaluated, so weights that have not been read stay on disk.
 
     Raises:
-        UnsupportedModelError: see :func:`open_model`.
+        UnsupportedModelError: see :func:`patch_model`.
     """
     _recorders(model, CallTrace())
-    _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _seam)])
+    _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _patched_attention)])
     return _record(model).recorders
 
 
@@ -147,7 +147,7 @@ def _recorders(model: nn.Module, trace: CallTrace) -> CacheTree:
 # --- attention ---
 
 
-def _attention_seam(original: Attention) -> Attention:
+def _patch_attention(original: Attention) -> Attention:
     def scaled_dot_product_attention(
         queries: mx.array,
         keys: mx.array,
@@ -165,7 +165,7 @@ def _attention_seam(original: Attention) -> Attention:
     return scaled_dot_product_attention
 
 
-_seam = _attention_seam(mlx_lm_base.scaled_dot_product_attention)
+_patched_attention = _patch_attention(mlx_lm_base.scaled_dot_product_attention)
 
 
 def _replace_functions(model: nn.Module, replacements: list[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
@@ -186,7 +186,7 @@ def _replace_functions(model: nn.Module, replacements: list[tuple[Callable[..., 
                         names[name] = ours
 
 
-def _record(model: nn.Module) -> OpenedModel:
+def _record(model: nn.Module) -> PatchedModel:
     """Run two sequences over recording caches for one token, and for a second token if the model is recurrent."""
     trace = CallTrace()
     caches = _recorders(model, trace)
@@ -200,4 +200,4 @@ def _record(model: nn.Module) -> OpenedModel:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedModelError(f"its forward does not run over a KV cache ({problem})") from error
     windows = (recorder.windows for recorder in leaves(caches) if isinstance(recorder, RecordingCache))
-    return OpenedModel(caches, trace, frozenset().union(*windows), outputs)
+    return PatchedModel(caches, trace, frozenset().union(*windows), outputs)

@@ -5,8 +5,8 @@ then [N, 1, ...], and layers that do not mix tokens work unchanged. Three operat
 
 - RoPE reads ``cache.offset``, which is here the [N] array of positions, one per row.
 - ``cache.update_and_fetch`` stores K and V, here in the layer's state (``kv_cache``).
-- Attention: ``seam`` replaces mlx-lm's ``scaled_dot_product_attention``. The replacement requests attention from one of
-  our caches (``layer_cache``), and calls the original function for any other cache.
+- Attention: ``mlx_lm_patch`` replaces mlx-lm's ``scaled_dot_product_attention``. The replacement requests attention
+  from one of our caches (``layer_cache``), and calls the original function for any other cache.
 
 Recurrent layers also mix tokens. ``recurrent`` passes them their rows by segments.
 
@@ -35,7 +35,7 @@ from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.current_step import CurrentStep
 from metal_engine.models.layer_cache import LayerCache, layer_cache
-from metal_engine.models.mlx_lm_patch import hidden_states_problem, open_model
+from metal_engine.models.mlx_lm_patch import hidden_states_problem, patch_model
 from metal_engine.models.recurrent.install import install_states
 from metal_engine.models.recurrent.recording import RecordingState
 from metal_engine.models.recurrent.state_cache import StateCache
@@ -53,7 +53,7 @@ def release_weights(model: nn.Module) -> None:
 class PagedModel:
     """An mlx-lm model that runs packed batches over a paged KV cache.
 
-    Construction installs the attention seam, ``pool.allocate`` allocates the cache, and a call runs one step.
+    Construction replaces mlx-lm's functions in the model. ``pool.allocate`` allocates the cache. A call runs one step.
 
     Args:
         model: a loaded mlx-lm model. It is changed in place: its trunk returns selected rows.
@@ -63,7 +63,7 @@ class PagedModel:
         whole_modules: True to run recurrent layers module by module (:func:`install_states`).
 
     Raises:
-        UnsupportedModelError: a layer has an unsupported kind of state, or the seam cannot be installed.
+        UnsupportedModelError: a layer has an unsupported kind of state, or mlx-lm's functions cannot be replaced.
         ConfigError: the keys and values cannot be stored in ``kv_cache_dtype``.
 
     Attributes:
@@ -88,28 +88,28 @@ class PagedModel:
     ) -> None:
         self.model = model
         self._step = CurrentStep(recurrence)
-        opened = open_model(model, self._step)
-        self.pool = StatePool.of(kv_cache_spec(spec, kv_cache_dtype) for spec in opened.specs)
+        patched = patch_model(model, self._step)
+        self.pool = StatePool.of(kv_cache_spec(spec, kv_cache_dtype) for spec in patched.specs)
         self.layer_caches = [layer_cache(self._step, state) for state in self.pool.states]
-        by_recorder = dict(zip(map(id, opened.recorders), self.layer_caches, strict=True))
-        self._caches = map_caches(lambda recorder: by_recorder[id(recorder)], opened.caches)
+        by_recorder = dict(zip(map(id, patched.recorders), self.layer_caches, strict=True))
+        self._caches = map_caches(lambda recorder: by_recorder[id(recorder)], patched.caches)
         self.hidden_problem: str | None = None
         if not is_sketch:
-            pairs = zip(opened.recorders, self.layer_caches, strict=True)
-            _refuse_half_experts(model)
+            pairs = zip(patched.recorders, self.layer_caches, strict=True)
+            _refuse_half_precision_experts(model)
             try:
-                for output in opened.outputs if self.pool.is_recurrent else ():
+                for output in patched.outputs if self.pool.is_recurrent else ():
                     mx.eval(output)  # install_states reads the states; here, ranks of a pipeline exchange data for them
-                self.hidden_problem = hidden_states_problem(model, opened)
+                self.hidden_problem = hidden_states_problem(model, patched)
             except RuntimeError as error:
-                raise forward_fails(error) from error
+                raise forward_error(error) from error
             states = [(r, c) for r, c in pairs if isinstance(r, RecordingState) and isinstance(c, StateCache)]
-            install_states(states, opened.trace, whole_modules=whole_modules)
+            install_states(states, patched.trace, whole_modules=whole_modules)
         quantized = [state.spec for state in self.pool.states if isinstance(state.spec, QuantizedKVSpec)]
         self.kv_bits = quantized[0].bits if quantized else None
-        kv_dtypes = [spec.dtype for spec in opened.specs if not isinstance(spec, RecurrentSpec)]
-        self.dtype = (kv_dtypes or [spec.dtype for spec in opened.specs])[0]
-        self.windows, self.vocab_size = opened.windows, opened.vocab_size
+        kv_dtypes = [spec.dtype for spec in patched.specs if not isinstance(spec, RecurrentSpec)]
+        self.dtype = (kv_dtypes or [spec.dtype for spec in patched.specs])[0]
+        self.windows, self.vocab_size = patched.windows, patched.vocab_size
         self.adapters: AdaptedLayers | None = None
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
 
@@ -121,13 +121,13 @@ class PagedModel:
             pool: pool with a state for each layer: the same state object, or a state of the same layer in another form.
         """
         own = self.pool
-        self._keep_in(pool)
+        self._use_pool(pool)
         try:
             yield
         finally:
-            self._keep_in(own)
+            self._use_pool(own)
 
-    def _keep_in(self, pool: StatePool) -> None:
+    def _use_pool(self, pool: StatePool) -> None:
         for cache, state in zip(self.layer_caches, pool.states, strict=True):
             if isinstance(cache, LayerCache) and isinstance(state, KVState):
                 cache.state = state
@@ -185,11 +185,13 @@ class PagedModel:
             rows: rows of this step.
             attention: attention of the backend for ``rows``.
             logits_indices: rows whose logits are returned, [R] int32; None for the rows that sample.
-            hidden_indices: rows whose hidden states are returned, [P] int32; None for no rows. They skip the LM head.
+            hidden_indices: rows whose hidden states are returned, [P] int32; None for no rows. The LM head does not
+                read them.
             adapters: LoRA adapter of each row; None if no row has an adapter.
 
         Returns:
-            Logits, [R, vocab_size], and the hidden states that are the LM head's input, [P, hidden_size].
+            Logits, [R, vocab_size], and the hidden states that are the LM head's input, [P, hidden_size]; None for the
+            hidden states if ``hidden_indices`` is None.
         """
         step = self._step
         step.rows, step.attention = rows, attention
@@ -230,7 +232,7 @@ class PagedModel:
         return logits[:, 0], None if hidden is None else hidden[:, 0]
 
 
-def _refuse_half_experts(model: nn.Module) -> None:
+def _refuse_half_precision_experts(model: nn.Module) -> None:
     """Raise UnsupportedModelError if the model has experts in half precision and runs on a CPU.
 
     MLX multiplies unquantized experts on a CPU in float32 only. Quantized experts run in any type.
@@ -243,7 +245,7 @@ def _refuse_half_experts(model: nn.Module) -> None:
             raise UnsupportedModelError(f"its experts are in {dtype}, and MLX on a CPU needs --dtype float32 for them")
 
 
-def forward_fails(error: Exception) -> UnsupportedModelError:
+def forward_error(error: Exception) -> UnsupportedModelError:
     """Return the exception for an error of a packed forward. Logs messages of several lines in full.
 
     MLX raises a RuntimeError for operations that the device does not support, such as half-precision experts on a CPU.

@@ -76,27 +76,27 @@ def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedMode
             if not _has_even_heads(one, size):
                 raise UnsupportedModelError(f"{_uneven(layer, one, size)} ({one_line(error)})") from error
         raise UnsupportedModelError(f"{size} machines cannot share its layers ({one_line(error)})") from error
-    for layer, (one, share) in enumerate(zip(before, after, strict=True)):
-        if not _is_share(one, share, size):
+    for layer, (one, shard) in enumerate(zip(before, after, strict=True)):
+        if not _is_shard(one, shard, size):
             raise UnsupportedModelError(_uneven(layer, one, size))
     return whole
 
 
-def _is_share(whole: Recorder, share: Recorder, size: int) -> bool:
+def _is_shard(whole: Recorder, shard: Recorder, size: int) -> bool:
     """Return True if a layer of the shard has one of ``size`` equal parts of the whole layer's state and heads."""
-    match whole.spec, share.spec:
+    match whole.spec, shard.spec:
         case RecurrentSpec(), RecurrentSpec():
-            return share.spec.bytes_per_request * size == whole.spec.bytes_per_request
+            return shard.spec.bytes_per_request * size == whole.spec.bytes_per_request
         case LatentSpec(), LatentSpec():  # all heads share the latents
-            kept = share.spec == whole.spec
+            kept = shard.spec == whole.spec
         case KVSpec(), KVSpec():
-            widths = (share.spec.head_dim, share.spec.v_head_dim)
+            widths = (shard.spec.head_dim, shard.spec.v_head_dim)
             kept = widths == (whole.spec.head_dim, whole.spec.v_head_dim)
-            kept = kept and share.spec.num_kv_heads * size == whole.spec.num_kv_heads
+            kept = kept and shard.spec.num_kv_heads * size == whole.spec.num_kv_heads
         case _:
             return False
-    assert isinstance(whole, RecordingCache) and isinstance(share, RecordingCache)
-    return kept and share.num_heads * size == whole.num_heads
+    assert isinstance(whole, RecordingCache) and isinstance(shard, RecordingCache)
+    return kept and shard.num_heads * size == whole.num_heads
 
 
 def _has_even_heads(recorder: Recorder, size: int) -> bool:

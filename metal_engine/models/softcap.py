@@ -2,7 +2,7 @@
 
 mlx-lm's shared attention function has no softcap. Such a layer therefore multiplies queries and keys in its own code,
 which cannot use a paged cache. With one of our caches, the code below runs instead, with the layer's projections. The
-check at load compares it with the layer's own code, like everything in the seam.
+check at load compares it with the layer's own code, like all replaced functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PARTS = (
 )
 
 
-def open_softcapped_layers(model: nn.Module) -> bool:
+def patch_softcapped_layers(model: nn.Module) -> bool:
     """Make every softcapped layer attend through our caches. Return True if the model has softcapped layers."""
     layers = [m for m in model.modules() if all(hasattr(m, part) for part in _PARTS)]
     for layer in layers:

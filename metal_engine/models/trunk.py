@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 MakeCaches = Callable[[], CacheTree]
 
-# The head receives a row, and the same row divided by this. The scores of a linear head are then divided by it, too. A
-# final norm would undo the division.
+# Divisor for a test of the head, which receives a row and the same row divided by this number. A linear head's logits
+# are then divided, too. A norm in the head would undo the division.
 _SHRINKING = 16
 
 # Layers whose output has only one rank's columns, such as a divided LM head. Their output is not a hidden state.
@@ -94,7 +94,7 @@ def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
     Modules with rows as wide as the logits come last, because they are the head or contain it.
     """
     ended: list[tuple[nn.Module, Any]] = []
-    with _noting_outputs(model, ended):
+    with _record_outputs(model, ended):
         logits = model(mx.array([[0], [1]]), cache=caches)
     times: dict[int, int] = {}
     for module, _ in ended:
@@ -110,13 +110,13 @@ def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
 
 
 @contextmanager
-def _noting_outputs(model: nn.Module, ended: list[tuple[nn.Module, Any]]) -> Iterator[None]:
+def _record_outputs(model: nn.Module, ended: list[tuple[nn.Module, Any]]) -> Iterator[None]:
     """Append (module, output) to ``ended`` whenever a call of a module inside ``model`` ends."""
     modules = list({id(module): module for module in model.modules() if module is not model}.values())
     classes = [type(module) for module in modules]
-    noting = {cls: _noting(cls, ended) for cls in set(classes)}
+    recording = {cls: _recording_class(cls, ended) for cls in set(classes)}
     for module, cls in zip(modules, classes, strict=True):
-        module.__class__ = noting[cls]
+        module.__class__ = recording[cls]
     try:
         yield
     finally:
@@ -124,15 +124,15 @@ def _noting_outputs(model: nn.Module, ended: list[tuple[nn.Module, Any]]) -> Ite
             module.__class__ = cls
 
 
-def _noting(cls: type[nn.Module], ended: list[tuple[nn.Module, Any]]) -> type[nn.Module]:
+def _recording_class(cls: type[nn.Module], ended: list[tuple[nn.Module, Any]]) -> type[nn.Module]:
     call: Callable[..., Any] = cls.__call__
 
-    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def recorded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = call(self, *args, **kwargs)
         ended.append((self, output))
         return output
 
-    return type(cls.__name__, (cls,), {"__call__": noted})
+    return type(cls.__name__, (cls,), {"__call__": recorded})
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from metal_engine.recurrence.decays import decay_between, decay_from_start, deca
 CHUNK = 32  # tokens; a power of two
 MIN_TOKENS = 2  # one token alone is faster without chunks
 
-# Saved before the seam replaces mlx-lm's function.
+# Saved before ``models/mlx_lm_patch.py`` replaces mlx-lm's function.
 _mlx_lm_update = mlx_lm_gated_delta.gated_delta_update
 
 
@@ -168,9 +168,8 @@ def _products_by_halves(kq: mx.array, gates: mx.array) -> mx.array:
     *lead, k_dim = gates.shape
     lead = lead[:-1]  # B, Hk, group
     own = (kq * kq[..., :1, :, :]).sum(axis=-1)[..., None, None]  # elements with j = i
-    done = mx.broadcast_to(
-        own, (*lead, 2, whole, 1, 1)
-    )  # results in blocks of `half` tokens: [..., 2, blocks, half, half]
+    # Results in blocks of `half` tokens: [..., 2, blocks, half, half]
+    done = mx.broadcast_to(own, (*lead, 2, whole, 1, 1))
     half = 1
     while half < whole:
         blocks = whole // (2 * half)

@@ -23,7 +23,7 @@ from metal_engine.recurrence.decays import decay_between, decay_from_start, deca
 CHUNK = 64  # tokens
 MIN_TOKENS = 8  # mlx-lm's function is as fast for fewer tokens
 
-# Saved before the seam replaces mlx-lm's function.
+# Saved before ``models/mlx_lm_patch.py`` replaces mlx-lm's function.
 _mlx_lm_update = mlx_lm_ssm.ssm_update
 
 

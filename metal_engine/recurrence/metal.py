@@ -121,7 +121,7 @@ class MetalRecurrence:
             source=kernel_text("short_convolution.metal"),
         )
 
-    def does_gated_delta(self, q: mx.array, k: mx.array, v: mx.array, g: mx.array, states_dtype: mx.Dtype) -> bool:
+    def supports_gated_delta(self, q: mx.array, k: mx.array, v: mx.array, g: mx.array, states_dtype: mx.Dtype) -> bool:
         """Return True if :meth:`gated_delta` supports these arrays. Otherwise mlx-lm's functions compute them."""
         if q.ndim != 3 or q.shape != k.shape or v.ndim != 3 or v.shape[0] != q.shape[0]:
             return False
@@ -150,9 +150,13 @@ class MetalRecurrence:
             y [N, Hv, Dv] in q's dtype, and the segments' new states, [B, Hv, Dv, Dk] float32.
 
         Raises:
-            ValueError: the arrays do not match, or :meth:`does_gated_delta` is False for them.
+            ValueError: the arrays do not match, or :meth:`supports_gated_delta` is False for them.
         """
-        if not self.does_gated_delta(q, k, v, g, states.dtype) or beta.shape != v.shape[:2] or beta.dtype not in DTYPES:
+        if (
+            not self.supports_gated_delta(q, k, v, g, states.dtype)
+            or beta.shape != v.shape[:2]
+            or beta.dtype not in DTYPES
+        ):
             shapes = ", ".join(f"{array.shape} {array.dtype}" for array in (q, k, v, g, beta, states))
             raise ValueError(f"the gated delta kernel does not support q, k, v, g, beta and states of {shapes}")
         _, num_k_heads, key_dim = q.shape
@@ -178,7 +182,7 @@ class MetalRecurrence:
         )
         return y, new_states
 
-    def does_ssm_update(self, x: mx.array, B: mx.array, C: mx.array, states_dtype: mx.Dtype) -> bool:
+    def supports_ssm_update(self, x: mx.array, B: mx.array, C: mx.array, states_dtype: mx.Dtype) -> bool:
         """Return True if :meth:`ssm_update` supports these arrays. Otherwise mlx-lm's functions compute them."""
         if x.ndim != 3 or B.ndim != 3 or B.shape != C.shape or B.shape[0] != x.shape[0]:
             return False
@@ -205,10 +209,10 @@ class MetalRecurrence:
             y [N, H, Dh] in x's dtype, and the segments' new states, [B, H, Dh, Ds] float32.
 
         Raises:
-            ValueError: the arrays do not match, or :meth:`does_ssm_update` is False for them.
+            ValueError: the arrays do not match, or :meth:`supports_ssm_update` is False for them.
         """
         of_heads = A_log.shape == D.shape == x.shape[1:2] and dt.shape == x.shape[:2] and dt.dtype == mx.float32
-        if not (of_heads and self.does_ssm_update(x, B, C, states.dtype)):
+        if not (of_heads and self.supports_ssm_update(x, B, C, states.dtype)):
             shapes = ", ".join(f"{array.shape} {array.dtype}" for array in (x, A_log, B, C, D, dt, states))
             raise ValueError(f"the Mamba2 kernel does not support x, A_log, B, C, D, dt and states of {shapes}")
         _, num_heads, head_dim = x.shape
@@ -233,7 +237,7 @@ class MetalRecurrence:
         )
         return y, new_states
 
-    def does_convolution(self, x: mx.array, weight: mx.array) -> bool:
+    def supports_convolution(self, x: mx.array, weight: mx.array) -> bool:
         """Return True if :meth:`convolve` supports these arrays. Otherwise ``nn.Conv1d`` computes them."""
         if x.ndim != 2 or weight.ndim != 2 or x.dtype not in DTYPES or weight.dtype != x.dtype:
             return False
@@ -260,9 +264,9 @@ class MetalRecurrence:
             also keeps inputs of its initial state.
 
         Raises:
-            ValueError: the arrays do not match, or :meth:`does_convolution` is False for them.
+            ValueError: the arrays do not match, or :meth:`supports_convolution` is False for them.
         """
-        if not self.does_convolution(x, weight) or (bias is not None and bias.shape != x.shape[1:]):
+        if not self.supports_convolution(x, weight) or (bias is not None and bias.shape != x.shape[1:]):
             given = ", ".join(f"{a.shape} {a.dtype}" for a in (x, weight, bias) if a is not None)
             raise ValueError(f"the convolution kernel does not support x, weight and bias of {given}")
         num_tokens, num_channels = x.shape

@@ -19,7 +19,7 @@ from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Tokens and rows of one step, on the host: N tokens of B requests, R rows of which sample.
+    """Tokens and rows of one step, on the host: N tokens of B requests. R of the N rows sample.
 
     All arrays are int32.
     """
@@ -32,7 +32,7 @@ class PackedBatch:
     adapter_slots: np.ndarray  # [B] LoRA slot of each request, 0: none; [0] if no request has an adapter
 
     def is_continued(self, num_samples: int) -> bool:
-        """Return True if the step's tokens are all samples of the previous step, in order: its decodes continue."""
+        """Return True if the step's tokens are exactly the ``num_samples`` samples of the previous step, in order."""
         order = self.pending_samples
         return len(self.input_ids) == len(order) == num_samples and bool((order[1:] > order[:-1]).all())
 
@@ -189,9 +189,10 @@ class RequestTable:
         self._num_blocks[index] = start + len(block_ids)
 
     def append_tokens(self, request_ids: list[str], output: ModelOutput) -> None:
-        """Append a step's accepted drafts and samples to its R sampling requests.
+        """Append a step's accepted drafts and samples to its sampling requests.
 
-        Requests that were removed are skipped.
+        Requests that were removed are skipped. A request whose grammar mask was late gets no token, and its last
+        computed token counts as not computed.
         """
         for request_id, num_accepted in output.num_accepted_tokens.items():
             if request_id in self._index_of:
@@ -221,7 +222,7 @@ class RequestTable:
         self._num_tokens[index] = num_tokens
         self._num_blocks[index] = -(-num_tokens // self.block_size)
 
-    def _take_in_drafts(self, drafts_of: dict[str, list[int]]) -> None:
+    def _write_planned_drafts(self, drafts_of: dict[str, list[int]]) -> None:
         for request_id, drafts in drafts_of.items():
             index = self._index_of[request_id]
             if self._state_writes[index]:
@@ -258,6 +259,7 @@ class RequestTable:
 
         Raises:
             ValueError: the plan contradicts the table, or computes a token that no step has sampled or is sampling.
+            KeyError: the plan has a request that the table lacks.
         """
         packed = list(plan.num_scheduled_tokens)
         num_requests = len(packed)
@@ -274,7 +276,7 @@ class RequestTable:
         num_known = self._num_tokens[indices]
         num_samples = samples
         if drafts_of := plan.scheduled_spec_decode_tokens:
-            self._take_in_drafts(drafts_of)
+            self._write_planned_drafts(drafts_of)
             num_drafts = np.fromiter((len(drafts_of.get(r, ())) for r in packed), np.int32, num_requests)
             num_known, num_samples = num_known + num_drafts, samples + num_drafts
         rows = self.rows(indices, self._num_computed[indices], query_lens, num_samples)
@@ -324,7 +326,7 @@ class RequestTable:
         """Return packed rows with unknown tokens [P], and the indices of these tokens among the last step's samples.
 
         Args:
-            num_known: [B] number of tokens of each request, including drafts.
+            num_known: [B] number of known tokens of each request, including drafts.
         """
         pending = np.flatnonzero(rows.seq_lens > num_known)
         samples = self._last_sample[indices[pending]]

@@ -31,8 +31,8 @@ from metal_engine.step import NewRequestData, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-BEHIND = "each step is queued while the previous step runs"
-AFTER = "each step is dispatched after the end of the previous step"
+QUEUED = "each step is queued while the previous step runs"
+SEQUENTIAL = "each step is dispatched after the end of the previous step"
 _MAX_ROWS = 32
 _NUM_STEPS = 4
 # In the trial steps, recurrent states take at most 1 / _STATES_SHARE of the smallest array of the cache.
@@ -51,13 +51,13 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
         Description of the dispatch mode, with the reason.
     """
     if config.device.kind == "cpu":
-        return f"{AFTER}: a CPU gains nothing from queued steps"
+        return f"{SEQUENTIAL}: a CPU gains nothing from queued steps"
     if config.ranks:
-        return f"{AFTER}: several ranks share the model"
+        return f"{SEQUENTIAL}: several ranks share the model"
     scheduler, cache = config.scheduler, config.cache
     num_steps = min(_NUM_STEPS, scheduler.max_model_len, cache.num_blocks * cache.block_size)
     if num_steps < 2:
-        return f"{AFTER}: a request fits only one step"
+        return f"{SEQUENTIAL}: a request fits only one step"
     blocks_of_one = -(-num_steps // cache.block_size)
     num_rows = min(_MAX_ROWS, scheduler.max_num_seqs, cache.num_blocks // blocks_of_one)
     array_bytes = pool.smallest_array_bytes
@@ -65,7 +65,7 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
         # A queued step adds its states to the peak memory, which must not be mistaken for a copy of the KV cache.
         num_rows = min(num_rows, array_bytes // (_STATES_SHARE * pool.bytes_per_request))
         if num_rows < 1:
-            return f"{AFTER}: the recurrent states are too large to detect a copy of the KV cache"
+            return f"{SEQUENTIAL}: the recurrent states are too large to detect a copy of the KV cache"
     blocks = np.arange(num_rows * blocks_of_one).reshape(num_rows, blocks_of_one).tolist()
     refusal = runner.replay_refusal
     try:
@@ -77,14 +77,14 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
             synchronize()
         if runner.replay is not None and refusal is None:
             runner.replay.reset_traces()  # queued steps may have caused the refusal
-        return f"{AFTER}: the trial of queued steps failed: {type(error).__name__}: {one_line(error)}"
+        return f"{SEQUENTIAL}: the trial of queued steps failed: {type(error).__name__}: {one_line(error)}"
     logger.debug("two steps at a time take %d bytes more; an array of the cache has %d", more, array_bytes)
     # A copy adds the size of an array to the peak, minus other memory that was freed since the sequential steps.
     runner.allow_queued_dispatch = more < array_bytes / 2
     return (
-        BEHIND
+        QUEUED
         if runner.allow_queued_dispatch
-        else f"{AFTER}: queued steps would copy {format_size(more)} of the KV cache"
+        else f"{SEQUENTIAL}: queued steps would copy {format_size(more)} of the KV cache"
     )
 
 

@@ -26,7 +26,7 @@ from metal_engine.device.streams import synchronize
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import RequestTable
-from metal_engine.runner.logits_edits import CannotGoOnError, StepEdits
+from metal_engine.runner.logits_edits import NoTokenLeftError, StepEdits
 from metal_engine.runner.sampler import sample
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import (
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Turn:
+class _DraftTask:
     """Work for one request in a step.
 
     Attributes:
@@ -75,7 +75,7 @@ class DraftModel:
         model: model whose only state is KV of every token.
         backend: attention backend of the model.
         vocab_size: number of the target's logits, and of the random numbers per sample.
-        max_positions: maximum length of a request that gets drafts, in tokens; None: no limit.
+        max_positions: maximum length of a request that gets drafts, in tokens; None: ``max_model_len``.
     """
 
     def __init__(
@@ -138,26 +138,26 @@ class DraftModel:
         self._written.clear()
         began = time.perf_counter()
         drafting = Drafting()
-        turns = self._turns(table, plan, drafting)
-        if not turns:
+        tasks = self._tasks(table, plan, drafting)
+        if not tasks:
             return drafting if drafting.token_ids else None
-        drafting.num_tokens = sum(max(0, turn.stop - turn.start - NEW_TO_DRAFT_MODEL) for turn in turns)
+        drafting.num_tokens = sum(max(0, task.stop - task.start - NEW_TO_DRAFT_MODEL) for task in tasks)
         try:
-            self._forward(table, turns)
+            self._forward(table, tasks)
             if not drafting.num_tokens:
                 drafting.num_forwards, drafting.forward_seconds = 1, time.perf_counter() - began
-            self._chain(table, turns, drafting)
+            self._chain(table, tasks, drafting)
         except Exception as error:
             self._recover(error)
             raise
-        drafting.token_ids |= {turn.request_id: turn.drafts for turn in turns if turn.request_id in drafting.token_ids}
-        drafting.num_computed_tokens = {turn.request_id: turn.stop for turn in turns}
+        drafting.token_ids |= {task.request_id: task.drafts for task in tasks if task.request_id in drafting.token_ids}
+        drafting.num_computed_tokens = {task.request_id: task.stop for task in tasks}
         drafting.seconds = time.perf_counter() - began
         return drafting
 
-    def _turns(self, table: RequestTable, plan: SchedulerOutput, drafting: Drafting) -> list[_Turn]:
-        """Return the work for each request within the limits of a step. Fill in which requests want drafts."""
-        turns = []
+    def _tasks(self, table: RequestTable, plan: SchedulerOutput, drafting: Drafting) -> list[_DraftTask]:
+        """Return the work for each request within the limits of a step. Fill in ``drafting.token_ids``."""
+        tasks = []
         room, work = self._config.max_num_batched_tokens, self._config.max_attention_work
         wanted = {r: len(d) for r, d in plan.scheduled_spec_decode_tokens.items() if d[0] == UNKNOWN_DRAFT}
         drafting.token_ids = {request_id: [] for request_id in wanted}
@@ -179,8 +179,8 @@ class DraftModel:
             room, work = room - num_rows, work - num_rows * num_known
             self._claim(table.slots(index, start, start + num_rows))
             is_behind = start + num_rows < num_known
-            turns.append(_Turn(request_id, index, start, start + num_rows, 0 if is_behind else num_drafts))
-        return turns
+            tasks.append(_DraftTask(request_id, index, start, start + num_rows, 0 if is_behind else num_drafts))
+        return tasks
 
     def _first_missing(self, table: RequestTable, request_id: str, index: int, end: int) -> int:
         """Return a request's first token without KV, or ``end``, the number of tokens that the target has computed.
@@ -202,26 +202,26 @@ class DraftModel:
         self._written.append(slots)
         self._has_kv[slots] = True
 
-    def _chain(self, table: RequestTable, turns: list[_Turn], drafting: Drafting) -> None:
+    def _chain(self, table: RequestTable, tasks: list[_DraftTask], drafting: Drafting) -> None:
         """Compute the drafts after the first drafts, one for each request per forward."""
         began = time.perf_counter()
-        while going := [turn for turn in turns if turn.num_drafts and not turn.has_ended]:
-            for turn in going:
-                table.write_drafts(turn.index, turn.drafts)
-                turn.start = len(table.token_ids(turn.index)) + len(turn.drafts) - 1
-                turn.stop = turn.start + 1
-                self._claim(table.slots(turn.index, turn.start, turn.stop))
+        while going := [task for task in tasks if task.num_drafts and not task.has_ended]:
+            for task in going:
+                table.write_drafts(task.index, task.drafts)
+                task.start = len(table.token_ids(task.index)) + len(task.drafts) - 1
+                task.stop = task.start + 1
+                self._claim(table.slots(task.index, task.start, task.stop))
             self._forward(table, going)
             drafting.num_forwards += 1
         drafting.forward_seconds += time.perf_counter() - began
 
-    def _forward(self, table: RequestTable, turns: list[_Turn]) -> None:
+    def _forward(self, table: RequestTable, tasks: list[_DraftTask]) -> None:
         """Compute the tokens of some requests, and sample for requests that want drafts."""
-        indices = np.array([turn.index for turn in turns], np.int32)
-        starts = np.array([turn.start for turn in turns], np.int32)
-        query_lens = np.array([turn.stop - turn.start for turn in turns], np.int32)
-        drafting = [turn for turn in turns if turn.num_drafts]
-        rows = table.rows(indices, starts, query_lens, np.array([turn.num_drafts > 0 for turn in turns], np.int32))
+        indices = np.array([task.index for task in tasks], np.int32)
+        starts = np.array([task.start for task in tasks], np.int32)
+        query_lens = np.array([task.stop - task.start for task in tasks], np.int32)
+        drafting = [task for task in tasks if task.num_drafts]
+        rows = table.rows(indices, starts, query_lens, np.array([task.num_drafts > 0 for task in tasks], np.int32))
         rows.validate(self._num_blocks)
         # The target's token ids may exceed this model's vocabulary, because of padding: clamp them.
         input_ids = np.minimum(table.input_ids(indices, rows), self._model.vocab_size - 1)
@@ -235,40 +235,41 @@ class DraftModel:
         del before  # no other reference to the arrays that are written to
         mx.eval(self._pool.writes_done_marker() if tokens is None else tokens)
         synchronize()
-        for turn in turns:
+        for task in tasks:
             # Exclude drafts, which may not become tokens of the request.
-            self._num_computed[turn.request_id] = min(turn.stop, len(table.token_ids(turn.index)))
+            self._num_computed[task.request_id] = min(task.stop, len(table.token_ids(task.index)))
         if tokens is not None:
-            for turn, draft in zip(drafting, np.array(tokens).tolist(), strict=True):
-                turn.take(draft, table.stop_token_ids(turn.index))
+            for task, draft in zip(drafting, np.array(tokens).tolist(), strict=True):
+                task.take(draft, table.stop_token_ids(task.index))
 
-    def _sample(self, table: RequestTable, turns: list[_Turn], rows: StepRows, logits: mx.array) -> mx.array:
-        """Sample as the target will, except for grammars: same keys, temperatures, cuts and edits.
+    def _sample(self, table: RequestTable, tasks: list[_DraftTask], rows: StepRows, logits: mx.array) -> mx.array:
+        """Sample as the target will, except for grammars: same random keys, temperatures, top-k, top-p, min-p and
+        edits.
 
         Returns [R] int32.
         """
-        indices = np.array([turn.index for turn in turns], np.int32)
-        num_prompt_tokens = np.array([table.num_prompt_tokens(turn.index) for turn in turns], np.int32)
+        indices = np.array([task.index for task in tasks], np.int32)
+        num_prompt_tokens = np.array([table.num_prompt_tokens(task.index) for task in tasks], np.int32)
         positions = rows.positions[rows.logits_indices] + 1 - num_prompt_tokens
-        logits = self._as_wide_as_the_targets(logits)
+        logits = self._with_target_width(logits)
         edits = StepEdits()
-        for row, turn in enumerate(turns):
-            request_edits = table.edits.get(turn.index)
+        for row, task in enumerate(tasks):
+            request_edits = table.edits.get(task.index)
             if request_edits is None or request_edits.grammar is not None:
                 continue
-            token_ids = table.token_ids(turn.index, len(turn.drafts))
+            token_ids = table.token_ids(task.index, len(task.drafts))
             try:
-                if not turn.drafts:
+                if not task.drafts:
                     request_edits.catch_up(token_ids)
-                edits.add(row, request_edits, token_ids, int(positions[row]), len(turn.drafts))
-            except CannotGoOnError:
-                turn.has_ended = True  # the target's step reports the error
+                edits.add(row, request_edits, token_ids, int(positions[row]), len(task.drafts))
+            except NoTokenLeftError:
+                task.has_ended = True  # the target's step reports the error
         if edits.rows:
             logits, at = logits.astype(mx.float32), mx.array(np.array(edits.rows, np.int32))
             logits[at] = edits.apply(logits[at], np.zeros((0, 0), np.int32))
         return sample(logits, table.sampling, indices, positions)
 
-    def _as_wide_as_the_targets(self, logits: mx.array) -> mx.array:
+    def _with_target_width(self, logits: mx.array) -> mx.array:
         """Pad or cut logits to the target's width: [R, V] -> [R, vocab_size].
 
         Tokens that one model lacks are padding.

@@ -1,4 +1,4 @@
-"""Edits of logits before temperature and cuts: biases, exclusions, penalties, structured output.
+"""Edits of logits before temperature, top-k, top-p and min-p: biases, exclusions, penalties, structured output.
 
 :class:`RequestEdits` runs on the host. It holds one request's parameters and the data that depends on its tokens. For a
 step, :class:`StepEdits` packs the edits of all requests into padded arrays and applies them in a few operations.
@@ -16,7 +16,7 @@ from metal_engine.runner.grammar_masks import GrammarState, apply_masks, without
 from metal_engine.sampling_params import SamplingParams, TokenRules
 
 
-class CannotGoOnError(ValueError):
+class NoTokenLeftError(ValueError):
     """Ends a request whose own parameters exclude every token."""
 
 
@@ -96,7 +96,7 @@ class RequestEdits:
         self.grammar: GrammarState | None = None
         if rules.grammar is not None:
             self.grammar = GrammarState(rules.grammar, rules.stop_token_ids, params.min_tokens)
-        self._num_taken_in = num_prompt_tokens
+        self._num_processed = num_prompt_tokens
         self._bad_word_lengths = sorted({len(before) for before in rules.bad_words})
 
     def catch_up(self, token_ids: np.ndarray, drafts: Sequence[int] = ()) -> None:
@@ -106,8 +106,8 @@ class RequestEdits:
             token_ids: all tokens of the request, [T] int32.
             drafts: tokens that may follow. The step also samples a token after each draft.
         """
-        new = token_ids[self._num_taken_in :].tolist()
-        self._num_taken_in = len(token_ids)
+        new = token_ids[self._num_processed :].tolist()
+        self._num_processed = len(token_ids)
         if self.counts is not None:
             self.counts.add(new)
         if self.grammar is not None:
@@ -121,7 +121,7 @@ class RequestEdits:
             position: index of the next token in the output.
 
         Raises:
-            CannotGoOnError: every token is excluded.
+            NoTokenLeftError: every token is excluded.
         """
         num_output = len(token_ids) - self._num_prompt_tokens
         excluded: list[int] = []
@@ -134,7 +134,7 @@ class RequestEdits:
             ids = np.concatenate([ids, self.rules.stop_token_ids])
         allowed = self.rules.allowed
         if allowed is not None and len(ids) and not without(allowed, ids).any():
-            raise CannotGoOnError("bad_words, min_tokens and allowed_token_ids together leave no token")
+            raise NoTokenLeftError("bad_words, min_tokens and allowed_token_ids together leave no token")
         return ids
 
 
@@ -164,7 +164,7 @@ class StepEdits:
             num_drafts: number of drafts at the end of ``token_ids``.
 
         Raises:
-            CannotGoOnError: every token is excluded. The row is then not added.
+            NoTokenLeftError: every token is excluded. The row is then not added.
         """
         excluded = edits.excluded(token_ids, position)
         i = len(self.rows)

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens and of the most likely alternatives, according to the model's own distribution."""
+"""Log probabilities of tokens and of the most likely alternatives, from the raw logits before edits and temperature."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from metal_engine.request import TokenLogprobs
 
-# Maximum number of rows with simultaneous float32 copies, for the logits of a long prompt.
+# Maximum number of rows to convert to float32 at once, because a long prompt has many rows of logits.
 _ROWS_AT_ONCE = 16
 
 
@@ -19,7 +19,7 @@ class LogprobArrays:
 
     tokens: mx.array  # [L] int32
     logprobs: mx.array  # [L] float32
-    ranks: mx.array  # [L] int32
+    ranks: mx.array  # [L] int32, 1: the most likely token
     top_ids: mx.array  # [L, k] int32
     top_logprobs: mx.array  # [L, k] float32
 

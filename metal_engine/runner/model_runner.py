@@ -44,7 +44,7 @@ class ModelRunner:
     Args:
         outlives_model: True if the thread continues after the runner is closed. Closing then frees the weights and
             keeps the streams.
-        share: distributes rank 0's tokens to all ranks; None if there is one rank.
+        broadcast: distributes rank 0's tokens to all ranks; None if there is one rank.
         allow_queued_dispatch: True to queue steps behind running steps, if nothing in a step prevents it.
         in_parts: True to dispatch steps in two parts. None: only on a GPU, with async scheduling and one rank.
 
@@ -64,11 +64,11 @@ class ModelRunner:
         draft_model: DraftModel | None = None,
         *,
         outlives_model: bool = False,
-        share: TokenBroadcast | None = None,
+        broadcast: TokenBroadcast | None = None,
         allow_queued_dispatch: bool = False,
         in_parts: bool | None = None,
     ) -> None:
-        self._share = share
+        self._broadcast = broadcast
         self.allow_queued_dispatch = allow_queued_dispatch
         self._model = model
         self._pool = model.pool
@@ -77,9 +77,9 @@ class ModelRunner:
         self._kv_connector = kv_connector
         self._outlives_model = outlives_model
         self._draft_model = draft_model
-        self._runs_ahead = scheduler_config.async_scheduling
+        self._is_async = scheduler_config.async_scheduling
         if in_parts is None:
-            in_parts = self._runs_ahead and share is None and not computes_on_cpu()
+            in_parts = self._is_async and broadcast is None and not computes_on_cpu()
         self._in_parts = in_parts
         self._table = RequestTable(
             scheduler_config.max_num_seqs,
@@ -87,7 +87,7 @@ class ModelRunner:
             cache_config.block_size,
             choose_writes(page_aligned=scheduler_config.page_aligned_scheduling),
         )
-        self._steps: deque[PendingStep] = deque()  # steps in flight, in order; only the first must be dispatched
+        self._steps: deque[PendingStep] = deque()  # steps in flight, in order; later steps may not be dispatched yet
         self._num_state_slots = cache_config.num_state_slots
         self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
         self.replay: DecodeReplay | None = None
@@ -103,9 +103,9 @@ class ModelRunner:
         """Build and start a step: one forward over every packed row and one sampling pass.
 
         Args:
-            on_built: callback for when the plan has been accepted, before any of its arrays is evaluated.
+            on_built: callback, called once the plan has been accepted, before any array of its graph is evaluated.
         """
-        if self._steps and not self._runs_ahead:
+        if self._steps and not self._is_async:
             raise RuntimeError("without async scheduling, finish a step before starting the next step")
         self.dispatch_second_part()
         before = self._pool.snapshot()
@@ -156,7 +156,7 @@ class ModelRunner:
         step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
         step.decode_forward = decode_forward
         step.moves_states = self._pool.has_moved_states
-        step.shared = logits if self._share is not None else None
+        step.shared = logits if self._broadcast is not None else None
         if self._in_parts and is_built:
             step.first_part = self._pool.half_done_marker()
         return step, None if is_built else logits
@@ -171,8 +171,8 @@ class ModelRunner:
     def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, StepPooling | None, mx.array, DecodeForward | None]:
         """Build the graph of a step's forward and pooling.
 
-        Returns the step's sampling, its pooling, the logits that it samples from, [R + T, vocab_size], and whether its
-        forward was replayed.
+        Returns the step's sampling, its pooling, the logits that it samples from, [R + T, vocab_size], and the
+        outcome of its forward.
         """
         batch = self._table.pack(plan)
         batch.validate(self._num_blocks, self._num_state_slots, self._num_adapter_slots)
@@ -180,7 +180,7 @@ class ModelRunner:
             self._draft_model.packed(batch.rows)
         # A recurrent state that has advanced past a token cannot go back.
         allow_late_masks = not self._pool.is_recurrent
-        sampling = StepSampling(self._table, plan, batch, allow_late_masks=allow_late_masks, share=self._share)
+        sampling = StepSampling(self._table, plan, batch, allow_late_masks=allow_late_masks, broadcast=self._broadcast)
         if self._kv_connector is not None:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:
@@ -276,19 +276,19 @@ class ModelRunner:
                 step.is_async = True
                 mx.async_eval(logits)  # the forward runs while the host computes masks
                 step.sampling.build(logits, is_dispatched=True)
-            step.root = [*step.results, *self._left_behind(step)]
+            step.root = [*step.results, *self._remaining_writes(step)]
             step.root += step.saves.arrays.values() if step.saves is not None else ()
             if step.first_part is not None:
                 step.is_async, first, step.first_part = True, step.first_part, None
                 step.has_second_part = True
                 mx.async_eval(first)
-            elif self._runs_ahead:
+            elif self._is_async:
                 step.is_async = True
                 mx.async_eval(step.root)  # otherwise result() evaluates the step and waits for it
         except Exception as error:  # noqa: BLE001  (raised by result())
             step.error = error
 
-    def _left_behind(self, step: PendingStep) -> list[mx.array]:
+    def _remaining_writes(self, step: PendingStep) -> list[mx.array]:
         """Return arrays whose evaluation completes the step's writes to the cache, if its results do not."""
         if not step.results or step.moves_states:  # only intermediate chunks, or copied states
             return [self._pool.writes_done_marker()]
@@ -296,7 +296,7 @@ class ModelRunner:
         return [self._pool.states_done_marker()] if self._pool.is_recurrent else []
 
     def _load(self, step: PendingStep) -> None:
-        """Write the KV that a step loads into the cache, as the previous step has left it."""
+        """Write the KV that a step loads from a store to the arrays of the cache after the previous step."""
         if self._kv_connector is not None and step.loads:
             assert step.before is not None
             for index, layer in enumerate(step.before):

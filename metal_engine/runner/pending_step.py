@@ -117,6 +117,7 @@ class PendingStep:
         """Wait for the step, dispatch the next step, and return the output of this step.
 
         Raises:
+            Exception: the step failed.
             KVCacheLostError: the step failed and the KV cache is lost.
         """
         return self.finish(self)

@@ -48,7 +48,8 @@ logger = logging.getLogger(__name__)
 
 # A trace of a model with 30 layers takes 1.3 MB of memory and about 20 ms to create.
 MAX_TRACES = 32
-# A combination of sizes is traced when it occurs for the third time. Sizes between two batch sizes occur once or twice.
+# A combination of sizes is traced when it occurs for the third time. While a batch grows
+# or shrinks, the sizes in between occur only once or twice.
 TRACE_AT = 3
 MIN_TABLE_BLOCKS = 16
 
@@ -61,7 +62,7 @@ class DecodeReplay:
     Belongs to the thread that runs the steps.
 
     Args:
-        padding_block: padding block: a block of the pool that no request uses, for the K and V of padding rows.
+        padding_block: id of a block of the pool that no request uses, for the K and V of padding rows.
         max_num_seqs: maximum number of requests in a step. It limits padding, because there is no memory for the
             recurrent states of more requests.
         trace_at: see ``TRACE_AT``.
@@ -96,7 +97,7 @@ class DecodeReplay:
         return NO_REPLAY_WITHOUT_KERNEL if self._backend is None else None
 
     def reset_traces(self) -> None:
-        """Delete all traces and clear recorded failures, because replay did not cause them."""
+        """Delete all traces and clear recorded failures. Call it if replay did not cause the failures."""
         self._traces.clear()
         self._num_seen.clear()
         self._broken.clear()
@@ -187,7 +188,7 @@ class DecodeReplay:
             self.refuse(f"a step failed that was replayed for the first time ({one_line(error)})")
 
     def _not_replayed(self) -> DecodeOutcome:
-        """Return the outcome of a step whose trace ran the model's Python code: traced again, or MLX does not trace."""
+        """Return the outcome of a step whose trace ran Python code. Disable replay if MLX does not trace functions."""
         if _compiles():
             return "traced"
         self.refuse("MLX compiles nothing")
@@ -211,7 +212,7 @@ class DecodeReplay:
         """Return the step padded to a size class, or None if a trace cannot handle its recurrent states."""
         if not self._pool.is_recurrent:
             return padded(rows, self._padding_block)
-        if not _go_on_alike(rows):
+        if not _are_alike(rows):
             return None
         # Padding rows have one row per request, so they do not match requests with several rows.
         room = self._max_num_seqs if rows.num_requests == rows.num_tokens else rows.num_requests
@@ -274,7 +275,7 @@ def _compiles() -> bool:
     return num_runs == 1
 
 
-def _go_on_alike(rows: StepRows) -> bool:
+def _are_alike(rows: StepRows) -> bool:
     """Return True if all requests have the same number of rows and an initial recurrent state."""
     length = rows.num_tokens // rows.num_requests
     return bool((rows.query_lens == length).all() and (rows.state_reads != ZERO_STATE_SLOT).all())

@@ -1,4 +1,4 @@
-"""Compares replayed steps with the same steps built, when a server starts.
+"""Compares replayed decode steps with the same steps built in Python, when a server starts.
 
 A trace differs from the operations that it replaces. MLX fuses some operations into new kernels, which Metal compiles.
 Therefore a few steps run both ways before the first request. This also compiles the kernels at startup instead of at a

@@ -16,7 +16,7 @@ from metal_engine.sampling_params import SamplingParams
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _INT32_MAX = (1 << 31) - 1
-# A lower temperature means greedy sampling, as in vLLM. Sharding by a much lower temperature would overflow float32.
+# A lower temperature means greedy sampling, as in vLLM. Dividing by a much lower temperature would overflow float32.
 _MIN_TEMPERATURE = 1e-5
 _MAX_TEMPERATURE = 1e30  # larger values have the same effect; fits into a float32
 
@@ -87,7 +87,7 @@ def _restrict(logits: mx.array, top_k: np.ndarray, top_p: np.ndarray, min_p: np.
     """Set the logits that top-k, top-p and min-p exclude to -inf: [R, V] float32 -> [R, V] float32.
 
     As in vLLM, min-p is relative to the most likely token before top-k and top-p, and top-p refers to the probability
-    that top-k leaves. Tokens as likely as the last kept token are kept, too.
+    that top-k and min-p leave. Tokens as likely as the last kept token are kept, too.
     """
     vocab_size = logits.shape[-1]
     top_k = np.where(top_k < vocab_size, top_k, 0)  # 0: off
@@ -142,7 +142,7 @@ def _mass_limit(below: mx.array, limit: mx.array, top_p: np.ndarray, _top_k: np.
 
 
 def _mass_limit_of_few(below: mx.array, limit: mx.array, top_p: np.ndarray, top_k: np.ndarray) -> mx.array:
-    """Compute :func:`_mass_limit` for rows in which ``limit`` leaves ``top_k`` [R] tokens, apart from ties."""
+    """Compute :func:`_mass_limit` for rows in which ``limit`` leaves at most ``top_k`` [R] tokens, apart from ties."""
     nearest = _smallest(below, int(top_k.max()))
     last = mx.exp(-limit)
     num_last = (below == limit).sum(axis=-1, keepdims=True)

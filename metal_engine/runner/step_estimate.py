@@ -5,8 +5,8 @@ from __future__ import annotations
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS
 from metal_engine.settings.config import DeviceInfo, ModelInfo
 
-# Peak memory of a step, in float32 arrays of these sizes: the widest part of a layer; a tile of scores, or a span of
-# keys and values; the recurrent states. The estimate is a quarter higher, because architectures differ.
+# Peak memory of a step, in float32 arrays of these sizes: the widest part of a layer; a tile of scores, a span of
+# keys and a span of values; the recurrent states. The estimate is a quarter higher, because architectures differ.
 _LAYER_ARRAYS = 8
 _ATTENTION_ARRAYS = 4
 _STATE_ARRAYS = 3

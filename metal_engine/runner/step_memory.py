@@ -44,7 +44,7 @@ def measure_step_bytes(
             run the same steps equally often.
 
     Returns:
-        Bytes beyond the memory in use before and the step's KV.
+        Peak memory in bytes, minus the memory in use before the step, which includes the weights and the step's KV.
 
     Raises:
         ConfigError: the step does not fit into memory.
@@ -96,7 +96,7 @@ def _run_step(model: PagedModel, backend: AttentionBackend, rows: StepRows, samp
     mx.clear_cache()
     mx.reset_peak_memory()
     num_seqs = rows.num_requests
-    adapters = None if model.adapters is None else model.adapters.most_rows(rows.num_tokens)
+    adapters = None if model.adapters is None else model.adapters.worst_case_rows(rows.num_tokens)
     logits = model(mx.zeros((rows.num_tokens,), mx.int32), rows, backend.for_step(rows), adapters=adapters)
     tokens = sample(logits, sampling, np.arange(num_seqs), np.zeros(num_seqs, np.int32))
     mx.eval(tokens, model.pool.writes_done_marker())

@@ -13,7 +13,7 @@ import numpy as np
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.request import TokenLogprobs
 from metal_engine.runner.batch import PackedBatch, RequestTable
-from metal_engine.runner.logits_edits import CannotGoOnError, StepEdits
+from metal_engine.runner.logits_edits import NoTokenLeftError, StepEdits
 from metal_engine.runner.logprobs import LogprobArrays, compute_logprobs
 from metal_engine.runner.sampler import sample
 from metal_engine.runner.token_broadcast import TokenBroadcast
@@ -42,7 +42,7 @@ class StepSampling:
     Args:
         allow_late_masks: True if a token may be recomputed because its grammar mask is late. Otherwise, the step waits
             for the mask.
-        share: distributes rank 0's tokens to all ranks; None if there is one rank.
+        broadcast: distributes rank 0's tokens to all ranks; None if there is one rank.
 
     Attributes:
         logits_indices: packed rows whose logits :meth:`build` needs, [R + T] int32: rows that sample, then rows that
@@ -58,9 +58,9 @@ class StepSampling:
         batch: PackedBatch,
         *,
         allow_late_masks: bool = True,
-        share: TokenBroadcast | None = None,
+        broadcast: TokenBroadcast | None = None,
     ) -> None:
-        self._share = share
+        self._broadcast = broadcast
         self._mask_seconds = _MASK_SECONDS if allow_late_masks else math.inf
         self._sampling = table.sampling
         self._req_ids = plan.sampled_req_ids
@@ -104,7 +104,7 @@ class StepSampling:
                 if num_drafts == 0:
                     request_edits.catch_up(token_ids, self._drafts.get(request_id, ()))
                 edits.add(row, request_edits, token_ids, int(self._positions[row]), num_drafts)
-            except CannotGoOnError as error:
+            except NoTokenLeftError as error:
                 self._give_up(row, str(error))
         return edits if edits.rows else None
 
@@ -160,8 +160,8 @@ class StepSampling:
             is_dispatched: True if the device is computing the logits already.
         """
         num_sampled = len(self._indices)
-        if self._share is not None and not self._share.samples:
-            self.tokens = self._share.received(num_sampled, logits) if num_sampled else None
+        if self._broadcast is not None and not self._broadcast.samples:
+            self.tokens = self._broadcast.received(num_sampled, logits) if num_sampled else None
             return
         if self._prompt_rows:
             targets = mx.array(np.concatenate([p.targets for p in self._prompt_rows]))
@@ -170,8 +170,8 @@ class StepSampling:
             logits = logits[:num_sampled]
         if num_sampled:
             self.tokens = self._sample(logits, is_dispatched)
-            if self._share is not None:
-                self.tokens = self._share.sent(self.tokens)
+            if self._broadcast is not None:
+                self.tokens = self._broadcast.sent(self.tokens)
             wanted = np.flatnonzero(self._num_top >= 0)
             if len(wanted):
                 at = mx.array(wanted.astype(np.int32))

@@ -1,4 +1,4 @@
-"""Requests on their way to admission: loading KV from a store, or queued. Selects the next request to admit."""
+"""Holds the requests that wait for admission, queued or loading KV from a store. Selects the next one to admit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Candidate:
 
     Attributes:
         cached: blocks that hold a prefix of the request. A block that arrived from a store is None.
-        num_shared_tokens: number of cached tokens, even if no recurrent state is available to resume after them.
+        num_shared_tokens: number of cached tokens, even if no recurrent state is available to resume after them. 0 for
+            models without recurrent layers.
     """
 
     request: Request
@@ -86,18 +87,18 @@ class Admissions:
             request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             self.loading[request.request_id] = request
         else:
-            self._wait_for_turn(request)
+            self._enqueue(request)
 
-    def take_in_loaded(self) -> None:
+    def enqueue_loaded(self) -> None:
         """Queue the requests whose loads have ended, completely or not. Each keeps its position in the order."""
         if self._connector is None or not self.loading:
             return
         for request_id in self._connector.take_ended_loads():
             request = self.loading.pop(request_id)
             request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
-            self._wait_for_turn(request)
+            self._enqueue(request)
 
-    def _wait_for_turn(self, request: Request) -> None:
+    def _enqueue(self, request: Request) -> None:
         num_cached_tokens = len(self._find_cached(request)) * self._block_size
         self.waiting.push(request, is_long=is_long(request.num_tokens - num_cached_tokens, self._config))
 
@@ -122,7 +123,7 @@ class Admissions:
                 return None  # preempted while a step is in flight: its placeholder token must be filled in first
             candidate = Candidate(request, self._find_cached(request), self._block_size)
             if not may_be_long and is_long(candidate.num_remaining_tokens, self._config):
-                self.waiting.push(request, is_long=True)  # blocks that were cached on arrival have been evicted since
+                self.waiting.push(request, is_long=True)  # its cached blocks have been evicted since it was queued
             elif owner := self._find_owner(candidate, prefills):
                 self.waiting.park(request, *owner)
                 self._states.want(*owner)
@@ -134,13 +135,13 @@ class Admissions:
         return None
 
     def _find_owner(self, candidate: Candidate, prefills: PrefillAllocator) -> tuple[Request, int] | None:
-        """Return the running prefill to wait for and the token to wait for. None if waiting would save no work."""
+        """Return the running prefill to wait for, and how many tokens it must have computed. None: do not wait."""
         found = self._prefix_cache.find_owner(candidate.request, candidate.num_cached_tokens, prefills.in_progress)
         if found is None:
             return None
         owner, num_common = found
-        is_past = owner.num_computed_tokens + prefills.shares.get(owner, 0) > num_common
-        return None if is_past and not self._states.leaves_state_at(owner, num_common) else found
+        is_past = owner.num_computed_tokens + prefills.allotments.get(owner, 0) > num_common
+        return None if is_past and not self._states.writes_state_at(owner, num_common) else found
 
     def _find_cached(self, request: Request) -> list[Block | None]:
         """Return the blocks that need not be computed. A block that arrived from a store is None."""

@@ -80,7 +80,8 @@ class BlockManager:
             cached: result of :meth:`find_cached`. A new table starts with these blocks; each None becomes a new block.
 
         Returns:
-            The ids of the added blocks. None, without any change, if there are too few free blocks.
+            The ids of the added blocks, including the cached blocks. None, without any change, if there are too few
+            free blocks.
         """
         table = self._tables.get(request_id)
         assert table is None or not cached, f"{request_id} has blocks already"
@@ -119,15 +120,15 @@ class BlockManager:
         Blocks without a cached prefix are reused before all other blocks.
         """
         for block in reversed(self._tables.pop(request_id, ())):
-            self._let_go(block)
+            self._release(block)
 
     def trim(self, request_id: str, num_tokens: int) -> None:
         """Free the blocks that the request's first ``num_tokens`` tokens do not occupy."""
         table = self._tables[request_id]
         for _ in range(len(table) - self.blocks_for(num_tokens)):
-            self._let_go(table.pop())
+            self._release(table.pop())
 
-    def _let_go(self, block: Block) -> None:
+    def _release(self, block: Block) -> None:
         block.ref_cnt -= 1
         if block.ref_cnt:
             return
@@ -146,7 +147,7 @@ class BlockManager:
         return self._blocks[block_id].block_hash is not None
 
     def known_blocks(self, start: int, stop: int) -> list[int]:
-        """Return the ids of blocks ``start`` to ``stop`` that hold cached prefixes."""
+        """Return the ids in ``range(start, stop)`` whose blocks hold cached prefixes."""
         return [block.block_id for block in self._blocks[start:stop] if block.block_hash is not None]
 
     def find_cached(
@@ -166,7 +167,7 @@ class BlockManager:
         return found
 
     def register(self, request_id: str, block_hashes: Sequence[bytes], start: int, stop: int) -> None:
-        """Register blocks ``start`` to ``stop`` of the request's table, which are full, under their hashes.
+        """Register the full blocks ``table[start:stop]`` of the request's block table under their hashes.
 
         If a block with the same hash is cached already, the request's copy is not registered.
         """
@@ -197,7 +198,7 @@ class BlockManager:
             for block_id in ids:
                 references[block_id] += 1
         for block, count in zip(self._blocks, references, strict=True):
-            assert block.ref_cnt == count, f"{block} stands in {count} tables"
+            assert block.ref_cnt == count, f"{block} is in {count} tables"
             assert (count == 0) == (block in self._free), f"{block} is free and used, or neither"
         cached = {block.block_id: block.block_hash for block in self._blocks if block.block_hash is not None}
         assert cached == {block.block_id: block_hash for block_hash, block in self._cached.items()}

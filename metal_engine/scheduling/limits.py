@@ -17,8 +17,7 @@ from math import isqrt
 
 from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.request import Request
-from metal_engine.scheduling.block_manager import BlockManager
-from metal_engine.settings.config import SchedulerConfig
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
 
 # Maximum number of prompt rows with log probabilities in a step. With a vocabulary of 262,144 the logits of one row
 # take a megabyte, and they are copied. 256 rows fit well into the memory that a GPU has left for activations.
@@ -46,7 +45,7 @@ class StepBudget:
         self.attention_work -= attention_work(context_len, num_rows)
 
 
-def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig, blocks: BlockManager) -> None:
+def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig, cache: CacheConfig) -> None:
     """Raise if a request of this size could never be served. ``max_tokens`` is 0 for a pooling request.
 
     Raises:
@@ -63,11 +62,11 @@ def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig,
             f"together, but the maximum context length is {config.max_model_len} tokens",
         )
     # The KV of the last generated token is never needed.
-    num_blocks = blocks.blocks_for(max(total - 1, num_prompt_tokens))
-    if num_blocks > blocks.num_blocks:
+    num_blocks = -(-max(total - 1, num_prompt_tokens) // cache.block_size)
+    if num_blocks > cache.num_blocks:
         raise PromptError(
             f"the request needs {num_blocks} KV cache blocks ({num_prompt_tokens} prompt tokens, "
-            f"max_tokens {max_tokens}), but the pool has only {blocks.num_blocks}"
+            f"max_tokens {max_tokens}), but the pool has only {cache.num_blocks}"
         )
 
 
@@ -123,11 +122,13 @@ class PrefillAllocator:
         step: budget left by decodes. Allotted tokens are subtracted from it.
         prefills: running requests with more than one token left to compute, for :meth:`take_turns`.
         room: returns how many tokens of a request may follow a number of computed tokens in one chunk.
-        take_at_once: called to compute a prompt at once if no slot is free. Returns the number of tokens.
+        take_at_once: plans a whole prompt if no prefill slot is free. Returns how many of its tokens to compute in this
+            step.
 
     Attributes:
-        shares: token allotment of each added request, in order of addition.
-        num_long: number of requests in progress whose prompts counted as long at the start of this step.
+        allotments: token allotment of each added request, in order of addition.
+        num_long: number of requests in progress whose prompts counted as long at the start of this step or at their
+            admission in it.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class PrefillAllocator:
         take_at_once: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
     ) -> None:
         self.step = step
-        self.shares: dict[Request, int] = {}
+        self.allotments: dict[Request, int] = {}
         self._config = config
         self._block_size = block_size
         self._room = room
@@ -152,7 +153,7 @@ class PrefillAllocator:
         self.num_long = sum(is_long(num_remaining(r, config), config) for r in prefills)
 
     def take_turns(self) -> None:
-        """Add the running requests in rotation, as long as the budget allows the minimum allotment."""
+        """Add the running prefills whose minimum allotment fits, the longest waiting first."""
         left_out, self._left_out = self._left_out, []
         for request in left_out:
             if self.has_room(request, request.num_computed_tokens, num_remaining(request, self._config)):
@@ -177,17 +178,17 @@ class PrefillAllocator:
     @property
     def num_in_progress(self) -> int:
         """Number of requests that occupy a prefill slot in this step."""
-        return len(self.shares) + len(self._left_out)
+        return len(self.allotments) + len(self._left_out)
 
     @property
     def in_progress(self) -> list[Request]:
         """Requests whose prefill is in progress, including requests admitted in this step."""
-        return [*self.shares, *self._left_out]
+        return [*self.allotments, *self._left_out]
 
     def has_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Return True if the minimum allotment of a request fits.
 
-        The first request always fits if a token is left.
+        The first request always fits if the budget has one :func:`chunk_unit` left.
         """
         smallest = min(num_remaining_tokens, self._block_size)
         return self.fits(request, num_computed_tokens, smallest) or self._is_first
@@ -199,7 +200,7 @@ class PrefillAllocator:
 
     @property
     def _is_first(self) -> bool:
-        return not self.shares and self.step.tokens >= self._unit
+        return not self.allotments and self.step.tokens >= self._unit
 
     def fits(self, request: Request, num_computed_tokens: int, num_tokens: int) -> bool:
         """Return True if an allotment of ``num_tokens`` tokens fits into the remaining budget of this step."""
@@ -212,23 +213,23 @@ class PrefillAllocator:
     def take(self, request: Request, *, whole: bool = False) -> None:
         """Add a new request that passed :meth:`has_room`, with the minimum allotment.
 
-        With ``whole``, the request gets all of its prompt, which must pass :meth:`fits`, or all tokens up to its last
-        state checkpoint. A request without a slot must complete its prompt within two steps, and an even part of the
-        budget might be too small for this.
+        With ``whole``, for a request without a prefill slot, the allotment is the whole prompt, which must pass
+        :meth:`fits`, or the prompt up to its last state checkpoint. A request without a slot must complete its prompt
+        within two steps, and an even part of the budget might be too small for this.
         """
         self.num_long += is_long(num_remaining(request, self._config), self._config)
         self._take(request, whole)
 
     def _take(self, request: Request, whole: bool = False) -> None:
         remaining = num_remaining(request, self._config)
-        self.shares[request] = 0
+        self.allotments[request] = 0
         num_computed = request.num_computed_tokens
         if whole:
-            share = min(remaining, self._take_at_once(request, num_computed))
+            allotment = min(remaining, self._take_at_once(request, num_computed))
         else:
-            share = min(remaining, self._block_size, self.step.tokens, self._room(request, num_computed))
-        self._give(request, share)
-        if self.shares[request] < remaining:
+            allotment = min(remaining, self._block_size, self.step.tokens, self._room(request, num_computed))
+        self._give(request, allotment)
+        if self.allotments[request] < remaining:
             self._unfinished.append(request)
 
     def spread(self) -> None:
@@ -247,7 +248,7 @@ class PrefillAllocator:
         self._unfinished = [request for request in self._unfinished if self._missing(request)]
 
     def _missing(self, request: Request) -> int:
-        return num_remaining(request, self._config) - self.shares[request]
+        return num_remaining(request, self._config) - self.allotments[request]
 
     def _extra(self, request: Request, num_parts: int, num_asking: int) -> int:
         """Return how many tokens ``request`` can use of an equal part of the remaining budget.
@@ -257,8 +258,8 @@ class PrefillAllocator:
             num_asking: number of these requests that also share the prompt rows.
         """
         missing = self._missing(request)
-        room = max(0, self._room(request, request.num_computed_tokens) - self.shares[request])
-        context_len = request.num_computed_tokens + self.shares[request]
+        room = max(0, self._room(request, request.num_computed_tokens) - self.allotments[request])
+        context_len = request.num_computed_tokens + self.allotments[request]
         extra = min(
             missing,
             room,
@@ -270,12 +271,12 @@ class PrefillAllocator:
         return extra if extra in (missing, room) else self._aligned(extra)
 
     def _give(self, request: Request, num_tokens: int) -> None:
-        context_len = request.num_computed_tokens + self.shares[request]
+        context_len = request.num_computed_tokens + self.allotments[request]
         self.step.attention_work -= attention_work(context_len, num_tokens)
         self.step.tokens -= self._charge(num_tokens)
         if request.needs_prompt_rows:
             self.step.prompt_rows -= num_tokens
-        self.shares[request] += num_tokens
+        self.allotments[request] += num_tokens
 
     def _aligned(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self._unit

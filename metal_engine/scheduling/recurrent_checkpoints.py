@@ -6,7 +6,7 @@ State checkpoints are taken at block boundaries, where prefixes are cached:
 - after long instructions, for other conversations with the same instructions;
 - where the prompt diverges from a prefix that is cached without a checkpoint: other prompts will diverge there, too;
 - where a request that waits for this request's prefix diverges from it;
-- every ``CHECKPOINT_INTERVAL`` tokens of a long prompt, or less often if the prompt would exceed its share of slots;
+- every ``CHECKPOINT_INTERVAL`` tokens of a long prompt, or less often if the prompt would exceed its limit of slots;
 - after the last full block of the output while it is decoded. Each new checkpoint replaces the previous one, because
   the end of the output is unknown.
 
@@ -23,13 +23,14 @@ from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.settings.config import CacheConfig
 from metal_engine.step import SchedulerOutput
 
-# Tokens. A request that reuses an earlier prefix recomputes at most this many cached tokens.
+# Tokens. A request that reuses a prefix of another prompt recomputes at most this many cached tokens, or more if a
+# very long prompt has fewer checkpoints (`_thin`).
 CHECKPOINT_INTERVAL = 1024
-# Tokens. Steps with drafts run past block boundaries. This far after the last checkpoint of an output, a step is made
-# to end at a boundary.
+# Tokens. A step with drafts can run past a block boundary, and then writes no checkpoint there. This far after the last
+# checkpoint of an output, drafts are limited so that a step ends at a boundary.
 DRAFTS_INTERVAL = 64
-# Tokens. Shorter instructions get no checkpoint, and the second conversation recomputes them: the additional step for
-# each new prompt would take longer.
+# Tokens. Shorter instructions get no checkpoint: a checkpoint costs each new prompt an additional step, which takes
+# longer than recomputing the instructions.
 MIN_INSTRUCTIONS = 256
 
 
@@ -40,9 +41,9 @@ class _Held:
     Attributes:
         slot: slot that the next step writes the request's state to.
         stops: prompt positions where a state checkpoint is wanted, beside the multiples of ``interval``.
-        left: (number of blocks, slot) of written states whose block hashes are not known yet.
+        unpublished: (number of blocks, slot) of written states whose block hashes are not known yet.
         interval: number of tokens between the periodic checkpoints of the prompt.
-        spaced: periodic checkpoints: position -> hash.
+        spaced: position -> hash of each periodic checkpoint.
         is_prompt_scheduled_whole: True if a single step was planned to compute the prompt up to its last checkpoint.
         latest: hash of the checkpoint at the last wanted position of the prompt.
         rolling: hash of the checkpoint in the output.
@@ -53,7 +54,7 @@ class _Held:
         has_drafts: True while a step in flight writes a state with unverified drafts to ``slot``.
         is_rejected: True if a draft was rejected: the state in ``slot`` is void, and the next step starts from
             ``before``.
-        is_again: True if the last planned step recomputes accepted drafts, or the part of them that fits into it.
+        is_recomputing: True if the last planned step recomputes accepted drafts, or the part of them that fits into it.
         kept_at: number of tokens of the last state that the request kept for a checkpoint.
     """
 
@@ -62,7 +63,7 @@ class _Held:
     is_written: bool = False
     is_prompt_scheduled_whole: bool = False
     stops: tuple[int, ...] = ()
-    left: list[tuple[int, int]] = field(default_factory=list)
+    unpublished: list[tuple[int, int]] = field(default_factory=list)
     spaced: dict[int, bytes] = field(default_factory=dict)
     latest: bytes = b""
     rolling: bytes | None = None
@@ -71,15 +72,15 @@ class _Held:
     before: int | None = None
     has_drafts: bool = False
     is_rejected: bool = False
-    is_again: bool = False
+    is_recomputing: bool = False
     kept_at: int = 0
 
     @property
     def slots(self) -> list[int]:
         """All slots that the request holds, each once."""
-        left = [slot for _, slot in self.left]
-        before = [] if self.before is None or self.before in left else [self.before]
-        return [self.slot, *left, *before]
+        unpublished = [slot for _, slot in self.unpublished]
+        before = [] if self.before is None or self.before in unpublished else [self.before]
+        return [self.slot, *unpublished, *before]
 
 
 class RequestStates:
@@ -121,8 +122,9 @@ class RequestStates:
     def can_admit(self, request: Request, num_cached: int) -> bool:
         """Return True if a request with ``num_cached`` cached tokens can get a slot in the step being planned.
 
-        It cannot if its state comes from a store and the only available slot is a checkpoint that another request reads
-        in this step: a step loads states before it reads any. The request can get the slot in the next step.
+        It cannot if its state comes from a store and the slot that it would get holds a checkpoint from which another
+        request resumes in this step: a step loads states before it reads any. The request can get the slot in the next
+        step.
         """
         block_hash = self._last_hash(request, num_cached)
         is_loaded = self.is_used and block_hash and not self.slots.has_checkpoint(block_hash)
@@ -183,8 +185,8 @@ class RequestStates:
             held.stops = (*held.stops, position)
             held.spaced.pop(position, None)
 
-    def leaves_state_at(self, request: Request, position: int) -> bool:
-        """Return True if the request writes a state checkpoint at ``position``, or needs none."""
+    def writes_state_at(self, request: Request, position: int) -> bool:
+        """Return True if the request will write a state checkpoint at ``position``, or has no recurrent state."""
         held = self._held.get(request.request_id)
         return held is None or position in held.stops or position % held.interval == 0
 
@@ -198,11 +200,11 @@ class RequestStates:
         return min([interval_end, *(stop for stop in stops if stop > num_computed)]) - num_computed
 
     def take_at_once(self, request: Request, num_computed: int) -> int:
-        """Plan a prompt at once, because no prefill slot is free. Return how many tokens to compute in this step.
+        """Plan a whole prompt, because no prefill slot is free. Return how many tokens to compute in this step.
 
-        These are the tokens up to the prompt's last state checkpoint.
-        The few tokens after the checkpoint follow in the next step, and do not occupy a prefill slot. From then on, no
-        additional checkpoint can be requested in the prompt.
+        These are the tokens up to the prompt's last state checkpoint. The few tokens after the checkpoint follow in the
+        next step, and do not occupy a prefill slot. From then on, no additional checkpoint can be requested in the
+        prompt.
         """
         held = self._held.get(request.request_id)
         if held is None or not self._keeps_checkpoints:
@@ -221,12 +223,14 @@ class RequestStates:
         held = self._held.get(request.request_id)
         if held is None:
             return
-        assert not held.has_drafts, f"{request.request_id} goes on before its drafts are settled"
-        held.is_again = (held.is_rejected or held.is_again) and request.num_tokens > request.num_computed_tokens + 1
+        assert not held.has_drafts, f"{request.request_id} is planned again before its drafts are settled"
+        held.is_recomputing = (
+            held.is_rejected or held.is_recomputing
+        ) and request.num_tokens > request.num_computed_tokens + 1
         if held.is_rejected:  # resume from the state before the drafts, and write to the other slot
             held.is_rejected, held.source = False, held.before
             return
-        self._let_go_of_before(held)
+        self._release_before(held)
         held.source = held.slot if held.is_written else None
         if not self._is_kept(held, request):
             held.is_written = True
@@ -237,7 +241,7 @@ class RequestStates:
             self._saves.pop(held.slot, None)
             return
         new_slot = self._take()
-        held.left.append((num_blocks, held.slot))
+        held.unpublished.append((num_blocks, held.slot))
         held.kept_at = request.num_computed_tokens
         held.slot = plan.new_state_slots[request.request_id] = new_slot
 
@@ -274,7 +278,7 @@ class RequestStates:
         held = self._held.get(request.request_id)
         if held is None or held.is_rejected:
             return True
-        return held.is_written and (num_spare > 0 or held.before not in (None, *(slot for _, slot in held.left)))
+        return held.is_written and (num_spare > 0 or held.before not in (None, *(slot for _, slot in held.unpublished)))
 
     def settle_drafts(self, request: Request, *, is_rejected: bool) -> None:
         """Record the result of a running request's drafts. ``is_rejected``: at least one draft was rejected."""
@@ -282,9 +286,9 @@ class RequestStates:
         if held is not None:
             held.has_drafts, held.is_rejected = False, is_rejected
             if not is_rejected:
-                self._let_go_of_before(held)
+                self._release_before(held)
 
-    def _let_go_of_before(self, held: _Held) -> None:
+    def _release_before(self, held: _Held) -> None:
         before, held.before = held.before, None
         if before is not None and before not in held.slots:
             self.slots.give_back(before)
@@ -297,7 +301,7 @@ class RequestStates:
     def is_rejected(self, request: Request) -> bool:
         """Return True if the request's next step recomputes accepted drafts, or the rest of them."""
         held = self._held.get(request.request_id)
-        return held is not None and (held.is_rejected or held.is_again)
+        return held is not None and (held.is_rejected or held.is_recomputing)
 
     def recomputes_drafts(self, request: Request) -> bool:
         """Return True if the step just planned recomputes accepted drafts."""
@@ -334,12 +338,12 @@ class RequestStates:
         if held is None:
             return
         known = request.num_registered_blocks
-        while held.left and held.left[0][0] <= known:
-            num_blocks, slot = held.left[0]
+        while held.unpublished and held.unpublished[0][0] <= known:
+            num_blocks, slot = held.unpublished[0]
             self._add(held, request, num_blocks, slot)
             if slot == held.before:
                 break  # the request may have to resume from it
-            del held.left[0]
+            del held.unpublished[0]
             self.slots.give_back(slot)
         num_blocks = request.num_computed_tokens // self._block_size
         if num_blocks <= known and self._is_kept(held, request):
@@ -364,7 +368,9 @@ class RequestStates:
             assert held.rolling is not None
             self.slots.drop_checkpoint(held.rolling, unless_hit=True)
         held.rolling = block_hash
-        self.slots.touch(held.latest)  # it must outlive `rolling`: without the reasoning, only the prompt matches
+        # The prompt's checkpoint must outlive `rolling`: the next turn may lack the reasoning, and so match only the
+        # prompt.
+        self.slots.touch(held.latest)
 
     def _thin(self, held: _Held) -> None:
         """Drop every second periodic checkpoint if a prompt has too many. Checkpoints that had a hit stay."""

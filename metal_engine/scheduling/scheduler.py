@@ -13,7 +13,7 @@ from metal_engine.request import Request, RequestOutput, RequestStatus
 from metal_engine.scheduling.admission import Admissions, Candidate
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.integrity import check_integrity
-from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillAllocator, StepBudget, check_fits, num_remaining
+from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillAllocator, StepBudget, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 from metal_engine.scheduling.speculation.proposals import Proposer
@@ -57,7 +57,7 @@ class Scheduler:
         self.prefix_cache = PrefixCache(self.blocks, cache_config, slots, on_publish)
         self.requests: dict[str, Request] = {}
         self.admissions = Admissions(config, self.prefix_cache, cache_config.block_size, self.states, connector)
-        self.running: dict[str, Request] = {}  # in order of service
+        self.running: dict[str, Request] = {}  # in order of priority and arrival
         self.speculation = None if proposer is None else Speculation(config, self.blocks, proposer, states=self.states)
         self.num_preemptions = 0
         self._num_arrivals = 0
@@ -69,16 +69,12 @@ class Scheduler:
         self._dropped: list[str] = []
         # Running requests with full blocks that are not in the prefix cache yet. Always empty if nothing is cached.
         self._filled: list[Request] = []
-        self._shares = self.prefix_cache.is_enabled or self.states.is_used
+        self._publishes = self.prefix_cache.is_enabled or self.states.is_used
 
     # --- adding and ending requests -------------------------------------------------------------------------
 
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
-        """Raise as :func:`check_fits` if a request of this size could never be served."""
-        check_fits(num_prompt_tokens, max_tokens, self.config, self.blocks)
-
     def add_request(self, request: Request) -> None:
-        """Queue a request that passes :meth:`check_fits`. Raises ValueError if its id is in use."""
+        """Queue a request that passes :func:`check_fits` of ``limits.py``. Raises ValueError if its id is in use."""
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use")
         request.arrival = self._num_arrivals
@@ -113,12 +109,13 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan one step. With ``--async-scheduling``, called before :meth:`update` for the previous step.
 
-        The plan is empty if all remaining work waits for steps in flight. An empty plan need not be executed.
+        The plan is empty if all remaining work waits for steps in flight or for loads from a store. An empty plan need
+        not be executed.
         """
         plan = SchedulerOutput(step_id=self._num_steps)
         self._num_steps += 1
         self.states.begin_step()
-        self.admissions.take_in_loaded()
+        self.admissions.enqueue_loaded()
         if self.speculation is not None and self.speculation.should_wait_for_tokens(
             self.running, bool(self.admissions.waiting)
         ):
@@ -138,8 +135,8 @@ class Scheduler:
         prefills.spread()
         if not pool_is_full:
             self._use_up(plan, prefills)
-        for request, share in prefills.shares.items():
-            self._add_to_plan(plan, request, share)
+        for request, num_tokens in prefills.allotments.items():
+            self._add_to_plan(plan, request, num_tokens)
         if self.speculation is not None:
             self.speculation.add_drafts(plan, budget, self.running)
         self._publish_prefixes()
@@ -185,7 +182,10 @@ class Scheduler:
             prefills.take(candidate.request)
 
     def _use_up(self, plan: SchedulerOutput, prefills: PrefillAllocator) -> None:
-        """Admit more requests within the remaining budget: to slots free by now, or if their whole prompts fit."""
+        """Admit more requests within the remaining budget.
+
+        If no prefill slot is free, a request is admitted only if its whole prompt fits.
+        """
         while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
             has_room = prefills.has_some_room if has_slot else prefills.fits
@@ -238,17 +238,20 @@ class Scheduler:
         if last is not None and request.sort_key < last.sort_key:  # requests after it in the order were admitted before
             self.running = dict(sorted(self.running.items(), key=lambda pair: pair[1].sort_key))
 
-    def _add_to_plan(self, plan: SchedulerOutput, request: Request, share: int) -> None:
-        """Plan ``share`` tokens of a request. Add an output placeholder if they include its last known token."""
+    def _add_to_plan(self, plan: SchedulerOutput, request: Request, num_tokens: int) -> None:
+        """Plan ``num_tokens`` tokens of a request. Add an output placeholder if they include its last known token."""
         self.states.plan(plan, request)
-        plan.num_scheduled_tokens[request.request_id] = share
-        request.num_computed_tokens += share
+        plan.num_scheduled_tokens[request.request_id] = num_tokens
+        request.num_computed_tokens += num_tokens
         request.last_step = plan.step_id
         if request.num_computed_tokens == len(request.token_ids) + request.num_output_placeholders:
             done = plan.sampled_req_ids if request.pooling_params is None else plan.pooled_req_ids
             done.append(request.request_id)
             request.num_output_placeholders += 1
-        if self._shares and request.num_computed_tokens >= (request.num_registered_blocks + 1) * self.blocks.block_size:
+        if (
+            self._publishes
+            and request.num_computed_tokens >= (request.num_registered_blocks + 1) * self.blocks.block_size
+        ):
             self._filled.append(request)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
@@ -282,7 +285,11 @@ class Scheduler:
             self._preempt(request)
 
     def failed(self, plan: SchedulerOutput | None = None) -> None:
-        """Discard the effects of a step that has failed or will not run. None: of all steps in flight."""
+        """Drop all cached prefixes, and void the drafts of a step that has failed or will not run.
+
+        Args:
+            plan: plan of the step. None: all steps in flight.
+        """
         self.prefix_cache.forget()  # the cache may contain blocks that will never be written
         if self.speculation is not None:
             self.speculation.failed(plan)
@@ -360,8 +367,8 @@ class Scheduler:
                 continue
             request.token_ids += token_ids
             status = request.status_after(token_id)
-            is_behind = len(token_ids) > 1 or request.num_computed_tokens == request.num_tokens
-            if self._shares and is_behind and request.status is RequestStatus.RUNNING:
+            is_unpublished = len(token_ids) > 1 or request.num_computed_tokens == request.num_tokens
+            if self._publishes and is_unpublished and request.status is RequestStatus.RUNNING:
                 self._publish(request)  # its last block was computed before the block's tokens were known
             num_cached, num_external = request.num_cached_tokens, request.num_external_tokens
             output = RequestOutput(request_id, token_ids, num_cached, num_external, request.num_predicted_tokens)
@@ -375,7 +382,7 @@ class Scheduler:
         return outputs
 
     def _take_back_token(self, request: Request) -> None:
-        """Schedule recomputation of a running request's last token."""
+        """Schedule recomputation of a request's last token, because its grammar mask was late. Suspend its drafts."""
         if self.speculation is not None:
             self.speculation.suspend_drafts(request.request_id)
         if request.status is not RequestStatus.RUNNING:

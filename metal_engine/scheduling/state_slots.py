@@ -1,6 +1,6 @@
 """Tracks the slots of recurrent states: states of running requests, and state checkpoints for later requests.
 
-A recurrent layer stores only the state after a prompt's last token. A cached prefix can therefore be used only if the
+A recurrent layer stores only the state after the last computed token. A cached prefix can therefore be used only if the
 state at its end was kept, as a *state checkpoint*. No state is copied for this: the slot becomes the checkpoint, and
 the request that filled it continues in another slot. There are more slots than requests. The least recently used
 checkpoint is evicted first.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 
 class StateSlots:
-    """Slots 1 to ``num_slots``. Each slot is free, or in use by a request, a state checkpoint, or both of them.
+    """Slots 1 to ``num_slots``. Each slot is free, or in use by a request, a state checkpoint, or both.
 
     Args:
         num_slots: number of slots; 0 for models without recurrent layers.
@@ -72,9 +72,9 @@ class StateSlots:
     def give_back(self, slot: int) -> None:
         """Release a slot that a request holds."""
         self._num_taken -= 1
-        self._let_go(slot)
+        self._release(slot)
 
-    def _let_go(self, slot: int) -> None:
+    def _release(self, slot: int) -> None:
         self._num_holders[slot] -= 1
         assert self._num_holders[slot] >= 0, f"slot {slot} is free already"
         if not self._num_holders[slot]:
@@ -118,7 +118,7 @@ class StateSlots:
     def drop_checkpoint(self, block_hash: bytes, *, unless_hit: bool = False) -> None:
         """Drop a state checkpoint, with ``unless_hit`` only if no request has used it. Unknown hashes are ignored."""
         if block_hash in self._checkpoints and not (unless_hit and block_hash in self._was_hit):
-            self._let_go(self._checkpoints.pop(block_hash))
+            self._release(self._checkpoints.pop(block_hash))
 
     def drop_checkpoint_in(self, slot: int) -> None:
         """Drop the state checkpoint in a slot, if there is one, because the slot is about to be overwritten."""

@@ -22,7 +22,7 @@ class _Entry:
 class WaitingQueue:
     """Waiting requests in order of their sort keys.
 
-    Long prompts are in a separate heap, so that short prompts behind them can be found. Each keeps its position. A
+    Long prompts are in a separate heap, so that short prompts after them in the order can be found. A
     request can also be parked until a running request has computed their common prefix, so that the prefix is computed
     only once.
     """
@@ -112,7 +112,7 @@ class WaitingQueue:
         Args:
             num_computed_tokens: number of computed tokens, by the id of each running request.
         """
-        assert self._parked.keys() <= num_computed_tokens.keys(), "parked with a request that computes nothing"
+        assert self._parked.keys() <= num_computed_tokens.keys(), "parked with a request that is not running"
         for owner_id, parked in self._parked.items():
             assert parked[0][0] > num_computed_tokens[owner_id], f"still parked with {owner_id}"
         found = [e for heap in self._heaps for e in heap] + [p[1] for ps in self._parked.values() for p in ps]

@@ -51,7 +51,7 @@ def create_app(
     Args:
         names: names of the model in the API. Responses contain the first one. ``*`` stands for any other name; alone,
             it keeps the model's own name.
-        args: settings of the server. The application uses those about requests.
+        args: settings of the server; None for the defaults.
         answer_format: format in which the model writes tool calls and reasoning. Without it, outputs are plain text.
     """
     args = args or ServerArgs()
@@ -68,8 +68,8 @@ def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -
         discover: function that finds models added after the server started. Without it, clients cannot load or unload
             models.
     """
-    # A redirect would lead to the host name that the request contains. FastAPI's own pages load scripts from other
-    # servers.
+    # A redirect would go to the host in the request's Host header. FastAPI's own documentation pages load scripts from
+    # other servers.
     app = FastAPI(
         title="metal-engine",
         version=__version__,

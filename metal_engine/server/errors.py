@@ -27,13 +27,13 @@ _MAX_ERROR = 1000
 
 
 class APIError(HTTPException):
-    """Error to report to the client. FastAPI passes it on wherever it is raised.
+    """Error to report to the client. If a route raises it, it becomes the response.
 
     Args:
         status: HTTP status.
         message: description of the problem.
-        where: beginning of the message: ``param`` and the place in it, as in ``messages[0].role``.
-        param: request field at fault, if any. Default: the field that ``where`` begins with.
+        where: start of the message: ``param`` and the place in it, as in ``messages[0].role``.
+        param: request field at fault, if any. Default: the field at the start of ``where``.
         code: machine-readable code of OpenAI, if there is one for this error.
         headers: additional response headers.
     """
@@ -74,7 +74,11 @@ def invalid_prompt(error: ValueError, param: str) -> APIError:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Within this context, replace the field at fault of an error by the client's name from ``names``."""
+    """Correct the field at fault in each APIError that is raised within this context.
+
+    Args:
+        names: map from a field of the converted body to the field of the client's body.
+    """
     try:
         yield
     except APIError as error:
@@ -108,7 +112,7 @@ SHUTTING_DOWN = "shutting_down"
 
 
 def shutting_down() -> APIError:
-    """Return an error with status 503 for a request that arrives during shutdown, or has not begun by then."""
+    """Return an error with status 503 for a request that arrives during shutdown, or is still queued when it begins."""
     headers = {"connection": "close", "retry-after": "1"}
     return APIError(503, "the server is shutting down", code=SHUTTING_DOWN, headers=headers)
 

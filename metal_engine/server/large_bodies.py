@@ -25,22 +25,23 @@ from metal_engine.sizes import num_characters, parts
 LARGE_BYTES = 1 << 20
 LARGE_COMMAS = 1 << 14
 LARGE_CONTAINERS = 1 << 13
-ALWAYS_SMALL_BYTES = 1 << 15
+ALWAYS_SMALL_BYTES = 1 << 15  # a body with fewer bytes is never large
 # Number of list elements validated in one call: 10 ms for tools, the slowest kind.
 _ELEMENTS_AT_ONCE = 1 << 11
-# Number of characters of a number array or a text parsed in one call: 2 ms.
+# Number of characters of a number array or a text parsed in one call, which takes 2 ms.
 _CHARACTERS_AT_ONCE = 1 << 16
+# Number of bytes searched or decoded in one call.
 _BYTES_AT_ONCE = 1 << 20
 # Limits on the content of a body. Each allows 20 to 40 MiB of Python objects, including those that validation makes.
 MAX_CONTAINERS = 1 << 15
 MAX_INTEGERS = 1 << 20
 MAX_VALUES = 1 << 18
 MAX_MEMBERS = 1 << 15  # pydantic processes all members of an object in one call
-# Size of one copy of a body as a Python str, whose characters are all as wide as the widest. Parsing needs two copies.
+# Maximum size of a body as a Python str, in which all characters are as wide as the widest. Parsing needs two copies.
 MAX_TEXT_BYTES = 24 << 20
 # Maximum length of a JSON value inside a body that is serialized again. Serializing that many characters takes 20 ms.
 MAX_WITHIN = 1 << 21
-# Total length of JSON texts inside a body up to which their values are not counted: the values take at most 6 MiB.
+# Maximum total length of JSON texts inside a body whose values need not be counted, because they take at most 6 MiB.
 _SMALL_TEXTS = 1 << 18
 
 _INTEGERS = re.compile(rf"[-\d\s,]{{0,{_CHARACTERS_AT_ONCE}}}", re.ASCII)

@@ -88,7 +88,7 @@ class Lifecycle:
             try:
                 await app(scope, receive, send)
             except asyncio.CancelledError:
-                # A client that reads too slowly to get its last event. A traceback would not help.
+                # The client reads too slowly to get its last event. A traceback would not help.
                 if not self.cut:
                     raise
             finally:

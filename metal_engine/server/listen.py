@@ -26,8 +26,8 @@ class Listener:
 
     Attributes:
         url: URL that clients use.
-        limits: bounds on connections.
-        tls: options for TLS that uvicorn takes; empty without TLS.
+        limits: limits on connections.
+        tls: uvicorn's options for TLS; empty without TLS.
     """
 
     socket: socket.socket
@@ -73,7 +73,7 @@ def tls_options(args: ServerArgs) -> dict[str, Any]:
         if args.ssl_ca_certs is not None:
             context.load_verify_locations(args.ssl_ca_certs)
     except (OSError, ssl.SSLError) as error:
-        problem = f"--ssl-certfile, --ssl-keyfile or --ssl-ca-certs cannot be used: {error}"
+        problem = f"--ssl-certfile, --ssl-keyfile or ssl-ca-certs cannot be used: {error}"
         raise ConfigError("--ssl-certfile", problem) from error
     names = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
     requires = ssl.CERT_NONE if args.ssl_ca_certs is None else ssl.CERT_REQUIRED

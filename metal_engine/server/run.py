@@ -1,4 +1,4 @@
-"""Runs the application: readiness, signals, a stopped engine, and the exit status of the process."""
+"""Runs the application. Handles its readiness, signals, the engine's death, and the exit status of the process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from metal_engine.settings.args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-# Seconds from the engine's death to the end of the process. Requests get an error, and /health reports it to probes.
+# Seconds for which the server still responds after the engine has died. Requests get an error, and /health reports it.
 DEATH_GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 # Seconds from the second signal to the end of the process, even if the event loop is stuck.
@@ -57,7 +57,7 @@ class Server(uvicorn.Server):
         shutdown_timeout: seconds that requests in flight may take to finish when the server stops.
         death_grace: seconds for which the server still responds after its engine has died.
         log_stats_interval: seconds between log lines about the engine; 0 for none.
-        limits: bounds on connections.
+        limits: limits on connections.
         options: options of uvicorn: :attr:`Listener.tls`, and ``host`` and ``port`` if ``run`` gets no sockets.
 
     Attributes:
@@ -170,7 +170,7 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Within this context, SIGINT and SIGTERM call :meth:`stop`, and then :meth:`stop_now`."""
+        """Within this context, the first SIGINT or SIGTERM calls :meth:`stop`, and the second :meth:`stop_now`."""
         is_main = threading.current_thread() is threading.main_thread()
         with _handled_by(self._on_signal) if is_main else nullcontext():
             yield
@@ -246,7 +246,9 @@ def run_registry(
     prepare: Callable[[], Awaitable[None]],
     discover: Discover | None,
 ) -> int:
-    """Serve several models until a signal arrives, then shut them down. Returns and raises as :func:`run_server`.
+    """Serve several models until a signal arrives, then shut them down.
+
+    Returns and raises as :func:`run_server`. Exceptions of ``prepare`` are raised, too.
 
     Args:
         prepare: coroutine function that loads the initial models before the first connection is accepted.

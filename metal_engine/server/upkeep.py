@@ -30,7 +30,7 @@ class FreedMemory:
         return self._lifecycle.num_begun, self._workers.num_heavy
 
     def is_due(self) -> bool:
-        """Return True after large bodies, and when the server has been idle, if requests came since the last time."""
+        """Return True if memory is to be returned now: after large bodies, or if the server is idle after requests."""
         self._polls_since += 1
         self._num_idle_polls = 0 if self._lifecycle.num_active else self._num_idle_polls + 1
         counts = self._counts()

@@ -70,24 +70,24 @@ class Workers:
         """
         if weight in self._dropped:
             raise shutting_down()
-        left = threading.Event()
+        disconnected = threading.Event()
         context = contextvars.copy_context()
-        context.run(caller_disconnected.set, left)
-        future: Future[T] = self._pools[weight].submit(context.run, _unless_left, work, *args)
-        self._in_flight[left] = weight, future
+        context.run(caller_disconnected.set, disconnected)
+        future: Future[T] = self._pools[weight].submit(context.run, _unless_cancelled, work, *args)
+        self._in_flight[disconnected] = weight, future
         self.num_heavy += weight is Weight.HEAVY
         try:
             return await asyncio.wrap_future(future)
         except Cancelled as cancelled:  # dropped
             raise shutting_down() from cancelled
         except asyncio.CancelledError as cancelled:
-            if left.is_set():  # dropped before it began
+            if disconnected.is_set():  # dropped before it began
                 raise shutting_down() from cancelled
-            left.set()
+            disconnected.set()
             future.cancel()
             raise
         finally:
-            del self._in_flight[left]
+            del self._in_flight[disconnected]
 
     def drop(self, weight: Weight) -> None:
         """Cancel work of a kind and reject it from now on.
@@ -95,14 +95,15 @@ class Workers:
         Its callers get the error that the server is shutting down.
         """
         self._dropped.add(weight)
-        for left, (kind, future) in list(self._in_flight.items()):
+        for disconnected, (kind, future) in list(self._in_flight.items()):
             if kind is weight:
-                left.set()
+                disconnected.set()
                 future.cancel()
 
     async def run_if_large(self, num_bytes: int, work: Callable[..., T], *args: object) -> T:
-        """Return ``work(*args)``. Runs in a thread for more than ``ALWAYS_SMALL_BYTES``: up to that, work takes at most
-        10 ms.
+        """Return ``work(*args)``. Run it in a thread if ``num_bytes`` exceeds ``ALWAYS_SMALL_BYTES``.
+
+        Work on fewer bytes takes at most 10 ms.
         """
         return work(*args) if num_bytes <= ALWAYS_SMALL_BYTES else await self.run(Weight.of(num_bytes), work, *args)
 
@@ -114,6 +115,6 @@ class Workers:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _unless_left(work: Callable[..., T], *args: object) -> T:
+def _unless_cancelled(work: Callable[..., T], *args: object) -> T:
     check_cancelled()
     return work(*args)

@@ -11,7 +11,7 @@ from math import inf
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings import attention_args, memory_args, rank_args, step_args
-from metal_engine.settings.fields import SettingsBase, setting
+from metal_engine.settings.fields import FILE, HELP_ALL, SettingsBase, setting
 from metal_engine.settings.format_names import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from metal_engine.settings.lora_args import ENABLE_LORA, LORA, LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, LoRAArgs
 from metal_engine.settings.model_names import check_name
@@ -44,11 +44,16 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
 
     model: str
     tokenizer: str | None = setting(
-        None, "Tokenizer to use instead of the model's own: a directory, or a repository.", group=MODEL
+        None,
+        "Tokenizer to use instead of the model's own: a directory, or a repository.",
+        group=MODEL,
+        listing=HELP_ALL,
     )
-    revision: str | None = setting(None, "Branch, tag or commit of the repository to load.", group=MODEL)
+    revision: str | None = setting(
+        None, "Branch, tag or commit of the repository to load.", group=MODEL, listing=HELP_ALL
+    )
     download_dir: str | None = setting(
-        None, "Folder for downloaded repositories. Default: the hub's cache.", group=MODEL
+        None, "Folder for downloaded repositories. Default: the hub's cache.", group=MODEL, listing=HELP_ALL
     )
     trust_remote_code: bool = setting(False, "Run Python code from the model's repository.", group=MODEL)
     generation_config: str = setting(
@@ -56,6 +61,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         "Source of the sampling defaults: auto (the model's own generation_config.json), vllm (no file), or a folder "
         "with such a file.",
         group=MODEL,
+        listing=HELP_ALL,
     )
     chat_template: str | None = setting(
         None, "Chat template to use instead of the model's own: a file, or the Jinja text itself.", group=MODEL
@@ -65,6 +71,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         "Read <|im_end|> and other special tokens in a message as control tokens. Otherwise they are plain text, so "
         "that message content cannot forge a chat turn.",
         group=MODEL,
+        listing=FILE,
     )
     dtype: str = setting(
         "auto",
@@ -72,7 +79,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         group=MODEL,
         choices=DTYPES,
     )
-    seed: int = setting(0, "Seed for requests that do not set one.", group=MODEL, ge=0, lt=2**64)
+    seed: int = setting(0, "Default seed of requests.", group=MODEL, listing=HELP_ALL, ge=0, lt=2**64)
     max_model_len: int | None = setting(
         None,
         "Maximum length of a request in tokens, prompt and output together. Default: the model's context length, or "
@@ -96,9 +103,9 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         kind="count",
         ge=1,
     )
-    block_size: int = setting(16, "Number of tokens in a block of the KV cache.", group=MEMORY, ge=1)
+    block_size: int = setting(16, "Number of tokens in a block of the KV cache.", group=MEMORY, listing=HELP_ALL, ge=1)
     num_gpu_blocks_override: int | None = setting(
-        None, "Size of the KV cache in blocks, instead of in bytes.", group=MEMORY, ge=1
+        None, "Size of the KV cache in blocks, instead of in bytes.", group=MEMORY, listing=HELP_ALL, ge=1
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
@@ -136,6 +143,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         20 * GIB,
         "Maximum size of --kv-cache-dir. The least recently used data is removed first.",
         group=KV_TRANSFER,
+        listing=HELP_ALL,
         kind="size",
         ge=1,
     )
@@ -144,6 +152,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         "Connector that loads and saves KV, as JSON: kv_connector, kv_role, kv_connector_extra_config, "
         "kv_load_failure_policy (see docs/several-macs.md).",
         group=KV_TRANSFER,
+        listing=HELP_ALL,
     )
     lora_modules: tuple[str, ...] = LORA_MODULES
     enable_lora: bool = ENABLE_LORA
@@ -153,22 +162,26 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     pipeline_parallel_size: int = rank_args.PIPELINE_PARALLEL_SIZE
     distributed_timeout_seconds: float = rank_args.DISTRIBUTED_TIMEOUT_SECONDS
     max_num_partial_prefills: int = setting(
-        4, "Maximum number of prompts in concurrent prefill.", group=SCHEDULING, ge=1
+        4, "Maximum number of prompts in concurrent prefill.", group=SCHEDULING, listing=HELP_ALL, ge=1
     )
     max_long_partial_prefills: int = setting(
-        1, "Maximum number of long prompts in concurrent prefill.", group=SCHEDULING, ge=1
+        1, "Maximum number of long prompts in concurrent prefill.", group=SCHEDULING, listing=HELP_ALL, ge=1
     )
     long_prefill_token_threshold: int = setting(
         0,
         "A prompt is long if more tokens than this are left to compute. 0 means the number of tokens per step.",
         group=SCHEDULING,
+        listing=HELP_ALL,
         ge=0,
     )
-    page_aligned_scheduling: bool = setting(False, "Split long prompts only at the ends of blocks.", group=SCHEDULING)
+    page_aligned_scheduling: bool = setting(
+        False, "Split long prompts only at the ends of blocks.", group=SCHEDULING, listing=HELP_ALL
+    )
     scheduling_policy: str = setting(
         "fcfs",
         "Order of requests: fcfs (by arrival), or priority (by the request's priority, lower values first).",
         group=SCHEDULING,
+        listing=HELP_ALL,
         choices=SCHEDULING_POLICIES,
     )
     max_attention_work: int | None = setting(
@@ -176,6 +189,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         "Maximum attention work in a step, counted in pairs of a query token and a key token that it attends to. "
         "Default: about one second of work.",
         group=SCHEDULING,
+        listing=FILE,
         ge=1,
     )
     async_scheduling: bool | None = step_args.ASYNC_SCHEDULING
@@ -205,7 +219,9 @@ class ServerArgs(SettingsBase):
 
     host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 stands for all addresses.", group=SERVER)
     port: int = setting(8000, "Port to listen on; 0 selects a free port.", group=SERVER, ge=0, le=65535)
-    uds: str | None = setting(None, "Unix domain socket to listen on instead of --host and --port.", group=SERVER)
+    uds: str | None = setting(
+        None, "Unix domain socket to listen on instead of --host and --port.", group=SERVER, listing=HELP_ALL
+    )
     served_model_name: tuple[str, ...] = setting(
         (),
         "Name of the model in the API, instead of MODEL; * stands for any name. Give several names after the flag, "
@@ -238,34 +254,34 @@ class ServerArgs(SettingsBase):
         "rejected (/health and /ready have a few extra connections). 0 means 4,096, or fewer if the limit of open "
         "files is low.",
         group=LIMITS,
+        listing=FILE,
         ge=0,
     )
-    h11_max_incomplete_event_size: int = setting(
-        64 << 10,
-        "Maximum size of a request's first line and headers together, as in 64KiB.",
-        group=LIMITS,
-        kind="size",
-        ge=1024,
-    )
-    h11_max_header_count: int = setting(256, "Maximum number of headers of a request.", group=LIMITS, ge=1)
     timeout_read: float = setting(
         15.0,
         "Seconds within which a client must send a request's headers, or the next part of its body.",
         group=LIMITS,
+        listing=FILE,
         gt=0,
         lt=inf,
     )
     timeout_write: float = setting(
-        60.0, "Seconds after which the response to a client that does not read is dropped.", group=LIMITS, gt=0, lt=inf
+        60.0,
+        "Seconds after which the response to a client that does not read is dropped.",
+        group=LIMITS,
+        listing=FILE,
+        gt=0,
+        lt=inf,
     )
     timeout_keep_alive: float = setting(
-        5.0, "Seconds after which an idle connection is closed.", group=LIMITS, gt=0, lt=inf
+        5.0, "Seconds after which an idle connection is closed.", group=LIMITS, listing=FILE, gt=0, lt=inf
     )
     max_num_queued_reqs: int = setting(
         2048,
         "Maximum number of waiting requests; further requests get 503 with Retry-After. A request with many prompts "
         "is submitted in portions, and counts as at most twice --max-num-seqs. 0 means no limit.",
         group=LIMITS,
+        listing=HELP_ALL,
         ge=0,
     )
     max_num_queued_tokens: int = setting(
@@ -273,37 +289,54 @@ class ServerArgs(SettingsBase):
         "Maximum number of prompt tokens of requests without output; further requests get 503 with Retry-After. 0 "
         "means no limit.",
         group=LIMITS,
+        listing=FILE,
         ge=0,
     )
     request_timeout: float = setting(
-        0.0, "Seconds after which a request ends with an error (504). 0 means no limit.", group=LIMITS, ge=0, lt=inf
+        0.0,
+        "Seconds after which a request ends with an error (504). 0 means no limit.",
+        group=LIMITS,
+        listing=HELP_ALL,
+        ge=0,
+        lt=inf,
     )
-    ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).", group=SECURITY)
-    ssl_keyfile_password: str | None = setting(None, "Password of the private key.", group=SECURITY, secret=True)
-    ssl_certfile: str | None = setting(None, "Certificate (PEM) to serve TLS with.", group=SECURITY)
+    ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).", group=SECURITY, listing=HELP_ALL)
+    ssl_keyfile_password: str | None = setting(
+        None, "Password of the private key.", group=SECURITY, listing=FILE, secret=True
+    )
+    ssl_certfile: str | None = setting(None, "Certificate (PEM) to serve TLS with.", group=SECURITY, listing=HELP_ALL)
     ssl_ca_certs: str | None = setting(
-        None, "Certificate authorities (PEM). Clients must present a certificate from one of them.", group=SECURITY
+        None,
+        "Certificate authorities (PEM). Clients must present a certificate from one of them.",
+        group=SECURITY,
+        listing=FILE,
     )
     max_body_size: int = setting(
-        16 << 20, "Maximum size of a request body, as in 16MiB.", group=LIMITS, kind="size", ge=1
+        16 << 20, "Maximum size of a request body, as in 16MiB.", group=LIMITS, listing=HELP_ALL, kind="size", ge=1
     )
     shutdown_timeout: float = setting(
-        30.0, "Seconds within which running requests may finish after SIGTERM or SIGINT.", group=SERVER, ge=0, lt=inf
+        30.0,
+        "Seconds within which running requests may finish after SIGTERM or SIGINT.",
+        group=SERVER,
+        listing=HELP_ALL,
+        ge=0,
+        lt=inf,
     )
     lora_dir: str | None = setting(
         None,
         "Folder with LoRA adapters that clients may load and unload while the server runs (/v1/load_lora_adapter). "
         "Requires --enable-lora. Default: clients may not load adapters.",
         group=LORA,
+        listing=HELP_ALL,
     )
     strict_params: bool = setting(
-        False, "Reject requests with unknown parameters instead of ignoring those parameters.", group=ANSWERS
-    )
-    log_level: str = setting(
-        "info", "Minimum severity of log messages: debug, info, warning or error.", group=LOGGING, choices=LOG_LEVELS
+        False,
+        "Reject requests with unknown parameters instead of ignoring those parameters.",
+        group=ANSWERS,
+        listing=HELP_ALL,
     )
     enable_auto_tool_choice: bool = setting(
-        True, "Let the model decide whether to call a tool (tool_choice auto).", group=ANSWERS
+        True, "Let the model decide whether to call a tool (tool_choice auto).", group=ANSWERS, listing=HELP_ALL
     )
     tool_call_parser: str = setting(
         "auto",
@@ -322,6 +355,7 @@ class ServerArgs(SettingsBase):
         "Interval in seconds of comments in a stream without events, so that proxies keep the connection open. 0 "
         "means never.",
         group=ANSWERS,
+        listing=FILE,
         ge=0,
         lt=inf,
     )
@@ -329,15 +363,24 @@ class ServerArgs(SettingsBase):
         1000,
         "Maximum number of responses of /v1/responses in memory for previous_response_id. 0 stores no responses.",
         group=ANSWERS,
+        listing=FILE,
         ge=0,
     )
+    log_level: str = setting(
+        "info", "Minimum severity of log messages: debug, info, warning or error.", group=LOGGING, choices=LOG_LEVELS
+    )
     log_format: str = setting(
-        "text", "Format of log lines: text, or json (one object per line).", group=LOGGING, choices=LOG_FORMATS
+        "text",
+        "Format of log lines: text, or json (one object per line).",
+        group=LOGGING,
+        listing=HELP_ALL,
+        choices=LOG_FORMATS,
     )
     log_stats_interval: float = setting(
         10.0,
         "Seconds between log lines about throughput, requests and KV cache. 0 writes none.",
         group=LOGGING,
+        listing=FILE,
         ge=0,
         lt=inf,
     )
@@ -347,7 +390,7 @@ class ServerArgs(SettingsBase):
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ConfigError("--ssl-certfile", "and --ssl-keyfile must be set together")
         if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_keyfile_password) is not None:
-            raise ConfigError("--ssl-ca-certs", "and --ssl-keyfile-password need --ssl-certfile")
+            raise ConfigError("ssl-ca-certs", "and ssl-keyfile-password need --ssl-certfile")
         if isinstance(self.api_key, str):
             object.__setattr__(self, "api_key", (self.api_key,))
         if not all(key.strip() and key.isascii() for key in self.api_key):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from metal_engine.settings.fields import setting
+from metal_engine.settings.fields import HELP_ALL, setting
 
 # Heading in `--help` and in docs/cli.md.
 MODEL = "Model"
@@ -15,11 +15,13 @@ ATTENTION_BACKEND: Any = setting(
     "Attention backend: metal (our kernel, or an error), mlx (MLX's operations), or auto (our kernel for supported "
     "layers, MLX's operations for other layers).",
     group=MODEL,
+    listing=HELP_ALL,
     choices=("auto", "metal", "mlx"),
 )
 ATTENTION_TUNING: Any = setting(
     "auto",
     "Tuning of the attention kernel: auto (measure at the first start on a GPU, for at most 10 s) or never.",
     group=MODEL,
+    listing=HELP_ALL,
     choices=("auto", "never"),
 )

@@ -7,6 +7,7 @@ messages are generated from this one declaration. :mod:`metal_engine.settings.so
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import operator
 import re
@@ -17,6 +18,18 @@ from typing import Any
 from metal_engine.errors import ConfigError
 
 ENV_PREFIX = "METAL_ENGINE_"
+
+
+class Listing(enum.Enum):
+    """Place that lists a setting. The config file and the environment accept all settings."""
+
+    HELP = "help"  # a flag that --help lists
+    HELP_ALL = "help-all"  # a flag that only --help-all lists
+    FILE = "file"  # no flag
+
+
+HELP_ALL, FILE = Listing.HELP_ALL, Listing.FILE
+
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 
@@ -33,6 +46,7 @@ def setting(
     choices: tuple[str, ...] | None = None,
     secret: bool = False,
     group: str = "",
+    listing: Listing = Listing.HELP,
     **bounds: float,
 ) -> Any:
     """Create a dataclass field that users can set.
@@ -45,10 +59,11 @@ def setting(
         choices: the only values accepted.
         secret: True to keep the value out of all messages.
         group: heading in ``--help`` above the setting. Default: the command's heading.
+        listing: place that lists the setting.
         bounds: bounds of a number: at least ``ge``, more than ``gt``, at most ``le``, less than ``lt``.
     """
-    metadata = {"help": help, "kind": kind, "choices": choices, "secret": secret, "group": group, "bounds": bounds}
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {"help": help, "kind": kind, "choices": choices, "secret": secret, "group": group}
+    return dataclasses.field(default=default, metadata={**metadata, "listing": listing, "bounds": bounds})
 
 
 @dataclass(frozen=True)
@@ -65,11 +80,28 @@ class Setting:
     choices: tuple[str, ...] | None = None
     secret: bool = False
     group: str = ""
+    listing: Listing = Listing.HELP
     bounds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def flag(self) -> str:
+        """The command-line flag. A setting without a flag had this flag in an earlier version."""
         return flag(self.name)
+
+    @property
+    def has_flag(self) -> bool:
+        """True if the command line accepts the setting."""
+        return self.listing is not Listing.FILE
+
+    @property
+    def key(self) -> str:
+        """The key in the config file: ``max_model_len`` -> ``max-model-len``."""
+        return self.name.replace("_", "-")
+
+    @property
+    def label(self) -> str:
+        """The name of the setting in messages: its flag, or its key if it has no flag."""
+        return self.flag if self.has_flag else self.key
 
     @property
     def variable(self) -> str:
@@ -100,7 +132,7 @@ class SettingsBase:
 
     def __post_init__(self) -> None:
         for one in settings_of(type(self)):
-            one.check(getattr(self, one.name), one.flag)
+            one.check(getattr(self, one.name), one.label)
 
 
 def settings_of(*classes: type) -> list[Setting]:

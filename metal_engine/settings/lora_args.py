@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.fields import Setting, SettingsBase, read_object, setting
+from metal_engine.settings.fields import HELP_ALL, Setting, SettingsBase, read_object, setting
 from metal_engine.settings.model_names import check_name
 
 LORA = "LoRA adapters"
@@ -42,12 +42,14 @@ ENABLE_LORA: Any = setting(
     "Allow loading LoRA adapters while the engine runs, with reserved memory for --max-loras adapters. Without "
     "it, only --lora-modules are available.",
     group=LORA,
+    listing=HELP_ALL,
 )
 MAX_LORAS: Any = setting(
     None,
     "Maximum number of LoRA adapters at once, also within one step. Default: the number of --lora-modules; "
     f"at least {_MAX_LORAS} with --enable-lora.",
     group=LORA,
+    listing=HELP_ALL,
     ge=1,
     le=1024,
 )
@@ -56,6 +58,7 @@ MAX_LORA_RANK: Any = setting(
     "Maximum rank of a LoRA adapter; each adapter takes memory for this rank. Default: maximum of --lora-modules; "
     f"at least {_MAX_LORA_RANK} with --enable-lora.",
     group=LORA,
+    listing=HELP_ALL,
     ge=1,
     le=4096,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from metal_engine.settings.fields import setting
+from metal_engine.settings.fields import HELP_ALL, setting
 
 MEMORY = "Memory"
 
@@ -11,4 +11,5 @@ WIRE_MEMORY = setting(
     "Wire the memory of weights, KV cache and largest step (Metal), so that macOS cannot swap it out. "
     "--no-wire-memory leaves the wired limit of MLX unchanged; see docs/mac.md for kernel panics.",
     group=MEMORY,
+    listing=HELP_ALL,
 )

@@ -8,7 +8,7 @@ from math import inf
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import GIB, EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
-from metal_engine.settings.fields import SettingsBase, format_size, setting
+from metal_engine.settings.fields import HELP_ALL, SettingsBase, format_size, setting
 from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.speculative import FLAG as SPECULATIVE
 from metal_engine.settings.speculative import speculative_config
@@ -45,6 +45,7 @@ class RegistryArgs(SettingsBase):
         "Seconds without a request after which a model is unloaded. 0 unloads a model only if another model needs its "
         "memory.",
         group=MODELS,
+        listing=HELP_ALL,
         ge=0,
         lt=inf,
     )
@@ -53,6 +54,7 @@ class RegistryArgs(SettingsBase):
         "Let clients load and unload models with POST /v1/models/load and /v1/models/unload, including models added "
         "to --models-dir after the start.",
         group=MODELS,
+        listing=HELP_ALL,
     )
 
     @property

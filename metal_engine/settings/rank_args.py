@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.fields import SettingsBase, setting
+from metal_engine.settings.fields import FILE, HELP_ALL, SettingsBase, setting
 
 # Heading in `--help` and in docs/cli.md.
 RANKS = "Several machines"
@@ -26,11 +26,17 @@ PIPELINE_PARALLEL_SIZE: Any = setting(
     "Number of ranks that each compute some layers of the model, one rank after the other. For models that "
     "exceed the memory of one machine.",
     group=RANKS,
+    listing=HELP_ALL,
     ge=1,
     le=256,
 )
 DISTRIBUTED_TIMEOUT_SECONDS: Any = setting(
-    30.0, "Seconds without a message after which a rank counts as lost. All ranks then end.", group=RANKS, gt=0, lt=inf
+    30.0,
+    "Seconds without a message after which a rank counts as lost. All ranks then end.",
+    group=RANKS,
+    listing=FILE,
+    gt=0,
+    lt=inf,
 )
 
 

@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from metal_engine.errors import ConfigError
-from metal_engine.settings.fields import ENV_PREFIX, Setting, parse
+from metal_engine.settings.fields import ENV_PREFIX, Setting, flag, parse
 
 # Variables with the prefix that do not correspond to a flag.
 OTHER_VARIABLES = {
     "METAL_ENGINE_CACHE": "Folder for downloads, instead of the user's cache directory.",
     "METAL_ENGINE_BLAS": "BLAS library to load on Linux instead of the bundled OpenBLAS; `none` loads none.",
+}
+
+# Name of a former setting -> end of the message for a user who still sets it.
+CONSTANTS = {
+    "h11_max_incomplete_event_size": "is now a constant: 64 KiB for a request's first line and headers together",
+    "h11_max_header_count": "is now a constant: 256 headers in a request",
 }
 
 
@@ -32,23 +38,37 @@ def read_settings(
         known: settings of other commands, which the file and the environment may also contain.
 
     Raises:
-        ConfigError: an unknown key or variable, or a value of the wrong kind. The message names its source.
+        ConfigError: an unknown key or variable, a removed flag, or a value of the wrong kind. The message names its
+            source.
     """
     settings = list(settings)
+    _refuse_removed_flags(settings, command_line)
     everything = {s.name: s for s in (*known, *settings)}
     file_values = {} if config_file is None else read_config_file(config_file, everything)
     _check_variables(environ, everything)
     values: dict[str, Any] = {}
     for one in settings:
         if command_line.get(one.name) is not None:
-            values[one.name] = parse(one, command_line[one.name], one.flag)
+            values[one.name] = parse(one, command_line[one.name], one.label)
         elif one.variable in environ and (environ[one.variable] or one.secret):
             text = environ[one.variable]
             given = [part.strip() for part in text.split(",")] if one.kind == "list" else text
             values[one.name] = parse(one, given, f"the environment variable {one.variable}")
         elif one.name in file_values:
-            values[one.name] = parse(one, file_values[one.name], f"{config_file}: {one.flag.lstrip('-')}")
+            values[one.name] = parse(one, file_values[one.name], f"{config_file}: {one.key}")
     return values
+
+
+def _refuse_removed_flags(settings: Iterable[Setting], command_line: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a flag of an earlier version. The message names the new place of the setting."""
+    for name, problem in CONSTANTS.items():
+        if command_line.get(name) is not None:
+            raise ConfigError(flag(name), problem)
+    for one in settings:
+        value = command_line.get(one.name)
+        if value is not None and not one.has_flag:
+            shown = one.metavar if one.secret else str(value).lower() if one.kind == "bool" else value
+            raise ConfigError(one.flag, f"is now a field of the config file: {one.key}: {shown}")
 
 
 def _top_level_keys(node: Any) -> list[str]:
@@ -80,6 +100,8 @@ def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]
     values: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
+        if name in CONSTANTS:
+            raise ConfigError(None, f"{path}: {key} {CONSTANTS[name]}")
         if name not in known:
             similar = _similar(name, known)
             raise ConfigError(None, f"{path}: unknown setting {str(key)!r}{similar.replace('_', '-')}")
@@ -93,8 +115,11 @@ def read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]
 def _check_variables(environ: Mapping[str, str], known: Mapping[str, Setting]) -> None:
     variables = {one.variable for one in known.values()} | OTHER_VARIABLES.keys()
     for name in environ:
-        if name.startswith(ENV_PREFIX) and name not in variables:
-            raise ConfigError(None, f"unknown environment variable {name}{_similar(name, variables)}")
+        if not name.startswith(ENV_PREFIX) or name in variables:
+            continue
+        if problem := CONSTANTS.get(name.removeprefix(ENV_PREFIX).lower()):
+            raise ConfigError(None, f"{name} {problem}")
+        raise ConfigError(None, f"unknown environment variable {name}{_similar(name, variables)}")
 
 
 def _similar(name: str, names: Iterable[str]) -> str:

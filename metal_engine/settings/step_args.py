@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from metal_engine.settings.fields import setting
+from metal_engine.settings.fields import FILE, HELP_ALL, setting
 
 # Heading in `--help` and in docs/cli.md.
 SCHEDULING = "Scheduling"
@@ -15,10 +15,12 @@ ASYNC_SCHEDULING: Any = setting(
     "Plan the next step while the device computes the current one. Default: on with Metal for one model on one "
     "machine without a draft model, otherwise off.",
     group=SCHEDULING,
+    listing=HELP_ALL,
 )
 REPLAY_DECODES: Any = setting(
     "auto",
     "Replay a traced graph in decode steps, which saves CPU time: always, never, or auto (on Metal only).",
     group=SCHEDULING,
+    listing=FILE,
     choices=("auto", "always", "never"),
 )

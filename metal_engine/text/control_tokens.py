@@ -73,14 +73,14 @@ class ControlTokens:
         self._taken = written  # its characters cannot be stand-ins
         self._signs = "".join(sorted({sign for content in self._contents for sign in _signs_of(content)}))
         self._mark = _any_of(self._contents)
-        # In assistant messages, the marks are the model's own output.
+        # Texts that the template searches for stay. In assistant messages, the model's own marks stay, too.
         plain = {one for one in sought if not any(one in mark or mark in one for mark in self._contents)}
         self._seen = _any_of(one for one in plain if any(sign in one for sign in self._signs))
         models_own = {token.content for token in marks if not token.special}
         models_own |= {one for one in sought if any(mark in one for mark in self._contents)}
         self._seen_in_answers = _any_of(models_own | plain)
         self._longest = max(map(len, self._contents | models_own | plain), default=1)
-        self._model, made = _without(backend, self._contents)
+        self._model, made = _model_without_marks(backend, self._contents)
         # Marks that the tokenizer or its model finds only after it has normalized the text.
         normalizer = backend.normalizer
         normalized = made | {token.content for token in marks if token.normalized} if normalizer else set()
@@ -359,7 +359,7 @@ def _spelled(node: dict[str, Any]) -> str:
     return joined + ("?" if "" in node else "")
 
 
-def _without(backend: BackendTokenizer, marks: frozenset[str]) -> tuple[models.Model, set[str]]:
+def _model_without_marks(backend: BackendTokenizer, marks: frozenset[str]) -> tuple[models.Model, set[str]]:
     """Return a model that produces no marks from plain text, and the marks that the tokenizer's model would produce.
 
     Most models produce no marks. A unigram or whole-word model does, because its vocabulary contains the marks.

@@ -1,4 +1,4 @@
-"""The sampling of requests that set no parameters."""
+"""Describes the sampling of requests that set no parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def default_sampling_text(recommended: Mapping[str, Any]) -> str:
     """Return the effective default sampling in words, as in ``temperature 0.2, top_p 0.5``.
 
     Args:
-        recommended: parameters that the checkpoint, or the caller, recommends. SamplingParams has the other values.
+        recommended: parameters from the checkpoint or the caller. The other parameters have the defaults of
+            SamplingParams.
     """
     params, neutral = SamplingParams(**recommended), SamplingParams()
     changed = [name for name in _IF_CHANGED if getattr(params, name) != getattr(neutral, name)]

@@ -17,7 +17,7 @@ _CONTEXT_TOKENS = 4
 _MAX_INCOMPLETE_TOKENS = 3
 
 
-_INCOMPLETE = "\ufffd"  # how a decoder shows bytes that are not a whole character
+_INCOMPLETE = "\ufffd"  # output of a decoder for bytes that are not a whole character
 
 
 class Detokenizer:

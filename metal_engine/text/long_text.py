@@ -53,7 +53,7 @@ def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int
         max_tokens: limit on the number of tokens. Checked only for texts that are cut.
 
     Raises:
-        TextTooLongError: there are more tokens, or the text is long and has no place to cut.
+        TextTooLongError: the text has more than ``max_tokens`` tokens, or it is long and has no place to cut.
         Cancelled: the request was cancelled.
         TypeError: the text is not valid Unicode.
         ValueError: the tokenizer panics at the text.
@@ -109,7 +109,7 @@ def _pieces(backend: Any, text: str, at_once: int) -> Iterator[str]:
 
 
 def _cut(backend: Any, text: str, end: int) -> int | None:
-    """Return the last place up to ``end`` that no token crosses, or None.
+    """Return a place up to ``end`` that no token crosses, or None. Prefer places before white space, then late places.
 
     The texts on both sides of the place must encode the same alone as together. Only boundaries of words, numbers,
     signs or white space are tried, because within such a run, distant characters can influence the tokens.

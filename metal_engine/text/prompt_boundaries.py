@@ -21,7 +21,7 @@ class PromptBoundaries:
     - The text after the generation prompt may not recur: templates strip reasoning from earlier answers.
 
     Args:
-        tokenizer: tokenizer with the chat template. Without a template, prompts have no such parts.
+        tokenizer: tokenizer with the chat template. Without a template, no boundaries are found.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -31,8 +31,9 @@ class PromptBoundaries:
         self._turn = array("i", self._beginning_of_turn()).tobytes()
 
     def _ending(self, variables: dict[str, bool]) -> tuple[int, ...]:
-        asked, told = (self._rendered(None, "x", add_generation_prompt=asks, **variables) for asks in (True, False))
-        return tuple(asked[len(told) :]) if asked[: len(told)] == told else ()
+        """Return the tokens of the generation prompt; empty if it is not at the end."""
+        full, bare = (self._rendered(None, "x", add_generation_prompt=asks, **variables) for asks in (True, False))
+        return tuple(full[len(bare) :]) if full[: len(bare)] == bare else ()
 
     def _beginning_of_turn(self) -> list[int]:
         """Return the tokens between the content of a system message and the content of the user message after it."""
@@ -50,7 +51,7 @@ class PromptBoundaries:
             return []
 
     def marked(self, request: PreparedRequest) -> PreparedRequest:
-        """Return the request with the lengths of its prompt's parts filled in."""
+        """Return the request with the places filled in, as numbers of prompt tokens before them."""
         prompt = request.prompt_token_ids
         return replace(
             request,

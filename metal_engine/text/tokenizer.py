@@ -32,8 +32,8 @@ def _byte_of_char() -> dict[str, int]:
 
 _BYTE_OF_CHAR = _byte_of_char()
 
-# Texts longer than this are refused if they have more characters per token than the second limit: each call on such a
-# text takes long.
+# A longer text is refused if it has more than the second number of characters for each token that is allowed, because
+# each call on such a text takes long.
 _MAX_CHARACTERS = 1 << 22
 _CHARACTERS_PER_TOKEN = 8
 
@@ -249,6 +249,7 @@ class Tokenizer:
 
         Raises:
             ValueError: the model has no chat template, or the template refuses the messages.
+            TextTooLongError: the conversation is too long for a :meth:`limited` tokenizer.
         """
         if not self.hf_tokenizer.chat_template:
             raise ValueError("the model has no chat template; use /v1/completions with a plain prompt")

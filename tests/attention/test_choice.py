@@ -469,10 +469,11 @@ def test_loading_a_model(
         return
     engine = build_engine(args)
     engine.close()
-    assert engine.config.attention_backend == "metal"
-    head_dim, total = engine.config.model.head_dim, engine.config.model.num_layers
+    config = engine.core.config
+    assert config.attention_backend == "metal"
+    head_dim, total = config.model.head_dim, config.model.num_layers
     words = f"metal; portable for {total} of {total} layers (head_dim {head_dim})"
-    assert engine.config.attention == words
+    assert config.attention == words
     found = []
     for check in ("_tiny_model", "_quantized_kv"):
         monkeypatch.setattr(f"metal_engine.doctor.examine.{check}", lambda: iter(()))

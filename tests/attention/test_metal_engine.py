@@ -16,7 +16,6 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
-from metal_engine.engine.core import EngineCore
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
@@ -28,6 +27,7 @@ from tests.support.simulated import TOLERANCE, attend, backend, relative_error
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.packed_step import PackedStep
+from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import tiny_model
 from tools.metal_sim import record_launches
 
@@ -48,7 +48,7 @@ def make_engine(
     budget: int,
     num_blocks: int,
     vocab_size: int = 256,
-) -> EngineCore:
+) -> SteppedEngine:
     return engine_for(
         paged,
         tokenizer,

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import pytest
 
-from metal_engine.attention.metal.variants import GROUPS, AttentionShape, KernelVariant, variant_of
+from metal_engine.attention.metal.variants import GROUPS, AttentionShape, KernelVariant, stage_keys, variant_of
 from tests.support.simulated import check
-
-STAGE_KEYS = 32  # maximum, as in paged_attention.metal
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,12 @@ class Heads:
         return (self.head_dim + (0 if self.is_latent else self.v_head_dim)) * self.num_kv_heads * 2
 
     @property
+    def shape(self) -> AttentionShape:
+        return AttentionShape(mx.float16, **vars(self), block_size=16)
+
+    @property
     def variant(self) -> KernelVariant:
-        return variant_of(AttentionShape(mx.float16, **vars(self), block_size=16))
+        return variant_of(self.shape)
 
     def launches(self, segments, **options):
         return check(segments, dtype=mx.float16, **vars(self), **options)
@@ -116,9 +118,10 @@ def test_decode_waits_once_for_the_keys_that_are_held(heads):
 @pytest.mark.parametrize("heads", [Heads(64, 64, 2, 1), Heads(256, 256, 2, 1)], ids=["64", "256"])
 def test_prefill_waits_four_times_a_stage(heads):
     """Adding scores of SIMD parts needs no further barrier."""
+    keys = stage_keys(heads.shape, heads.variant)
 
     def barriers(stages):
-        (launch,) = heads.launches([(10, stages * STAGE_KEYS)], target_threadgroups=1)
+        (launch,) = heads.launches([(10, stages * keys)], target_threadgroups=1)
         return launch.barriers // launch.threadgroups
 
     assert barriers(4) - barriers(1) == 3 * 4

@@ -142,6 +142,7 @@ def test_numbers_are_those_of_mlx(quantized: Quantized, dtype: mx.Dtype) -> None
     "heads",
     [
         {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64},
+        pytest.param({"num_heads": 24, "num_kv_heads": 1, "head_dim": 128}, marks=pytest.mark.full),
         pytest.param(
             {"num_heads": 20, "num_kv_heads": 1, "head_dim": 96, "v_head_dim": 64, "is_latent": True},
             marks=pytest.mark.full,

@@ -288,7 +288,7 @@ def test_numbers_of_5000_digits_in_a_chat_template(good: Path, tmp_path: Path) -
     write_tokenizer(folder, chat_template="{{ " + "9" * 5000 + " }}")
     engine = build_engine(EngineArgs(model=str(folder), kv_cache_memory_bytes=1 << 20))
     with pytest.raises(ValueError, match="the chat template refused the messages"):
-        engine.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+        engine.preparer.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
 
 def test_a_control_token_of_5000_characters(good: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from metal_engine.build import build_engine
 from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.checkpoints.pooling_config import check_causal, find_reranker, gguf_pooler, read_pooler
-from metal_engine.engine.core import EngineCore
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.errors import ModelLoadError, ParameterError, PromptError, UnsupportedModelError
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams
@@ -104,7 +104,7 @@ def test_causal_models_are_not(config: dict[str, Any]) -> None:
     check_causal(config, "a model")
 
 
-def built(folder: Path) -> EngineCore:
+def built(folder: Path) -> BuiltEngine:
     sizes = {"num_gpu_blocks_override": 64, "max_num_batched_tokens": 64, "max_num_seqs": 8}
     return build_engine(EngineArgs(model=str(folder), **sizes))
 
@@ -115,7 +115,8 @@ def test_an_embedding_model_gives_vectors_of_its_kind(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"matryoshka_dimensions": [16, 32]}))
     engine = built(folder)
     try:
-        assert engine.config.model.hidden_size == 64 and engine.config.model.can_generate
+        model_info = engine.core.config.model
+        assert model_info.hidden_size == 64 and model_info.can_generate
         tokens = list(range(40, 70))
         model = tiny_model(**CONFIG)
         hidden = np.array(model.model(mx.array(tokens)[None])[0]).astype(np.float64)
@@ -124,7 +125,7 @@ def test_an_embedding_model_gives_vectors_of_its_kind(tmp_path: Path) -> None:
         np.testing.assert_allclose(cut, hidden.mean(axis=0)[:32], rtol=1e-3, atol=1e-4)
         for dimensions, reason in ((33, "16, 32"), (65, "more than the 64")):
             with pytest.raises(ParameterError, match=reason):
-                engine.prepare_pooling([tokens], PoolingParams(dimensions=dimensions))
+                engine.preparer.prepare_pooling([tokens], PoolingParams(dimensions=dimensions))
     finally:
         engine.close()
 
@@ -148,7 +149,7 @@ def test_weights_under_short_names_and_without_a_head(tmp_path: Path, has_head: 
             assert run_pooling(engine, [(tokens, SamplingParams(max_tokens=3, ignore_eos=True))])
         else:
             with pytest.raises(PromptError, match="no LM head"):
-                engine.prepare(tokens, SamplingParams())
+                engine.preparer.prepare(tokens, SamplingParams())
     finally:
         engine.close()
 

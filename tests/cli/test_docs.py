@@ -19,7 +19,7 @@ from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThrou
 from metal_engine.cli.options import help_text
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.chat_args import ChatArgs
-from metal_engine.settings.fields import Setting, settings_of
+from metal_engine.settings.fields import Listing, Setting, settings_of
 from metal_engine.settings.multi_model import RegistryArgs
 from tools.docs.cli import PAGE, with_tables
 from tools.fixtures.ports import free_port
@@ -227,18 +227,33 @@ def test_the_commands_run(demo_path: Path, tmp_path: Path) -> None:
     ],
 )
 def test_help(name: str, classes: tuple[type, ...]) -> None:
-    """The help shows every flag, without Python's type names, and does not load heavy packages."""
-    command = [sys.executable, "-X", "importtime", "-m", "metal_engine", *name.split(), "--help"]
-    env = {**os.environ, "COLUMNS": "250"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60)
-    assert done.returncode == 0
-    assert [one.flag for one in settings_of(*classes) if one.flag not in done.stdout] == []
-    assert "--help " in done.stdout and not re.search(r"<\w+", done.stdout)
-    assert not re.search(r"\| +(mlx|transformers|fastapi)(\.|$)", done.stderr, re.MULTILINE)
+    """``--help`` and ``--help-all`` list their flags, show no Python types, and import nothing heavy."""
+    settings = settings_of(*classes)
+    shown = {Listing.HELP}
+    for option in ("--help", "--help-all"):
+        command = [sys.executable, "-X", "importtime", "-m", "metal_engine", *name.split(), option]
+        env = {**os.environ, "COLUMNS": "250"}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60)
+        assert done.returncode == 0
+        listed = re.findall(r"^│ (--[\w-]+)", done.stdout, re.MULTILINE)
+        assert [one.flag for one in settings if (one.flag in listed) != (one.listing in shown)] == []
+        assert "--help " in done.stdout and not re.search(r"<\w+", done.stdout)
+        assert not re.search(r"\| +(mlx|transformers|fastapi)(\.|$)", done.stderr, re.MULTILINE)
+        assert ("--help-all" in listed) == (Listing.HELP_ALL in {one.listing for one in settings})
+        if "--help-all" not in listed:
+            return
+        num_flags = sum(one.has_flag for one in settings)
+        assert f"Show all {num_flags} flags" in done.stdout
+        shown.add(Listing.HELP_ALL)
+
+
+def test_help_is_short() -> None:
+    settings = settings_of(EngineArgs, ServerArgs, RegistryArgs)
+    assert sum(one.listing is Listing.HELP for one in settings) == 25
 
 
 def test_help_is_in_groups_and_shows_every_default() -> None:
-    command = [sys.executable, "-m", "metal_engine", "serve", "--help"]
+    command = [sys.executable, "-m", "metal_engine", "serve", "--help-all"]
     env = {**os.environ, "COLUMNS": "80"}
     text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60, check=True).stdout
     assert max(map(len, text.splitlines())) <= 80
@@ -249,6 +264,9 @@ def test_help_is_in_groups_and_shows_every_default() -> None:
     assert list(groups) == [*order, "Server", "Security", "Limits", "Answers", "Logging", "Several models"]
     assert len([box for box, _ in boxes]) == len(groups)  # each is there once
     for one in settings_of(EngineArgs, ServerArgs, RegistryArgs):
+        if not one.has_flag:
+            assert one.flag not in text
+            continue
         body = groups[one.group]
         assert one.flag in body
         if one.kind == "bool":

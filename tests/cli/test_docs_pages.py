@@ -36,11 +36,12 @@ def blocks(text: str, kind: str) -> list[str]:
 
 
 def known_flags() -> set[str]:
-    """Return every option of every command, with its `--no-` form."""
+    """Return every option of every command, with its `--no-` form. Removed flags are hidden options."""
 
     def of(command: click.Command) -> Iterator[str]:
         for parameter in command.params:
-            yield from (*parameter.opts, *parameter.secondary_opts)
+            if not getattr(parameter, "hidden", False):
+                yield from (*parameter.opts, *parameter.secondary_opts)
         for inner in getattr(command, "commands", {}).values():
             yield from of(inner)
 

@@ -18,7 +18,7 @@ from metal_engine.distributed.channel import (
     TOKEN_BYTES,
     Kind,
     Link,
-    _said,
+    _receive_by,
     accept_ranks,
     connect,
     listen,
@@ -202,7 +202,7 @@ def test_a_greeting_has_one_time_in_all() -> None:
 
     threading.Thread(target=drip, daemon=True).start()
     with pytest.raises(TimeoutError):
-        _said(b, 1 << 20, time.monotonic() + 1)
+        _receive_by(b, 1 << 20, time.monotonic() + 1)
     stop.set()
 
 

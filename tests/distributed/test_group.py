@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.checkpoints.digests import file_prints
+from metal_engine.checkpoints.digests import file_digests
 from metal_engine.distributed import leader as leader_module
 from metal_engine.distributed.channel import Kind, Link, listen
 from metal_engine.distributed.follower import run_frame
@@ -127,18 +127,18 @@ def test_ranks_with_other_weights_are_refused(groups: list[RankGroup], tmp_path:
 
 def test_prints_tell_files_apart(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m", num_shards=2)
-    prints = file_prints(folder)
-    assert len(prints) == 3 and prints == file_prints(folder)
+    digests = file_digests(folder)
+    assert len(digests) == 3 and digests == file_digests(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
-    assert [name for name in prints if prints[name] != file_prints(folder)[name]] == ["config.json"]
+    assert [name for name in digests if digests[name] != file_digests(folder)[name]] == ["config.json"]
     large = tmp_path / "large.gguf"
     large.write_bytes(bytes(3 << 20))
-    before = file_prints(large)
+    before = file_digests(large)
     with large.open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"x")
-    assert file_prints(large) != before
+    assert file_digests(large) != before
 
 
 def test_all_ranks_try_logits_again_or_none() -> None:

@@ -36,8 +36,9 @@ def end_of(model: Path, lost: int, how: signal.Signals, phase: str) -> tuple[flo
     Returns:
         Seconds until all other ranks had ended, the server's log output, and the text that the client received.
     """
-    flags = ["--distributed-timeout-seconds", str(TIMEOUT), "--served-model-name", "m", "--log-stats-interval", "0"]
-    with RankedServer(model, *flags, "--max-num-batched-tokens", str(CHUNK)) as server, ThreadPoolExecutor(1) as client:
+    flags = ["--served-model-name", "m", "--max-num-batched-tokens", str(CHUNK)]
+    settings = {"distributed_timeout_seconds": TIMEOUT, "log_stats_interval": 0}
+    with RankedServer(model, *flags, **settings) as server, ThreadPoolExecutor(1) as client:
         answer = None
         if phase == "decode":
             lines = server.stream(2000).iter_lines()
@@ -82,7 +83,7 @@ def test_a_lost_leader(model: Path) -> None:
 
 
 def test_an_orderly_end_leaves_no_stopped_rank(model: Path) -> None:
-    with RankedServer(model, "--served-model-name", "m", "--distributed-timeout-seconds", "600") as server:
+    with RankedServer(model, "--served-model-name", "m", distributed_timeout_seconds=600) as server:
         os.kill(server.ranks[1], signal.SIGSTOP)
         os.kill(server.ranks[0], signal.SIGTERM)
         server.seconds_until_all_ended()
@@ -110,8 +111,8 @@ def test_twenty_of_twenty(model: Path, how: signal.Signals, lost: int, phase: st
 def test_a_signal_to_all_ranks_loses_no_request(model: Path) -> None:
     """Rank 0 completes the requests in flight. The other ranks ignore the signal and compute them."""
     # The requests in flight are completed, even on a busy machine.
-    flags = ["--served-model-name", "m", "--log-stats-interval", "0", "--shutdown-timeout", "600"]
-    with RankedServer(model, *flags) as server:
+    flags = ["--served-model-name", "m", "--shutdown-timeout", "600"]
+    with RankedServer(model, *flags, log_stats_interval=0) as server:
         lines = server.stream(60).iter_lines()
         next(lines)
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LOCKED = """
 import ctypes, os, subprocess, sys
 from pathlib import Path
-from metal_engine.distributed.rendezvous import Watched, ended_by_hang_up, watched_meeting
+from metal_engine.distributed.rendezvous import Watched, ended_by_hang_up, monitored_rendezvous
 
 def wait():
     print(os.getpid(), flush=True)
@@ -34,7 +34,7 @@ end, held = os.pipe()
 follower = subprocess.Popen([sys.executable, __file__, "follower"], pass_fds=[held])
 os.close(held)
 others = [Watched("rank 1 (here)", follower.pid, end)]
-with watched_meeting("rank 0 (here)", others, float(sys.argv[1]), Path(sys.argv[2])):
+with monitored_rendezvous("rank 0 (here)", others, float(sys.argv[1]), Path(sys.argv[2])):
     wait()
 """
 
@@ -112,9 +112,9 @@ def test_a_rank_that_has_stopped_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_meeting_ends_nobody(tmp_path: Path) -> None:
     """The monitor ends no process after a successful join, even if it is late. The handler of SIGHUP is restored."""
     program = (
-        "import os, signal, time; from metal_engine.distributed.rendezvous import watched_meeting\n"
+        "import os, signal, time; from metal_engine.distributed.rendezvous import monitored_rendezvous\n"
         "heard = []; signal.signal(signal.SIGHUP, lambda *_: heard.append(1))\n"
-        "with watched_meeting('rank 0', [], 1, None): pass\n"
+        "with monitored_rendezvous('rank 0', [], 1, None): pass\n"
         "time.sleep(2.5); os.kill(os.getpid(), signal.SIGHUP); print(heard)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -129,7 +129,7 @@ import mlx.core as mx
 from metal_engine.distributed import group
 from metal_engine.settings.args import EngineArgs
 
-group._MEETING_SECONDS = {seconds}
+group._RENDEZVOUS_SECONDS = {seconds}
 init = mx.distributed.init
 
 def joining(**options):

@@ -12,7 +12,7 @@ from metal_engine.build import build_engine
 from metal_engine.doctor import examine as doctor
 from metal_engine.doctor import tiny
 from metal_engine.doctor.examine import FAILED, OK, Finding, examine
-from metal_engine.engine.core import EngineCore
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import write_checkpoint
 
@@ -70,10 +70,11 @@ def test_what_was_measured_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
     folder = write_checkpoint(tmp_path / "model")
     assert "attention tuning" not in findings(str(folder))[1]
 
-    def with_tuning(args: EngineArgs) -> EngineCore:
+    def with_tuning(args: EngineArgs) -> BuiltEngine:
         engine = build_engine(args)
-        layers = replace(engine.config.attention_layers, tuning="16 threadgroups a core for head_dim 64")
-        engine.config = replace(engine.config, attention_layers=layers)
+        core = engine.core
+        layers = replace(core.config.attention_layers, tuning="16 threadgroups a core for head_dim 64")
+        core.config = replace(core.config, attention_layers=layers)
         return engine
 
     monkeypatch.setattr("metal_engine.build.build_engine", with_tuning)

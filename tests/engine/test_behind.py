@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOutput, client_id
 from metal_engine.runner import dispatch as dispatch_module
 from metal_engine.runner import replay as replay_module
@@ -25,6 +24,7 @@ from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL, DeviceInfo, RankInfo
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids
+from tools.fixtures.stepped_engine import SteppedEngine
 
 Requests = list[tuple[list[int], SamplingParams]]
 
@@ -57,7 +57,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def allow_queued_dispatch(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def allow_queued_dispatch(engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that records for each new step whether it was dispatched while another step was in flight."""
     runner: Any = engine._runner
     execute = runner.execute

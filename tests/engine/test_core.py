@@ -6,7 +6,6 @@ from copy import deepcopy
 
 import pytest
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import KVCacheLostError, ModelOutput, SchedulerOutput
@@ -22,12 +21,13 @@ from tools.fixtures.fake_engine import (
     hash_chain,
     tiny_tokenizer,
 )
+from tools.fixtures.stepped_engine import SteppedEngine
 
 
 def seeds_of(params: list[SamplingParams]) -> list[int]:
     config = fake_config()
     runner = FakeRunner(config.cache.block_size)
-    engine = EngineCore(config, runner, tiny_tokenizer())
+    engine = SteppedEngine(config, runner, tiny_tokenizer())
     for i, one in enumerate(params):
         engine.add_request(str(i), engine.prepare([5, 6], one))
     while engine.has_requests:
@@ -49,7 +49,7 @@ def test_a_given_seed_stays_and_greedy_requests_need_none() -> None:
 def test_outputs_of_a_request_share_it_and_have_seeds_of_their_own() -> None:
     config = fake_config()
     runner = FakeRunner(config.cache.block_size)
-    engine = EngineCore(config, runner, tiny_tokenizer())
+    engine = SteppedEngine(config, runner, tiny_tokenizer())
     params = SamplingParams(n=3, seed=7, max_tokens=1, allowed_token_ids=range(100))
     prepared = engine.prepare([5, 6], params)
     for i in range(3):
@@ -92,20 +92,22 @@ class FailingRunner(FakeRunner):
         return step if error is None else FailingStep(self, error)
 
 
-def make_core(*, ahead: bool, next_token: NextToken = hash_chain, **config: int) -> EngineCore:
+def make_core(*, ahead: bool, next_token: NextToken = hash_chain, **config: int) -> SteppedEngine:
     resolved = fake_config(async_scheduling=ahead, **config)
     runner = FailingRunner(resolved.cache.block_size)
     runner.next_token = next_token
-    return EngineCore(resolved, runner, tiny_tokenizer())
+    return SteppedEngine(resolved, runner, tiny_tokenizer())
 
 
-def runner_of(engine: EngineCore) -> FailingRunner:
+def runner_of(engine: SteppedEngine) -> FailingRunner:
     runner = engine._runner
     assert isinstance(runner, FailingRunner)
     return runner
 
 
-def drain(engine: EngineCore, outputs: dict[str, list[RequestOutput]] | None = None) -> dict[str, list[RequestOutput]]:
+def drain(
+    engine: SteppedEngine, outputs: dict[str, list[RequestOutput]] | None = None
+) -> dict[str, list[RequestOutput]]:
     """Step until all requests are finished. Return each request's outputs, including the given ones."""
     outputs = {} if outputs is None else outputs
     for _ in range(1000):

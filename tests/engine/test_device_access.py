@@ -55,6 +55,10 @@ class BusyCore:
     overlaps = 0
     ranks = None
 
+    @property
+    def core(self) -> Any:
+        return self
+
     def __init__(self, name: str, log: list[str], both: threading.Barrier) -> None:
         self.name, self.log, self.both = name, log, both
         self.has_requests = False

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.engine.engine_thread import EngineDeadError, EngineThread, _Call
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import NO_RULES, SamplingParams
@@ -19,12 +18,17 @@ from metal_engine.step import RunnerLostError
 from tests.support.serving import wait_until
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import FakeRunner, fake_config, tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
 
 
 class SlowCore:
     """Engine that takes 4 ms to add a request, and never finishes a request."""
 
     ranks = None
+
+    @property
+    def core(self) -> Any:
+        return self
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -71,7 +75,7 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
     found: list[tuple[bool, bool]] = []
     all_came, ended = threading.Event(), threading.Event()
 
-    def build() -> EngineCore:
+    def build() -> SteppedEngine:
         core = tiny_engine(behind=True)
         add = core.add_request
 
@@ -119,7 +123,7 @@ def test_requests_are_told_of_a_lost_rank_though_the_step_never_ends() -> None:
     runner = FakeRunner(config.cache.block_size)
     runner.running.clear()
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
-    thread = EngineThread(lambda: EngineCore(config, runner, tiny_tokenizer(), ranks=ranks), outputs.put)
+    thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer(), ranks=ranks), outputs.put)
     core = thread.start()
     prepared = core.prepare([1, 2, 3], SamplingParams(max_tokens=4))
     thread.submit("a", prepared)
@@ -142,7 +146,7 @@ def test_a_step_that_finds_ranks_lost_ends_the_engine() -> None:
     runner = FakeRunner(config.cache.block_size)
     runner.raise_next = RunnerLostError("rank 2 (there) has gone")
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
-    thread = EngineThread(lambda: EngineCore(config, runner, tiny_tokenizer()), outputs.put)
+    thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer()), outputs.put)
     core = thread.start()
     thread.submit("a", core.prepare([1, 2, 3], SamplingParams(max_tokens=4)))
     assert [output.error for output in outputs.get(timeout=60)] == ["the engine has stopped: rank 2 (there) has gone"]

@@ -14,7 +14,6 @@ import pytest
 
 from metal_engine.attention.portable import backend as mlx_ops
 from metal_engine.device.streams import second_stream
-from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.runner.batch import RequestTable
@@ -30,6 +29,7 @@ from tests.support.running import run
 from tests.support.tiny_engine import run_pooling, tiny_engine, with_vocabulary
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import random_model, tiny_model
 
 VOCAB_SIZE = 300
@@ -119,7 +119,7 @@ def dispatch(request: pytest.FixtureRequest) -> dict[str, bool]:
 @pytest.fixture(params=[(None, False), (0, False), (None, True)], ids=["one stream", "two streams", "hybrid"])
 def engine(
     request: pytest.FixtureRequest, dispatch: dict[str, bool], fault: Fault, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[EngineCore]:
+) -> Iterator[SteppedEngine]:
     lane_elements, is_hybrid = request.param
     monkeypatch.setattr(mlx_ops, "CPU_LIMITS", replace(mlx_ops.CPU_LIMITS, lane_elements=lane_elements))
     model = tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE)
@@ -138,7 +138,7 @@ def engine(
     )
 
 
-def remaining_tokens(engine: EngineCore) -> list[int]:
+def remaining_tokens(engine: SteppedEngine) -> list[int]:
     """Run the remaining requests to their end. Return their tokens."""
     outputs = []
     while engine.has_requests:
@@ -146,7 +146,9 @@ def remaining_tokens(engine: EngineCore) -> list[int]:
     return [token_id for output in outputs for token_id in output.token_ids]
 
 
-def run_with_fault(engine: EngineCore, fault: Fault, kind: str, at_step: int) -> tuple[set[str], dict[str, list[int]]]:
+def run_with_fault(
+    engine: SteppedEngine, fault: Fault, kind: str, at_step: int
+) -> tuple[set[str], dict[str, list[int]]]:
     """Run all prompts with a fault at a step. Return the failed requests, and the tokens of the others."""
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), engine.prepare(prompt, GREEDY))
@@ -181,7 +183,7 @@ on_device = pytest.mark.own_process
     ],
 )
 def test_the_engine_goes_on(
-    engine: EngineCore, fault: Fault, kind: str, at_step: int, caplog: pytest.LogCaptureFixture
+    engine: SteppedEngine, fault: Fault, kind: str, at_step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
     with caplog.at_level(logging.ERROR):
@@ -321,7 +323,7 @@ def test_nothing_cached_outlives_a_failed_step(fault: Fault, monkeypatch: pytest
 
 
 @on_device
-def test_a_lost_cache_is_computed_again(engine: EngineCore, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_cache_is_computed_again(engine: SteppedEngine, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
     pool = engine._runner._pool  # type: ignore[attr-defined]
     evaluate = pool.evaluate
@@ -342,7 +344,7 @@ def test_a_lost_cache_is_computed_again(engine: EngineCore, fault: Fault, monkey
 
 
 def test_a_scheduler_that_raises_fails_what_there_is(
-    engine: EngineCore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = run(engine, PROMPTS, GREEDY)
     for i, prompt in enumerate(PROMPTS):
@@ -359,7 +361,7 @@ def test_a_scheduler_that_raises_fails_what_there_is(
     assert run(engine, PROMPTS, GREEDY) == expected
 
 
-def test_running_requests_survive_the_loss_of_their_kv(engine: EngineCore) -> None:
+def test_running_requests_survive_the_loss_of_their_kv(engine: SteppedEngine) -> None:
     expected = run(engine, PROMPTS, GREEDY)
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), engine.prepare(prompt, GREEDY))

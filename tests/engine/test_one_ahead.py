@@ -9,13 +9,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import MakeEngine
 from tools.compare.equal_outputs import MAX_GAP, compare_outputs
+from tools.fixtures.stepped_engine import SteppedEngine
 
 GUIDE = "You are a patient guide to a small town. " + "The bakery opens at six, the mill at eight. " * 5
 STORY = "Once upon a time there was a fox who lived at the edge of a wide and quiet forest. " * 6
@@ -45,7 +45,7 @@ ASKED = [
 ]
 
 
-def ask_all(engine: EngineCore, tokenizer: Tokenizer) -> list[list[RequestOutput]]:
+def ask_all(engine: SteppedEngine, tokenizer: Tokenizer) -> list[list[RequestOutput]]:
     """Add one request per step, so that prompts, chunks and decodes share steps."""
     outputs: list[list[RequestOutput]] = [[] for _ in ASKED]
     num_asked = 0
@@ -62,7 +62,7 @@ def ask_all(engine: EngineCore, tokenizer: Tokenizer) -> list[list[RequestOutput
     return outputs
 
 
-def with_caching(engine: EngineCore) -> EngineCore:
+def with_caching(engine: SteppedEngine) -> SteppedEngine:
     cache = replace(engine.config.cache, enable_prefix_caching=True)
     config = replace(engine.config.scheduler, max_num_partial_prefills=2)
     engine.scheduler = Scheduler(config, cache)

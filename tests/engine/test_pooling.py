@@ -9,11 +9,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams
 from tests.support.tiny_engine import run_pooling, tiny_engine, tiny_reference
+from tools.fixtures.stepped_engine import SteppedEngine
 
 TYPES = ("LAST", "MEAN", "CLS")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
@@ -43,7 +43,7 @@ def assert_close(vector: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(vector, wanted, atol=2e-4)
 
 
-def check_all(engine: EngineCore, model: nn.Module, lengths: list[int]) -> None:
+def check_all(engine: SteppedEngine, model: nn.Module, lengths: list[int]) -> None:
     asked: list[Any] = [(prompt(n, i), PoolingParams(pooling_type=t)) for i, n in enumerate(lengths) for t in TYPES]
     for (tokens, params), vector in zip(asked, run_pooling(engine, asked), strict=True):
         assert_close(vector, expected(model, tokens, params.pooling_type))

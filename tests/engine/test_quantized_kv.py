@@ -16,7 +16,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import StateSpec
@@ -32,6 +31,7 @@ from tests.support.running import run
 from tests.support.speculation import KnownOutputs, draft_for_free, propose_from, speculative_config
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import random_model, tiny_model
 from tools.fixtures.wide_heads import wide_configuration
 
@@ -54,11 +54,11 @@ def model_of(name: str) -> nn.Module:
     return random_model(wide_configuration(name))
 
 
-def make_engine(name: str, kv_cache_dtype: str = "int8", **sizes: Any) -> EngineCore:
+def make_engine(name: str, kv_cache_dtype: str = "int8", **sizes: Any) -> SteppedEngine:
     return engine_of(PagedModel(model_of(name), kv_cache_dtype=kv_cache_dtype), **sizes)
 
 
-def engine_of(paged: PagedModel, **sizes: Any) -> EngineCore:
+def engine_of(paged: PagedModel, **sizes: Any) -> SteppedEngine:
     defaults = {"budget": 64, "block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "caching": True, "vocab_size": 97}
     return engine_for(paged, tiny_tokenizer(), **{**defaults, **sizes})
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.kv_cache.recurrent import RecurrentState
 from metal_engine.models.recurrent.state_cache import StateCache
 from metal_engine.runner.model_runner import ModelRunner
@@ -16,6 +15,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.fake_engine import VOCAB_SIZE
+from tools.fixtures.stepped_engine import SteppedEngine
 
 # Models of all kinds: with a recurrence as function or module, with and without attention, several caches in a layer.
 ARCHITECTURES = ["qwen3_5", "lfm2", "granitemoehybrid", "mamba", "rwkv7", "falcon_h1"]
@@ -90,7 +90,7 @@ def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[li
     assert engine.scheduler.blocks.num_used_blocks == 0
 
 
-def hybrid_engine(architecture: str, **config: object) -> EngineCore:
+def hybrid_engine(architecture: str, **config: object) -> SteppedEngine:
     defaults = {"num_state_slots": 32, "max_num_seqs": 8, "block_size": 4, "num_blocks": 256, "max_model_len": 512}
     return tiny_engine(architecture=architecture, **{**defaults, **config})
 
@@ -185,7 +185,7 @@ def test_a_mistake_changes_answers(mistake: object, architecture: str, monkeypat
 # --- cached prefixes ---
 
 
-def computed_tokens(engine: EngineCore, prompt: list[int], num_outputs: int = NUM_OUTPUTS) -> tuple[list[int], int]:
+def computed_tokens(engine: SteppedEngine, prompt: list[int], num_outputs: int = NUM_OUTPUTS) -> tuple[list[int], int]:
     """Return the output for a prompt, and the number of prompt tokens that were computed."""
     params = SamplingParams(temperature=0.0, max_tokens=num_outputs, ignore_eos=True)
     (outputs,) = run_all(engine, [(prompt, params)])

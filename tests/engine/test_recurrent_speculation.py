@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOutput
 from metal_engine.runner.batch import RequestTable
 from metal_engine.sampling_params import SamplingParams
@@ -18,6 +17,7 @@ from tests.support.speculation import KnownOutputs, propose_from, speculative_co
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids
 from tools.fixtures.recurrent_architectures import RECURRENT
+from tools.fixtures.stepped_engine import SteppedEngine
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def answers_of(architecture: str, own: dict[str, list[list[int]]]) -> list[list[
     return own[architecture]
 
 
-def speculating(architecture: str, answers: list[list[int]], rightness: float = 0.7, **config: Any) -> EngineCore:
+def speculating(architecture: str, answers: list[list[int]], rightness: float = 0.7, **config: Any) -> SteppedEngine:
     """Return an engine whose drafts are right with the given probability."""
     engine = hybrid_engine(architecture, speculative=speculative_config(config.pop("num_drafts", 4)), **config)
     known = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers, strict=True)}
@@ -40,7 +40,7 @@ def speculating(architecture: str, answers: list[list[int]], rightness: float = 
     return engine
 
 
-def answer_all(engine: EngineCore) -> list[list[int]]:
+def answer_all(engine: SteppedEngine) -> list[list[int]]:
     return [token_ids(outputs) for outputs in run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])]
 
 

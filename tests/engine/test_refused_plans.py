@@ -24,11 +24,11 @@ def test_requests_that_ended_are_dropped_though_the_next_plan_is_not_taken_in(
     update = RequestTable.update
 
     def fail(table: RequestTable, plan: Any) -> None:
-        monkeypatch.setattr(RequestTable, "take_in", update)
+        monkeypatch.setattr(RequestTable, "update", update)
         assert len(plan.dropped_req_ids) == 2
         raise RuntimeError("refused before anything is taken in")
 
-    monkeypatch.setattr(RequestTable, "take_in", fail)
+    monkeypatch.setattr(RequestTable, "update", fail)
     engine.add_request("lost", engine.prepare([1, 2], GREEDY))
     assert [output.finish_reason for output in engine.step()] == ["error"]
     assert run(engine, prompts, GREEDY) == expected

@@ -14,7 +14,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import Slots
@@ -35,6 +34,7 @@ from tests.support.speculation import KnownOutputs, draft_for_free, propose_from
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference
 from tools.compare.equal_outputs import MAX_GAP, compare_outputs
 from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import tiny_model
 
 VOCAB_SIZE = 97
@@ -43,19 +43,19 @@ PROMPTS = [np.random.default_rng(i).integers(0, VOCAB_SIZE, n).tolist() for i, n
 EACH = [SamplingParams(temperature=0.0, max_tokens=6 + 3 * i, ignore_eos=True) for i in range(len(PROMPTS))]
 
 
-def tiny(model: nn.Module, *, kv_cache_dtype: str = "auto", replay: bool = True, **sizes: Any) -> EngineCore:
+def tiny(model: nn.Module, *, kv_cache_dtype: str = "auto", replay: bool = True, **sizes: Any) -> SteppedEngine:
     defaults = {"budget": 64, "block_size": 8, "num_blocks": 64, "max_num_seqs": 8, "vocab_size": VOCAB_SIZE}
     paged = PagedModel(model, kv_cache_dtype=kv_cache_dtype)
     return engine_for(paged, tiny_tokenizer(), replay=replay, **{**defaults, **sizes})
 
 
-def replay_of(engine: EngineCore) -> DecodeReplay:
+def replay_of(engine: SteppedEngine) -> DecodeReplay:
     found = engine._runner.replay  # type: ignore[attr-defined]
     assert isinstance(found, DecodeReplay)
     return found
 
 
-def num_replayed(engine: EngineCore) -> int:
+def num_replayed(engine: SteppedEngine) -> int:
     """Return the number of steps that ran through a trace, including each trace's first run."""
     forwards = engine.metrics.num_decode_forwards
     return forwards["replayed"] + forwards["traced"]
@@ -466,7 +466,7 @@ def test_steps_with_adapters_are_built(tmp_path: Path) -> None:
 # --- padding ---
 
 
-def test_padded_rows_are_requests_of_the_trash_block() -> None:
+def test_padding_rows_are_requests_of_the_padding_block() -> None:
     table = np.arange(18, dtype=np.int32).reshape(9, 2)
     rows = step_rows(table, np.arange(3, 12, dtype=np.int32), np.ones(9, np.int32), 8)
     step = padded(rows, 99)
@@ -512,7 +512,7 @@ def test_padded_rows_that_left_a_state_in_a_real_slot_would_show(monkeypatch: py
 # --- leftover memory ---
 
 
-def decode(engine: EngineCore, num_tokens: int = 40) -> None:
+def decode(engine: SteppedEngine, num_tokens: int = 40) -> None:
     run(engine, PROMPTS, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
 
 
@@ -584,7 +584,7 @@ def test_a_failure_leaves_no_pool_behind(monkeypatch: pytest.MonkeyPatch) -> Non
     assert mx.get_active_memory() - before < array_bytes / 2
 
 
-def peak_of_decoding(engine: EngineCore) -> int:
+def peak_of_decoding(engine: SteppedEngine) -> int:
     decode(engine, 8)
     mx.synchronize()
     mx.clear_cache()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
@@ -15,11 +14,12 @@ from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import MakeEngine
 from tests.support.running import run
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.stepped_engine import SteppedEngine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-def with_knobs(engine: EngineCore, *, caching: bool = False, **knobs: Any) -> EngineCore:
+def with_knobs(engine: SteppedEngine, *, caching: bool = False, **knobs: Any) -> SteppedEngine:
     """Return the engine with other scheduler settings."""
     cache = replace(engine.config.cache, enable_prefix_caching=caching)
     engine.scheduler = Scheduler(replace(engine.config.scheduler, **knobs), cache)

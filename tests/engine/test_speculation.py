@@ -12,7 +12,6 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from metal_engine.checkpoints.gguf.model import load_gguf_model
-from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.speculation.ngram import NgramProposer
@@ -25,6 +24,7 @@ from tests.support.tiny_engine import run_all, tiny_engine, token_ids, with_voca
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import random_model, tiny_model
 
 TASKS = [
@@ -76,7 +76,7 @@ def make_draft(demo_path: Path) -> Callable[..., PagedModel]:
     return make
 
 
-def drafting_demo(target: PagedModel, tokenizer: Tokenizer, draft: PagedModel, budget: int = 512) -> EngineCore:
+def drafting_demo(target: PagedModel, tokenizer: Tokenizer, draft: PagedModel, budget: int = 512) -> SteppedEngine:
     sizes = {"vocab_size": 49152, "budget": budget, "block_size": 16, "num_blocks": 400, "max_num_seqs": 8}
     engine = engine_for(target, tokenizer, **sizes, draft=draft)
     draft_for_free(engine)
@@ -186,7 +186,7 @@ def test_aborts(kind: str, seed: int) -> None:
 def test_next_turns_find_what_was_accepted() -> None:
     """Prompts that continue an output use its cached blocks, and give the same output as without them."""
     requests = requests_of(5, num=4)
-    engines: list[EngineCore] = [
+    engines: list[SteppedEngine] = [
         tiny_engine(num_blocks=400),
         tiny_engine(speculative=speculative_config(5), num_blocks=400),
     ]

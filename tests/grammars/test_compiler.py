@@ -205,7 +205,7 @@ def test_grammars_that_no_output_follows_are_put_to_rest(
     compiler.compile(StructuredOutputsParams(regex="first"))  # starts the process that loads the tokenizer
     before = descendants()
     monkeypatch.setattr(compiler_module, "_MAX_PROCESSES", 4)
-    monkeypatch.setattr(compiled_module, "_REST_SECONDS", 10.0)
+    monkeypatch.setattr(compiled_module, "_SUSPENDABLE_SECONDS", 10.0)
     letters = "abcdefghijkl"
     held = [compiler.compile(StructuredOutputsParams(regex=letter * 3)) for letter in letters]
     wait_until(lambda: len(descendants() - before) <= 4, "the end of processes that rest")
@@ -227,11 +227,11 @@ def test_a_grammar_that_took_long_to_compile_does_not_rest(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler_module, "_MAX_PROCESSES", 2)
-    monkeypatch.setattr(compiled_module, "_REST_SECONDS", 0.0)
+    monkeypatch.setattr(compiled_module, "_SUSPENDABLE_SECONDS", 0.0)
     held = [compiler.compile(StructuredOutputsParams(regex=letter)) for letter in "ab"]
     with pytest.raises(ParameterError, match="2 requests with other grammars"):
         compiler.compile(StructuredOutputsParams(regex="c"))
-    assert not any(one.is_resting for one in held)
+    assert not any(one.is_suspended for one in held)
 
 
 def test_a_grammar_that_gets_too_complex_ends_its_request_alone() -> None:

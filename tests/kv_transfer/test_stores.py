@@ -409,7 +409,7 @@ def test_a_corrupt_block_that_cannot_be_removed_does_not_let_the_store_rest(
 def test_saving_pauses_between_calls_unless_somebody_waits_for_its_end(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("metal_engine.kv_transfer.save_queue._SAVE_CPU_SHARE", 1e-12)  # pauses of years
+    monkeypatch.setattr("metal_engine.kv_transfer.save_queue._SAVE_CPU_FRACTION", 1e-12)  # pauses of years
     monkeypatch.setattr("metal_engine.kv_transfer.transfer._BYTES_PER_CALL", LAYOUT.nbytes)
     transfer = KVTransfer(store, LAYOUT, KVTransferConfig(kv_connector="memory", io_threads=1), KVTransferStats())
     try:
@@ -591,7 +591,7 @@ def test_settings_as_given() -> None:
         ('{"kv_connector": "disk", "kv_role": "both"}', "kv_role"),
         ('{"kv_connector": "disk"}', "kv_role"),
         ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_load_failure_policy": "cry"}', "recompute, fail"),
-        ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_port": 1}', "no 'kv_port'"),
+        ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_port": 1}', "unknown key 'kv_port'"),
         ('{"kv_connector": "disk", "kv_role": "kv_both"}', "needs 'path'"),
         ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_connector_extra_config": {"url": "x"}}', "'url'"),
         *(

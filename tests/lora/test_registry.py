@@ -13,7 +13,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.errors import AdapterError
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
@@ -25,6 +24,7 @@ from tests.support.speculation import draft_for_free, draft_model_config, propos
 from tests.support.tiny_engine import reference_logits, tiny_reference
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.fake_engine import byte_ids
+from tools.fixtures.stepped_engine import SteppedEngine
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -59,13 +59,13 @@ def golden(folders: dict[str, Path]) -> dict[str | None, list[list[int]]]:
     return found
 
 
-def add(engine: EngineCore, request_id: str, text: str, name: str | None, params: SamplingParams = GREEDY) -> None:
+def add(engine: SteppedEngine, request_id: str, text: str, name: str | None, params: SamplingParams = GREEDY) -> None:
     adapter = None if engine.adapters is None else engine.adapters.find(name)
     (prepared,) = engine.prepare_all([byte_ids(text)], params, adapter=adapter)
     engine.add_request(request_id, prepared)
 
 
-def run_out(engine: EngineCore, preempt_every: int = 0) -> dict[str, list[int]]:
+def run_out(engine: SteppedEngine, preempt_every: int = 0) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     while engine.has_requests:
         for output in engine.step():
@@ -78,7 +78,7 @@ def run_out(engine: EngineCore, preempt_every: int = 0) -> dict[str, list[int]]:
 
 
 def check(
-    engine: EngineCore, folders: dict[str, Path], golden: dict[str | None, list[list[int]]], preempt_every: int = 0
+    engine: SteppedEngine, folders: dict[str, Path], golden: dict[str | None, list[list[int]]], preempt_every: int = 0
 ) -> None:
     """Check every text with every adapter and without, all in one batch."""
     names: list[str | None] = [None, *folders]
@@ -226,7 +226,7 @@ def test_prompt_logprobs_and_pooling_go_through_the_adapter(folders: dict[str, P
 # --- prefixes ---
 
 
-def first_output(engine: EngineCore) -> RequestOutput:
+def first_output(engine: SteppedEngine) -> RequestOutput:
     outputs: list[RequestOutput] = []
     while engine.has_requests:
         outputs += engine.step()

@@ -259,7 +259,7 @@ def test_memory_is_given_back_in_a_turn_of_the_device(monkeypatch: pytest.Monkey
         await made.ask("a", [1])
         closed: list[bool] = []
         monkeypatch.setattr(made.models["a"].runners[-1], "close", lambda: closed.append(True))
-        with made.registry.turns.turn():
+        with made.registry.device_lock.turn():
             unloading = asyncio.ensure_future(made.registry.unload(made["a"]))
             await asyncio.wait([unloading], timeout=0.1)
             assert made["a"].state is ModelState.UNLOADING and not closed

@@ -247,7 +247,7 @@ def test_layers_share_what_was_made_of_segments():
 
 
 def test_what_kernels_do():
-    does = recurrence().does_gated_delta
+    does = recurrence().supports_gated_delta
 
     def rule(**changed):
         shape = {"q": (3, 2, 64), "k": (3, 2, 64), "v": (3, 4, 5), "g": (3, 4)}
@@ -279,7 +279,7 @@ def test_what_kernels_do():
         assert does(*many, mx.float32) == (tokens < 1 << 20)
     assert not does(*rule(), mx.bfloat16)
 
-    scans = recurrence().does_ssm_update
+    scans = recurrence().supports_ssm_update
     x, mixing = mx.zeros((3, 4, 5), mx.bfloat16), mx.zeros((3, 2, 128), mx.bfloat16)
     assert scans(x, mixing, mixing, mx.float32)
     assert not scans(x, mixing, mixing, mx.bfloat16)
@@ -289,7 +289,7 @@ def test_what_kernels_do():
     assert not scans(x[None], mixing[None], mixing[None], mx.float32)
     assert not scans(x, mixing[..., :16], mixing[..., :16], mx.float32)
 
-    convolves = recurrence().does_convolution
+    convolves = recurrence().supports_convolution
     x = mx.zeros((3, 40), mx.float16)
     assert all(convolves(x, mx.zeros((40, k), mx.float16)) for k in KERNEL_SIZES)
     for shape, dtype in (((40, 1), mx.float16), ((40, 9), mx.float16), ((39, 4), mx.float16), ((40, 4), mx.float32)):

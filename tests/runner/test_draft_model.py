@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import RequestOptions, RequestOutput
@@ -24,6 +23,7 @@ from tests.support.kv_engines import kv_engine
 from tests.support.speculation import draft_for_free, draft_model_config
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import tiny_model
 
 
@@ -39,14 +39,14 @@ def blurred(share: float) -> nn.Module:
     return model
 
 
-def drafting_engine(draft: nn.Module, num_drafts: int = 4, *, may_probe: bool = True, **config: Any) -> EngineCore:
+def drafting_engine(draft: nn.Module, num_drafts: int = 4, *, may_probe: bool = True, **config: Any) -> SteppedEngine:
     max_draft_len = config.pop("max_draft_len", None)
     engine = tiny_engine(speculative=draft_model_config(num_drafts, max_draft_len), draft=draft, **config)
     draft_for_free(engine, may_probe=may_probe)
     return engine
 
 
-def watch(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[Drafting]:
+def watch(engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> list[Drafting]:
     """Record the results of the draft model from now on, step by step."""
     done: list[Drafting] = []
     draft = DraftModel.draft
@@ -60,7 +60,7 @@ def watch(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[Drafting]
     return done
 
 
-def share_accepted(engine: EngineCore) -> float:
+def share_accepted(engine: SteppedEngine) -> float:
     return sum(engine.metrics.num_accepted_tokens) / engine.metrics.num_draft_tokens
 
 
@@ -326,7 +326,7 @@ def _keys_of_the_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _rejected_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat the KV of a rejected draft as the KV of the token in its place."""
-    turns = DraftModel._turns
+    turns = DraftModel._tasks
 
     def wrong(self: DraftModel, table: Any, plan: Any, drafting: Drafting) -> Any:
         found = turns(self, table, plan, drafting)
@@ -335,7 +335,7 @@ def _rejected_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
                 turn.start = turn.stop - 1
         return found
 
-    monkeypatch.setattr(DraftModel, "_turns", wrong)
+    monkeypatch.setattr(DraftModel, "_tasks", wrong)
 
 
 def _stale_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +349,7 @@ def _loaded_blocks_are_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     def wrong(self: DraftModel, plan: SchedulerOutput) -> None:
         update(self, replace(plan, kv_connector_metadata=None))
 
-    monkeypatch.setattr(DraftModel, "take_in", wrong)
+    monkeypatch.setattr(DraftModel, "update", wrong)
 
 
 def test_a_mutant_of_loads_spoils_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,6 @@ def test_an_engine_is_checked_before_its_first_request(
     model = write_checkpoint(tmp_path / "m")
     engine = build_engine(EngineArgs(model=str(model), replay_decodes="always", max_model_len=64))
     try:
-        assert (engine.metrics.replay_refusal is None) == is_right
+        assert (engine.core.metrics.replay_refusal is None) == is_right
     finally:
         engine.close()

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.grammars.compiled import GrammarMatcher
 from metal_engine.request import RequestOptions, RequestOutput
 from metal_engine.runner import logits_edits, sampler, step_sampling
@@ -18,6 +17,7 @@ from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.support.speculation import KnownOutputs, propose_from, speculative_config
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids
+from tools.fixtures.stepped_engine import SteppedEngine
 
 Requests = list[tuple[list[int], SamplingParams]]
 
@@ -91,7 +91,7 @@ def known(requests: Requests, outputs: list[list[RequestOutput]], **options: Any
     )
 
 
-def speculating(num_drafts: int = 4, **config: Any) -> EngineCore:
+def speculating(num_drafts: int = 4, **config: Any) -> SteppedEngine:
     return tiny_engine(speculative=speculative_config(num_drafts), **config)
 
 
@@ -227,7 +227,7 @@ def _exclusions_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ignore the drafts before a row when excluding bad words."""
     excluded = RequestEdits.excluded
     monkeypatch.setattr(
-        RequestEdits, "excluded", lambda self, ids, position: excluded(self, ids[: self._num_taken_in], position)
+        RequestEdits, "excluded", lambda self, ids, position: excluded(self, ids[: self._num_processed], position)
     )
 
 

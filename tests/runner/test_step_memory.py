@@ -135,9 +135,9 @@ def test_a_step_that_does_not_fit_names_the_flag(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_knows_what_it_takes() -> None:
-    core = build_engine(EngineArgs(model="demo", kv_cache_memory_bytes=1 << 26, max_num_batched_tokens=64))
-    config = core.config
+    engine = build_engine(EngineArgs(model="demo", kv_cache_memory_bytes=1 << 26, max_num_batched_tokens=64))
+    config = engine.core.config
     assert config.step_bytes > 1 << 20
     assert config.peak_bytes == config.model.weight_bytes + config.kv_bytes + config.step_bytes
     assert (1 << 26) - (1 << 20) < config.kv_bytes <= 1 << 26
-    core.close()
+    engine.close()

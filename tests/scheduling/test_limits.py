@@ -210,15 +210,15 @@ def test_shares_are_even_and_nothing_is_wasted(
     prefills.take_turns()
     prefills.spread()
     unit = block_size if aligned else 1
-    charged = sum(-(-share // unit) * unit for share in prefills.shares.values())
+    charged = sum(-(-share // unit) * unit for share in prefills.allotments.values())
     assert charged + prefills.step.tokens == budget and prefills.step.tokens >= 0
-    unsatisfied = [share for request, share in prefills.shares.items() if share < request.num_tokens]
+    unsatisfied = [share for request, share in prefills.allotments.items() if share < request.num_tokens]
     assert all(share % unit == 0 for share in unsatisfied)
-    assert prefills.num_partial == len(unsatisfied) + len(requests) - len(prefills.shares)
+    assert prefills.num_partial == len(unsatisfied) + len(requests) - len(prefills.allotments)
     if unsatisfied:
         assert prefills.step.tokens < unit, "something is left, and somebody wants it"
         assert max(unsatisfied) - min(unsatisfied) <= unit, "uneven"
-        satisfied = [share for request, share in prefills.shares.items() if share == request.num_tokens]
+        satisfied = [share for request, share in prefills.allotments.items() if share == request.num_tokens]
         assert max(satisfied, default=0) <= max(unsatisfied) + unit, "one got its prompt at the cost of others"
 
 
@@ -456,7 +456,7 @@ def test_a_gpus_kv_cache_is_what_weights_and_the_measured_step_leave() -> None:
         ({"max_num_partial_prefills": 2, "max_long_partial_prefills": 3}, "--max-long-partial-prefills 3 exceeds"),
         ({"long_prefill_token_threshold": -1}, "--long-prefill-token-threshold"),
         ({"scheduling_policy": "lifo"}, "--scheduling-policy must be one of fcfs, priority"),
-        ({"max_attention_work": 0}, "--max-attention-work must be at least 1"),
+        ({"max_attention_work": 0}, "^max-attention-work must be at least 1"),
     ],
 )
 def test_settings_that_cannot_be_meant(args: dict[str, Any], message: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.request import Request, RequestStatus
 from metal_engine.sampling_params import SamplingParams
+from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput
@@ -227,7 +228,7 @@ def test_admission_leaves_a_reserve_beside_running_requests_but_not_for_the_firs
 def test_what_can_never_be_served(prompt_len: int, max_tokens: int, kind: type[PromptError], message: str) -> None:
     harness = make_harness(model_len=40, block_size=4, num_blocks=8)
     with pytest.raises(PromptError, match=message) as caught:
-        harness.scheduler.check_fits(prompt_len, max_tokens)
+        check_fits(prompt_len, max_tokens, harness.config, harness.cache_config)
     assert type(caught.value) is kind
 
 

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server import large_bodies
 from metal_engine.server.anthropic.protocol import MessagesBody
@@ -294,7 +294,7 @@ def watched(loop_thread: str = "server") -> Iterator[Holds]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio.events.Handle, "_run", timed(asyncio.events.Handle._run, "loop"))
-        patch.setattr(EngineThread, "_take_in", timed(EngineThread._process_inbox, "steps"))
+        patch.setattr(EngineThread, "_process_inbox", timed(EngineThread._process_inbox, "steps"))
         watcher = threading.Thread(target=watch_lock)
         gc.collect()
         gc.freeze()  # as in the server
@@ -342,19 +342,19 @@ def test_a_request_is_checked_once_and_not_in_the_event_loop(
     served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     checked: list[str] = []
-    check, prepare = SamplingParams.__post_init__, EngineCore.prepare_all
+    check, prepare = SamplingParams.__post_init__, RequestPreparer.prepare_all
 
     def counted_check(self: SamplingParams) -> None:
         checked.append(threading.current_thread().name)
         check(self)
 
-    def counted_prepare(self: EngineCore, *args: Any) -> Any:
+    def counted_prepare(self: RequestPreparer, *args: Any) -> Any:
         prepared.append(threading.current_thread().name)
         return prepare(self, *args)
 
     prepared: list[str] = []
     monkeypatch.setattr(SamplingParams, "__post_init__", counted_check)
-    monkeypatch.setattr(EngineCore, "prepare_all", counted_prepare)
+    monkeypatch.setattr(RequestPreparer, "prepare_all", counted_prepare)
     body = {"prompt": ["a", "b"], "n": 5, "temperature": 1, "max_tokens": 2, "allowed_token_ids": IDS[:1000]}
     assert served.post("/v1/completions", body).status_code == 200
     assert len(checked) == len(prepared) == 1

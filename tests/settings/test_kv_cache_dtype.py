@@ -48,8 +48,9 @@ def test_tokens_more_are_those_of_the_same_memory(tmp_path: Path, kv_cache_dtype
         engine = build_engine(
             EngineArgs(model=str(model), kv_cache_dtype=dtype, **{**SMALL, "kv_cache_memory_bytes": 37 * block_bytes})
         )
-        numbers[dtype] = engine.config.cache.num_tokens
-        unquantized, rest = engine.config.num_tokens_unquantized, 37 * block_bytes - engine.config.kv_bytes
+        config = engine.core.config
+        numbers[dtype] = config.cache.num_tokens
+        unquantized, rest = config.num_tokens_unquantized, 37 * block_bytes - config.kv_bytes
         engine.close()
     assert rest > 0
     assert unquantized == numbers["auto"] == 37 * 16

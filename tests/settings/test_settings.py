@@ -12,8 +12,8 @@ import pytest
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.chat_args import ChatArgs
-from metal_engine.settings.fields import make_args, parse_count, parse_size, settings_of
-from metal_engine.settings.sources import read_settings
+from metal_engine.settings.fields import ENV_PREFIX, make_args, parse_count, parse_size, settings_of
+from metal_engine.settings.sources import CONSTANTS, read_settings
 
 SETTINGS = settings_of(ServerArgs, EngineArgs)
 BY_NAME = {one.name: one for one in SETTINGS}
@@ -61,11 +61,44 @@ def test_every_setting_from_everywhere(one: Any, tmp_path: Path) -> None:
     if one.choices:
         given = wanted = one.choices[-1]
     key = one.flag.removeprefix("--")
-    assert settle({one.name: given}) == {one.name: wanted}
+    if one.has_flag:
+        assert settle({one.name: given}) == {one.name: wanted}
+    else:
+        with pytest.raises(ConfigError, match=f"^{one.flag} is now a field of the config file: {key}: "):
+            settle({one.name: given})
     assert settle(None, {one.variable: given}) == {one.name: wanted}
     assert settle(None, None, f"{key}: {given}", tmp_path) == {one.name: wanted}
     assert settle(None, None, f"{one.name}: {given}", tmp_path) == {one.name: wanted}
     assert one.help.endswith(".")
+
+
+def test_a_removed_flag_shows_the_line_of_the_config_file() -> None:
+    for given, line in (
+        ({"sse_keep_alive": "15"}, "sse-keep-alive: 15"),
+        ({"allow_special_tokens_in_content": False}, "allow-special-tokens-in-content: false"),
+        ({"ssl_keyfile_password": "hidden"}, "ssl-keyfile-password: TEXT"),
+    ):
+        with pytest.raises(ConfigError, match=f"{line}$"):
+            settle(given)
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_former_setting_is_a_constant(name: str, tmp_path: Path) -> None:
+    for given, place in (
+        (({name: "8"}, None, None), f"^--{name.replace('_', '-')} is now a constant: "),
+        ((None, {ENV_PREFIX + name.upper(): "8"}, None), f"^METAL_ENGINE_{name.upper()} is now a constant: "),
+        ((None, None, f"{name}: 8"), f"config.yaml: {name} is now a constant: "),
+    ):
+        with pytest.raises(ConfigError, match=place):
+            settle(*given, tmp_path)
+
+
+def test_every_setting_without_a_flag_names_its_key() -> None:
+    for cls in (ServerArgs, EngineArgs):
+        for one in settings_of(cls):
+            if not one.has_flag and "ge" in one.bounds:
+                with pytest.raises(ConfigError, match=f"^{one.key} must be at least"):
+                    cls(**{"model": "m"} if cls is EngineArgs else {}, **{one.name: one.bounds["ge"] - 1})
 
 
 def test_every_field_is_a_setting() -> None:

@@ -14,12 +14,12 @@ import numpy as np
 from mlx_lm.generate import generate_step
 from mlx_lm.tuner.utils import load_adapters
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.lora.layers import shape_of
 from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.models.lora_targets import adapter_targets
 from metal_engine.models.paged_model import PagedModel
 from tests.support.tiny_engine import tiny_engine
+from tools.fixtures.stepped_engine import SteppedEngine
 
 ATTENTION = ("self_attn.q_proj", "self_attn.v_proj")
 ALL = (*ATTENTION, "self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -74,7 +74,7 @@ def write_peft(folder: Path, made: Products, alpha: float = 16.0, dtype: mx.Dtyp
 
 def adapted_engine(
     folders: dict[str, Path], *, max_loras: int | None = None, max_rank: int = 8, **config: Any
-) -> EngineCore:
+) -> SteppedEngine:
     """Return a :func:`tiny_engine` with adapters. ``config`` is passed on."""
 
     def make(paged: PagedModel) -> AdapterRegistry:
@@ -89,7 +89,7 @@ def adapted_engine(
     return engine
 
 
-def load(engine: EngineCore, name: str, folder: Path, **options: Any) -> None:
+def load(engine: SteppedEngine, name: str, folder: Path, **options: Any) -> None:
     assert engine.adapters is not None
     engine.adapters.load(name, str(folder), lambda function: function(), **options)
 

@@ -14,7 +14,6 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
-from metal_engine.engine.core import EngineCore
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
@@ -31,8 +30,9 @@ from metal_engine.settings.config import (
 )
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.speculation import draft_model_config
+from tools.fixtures.stepped_engine import SteppedEngine
 
-MakeEngine = Callable[..., EngineCore]
+MakeEngine = Callable[..., SteppedEngine]
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +68,7 @@ def make_engine(paged_demo: PagedModel, demo_tokenizer: Tokenizer) -> MakeEngine
         ahead: bool = False,
         behind: bool = False,
         replay: bool = False,
-    ) -> EngineCore:
+    ) -> SteppedEngine:
         return engine_for(
             paged_demo,
             demo_tokenizer,
@@ -104,7 +104,7 @@ def engine_for(
     speculative: SpeculativeConfig | None = None,
     draft: PagedModel | None = None,
     adapters: AdapterRegistry | None = None,
-) -> EngineCore:
+) -> SteppedEngine:
     """Return an engine on a model.
 
     Args:
@@ -162,4 +162,4 @@ def engine_for(
     runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model, **gpu_like)
     if runner.replay is not None:
         runner.replay._trace_at = 1
-    return EngineCore(config, runner, tokenizer, scheduler_side, adapters)
+    return SteppedEngine(config, runner, tokenizer, scheduler_side, adapters)

@@ -20,6 +20,7 @@ from metal_engine.kv_transfer.layout import state_key
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
@@ -445,7 +446,7 @@ class SchedulerHarness:
             costs = FreeDrafts(may_probe=drafts % 2 == 0) if has_draft_model else None
             ahead = KnownAheadTimes((0.3, 0.6, 2.0)[drafts // 3 % 3])
             self.scheduler.speculation = Speculation(
-                config, self.scheduler.blocks, proposer, times, costs, states=self.scheduler.states, ahead=ahead
+                config, self.scheduler.blocks, proposer, times, costs, states=self.scheduler.states, async_times=ahead
             )
             self.runner.draft_model = SomeRightDraftModel(self.tracked, drafts) if has_draft_model else None
         self._live: dict[str, None] = {}
@@ -498,7 +499,8 @@ class SchedulerHarness:
         if pooling_type is not None:
             reason = "stop"
         # The engine makes this check before it queues a request.
-        self.scheduler.check_fits(request.num_prompt_tokens, 0 if pooling_type is not None else request.max_tokens)
+        num_tokens = 0 if pooling_type is not None else request.max_tokens
+        check_fits(request.num_prompt_tokens, num_tokens, self.config, self.cache_config)
         self.scheduler.add_request(request)
         self.tracked[request_id] = Tracked(request, expected, reason)
         self._live[request_id] = None

@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.kv_transfer.fingerprint import kv_fingerprint
 from metal_engine.kv_transfer.layout import BlockLayout
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, block_parts, state_parts
@@ -26,6 +25,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import engine_for
 from tests.support.speculation import draft_for_free
+from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import tiny_model
 
 
@@ -33,7 +33,7 @@ from tools.fixtures.tiny_models import tiny_model
 class KVEngine:
     """Engine with its KV transfer (None without a KV store)."""
 
-    core: EngineCore
+    core: SteppedEngine
     paged: PagedModel
     transfer: KVTransfer | None
     layout: BlockLayout

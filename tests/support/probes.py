@@ -51,7 +51,7 @@ class Probes:
 
     def install(self) -> None:
         """Start to measure the engine's threads and the lock. :meth:`watch_loop` measures the event loop."""
-        for owner, name in ((EngineThread, "_take_in"), (EngineCore, "step")):
+        for owner, name in ((EngineThread, "_process_inbox"), (EngineCore, "step")):
             setattr(owner, name, self._timed(getattr(owner, name)))
         threading.Thread(target=self._watch_lock, name="probe", daemon=True).start()
 

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.nn as nn
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
@@ -22,6 +21,7 @@ from tests.support.tiny_engine import with_vocabulary
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import VOCAB_SIZE, fake_config, tiny_tokenizer
 from tools.fixtures.recurrent_architectures import RECURRENT
+from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import random_model
 
 GUIDE = list(b"The mill opens at eight, the bakery at six, the shop by the river when it wants to. ")
@@ -119,19 +119,19 @@ def make_model(case: RankCase) -> nn.Module:
 
 
 def make_runner(
-    case: RankCase, divide: Callable[[nn.Module], Any] = lambda model: None, share: TokenBroadcast | None = None
+    case: RankCase, divide: Callable[[nn.Module], Any] = lambda model: None, broadcast: TokenBroadcast | None = None
 ) -> ModelRunner:
     """Return a runner on a model with random weights, or on this rank's shard of the model."""
     model = make_model(case)
     divide(model)
     paged = PagedModel(model, kv_cache_dtype=case.kv_cache_dtype)
     config = config_of(case)
-    return ModelRunner(paged, PortableBackend(), config.scheduler, config.cache, share=share)
+    return ModelRunner(paged, PortableBackend(), config.scheduler, config.cache, broadcast=broadcast)
 
 
 def run_case(case: RankCase, runner: Runner, ranks: RankFailureSource | None = None) -> dict[str, Any]:
     """Run a case's requests, adding one request per step. Return the outputs in JSON's types."""
-    engine = EngineCore(config_of(case), runner, tiny_tokenizer(), ranks=ranks)
+    engine = SteppedEngine(config_of(case), runner, tiny_tokenizer(), ranks=ranks)
     asked = requests_of(case)
     outputs: list[list[RequestOutput]] = [[] for _ in asked]
     num_asked = num_steps = 0

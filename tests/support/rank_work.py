@@ -30,7 +30,7 @@ WAITS = step_sampling._MASK_SECONDS
 def _run(case: RankCase, group: RankGroup) -> Any:
     division = Sharding(group.communication, case.parallel == "pipeline")
     try:
-        runner = make_runner(case, division.divide, group.share)
+        runner = make_runner(case, division.divide, group.broadcast)
     except UnsupportedModelError as error:
         return str(error)
     memory = Memory(runner)

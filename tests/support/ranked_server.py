@@ -14,6 +14,8 @@ from types import TracebackType
 
 import httpx
 
+from metal_engine.settings.fields import ENV_PREFIX
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,10 +49,16 @@ class RankedServer:
         lines: lines of standard error so far.
     """
 
-    def __init__(self, model: Path, *flags: str, num_ranks: int = 2) -> None:
+    def __init__(self, model: Path, *flags: str, num_ranks: int = 2, **settings: object) -> None:
+        """Start the server and wait until it is ready.
+
+        Args:
+            settings: settings without a flag, which the environment passes.
+        """
         command = [sys.executable, "-m", "metal_engine", "serve", str(model), "--port", "0", *flags]
         command += ["--tensor-parallel-size", str(num_ranks)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        env = {**os.environ, **{f"{ENV_PREFIX}{name.upper()}": str(value) for name, value in settings.items()}}
+        self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=env)
         self.lines: list[str] = []
         self.url = ""
         self._is_ready = threading.Event()

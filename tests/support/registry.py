@@ -51,7 +51,7 @@ class RegistryOfFakes:
         try:
             self.check()
             params = PARAMS.changed(max_tokens=num_tokens)
-            (prepared,) = running.engine.prepare_all([prompt], params)
+            (prepared,) = running.engine.preparer.prepare_all([prompt], params)
             tokens = []
             async for output in running.engine.generate(f"{name}{prompt}", prepared):
                 assert output.error is None, output.error

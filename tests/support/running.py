@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from metal_engine.engine.core import EngineCore
 from metal_engine.sampling_params import SamplingParams
+from tools.fixtures.stepped_engine import SteppedEngine
 
 
 def run(
-    engine: EngineCore,
+    engine: SteppedEngine,
     prompts: Sequence[list[int]],
     params: SamplingParams | Sequence[SamplingParams],
     *,

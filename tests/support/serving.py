@@ -52,8 +52,8 @@ class Served:
     @property
     def core(self) -> EngineCore:
         """Return the engine core, which only tests use directly."""
-        assert self.engine._core is not None
-        return self.engine._core
+        assert self.engine._engine is not None
+        return self.engine._engine.core
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)

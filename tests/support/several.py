@@ -15,7 +15,6 @@ import httpx
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.errors import ModelLoadError
@@ -31,6 +30,7 @@ from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
 from tests.support.serving import DEADLINE, wait_until
 from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, generated, hash_chain, tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
 
 TOKENIZER = tiny_tokenizer()
 # Shared, because making a client takes longer than most requests here.
@@ -70,7 +70,7 @@ class FakeModel:
         return ModelSource(self.start, lambda: self.problem)
 
     def start(self, share: DeviceAccess, turns: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
-        def build() -> EngineCore:
+        def build() -> SteppedEngine:
             self.began.set()
             with share.turn():
                 pass
@@ -83,7 +83,7 @@ class FakeModel:
             share.settle(self.config)
             runner = FakeRunner(self.config.cache.block_size, salted(self.salt), self.step_time)
             self.runners.append(runner)
-            return EngineCore(self.config, runner, TOKENIZER)
+            return SteppedEngine(self.config, runner, TOKENIZER)
 
         engine = AsyncEngine(build, turns, threads)
         engine.start()

@@ -128,7 +128,7 @@ def draft_for_free(engine: EngineCore, *, may_probe: bool = True) -> None:
     assert config.speculative is not None
     proposer, costs = make_proposer(config.speculative), FreeDrafts(may_probe=may_probe)
     scheduler.speculation = Speculation(
-        config, scheduler.blocks, proposer, KnownTimes(), costs, states=scheduler.states, ahead=ahead
+        config, scheduler.blocks, proposer, KnownTimes(), costs, states=scheduler.states, async_times=ahead
     )
 
 
@@ -139,5 +139,5 @@ def propose_from(engine: EngineCore, proposer: Proposer) -> None:
     """
     scheduler, config, ahead = engine.scheduler, engine.config.scheduler, KnownAheadTimes(0.7)
     scheduler.speculation = Speculation(
-        config, scheduler.blocks, proposer, KnownTimes(), states=scheduler.states, ahead=ahead
+        config, scheduler.blocks, proposer, KnownTimes(), states=scheduler.states, async_times=ahead
     )

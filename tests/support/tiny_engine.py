@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.engine.core import EngineCore
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
@@ -26,6 +26,7 @@ from metal_engine.text.tokenizer import Tokenizer
 from tools.fixtures.architecture_parts import Config
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import VOCAB_SIZE, fake_config, tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import random_model, tiny_model
 
 
@@ -55,7 +56,7 @@ def tiny_engine(
     draft: nn.Module | None = None,
     connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
     **config: Any,
-) -> EngineCore:
+) -> SteppedEngine:
     """Return an engine. ``config`` goes to :func:`tools.fixtures.fake_engine.fake_config`.
 
     Args:
@@ -90,10 +91,10 @@ def tiny_engine(
     runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, draft_model, **gpu_like)
     if runner.replay is not None:
         runner.replay._trace_at = 1
-    return EngineCore(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)
+    return SteppedEngine(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)
 
 
-def run_all(engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]) -> list[list[RequestOutput]]:
+def run_all(engine: SteppedEngine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[RequestOutput]]:
     """Return all outputs of requests that run together."""
     outputs: dict[str, list[RequestOutput]] = {str(i): [] for i in range(len(requests))}
     for i, (prompt, params) in enumerate(requests):
@@ -105,24 +106,27 @@ def run_all(engine: EngineCore, requests: list[tuple[list[int], SamplingParams]]
     return list(outputs.values())
 
 
-def run_pooling(engine: EngineCore, requests: list[tuple[list[int], PoolingParams | SamplingParams]]) -> list[Any]:
+def run_pooling(
+    engine: BuiltEngine | SteppedEngine, requests: list[tuple[list[int], PoolingParams | SamplingParams]]
+) -> list[Any]:
     """Return the vector or the tokens of each request. All requests run together."""
+    core, preparer = engine.core, engine.preparer
     found: list[Any] = []
     for i, (prompt, params) in enumerate(requests):
         is_pooling = isinstance(params, PoolingParams)
         found.append(None if is_pooling else [])
-        prepared = engine.prepare_pooling([prompt], params)[0] if is_pooling else engine.prepare(prompt, params)
-        engine.add_request(str(i), prepared)
-    while engine.has_requests:
-        for output in engine.step():
+        prepared = preparer.prepare_pooling([prompt], params)[0] if is_pooling else preparer.prepare(prompt, params)
+        core.add_request(str(i), prepared)
+    while core.has_requests:
+        for output in core.step():
             assert output.error is None, output.error
             if output.pooled is None:
                 found[int(output.request_id)] += output.token_ids
             else:
                 assert output.finish_reason == "stop" and not output.token_ids
                 found[int(output.request_id)] = output.pooled
-        engine.scheduler.check_integrity()
-    assert engine.scheduler.blocks.num_used_blocks == 0
+        core.scheduler.check_integrity()
+    assert core.scheduler.blocks.num_used_blocks == 0
     return found
 
 

@@ -102,11 +102,12 @@ def measure(model: str, num_ranks: int, num_requests: int, num_steps: int) -> di
     from metal_engine.settings.args import EngineArgs
 
     sizes: dict[str, Any] = {"max_num_seqs": num_requests, "kv_cache_memory_bytes": 1 << 28}
-    core = build_engine(EngineArgs(model=model, tensor_parallel_size=num_ranks, **sizes))
+    engine = build_engine(EngineArgs(model=model, tensor_parallel_size=num_ranks, **sizes))
+    core = engine.core
     params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
     try:
         for i in range(num_requests):
-            core.add_request(str(i), core.prepare([5 + i] * PROMPT_TOKENS, params))
+            core.add_request(str(i), engine.preparer.prepare([5 + i] * PROMPT_TOKENS, params))
         times = []
         while core.has_requests:
             start = time.perf_counter()
@@ -121,7 +122,7 @@ def measure(model: str, num_ranks: int, num_requests: int, num_steps: int) -> di
             "peak": mx.get_peak_memory() / (1 << 20),
         }
     finally:
-        core.close()
+        engine.close()
 
 
 def compare(folder: str, rounds: int, num_requests: int, num_steps: int) -> None:

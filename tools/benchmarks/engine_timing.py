@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from metal_engine.build import build_engine
-from metal_engine.engine.core import EngineCore
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 
@@ -48,13 +47,14 @@ class TimedEngine:
     """Steps an engine and records the times of all steps and tokens."""
 
     def __init__(self, model: str = "demo", **engine_args: Any) -> None:
-        self.core: EngineCore = build_engine(EngineArgs(model=model, dtype="float32", **engine_args))
+        engine = build_engine(EngineArgs(model=model, dtype="float32", **engine_args))
+        self.core, self.preparer = engine.core, engine.preparer
         self.steps: list[TimedStep] = []
         self.requests: dict[str, Timed] = {}
 
     def submit(self, request_id: str, prompt: list[int], max_tokens: int) -> Timed:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.core.add_request(request_id, self.core.prepare(prompt, params))
+        self.core.add_request(request_id, self.preparer.prepare(prompt, params))
         timed = self.requests[request_id] = Timed(time.perf_counter())
         return timed
 

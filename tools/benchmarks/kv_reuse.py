@@ -23,7 +23,6 @@ from unittest import mock
 import numpy as np
 
 from metal_engine.build import build_engine
-from metal_engine.engine.core import EngineCore
 from metal_engine.kv_transfer.stores.choice import open_store
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
@@ -67,9 +66,8 @@ class Engine:
         transfer = {"kv_connector": "disk", "kv_role": role, "kv_connector_extra_config": extra}
         started = time.perf_counter()
         with mock.patch("metal_engine.kv_transfer.connect.open_store", lambda *args: Screen(open_store(*args))):
-            self.core: EngineCore = build_engine(
-                EngineArgs(model=model, kv_transfer_config=json.dumps(transfer), **settings)
-            )
+            engine = build_engine(EngineArgs(model=model, kv_transfer_config=json.dumps(transfer), **settings))
+        self.core, self.preparer, self.close = engine.core, engine.preparer, engine.close
         self.start_seconds = time.perf_counter() - started
         runner: Any = self.core._runner
         self.transfer = runner.kv_connector._transfer
@@ -79,7 +77,7 @@ class Engine:
     def add(self, prompt: list[int], max_tokens: int = 1, options: RequestOptions | None = None) -> str:
         request_id = str(next(self._ids))
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.core.add_request(request_id, self.core.prepare(prompt, params), options)
+        self.core.add_request(request_id, self.preparer.prepare(prompt, params), options)
         return request_id
 
     def hashes_of(self, prompt: list[int]) -> list[bytes]:
@@ -170,7 +168,7 @@ def measure_restart(model: str, directory: str, prompts: list[list[int]]) -> Non
         one = engine.first_token_seconds(prompts[:1])[0]
         batch = engine.first_token_seconds(prompts)
         print(f"| {name} | {one:.2f} | {statistics.mean(batch):.2f} |")
-        engine.core.close()
+        engine.close()
 
 
 def measure_handover(producer: Engine, consumer: Engine, repeats: int) -> None:
@@ -312,8 +310,8 @@ def main() -> None:
             measure_handover(producer, consumer, args.repeats)
         if "decoding" in only:
             measure_decoding(consumer, prompts, args.repeats)
-        producer.core.close()
-        consumer.core.close()
+        producer.close()
+        consumer.close()
         if "restart" in only:
             measure_restart(args.model, directory, prompts)
 

@@ -27,7 +27,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from metal_engine.build import build_engine
-from metal_engine.engine.core import EngineCore
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.lora_adapter import Adapter
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
@@ -46,18 +46,19 @@ def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int, s
     return folder
 
 
-def round_of(engine: EngineCore, adapters: list[Adapter | None], args: argparse.Namespace) -> tuple[float, float]:
+def round_of(engine: BuiltEngine, adapters: list[Adapter | None], args: argparse.Namespace) -> tuple[float, float]:
     """Return the seconds for the prompts and the median decode step of ``rows`` requests."""
+    core = engine.core
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=args.steps + 2, ignore_eos=True)
     for i, adapter in enumerate(islice(cycle(adapters), args.rows)):
         prompt = rng.integers(1000, 9000, args.prompt).tolist()
-        (prepared,) = engine.prepare_all([prompt], params, cache_salt=str(time.monotonic_ns()), adapter=adapter)
-        engine.add_request(str(i), prepared)
+        (prepared,) = engine.preparer.prepare_all([prompt], params, str(time.monotonic_ns()), adapter=adapter)
+        core.add_request(str(i), prepared)
     prompts, decodes = 0.0, []
-    while engine.has_requests:
+    while core.has_requests:
         start = time.perf_counter()
-        outputs = engine.step()
+        outputs = core.step()
         seconds = time.perf_counter() - start
         assert all(output.error is None for output in outputs)
         if len(outputs) == args.rows and not any(output.finished for output in outputs):
@@ -67,7 +68,7 @@ def round_of(engine: EngineCore, adapters: list[Adapter | None], args: argparse.
     return prompts, statistics.median(decodes[1:])
 
 
-def engines(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, EngineCore, list[Adapter | None]]]:
+def engines(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, BuiltEngine, list[Adapter | None]]]:
     settings = {"max_num_seqs": args.rows, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
     settings["max_num_partial_prefills"] = args.rows
     plain = build_engine(EngineArgs(model=args.model, **settings))
@@ -76,7 +77,7 @@ def engines(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Engin
 
     linear = {
         name: (module.weight.shape[1], module.weight.shape[0])
-        for name, module in plain._runner._model.model.named_modules()  # type: ignore[attr-defined]
+        for name, module in plain.core._runner._model.model.named_modules()  # type: ignore[attr-defined]
         if isinstance(module, nn.Linear) and ".layers." in name
     }
     modules = {f"a{i}": write_adapter(folder / str(i), linear, args.rank, i) for i in range(args.adapters)}

@@ -119,7 +119,7 @@ class Answers:
         self, model: str, num_requests: int, num_steps: int, ahead: bool, replay_decodes: str = "never"
     ) -> None:
         self.steps: list[dict[str, float]] = []
-        self.core = build_engine(
+        engine = build_engine(
             EngineArgs(
                 model=model,
                 dtype="float32",
@@ -130,16 +130,17 @@ class Answers:
                 max_num_seqs=max(64, num_requests),
             )
         )
+        self.core = engine.core
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._clients = AsyncEngine(lambda: self.core)
+        self._clients = AsyncEngine(lambda: engine)
         self._clients._loop = self._loop
         rng = random.Random(0)
         params = SamplingParams(temperature=0.0, max_tokens=2 * num_steps + 40, ignore_eos=True)
         for i in range(num_requests):
             self._clients._queues[str(i)] = _Mailbox(0, max_unread=1000)
             prompt = random_prompt(rng, rng.randint(40, 80))
-            self.core.add_request(str(i), self.core.prepare(prompt, params))
+            self.core.add_request(str(i), engine.preparer.prepare(prompt, params))
         while any(r.num_output_tokens < 2 for r in self.core.scheduler.requests.values()):
             self.step()
 

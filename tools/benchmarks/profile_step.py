@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from metal_engine.build import build_engine
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
@@ -116,7 +117,7 @@ def instrumented(clock: Clock) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def make_engine(args: argparse.Namespace) -> EngineCore:
+def make_engine(args: argparse.Namespace) -> BuiltEngine:
     if args.plain:
         from metal_engine.device.blas.load import load_optimized_blas
 
@@ -138,16 +139,15 @@ def make_engine(args: argparse.Namespace) -> EngineCore:
     )
 
 
-def prepare(core: EngineCore, args: argparse.Namespace, seed: int) -> None:
+def prepare(engine: BuiltEngine, args: argparse.Namespace, seed: int) -> None:
     """Run requests up to the step to be measured."""
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.0, max_tokens=args.repeats + 3, ignore_eos=True)
     for i in range(args.num_requests):
-        core.add_request(
-            f"{seed}-{i}", core.prepare([rng.randrange(100, 40_000) for _ in range(args.prompt_len)], params)
-        )
+        prompt = [rng.randrange(100, 40_000) for _ in range(args.prompt_len)]
+        engine.core.add_request(f"{seed}-{i}", engine.preparer.prepare(prompt, params))
     if args.step == "decode":
-        core.step()
+        engine.core.step()
 
 
 def drop(core: EngineCore, args: argparse.Namespace, seed: int) -> None:
@@ -175,17 +175,18 @@ def main() -> None:
     if args.cpu_time:
         global CLOCK
         CLOCK = time.process_time
-    core = make_engine(args)
-    prepare(core, args, 0)  # warm up
+    engine = make_engine(args)
+    core = engine.core
+    prepare(engine, args, 0)  # warm up
     core.step()
     drop(core, args, 0)
     usual, clock = [], Clock()
     for seed in range(1, 1 + (args.repeats if args.step == "prefill" else 1)):
-        prepare(core, args, seed)
+        prepare(engine, args, seed)
         repeats = 1 if args.step == "prefill" else args.repeats
         usual += [timed_step(core) for _ in range(repeats)]
         drop(core, args, seed)
-        prepare(core, args, 1000 + seed)
+        prepare(engine, args, 1000 + seed)
         with instrumented(clock):
             apart = [timed_step(core) for _ in range(repeats)]
         drop(core, args, 1000 + seed)

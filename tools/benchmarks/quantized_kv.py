@@ -39,7 +39,7 @@ from metal_engine.build import build_engine  # noqa: E402
 from metal_engine.checkpoints.demo import fetch_demo_model  # noqa: E402
 from metal_engine.checkpoints.gguf.model import load_gguf_model  # noqa: E402
 from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer  # noqa: E402
-from metal_engine.engine.core import EngineCore  # noqa: E402
+from metal_engine.engine.built_engine import BuiltEngine  # noqa: E402
 from metal_engine.kv_cache.rows import step_rows  # noqa: E402
 from metal_engine.models.attention_kinds import attention_kinds  # noqa: E402
 from metal_engine.models.paged_model import PagedModel  # noqa: E402
@@ -70,7 +70,7 @@ class Scored:
 Windows = list[list[int]]
 
 
-def make_engine(kv_cache_dtype: str) -> EngineCore:
+def make_engine(kv_cache_dtype: str) -> BuiltEngine:
     """Return an engine on the demo model, with a pool that is large enough for all measurements."""
     return build_engine(
         EngineArgs(
@@ -135,14 +135,14 @@ def _score(forward: Forward, windows: Windows, chunk: int) -> Scored:
     return Scored(np.concatenate(logprobs).astype(np.float64), np.concatenate(likeliest))
 
 
-def our_answers(engine: EngineCore, prompts: Windows, num_tokens: int) -> Windows:
+def our_answers(engine: BuiltEngine, prompts: Windows, num_tokens: int) -> Windows:
     """Return greedy outputs for all prompts, computed together."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     answers: Windows = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), engine.prepare(prompt, params))
-    while engine.has_requests:
-        for output in engine.step():
+        engine.core.add_request(str(i), engine.preparer.prepare(prompt, params))
+    while engine.core.has_requests:
+        for output in engine.core.step():
             answers[int(output.request_id)] += output.token_ids
     return answers
 
@@ -294,20 +294,20 @@ def compare_speed(tokens: list[int], num_requests: int, prompt_len: int, rounds:
         for dtype, engine in engines.items():
             params = SamplingParams(temperature=0.0, max_tokens=_SPEED_STEPS, ignore_eos=True)
             for i, prompt in enumerate(prompts):
-                engine.add_request(str(i), engine.prepare(prompt, params))
+                engine.core.add_request(str(i), engine.preparer.prepare(prompt, params))
             num_chosen, start = 0, time.perf_counter()
             while num_chosen < len(prompts):
-                num_chosen += sum(len(output.token_ids) for output in engine.step())
+                num_chosen += sum(len(output.token_ids) for output in engine.core.step())
             prefill[dtype].append(time.perf_counter() - start)
-            while engine.has_requests:
+            while engine.core.has_requests:
                 start = time.perf_counter()
-                engine.step()
+                engine.core.step()
                 decode[dtype].append(time.perf_counter() - start)
     print(f"\n{num_requests} requests of {prompt_len:,} tokens, in turns, {rounds} rounds\n")
     print("| KV | bytes of a token | prefill, of float's speed | decode, of float's speed |\n| --- | --- | --- | --- |")
     for dtype, engine in engines.items():
         ratios = [statistics.median(all_of["auto"]) / statistics.median(all_of[dtype]) for all_of in (prefill, decode)]
-        size = engine.config.model.kv_bytes_per_token
+        size = engine.core.config.model.kv_bytes_per_token
         print(f"| {_name(dtype)} | {size:,} | {ratios[0]:.2f} | {ratios[1]:.2f} |", flush=True)
         engine.close()
 

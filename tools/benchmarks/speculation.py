@@ -30,7 +30,7 @@ from importlib.metadata import version
 from typing import Any
 
 from metal_engine.build import build_engine
-from metal_engine.engine.core import EngineCore
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 
@@ -124,14 +124,15 @@ class Run:
         return statistics.mean(seconds for _, seconds, _ in self.steps)
 
 
-def run(core: EngineCore, prompts: dict[str, list[int]], max_tokens: int) -> Run:
+def run(engine: BuiltEngine, prompts: dict[str, list[int]], max_tokens: int) -> Run:
     """Send all prompts at once with an empty cache, and step until all are done."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     done = Run({name: [] for name in prompts})
+    core = engine.core
     metrics = core.metrics
     core.scheduler.prefix_cache.forget()
     for name, prompt in prompts.items():
-        core.add_request(name, core.prepare(prompt, params))
+        core.add_request(name, engine.preparer.prepare(prompt, params))
     drafts, accepted = metrics.num_draft_tokens, sum(metrics.num_accepted_tokens)
     started = time.perf_counter()
     while core.has_requests:
@@ -172,14 +173,14 @@ class Pair:
         self.num_different = 0
 
     def prompt(self, text: str) -> list[int]:
-        return self.without.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        return self.without.preparer.tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
     def turns(self, prompts: dict[str, list[int]], repeats: int) -> list[tuple[Run, Run]]:
         """Run without and with speculation in alternating order. Counts outputs that differ."""
         runs = []
         for turn in range(repeats):
             order = (self.speculating, self.without) if turn % 2 else (self.without, self.speculating)
-            by_engine = {id(core): run(core, prompts, self.max_tokens) for core in order}
+            by_engine = {id(engine): run(engine, prompts, self.max_tokens) for engine in order}
             plain, ours = by_engine[id(self.without)], by_engine[id(self.speculating)]
             self.num_different += sum(plain.answers[name] != ours.answers[name] for name in prompts)
             runs.append((plain, ours))
@@ -245,7 +246,7 @@ def slowdown(pair: Pair, texts: dict[str, str], repeats: int) -> None:
 
 def peer(pair: Pair, args: argparse.Namespace) -> None:
     """Print mlx-lm's results with the same models, prompts and limits, for one request at a time."""
-    config = pair.speculating.config.scheduler.speculative
+    config = pair.speculating.core.config.scheduler.speculative
     assert config is not None and config.model is not None
     texts = {"copying": COPYING, "chat": CHAT}.get(args.only, COPYING | CHAT)
     prompts = {name: pair.prompt(text) for name, text in texts.items()}
@@ -284,8 +285,8 @@ def main() -> None:
         config = {"method": "draft_model", "model": args.draft_model, "num_speculative_tokens": 3}
         args.speculative_config = json.dumps(config)
     pair = Pair(args)
-    for core in (pair.without, pair.speculating):  # warm up
-        run(core, {"warm-up": pair.prompt(COPYING["table, repeated"])}, args.max_tokens)
+    for engine in (pair.without, pair.speculating):  # warm up
+        run(engine, {"warm-up": pair.prompt(COPYING["table, repeated"])}, args.max_tokens)
     if args.slowdown:
         slowdown(pair, CHAT, args.repeats)
     for streams in [] if args.slowdown else args.streams:

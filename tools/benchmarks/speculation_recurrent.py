@@ -22,6 +22,7 @@ from typing import Any
 
 from metal_engine.build import build_engine
 from metal_engine.device.blas.load import load_optimized_blas
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
 from metal_engine.scheduling.speculation.speculation import Speculation
@@ -66,22 +67,22 @@ def propose(core: EngineCore, proposer: KnownAnswers) -> None:
     scheduler.speculation = Speculation(core.config.scheduler, scheduler.blocks, proposer, states=scheduler.states)
 
 
-def compare(pair: tuple[EngineCore, EngineCore], streams: int, rightness: float, args: argparse.Namespace) -> int:
+def compare(pair: tuple[BuiltEngine, BuiltEngine], streams: int, rightness: float, args: argparse.Namespace) -> int:
     """Print the gain of drafts of a given rightness. Return the number of outputs that differ."""
     without, speculating = pair
     texts = list(CHAT.values())
-    encode = without.tokenizer.encode
+    encode = without.preparer.tokenizer.encode
     prompts = {str(i): encode(f"({i}) {texts[i % len(texts)]}") for i in range(streams)}
     plain = run(without, prompts, args.max_tokens)
     answers = {tuple(prompt): plain.answers[name] for name, prompt in prompts.items()}
-    propose(speculating, KnownAnswers(answers, rightness))
+    propose(speculating.core, KnownAnswers(answers, rightness))
     run(speculating, prompts, args.max_tokens)  # measures step times, as a server does in its first seconds
     runs: list[tuple[Run, Run]] = []
     for _ in range(args.repeats):
         runs.append((run(without, prompts, args.max_tokens), run(speculating, prompts, args.max_tokens)))
     ratio = statistics.median(p.tokens_per_second / o.tokens_per_second for p, o in runs)
     plain, ours = runs[-1]
-    steps = speculating.metrics.num_steps
+    steps = speculating.core.metrics.num_steps
     print(
         f"{streams:7}  {rightness:9.2f}  {1e3 / plain.tokens_per_second:16.2f}  {1e3 / ours.tokens_per_second:7.2f}  "
         f"{ratio:5.2f}  {ours.step_tokens / streams:11.2f}  {ours.num_accepted:5} of {ours.num_drafts:5}"

@@ -43,7 +43,7 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
 
     portable.CPU_LIMITS = replace(portable.CPU_LIMITS, **limits)  # type: ignore[arg-type]
     budget = max(512, 2 * args.num_requests)
-    core = build_engine(
+    engine = build_engine(
         EngineArgs(
             model=args.model,
             enable_prefix_caching=False,
@@ -52,6 +52,7 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
             kv_cache_memory_bytes=args.kv_cache_mib * 2**20,
         )
     )
+    core = engine.core
     names: list[str] = []
     num_prefill_steps = 2 + args.num_requests * args.prompt_len // (budget - args.num_requests)
     num_steps = num_prefill_steps + args.turns * _STEPS_OF_A_TURN
@@ -63,7 +64,7 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
         for name in names:
             prompt = [random.randrange(100, 40_000) for _ in range(args.prompt_len)]
             params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True)
-            core.add_request(name, core.prepare(prompt, params))
+            core.add_request(name, engine.preparer.prepare(prompt, params))
 
     if args.step == "decode":
         begin()

@@ -8,11 +8,13 @@ from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThrou
 from metal_engine.cli.options import help_text
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.chat_args import ChatArgs
-from metal_engine.settings.fields import Setting, settings_of
+from metal_engine.settings.fields import Listing, Setting, settings_of
 from metal_engine.settings.multi_model import RegistryArgs
 from metal_engine.settings.sources import OTHER_VARIABLES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
+LEGEND = "`--help` lists the flags in bold. `--help-all` lists all flags."
+FILE_LEGEND = "A row `key: VALUE` is a setting without a flag, for the config file or the environment."
 
 
 def table(cls: type, same_as: type | None = None, command: str = "") -> str:
@@ -30,14 +32,30 @@ def table(cls: type, same_as: type | None = None, command: str = "") -> str:
     rows += [f"| {', '.join(shared)} | As for `{command}`. |"] if shared else []
     for heading, settings in groups.items():
         rows += [f"| **{heading}** | |"] if heading else []
-        rows += [f"| {_names(one)} | {help_text(one).replace('|', chr(92) + '|')} |" for one in settings]
-    return "\n".join(rows)
+        rows += [f"| {_marked(one, cls)} | {help_text(one).replace('|', chr(92) + '|')} |" for one in settings]
+    return "\n".join([*_legend(cls), *rows])
+
+
+def _legend(cls: type) -> list[str]:
+    """Return the lines above a table that explain how it marks settings that ``--help`` omits."""
+    listings = {one.listing for one in settings_of(cls)}
+    sentences = [LEGEND] if Listing.HELP_ALL in listings else []
+    sentences += [FILE_LEGEND] if Listing.FILE in listings else []
+    return [" ".join(sentences), ""] if sentences else []
 
 
 def _names(one: Setting) -> str:
+    if not one.has_flag:
+        return f"`{one.key}: {one.metavar or 'BOOL'}`"
     if one.kind == "bool":
         return f"`{one.flag}`, `--no-{one.flag[2:]}`"
     return f"`{one.flag} {one.metavar}`"
+
+
+def _marked(one: Setting, cls: type) -> str:
+    """Return a setting's names, in bold if ``--help`` lists the setting and omits other settings of ``cls``."""
+    is_bold = one.listing is Listing.HELP and any(other.listing is Listing.HELP_ALL for other in settings_of(cls))
+    return f"**{_names(one)}**" if is_bold else _names(one)
 
 
 def tables() -> dict[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from metal_engine.device.command_buffers import command_buffer_limits
-from metal_engine.engine.core import EngineCore
+from tools.fixtures.stepped_engine import SteppedEngine
 
 from .device import FakeGpu, FakeGpuSettings
 from .measure import Measured, count_kernels, measure
@@ -84,7 +84,7 @@ class _Prompts:
     Prompts are prepared beforehand, because a server prepares them in other threads.
     """
 
-    def __init__(self, engine: EngineCore, workload: Workload) -> None:
+    def __init__(self, engine: SteppedEngine, workload: Workload) -> None:
         self._engine = engine
         self._prepared = [prepare(engine, workload, i) for i in range(64)]
         self._number = 0

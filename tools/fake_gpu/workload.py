@@ -14,7 +14,6 @@ import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
 from metal_engine.attention.metal.backend import MetalBackend
-from metal_engine.engine.core import EngineCore
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.recurrence.metal import MetalRecurrence
 from metal_engine.request import PreparedRequest
@@ -23,6 +22,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig
 from tools.fixtures.architecture_parts import BASE
 from tools.fixtures.fake_engine import fake_config, tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import TINY_LLAMA
 
 # SmolLM2-135M, the demo model.
@@ -129,7 +129,7 @@ def paged_model(model: nn.Module) -> PagedModel:
         mx.array_equal = array_equal
 
 
-def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runner: Any) -> EngineCore:
+def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runner: Any) -> SteppedEngine:
     """Return an engine with the workload's requests in decode.
 
     Args:
@@ -159,7 +159,7 @@ def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runn
         ),
     )
     made = ModelRunner(model, MetalBackend(), settings.scheduler, settings.cache, **runner)
-    engine = EngineCore(settings, made, tiny_tokenizer())
+    engine = SteppedEngine(settings, made, tiny_tokenizer())
     for i in range(workload.num_requests):
         engine.add_request(str(i), prepare(engine, workload, i))
     while any(request.num_output_tokens < 3 for request in engine.scheduler.requests.values()):
@@ -167,7 +167,7 @@ def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runn
     return engine
 
 
-def prepare(engine: EngineCore, workload: Workload, number: int) -> PreparedRequest:
+def prepare(engine: SteppedEngine, workload: Workload, number: int) -> PreparedRequest:
     """Prepare a request of the workload. Prompts differ in length."""
     params = SamplingParams(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=True)
     return engine.prepare([1] * (workload.prompt_len + number % 17), params)

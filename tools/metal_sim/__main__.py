@@ -117,13 +117,13 @@ def undef(options: argparse.Namespace) -> int:
 
 def predict_times(write: bool) -> int:
     """Predict the times of attention on Apple GPUs."""
-    from .errors import ToolchainError
+    from .errors import CheckError, ToolchainError
     from .times.kernels import compile_kernels
     from .times.page import page
 
     try:
         text = page(compile_kernels())
-    except ToolchainError as error:
+    except (CheckError, ToolchainError) as error:
         print(error, file=sys.stderr)
         return 1
     print(text)

@@ -64,6 +64,7 @@ def manifest(recorder: Recorder) -> dict[str, object]:
                 "threads": v.threads,
                 "tensor_ops": TENSOR_OPS_HEADER in v.text,
                 "needed_by": sorted(v.needed_by, key=str.lower),
+                **({"cut": v.cut} if v.cut else {}),
             }
             for v in variants
         ],

@@ -49,7 +49,8 @@ MUTANTS = (
     Mutant(ITEM, "? 14.0f : 0.0f", "? 17.0f : 0.0f"),
     Mutant(ITEM, "* 8 + 16 / sizeof(T);", "* 8;", equivalent="rows share banks, which only takes time"),
     *(Mutant(ITEM, "K_FRAGMENTS > V_FRAGMENTS ? K_FRAGMENTS : V_FRAGMENTS", n) for n in ("K_FRAGMENTS", "V_FRAGMENTS")),
-    Mutant(ITEM, "EXCHANGE_BYTES = 2 *", "EXCHANGE_BYTES ="),
+    Mutant(ITEM, "EXCHANGE_BYTES = 2 *", "EXCHANGE_BYTES =",
+           equivalent="results take more memory than the exchange of two fragments"),
     Mutant(ITEM, "STAGED_BYTES > DIRECT_BYTES ? STAGED_BYTES", "STAGED_BYTES > DIRECT_BYTES ? DIRECT_BYTES"),
     # Loads by lanes.
     Mutant(ROWS, "int(key % BLOCK_SIZE)", "int(key % BLOCK_SIZE + 1)"),
@@ -101,8 +102,8 @@ MUTANTS = (
     Mutant(ROWS, "precise::log2(row_total) - weight_shift", "precise::log2(row_total)"),
     Mutant(ROWS, "row_peak + precise::log2(row_total)", "row_peak"),
     Mutant(ROWS, "[1] *= factor", "[1] *= 1.0f"),
-    Mutant(ROWS, "&& row < tile.num_rows) {", ") {"),
-    Mutant(ROWS, "(tile.partial_row + row) * tile.num_kv_heads", "(tile.partial_row + row)"),
+    Mutant(ROWS, "&& row < num_rows) {", ") {"),
+    Mutant(ROWS, "(partial_row + row) * tile.num_kv_heads", "(partial_row + row)"),
     Mutant(ROWS, "d < first + CARRIED; ++d", "d < first + CARRIED - 1; ++d"),
     Mutant(ROWS, "/ (COLUMNS / 2) * COLUMNS * 4", "/ (COLUMNS / 2) * COLUMNS * 2"),
     Mutant(ROWS, "lane_column / 2 * COLUMNS + d", "lane_column * COLUMNS + d"),
@@ -141,8 +142,8 @@ MUTANTS = (
     Mutant(DIRECT, "SLOTS == 1 ? 0 :", "true ? 0 :"),
     Mutant(DIRECT, "SLOTS == 1 ? group :", "false ? group :", equivalent="the remainder is the same"),
     # Direct: the exchange.
-    Mutant(DIRECT, _BARRIER, ""),
-    Mutant(DIRECT, _BARRIER, _IN_SIMD_GROUP),
+    Mutant(DIRECT, _BARRIER, "", which=1),
+    Mutant(DIRECT, _BARRIER, _IN_SIMD_GROUP, which=1),
     Mutant(DIRECT, _IN_SIMD_GROUP, ""),
     Mutant(DIRECT, "if (PARTS > 1) {", "if (false) {"),
     Mutant(DIRECT, "parity = SLOTS * PARTS * EXCHANGED - parity;", ""),
@@ -170,8 +171,8 @@ MUTANTS = (
     Mutant(STAGED, _BARRIER, _IN_SIMD_GROUP, which=2),
     Mutant(STAGED, _BARRIER, _IN_SIMD_GROUP, which=3),
     Mutant(STAGED, _BARRIER, f"if (slots > 1) {_BARRIER}", which=4),
-    Mutant(STAGED, "num_rows <= 16 ? 2", "num_rows <= 17 ? 2"),
-    Mutant(STAGED, "num_rows <= 32 ? 4", "num_rows <= 33 ? 4"),
+    Mutant(ROWS, "num_rows <= 16 ? 2", "num_rows <= 17 ? 2"),
+    Mutant(ROWS, "num_rows <= 32 ? 4", "num_rows <= 33 ? 4"),
     Mutant(STAGED, "position - window + 1)", "position - window)"),
     Mutant(STAGED, "position - window + 1)", "position - window + 2)"),
     Mutant(STAGED, "min(key_end, position + 1)", "min(key_end, position + 2)"),
@@ -227,6 +228,13 @@ MUTANTS = (
     Mutant(MERGE, "s * stride", "s", which=1),
     Mutant(MERGE, "LOWEST = -1e30f", "LOWEST = -1e4f"),
     Mutant(MERGE, "float peak = sink;", "float peak = 0.0f;"),
+    # Fields that the end of a threadgroup reads again.
+    Mutant(ITEM, "tile_fields[0] = first_row", "tile_fields[0] = 0"),
+    Mutant(ITEM, "tile_fields[1] = num_rows", "tile_fields[1] = 8"),
+    Mutant(ITEM, "tile_fields[2] = partial_row", "tile_fields[2] = -1"),
+    Mutant(STAGED, "row_fragments_of(tile_fields[1]", "row_fragments_of(64"),
+    Mutant(STAGED, "group_of_part % row_groups", "0"),
+    Mutant(STAGED, "group_of_part / row_groups};", "0};"),
 )  # fmt: skip
 
 

@@ -41,10 +41,10 @@ MUTANTS = (
     Mutant(QUANTIZED, "loaded.pieces[chunk] = Piece(0);", "", equivalent="the scale and the bias are zero"),
     Mutant(QUANTIZED, "loaded.scales[round] = 0.0f;", f"loaded.scales[round] = {_NAN};"),
     Mutant(QUANTIZED, "loaded.biases[round] = 0.0f;", f"loaded.biases[round] = {_NAN};"),
-    Mutant(QUANTIZED, "first_column / GROUP_SIZE + round * 4", "round * 4"),
-    Mutant(QUANTIZED, "GROUP_SIZE + round * 4", "GROUP_SIZE"),
-    Mutant(QUANTIZED, "group * GROUP_SIZE < end", "true"),
-    Mutant(QUANTIZED, "group * GROUP_SIZE < end", "group * GROUP_SIZE < end - GROUP_SIZE"),
+    Mutant(QUANTIZED, "(first_column / GROUP_SIZE + group) * GROUP_SIZE", "group * GROUP_SIZE"),
+    Mutant(QUANTIZED, "round * 4 + lane_column / 2;", "lane_column / 2;"),
+    Mutant(QUANTIZED, "if (has) {", "if (true) {"),
+    Mutant(QUANTIZED, "* GROUP_SIZE < end", "* GROUP_SIZE < end - GROUP_SIZE"),
     Mutant(QUANTIZED, "min(END, first_column + CHUNKS * Loaded::CHUNK)", "END"),
     Mutant(QUANTIZED, "rows.scales[groups + round * 4]", "rows.scales[0]"),
     Mutant(QUANTIZED, "rows.group(row, first_column) + uint(lane_column / 2)", "rows.group(row, first_column)"),
@@ -90,6 +90,16 @@ MUTANTS = (
     Mutant(QUANTIZED, "i * IN_WORD + IN_WORD - 1", "i * IN_WORD"),
     Mutant(QUANTIZED, "i * IN_WORD, scale", "i, scale"),
     Mutant(QUANTIZED, "uint(as_type<ushort>(next)) << 16", "uint(as_type<ushort>(next))"),
+    # Direct: the groups of a part that has whole groups, and queries in threadgroup memory.
+    Mutant(QUANTIZED, "group < CHUNKS * Loaded::CHUNK / GROUP_SIZE", "group + 1 < CHUNKS * Loaded::CHUNK / GROUP_SIZE"),
+    Mutant(QUANTIZED, "WHOLE && Loaded::ALIGNED ?", "WHOLE ?"),
+    Mutant(DIRECT, "(shared + EXCHANGE_BYTES / 16)", "shared"),
+    Mutant(DIRECT, "uint(part * (STRIPS * DK_PART * 64)", "uint(0"),
+    Mutant(DIRECT, "if (slot == 0) {", "{"),
+    Mutant(DIRECT, "DK_PART + d) * 64 + 1]", "DK_PART + d) * 64]"),
+    Mutant(DIRECT, "threadgroup_barrier(mem_flags::mem_threadgroup);", ""),
+    Mutant(DIRECT, "queries_of_lane[(strip * DK_PART + d) * 64];", "queries_of_lane[d * 64];"),
+    Mutant(ITEM, "EXCHANGE_BYTES = 2 *", "EXCHANGE_BYTES ="),
 )  # fmt: skip
 
 CASES = (
@@ -103,6 +113,8 @@ CASES = (
     # Five groups of four lanes, and parts that begin inside a group.
     MutantCase([(1, 50), (2, 20)], 1, 1, mx.float16, head_dim=160, quantized=(4, 32), scale=0.08, tolerance=1e-3),
     MutantCase([(1, 50), (2, 20)], 1, 1, head_dim=288, quantized=(8, 32)),
+    # Queries of two parts in threadgroup memory, with three row fragments.
+    MutantCase([(1, 50), (2, 70)], 24, 1, mx.bfloat16, head_dim=128, quantized=(8, 64), scale=0.09, tolerance=8e-3),
     # Two row fragments; float32 in the stage.
     MutantCase([(1, 50), (3, 20)], 12, 1, head_dim=64, quantized=(4, 32)),
     # Latents: with a position part that begins inside a group, and with the usual sizes.

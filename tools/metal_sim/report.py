@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.metal.variants import THREADS, AttentionShape, variant_of
+from metal_engine.attention.metal.variants import THREADS, AttentionShape, stage_keys, variant_of
 from metal_engine.kv_cache.state import KVState
 
 from .kernel import metal_kernel
@@ -231,7 +231,8 @@ class Line:
             columns = latent or shape.head_dim
             return f"{v.held * -(-columns // (4 * v.k_columns * v.parts))} x {v.k_columns * bits // 8}"
         piece = 16 if shape.head_dim * size % 16 == 0 else 8
-        return f"{-(-v.bk * shape.head_dim * size // (piece * THREADS))} x {piece * bits // (8 * size)}"
+        stage_bytes = stage_keys(shape.attention, v) * shape.head_dim * size
+        return f"{-(-stage_bytes // (piece * THREADS))} x {piece * bits // (8 * size)}"
 
     def cells(self) -> list[str]:
         c = self.launches[0]

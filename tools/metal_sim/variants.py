@@ -7,15 +7,22 @@ arguments are therefore known only to the host code.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.metal.backend import MetalBackend, shape_of
-from metal_engine.attention.metal.variants import UnsupportedAttentionError
+from metal_engine.attention.metal.cuts import DEFAULT_CUT, Cut, tried_cuts
+from metal_engine.attention.metal.variants import (
+    UnsupportedAttentionError,
+    check_supported,
+    fits_tensor_ops,
+    variant_of,
+)
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.pool import make_state
 from metal_engine.kv_cache.rows import StepRows, step_rows
@@ -62,6 +69,7 @@ class Variant:
     template: dict[str, str]
     threadgroup: tuple[int, int, int]  # largest threadgroup that it is launched with
     needed_by: set[str] = field(default_factory=set)  # architectures
+    cut: str = ""  # description of a cut that tuning tries; an empty string stands for the default
 
     @property
     def threads(self) -> int:
@@ -92,12 +100,14 @@ class _NotingKernel(SimulatedKernel):
     ) -> list[mx.array]:
         text, function, arguments = self.metal_source(inputs, output_dtypes, template or ())
         names = [name for name, _ in template or ()]
-        found = self.recorder.variants.setdefault(function, Variant(self.name, function, text, {}, (0, 0, 0)))
+        new = Variant(self.name, function, text, {}, (0, 0, 0), cut=self.recorder.cut)
+        found = self.recorder.variants.setdefault(function, new)
         if found.text != text:
             raise ValueError(f"MLX gives two kernels the name {function}")
         found.template = dict(zip(names, arguments, strict=True))
         found.threadgroup = max(found.threadgroup, threadgroup, key=math.prod)
         found.needed_by |= self.recorder.models
+        found.cut = found.cut and self.recorder.cut
         return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
 
 
@@ -108,6 +118,7 @@ class Recorder:
         kernels: names of the kernels that were made.
         variants: variants by MLX's name of the function.
         models: architectures that need the next calls.
+        cut: description of the next calls' cut. An empty string stands for the default.
         refused: (architectures, layer and dtype, reason) for layers that the host code rejects.
     """
 
@@ -115,6 +126,8 @@ class Recorder:
         self.kernels: set[str] = set()
         self.variants: dict[str, Variant] = {}
         self.models: set[str] = set()
+        self.cut = ""
+        self._work: set[Hashable] = set()  # recorded work of attention, whatever the number of query heads
         self.refused: list[tuple[list[str], str, str]] = []
 
     def __call__(self, *arguments: Any, **options: Any) -> _NotingKernel:
@@ -156,23 +169,53 @@ class Recorder:
         except UnsupportedAttentionError as error:
             self.refused.append((sorted(models), f"{layer} {kv_cache_dtype}", str(error)))
 
+    def record_tried_cuts(self, layer: Attention, models: set[str], dtype: mx.Dtype, kv_cache_dtype: str) -> None:
+        """Record the variants of all tried cuts of a layer, unless a recorded layer has the same work.
+
+        Another number of query heads with the same work, or a window, softcap or sinks, changes little of the code.
+        """
+        self.models = models
+        block_size = EngineArgs(model="").block_size
+        for cut in tried_cuts():
+            for tensor_ops in (False, True):
+                try:
+                    self._record_attention(layer, dtype, block_size, tensor_ops, kv_cache_dtype, cut)
+                except (ConfigError, UnsupportedAttentionError):
+                    return  # noted with the default
+
     def _record_attention(
-        self, layer: Attention, dtype: mx.Dtype, block_size: int, tensor_ops: bool = False, kv_cache_dtype: str = "auto"
+        self,
+        layer: Attention,
+        dtype: mx.Dtype,
+        block_size: int,
+        tensor_ops: bool = False,
+        kv_cache_dtype: str = "auto",
+        cut: Cut = DEFAULT_CUT,
     ) -> None:
         spec = (
             LatentSpec(layer.head_dim, layer.rope_dim, dtype)
             if layer.is_latent
             else KVSpec(layer.num_kv_heads, layer.head_dim, layer.v_head_dim, dtype)
         )
-        state = make_state(kv_cache_spec(spec, kv_cache_dtype))
+        kept = kv_cache_spec(spec, kv_cache_dtype)
+        sinks = dtype if layer.sinks else None
+        kind = AttentionKind(kept, layer.num_heads, dtype, layer.window, layer.softcap, sinks)
+        backend = MetalBackend(self, tensor_ops=tensor_ops).with_cuts({kind: cut})
+        state = make_state(kept)
         assert isinstance(state, KVState)
         state.allocate(_NUM_BLOCKS, block_size)
-        backend = MetalBackend(self, tensor_ops=tensor_ops)
+        shape = shape_of(mx.zeros((1, layer.num_heads, layer.head_dim + layer.rope_dim), dtype), state)
+        if tensor_ops and not fits_tensor_ops(shape, cut):
+            return
+        check_supported(shape)
+        work = (replace(shape, num_heads=1, num_kv_heads=1), variant_of(shape, cut), tensor_ops)
+        if cut != DEFAULT_CUT and work in self._work:
+            return
+        self._work.add(work)
+        self.cut = str(cut) if cut != DEFAULT_CUT else ""
         for segments in STEPS:
             rows = _rows(segments, block_size)
             q = mx.zeros((rows.num_tokens, layer.num_heads, layer.head_dim + layer.rope_dim), dtype)
-            if tensor_ops and not backend.uses_tensor_ops(shape_of(q, state)):
-                return
             backend.for_step(rows).attend(
                 q,
                 state,
@@ -240,4 +283,10 @@ def record_variants(layers: dict[str, list[Layer]], dtypes: Sequence[mx.Dtype] =
                 recorder.record_tensor_ops(layer, needed_by, dtype)
         for kv_cache_dtype in QUANTIZED if isinstance(layer, Attention) and QUANTIZED_DTYPE in dtypes else ():
             recorder.record_quantized(layer, needed_by, kv_cache_dtype)
+    # After all defaults: a cut with the work of another layer's default adds nothing. Tests alone use float32.
+    for layer, needed_by in models.items():
+        for dtype in dtypes if isinstance(layer, Attention) else ():
+            kv_cache_dtypes = ("auto", *QUANTIZED) if dtype == QUANTIZED_DTYPE else ("auto",)
+            for kv_cache_dtype in kv_cache_dtypes if dtype != mx.float32 else ():
+                recorder.record_tried_cuts(layer, needed_by, dtype, kv_cache_dtype)
     return recorder

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from metal_engine.kv_transfer.settings import KVTransferConfig
-from metal_engine.kv_transfer.stores.base import StoreRest
+from metal_engine.kv_transfer.stores.base import StorePause
 from metal_engine.kv_transfer.transfer import LoadTicket
 
 _NOTHING = np.empty(0, np.uint8)  # placeholder for a block, whose contents are never read
@@ -109,7 +109,7 @@ class SimulatedTransfer:
         self.clock = clock
         self._store = store
         self._config = config
-        self._rest = StoreRest(clock)
+        self._pause = StorePause(clock)
         self._under_way: dict[LoadTicket, tuple[float, float]] = {}  # arrival times of the first and last byte
         self._writing: list[tuple[float, int]] = []  # end time and number of bytes of each write
 
@@ -131,7 +131,7 @@ class SimulatedTransfer:
         now = self.clock()
         ticket = LoadTicket(request_id, list(hashes), follow, has_answered=True, started=now, last_arrival=now)
         length, start, end = 0, now, now
-        if self._rest.is_over:
+        if self._pause.is_over:
             length, start, end = self._store.read(hashes, now, now + self._config.load_timeout)
         ticket.hashes = ticket.hashes[:length]
         self._under_way[ticket] = start, end
@@ -152,7 +152,7 @@ class SimulatedTransfer:
         """Handle a load without data before its deadline. Pauses the store, as in a real transfer."""
         self._advance(ticket, self.clock())
         if not ticket.blocks:
-            self._rest.failed()
+            self._pause.failed()
 
     def wait(self, timeout: float) -> None:
         raise AssertionError("every ticket is answered at once")
@@ -194,7 +194,7 @@ class SimulatedTransfer:
         if now >= end:
             del self._under_way[ticket]
             ticket.is_done = True
-            self._rest.succeeded()
+            self._pause.succeeded()
         else:
             count = max(0, int(count * (now - start) / (end - start)))
         ticket.blocks = dict.fromkeys(ticket.hashes[:count], _NOTHING)

@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects between marks, the form that most open models were taught."""
+"""Tool calls as JSON objects between marks, the format of most open models."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _PAIRS = ((_OPENING, _CLOSING), ("<function=", _FUNCTION_END))
 # Text after a tag that really ends a function. Elsewhere, the tag is part of a value.
 _AFTER_FUNCTION = r"\s*(?:<function=|</?tool_call>|\Z)"
 
-# Names that clients take from Python.
+# Maps type names that clients take from Python to the names of JSON Schema.
 _ALIASES = {
     "str": "string", "text": "string", "int": "integer", "float": "number", "bool": "boolean",
     "dict": "object", "list": "array",

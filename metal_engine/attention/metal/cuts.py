@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 # Threadgroups for each core of a GPU. Two run at a time, within the limits of threadgroup memory.
@@ -65,3 +65,8 @@ TRIED: dict[str, tuple[int, ...]] = {
     "most_strips": (3, 2, 1),
 }
 assert TRIED.keys() == {field.name for field in fields(Cut)}
+
+
+def tried_cuts() -> list[Cut]:
+    """Return the cuts that differ from the default in one field, in the order in which tuning tries them."""
+    return [replace(DEFAULT_CUT, **{name: value}) for name, values in TRIED.items() for value in values[1:]]  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ class KernelVariant:
         k_columns: elements that a lane loads at a time of a key; ``rest_columns`` of a latent's position part;
             ``v_columns`` of a value.
         staged_parts: as ``parts``, for items that go the staged way; 0: the variant has none.
-        bk: splits of a context begin at multiples of this number of keys. A stage has 32 of them at most.
+        bk: splits of a context begin at multiples of this number of keys. A stage has :func:`stage_keys` of them.
     """
 
     strips: int
@@ -194,7 +194,7 @@ def variant_of(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> KernelVariant:
         rest_columns=rest_columns,
         v_columns=v_columns,
         staged_parts=staged_parts,
-        bk=_stage_keys(shape, staged_parts) if staged_parts else 8,
+        bk=_keys_that_fit(shape, staged_parts) if staged_parts else 8,
     )
 
 
@@ -278,8 +278,14 @@ def _columns_of_load(dim: int, shape: AttentionShape, parts: int) -> int:
     return next(n for n in choices if _fragments(dim, n, parts) <= fewest * 1.1)
 
 
-def _stage_keys(shape: AttentionShape, staged_parts: int) -> int:
-    """Keys that are staged at a time: as many as fit, at most 64."""
+def stage_keys(shape: AttentionShape, variant: KernelVariant) -> int:
+    """Keys that are staged at a time, without tensor operations: STAGE_KEYS in paged_attention.metal."""
+    is_wide = variant.staged_parts > 1 or (shape.bits > 0 and shape.head_dim > 64)
+    return min(variant.bk, 16 if is_wide else 32)
+
+
+def _keys_that_fit(shape: AttentionShape, staged_parts: int) -> int:
+    """Keys that threadgroup memory has room for in one stage, at most 64."""
     row_bytes = -(-max(shape.head_dim, shape.v_head_dim) // 8) * 8 * shape.dtype.size + 16
     if staged_parts > 1:
         row_bytes += GROUPS * 32  # the parts' scores

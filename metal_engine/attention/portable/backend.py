@@ -156,8 +156,8 @@ def _finish(state: SoftmaxState | None, queries: Queries, num_heads: int) -> mx.
 class PortableBackend:
     """The portable backend, see the module's docstring. Runs wherever MLX runs.
 
-    Selects settings for a CPU once: limits with which runs are read directly and two streams are used, and a vectorized
-    exponential.
+    On a CPU, it uses ``CPU_LIMITS``, with which decodes may read runs of slots directly and groups may use two streams,
+    and a vectorized exponential. These settings are selected when the backend is created.
     """
 
     name = "mlx"

@@ -65,7 +65,7 @@ def group_segments(segments: Iterable[RowSegment], dims: Dims, limits: Limits) -
     """Return groups of similar segments.
 
     Padding a group to its largest rows and keys costs at most max(group_slack, group_waste * real work). A group of
-    short contexts needs only one span.
+    several segments needs only one span.
     """
     groups: list[list[RowSegment]] = []
     rows = keys = real = 0
@@ -100,12 +100,12 @@ def in_lanes(groups: list[list[RowSegment]], dims: Dims, limits: Limits) -> list
         max(segment.num_keys for segment in group) if all(segment.num_rows == 1 for segment in group) else 0
         for group in groups
     ]
-    room = sum(len(group) * count for group, count in zip(groups, keys, strict=True)) / 2  # keys left for lane 0
-    if limits.lane_elements is None or 2 * room * dims.num_kv_heads * dims.head_dim < limits.lane_elements:
+    keys_left = sum(len(group) * count for group, count in zip(groups, keys, strict=True)) / 2  # keys left for lane 0
+    if limits.lane_elements is None or 2 * keys_left * dims.num_kv_heads * dims.head_dim < limits.lane_elements:
         return [(0, group) for group in groups]
     lanes = []
     for group, each in zip(groups, keys, strict=True):
-        here = min(max(int(room / each + 0.5), 0), len(group)) if each else len(group)
-        room -= here * each
+        here = min(max(int(keys_left / each + 0.5), 0), len(group)) if each else len(group)
+        keys_left -= here * each
         lanes += [(lane, part) for lane, part in enumerate((group[:here], group[here:])) if part]
     return lanes

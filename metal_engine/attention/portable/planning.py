@@ -30,7 +30,8 @@ from metal_engine.attention.portable.groups import Dims, Limits, RowSegment, gro
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.writes import consecutive_runs
 
-# A run is multiplied with all KV heads as one row and zero-padded queries: for more heads this is too much work.
+# A product over a run treats all KV heads of a token as one row, and pads queries with zeros. With more KV heads than
+# this, the zeros cost too much.
 MAX_RUN_HEADS = 16
 MASKED = -1e30  # a score below any real score, but finite: -inf minus -inf would be NaN
 
@@ -72,9 +73,11 @@ class Span:
 
 @dataclass(frozen=True)
 class Unit:
+    """Query rows, and the spans of keys that they attend to."""
+
     queries: list[Queries]
     spans: list[Span]
-    lane: int = 0  # 1: on a second stream
+    lane: int = 0  # 1: computed on the second stream
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,10 @@ class _Planner:
         return Unit([queries], spans)
 
     def run(self, segment: RowSegment) -> SlotRun | None:
-        """Return the keys that a decode reads directly, if there are enough of them and they are half of its keys."""
+        """Return the run of slots that a decode reads directly, or None.
+
+        The run must have at least ``run_keys`` keys and half of the decode's keys. The other keys must fit one span.
+        """
         least = self.limits.run_keys
         if least is None or segment.num_rows > 1 or segment.num_keys < least or self.dims.num_kv_heads > MAX_RUN_HEADS:
             return None

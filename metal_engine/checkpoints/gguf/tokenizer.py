@@ -39,7 +39,7 @@ class _Bpe:
         split: creates the pre-tokenizers, which end with the mapping of bytes to characters.
         nfc: True if text is normalized to NFC, as in the original tokenizer.
         ignore_merges: True if a word that is a token is used directly, without merging from bytes.
-        add_bos: default for adding a beginning-of-sequence token, if the file does not say.
+        add_bos: True to add a beginning-of-sequence token if the file has no setting for it.
     """
 
     split: Callable[[], list[Any]]

@@ -33,7 +33,7 @@ def symbol_address(library: ctypes.CDLL, symbol: str) -> int | None:
 
 
 def library_at(address: int) -> str | None:
-    """Return the path of the loaded library that contains ``address``."""
+    """Return the path of the loaded library that contains ``address``; None if no library does."""
     dladdr = ctypes.CDLL(None).dladdr
     dladdr.argtypes = (ctypes.c_void_p, ctypes.POINTER(_DlInfo))
     info = _DlInfo()

@@ -171,7 +171,7 @@ def _load_any() -> None:
         try:
             _load(_SYSTEM_LIBRARY)
         except (BlasError, OSError) as system:
-            raise BlasError(f"{packaged}; and the system's OpenBLAS cannot be loaded:  {system}") from packaged
+            raise BlasError(f"{packaged}; and the system's OpenBLAS cannot be loaded: {system}") from packaged
         logger.info("Using the system's OpenBLAS: %s", packaged)
 
 

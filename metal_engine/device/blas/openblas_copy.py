@@ -52,6 +52,9 @@ def find_packaged() -> PackagedLibrary:
     """Find the installed package's library.
 
     Does not import the package, because that would load the library under its prefixed names, with its own threads.
+
+    Raises:
+        BlasError: the package is not installed.
     """
     try:
         version = importlib.metadata.version(_PACKAGE)

@@ -19,8 +19,8 @@ _VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 # Fields of a line of /proc/stat, in clock ticks: user, system, irq, softirq and steal. Programs with a positive nice
 # value (field 1) yield to this process.
 _BUSY_FIELDS = (0, 2, 5, 6, 7)
-# Share of a core that other programs may use before the BLAS releases that core.
-_SHARE_LEFT_TO_OTHERS = 0.5
+# Other programs may use this fraction of a core before the number of BLAS threads drops by one.
+_TOLERATED_FRACTION = 0.5
 
 
 def busy_seconds(path: Path = Path("/proc/stat")) -> float:
@@ -67,7 +67,7 @@ class BlasThreads:
         if seconds <= 0:
             return
         others = max(busy - own, 0.0) / seconds
-        threads = max(1, min(self._most, int(self._most - others + _SHARE_LEFT_TO_OTHERS)))
+        threads = max(1, min(self._most, int(self._most - others + _TOLERATED_FRACTION)))
         if threads != self.threads:
             logger.debug("%d BLAS threads: other programs use %.1f cores", threads, others)
             self._set_threads(threads)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-_FIRST_REST_SECONDS = 1.0
-_LONGEST_REST_SECONDS = 30.0
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
 
 
 class StoreError(Exception):
@@ -38,10 +38,11 @@ class KVStore(Protocol):
         """Close connections and release other resources."""
 
 
-class StoreRest:
+class StorePause:
     """Pause in the use of a store after a failure.
 
-    The pause doubles with every failure until the store works again. Thread-safe: a race costs one more attempt.
+    The first pause has 1 s. Each failure doubles it, up to 30 s, until the store works again. Thread-safe: a race costs
+    one more attempt.
 
     Args:
         clock: returns seconds.
@@ -50,15 +51,15 @@ class StoreRest:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._until = 0.0
-        self._next_rest = _FIRST_REST_SECONDS
+        self._next_pause = _FIRST_PAUSE_SECONDS
 
     @property
     def is_over(self) -> bool:
         return self._clock() >= self._until
 
     def succeeded(self) -> None:
-        self._next_rest = _FIRST_REST_SECONDS
+        self._next_pause = _FIRST_PAUSE_SECONDS
 
     def failed(self) -> None:
-        self._until = self._clock() + self._next_rest
-        self._next_rest = min(2 * self._next_rest, _LONGEST_REST_SECONDS)
+        self._until = self._clock() + self._next_pause
+        self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE_SECONDS)

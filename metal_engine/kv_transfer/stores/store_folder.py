@@ -109,7 +109,7 @@ class StoreFolder:
     def _refuse_others(self, folder: int) -> None:
         if (other := _other_things(folder)) is not None:
             raise NotAStoreError(
-                f"{self.root} has things in it that are not a KV store's ({other}): name a new or an empty directory"
+                f"{self.root} contains {other}, which no KV store made: name a new or an empty directory"
             )
 
     def mark(self) -> bool:

@@ -61,7 +61,7 @@ class CallTrace:
     def _watched(self, cls: type[nn.Module]) -> type[nn.Module]:
         call: Callable[..., Any] = cls.__call__
 
-        def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self.running.append(module)
             if isinstance(module, nn.Conv1d):
                 self.convolutions.append(WatchedConvolution(module, args[0], frozenset(map(id, self.running))))
@@ -70,7 +70,7 @@ class CallTrace:
             finally:
                 self.running.pop()
 
-        return type(cls.__name__, (cls,), {"__call__": noted})
+        return type(cls.__name__, (cls,), {"__call__": recorded})
 
 
 def _is_depthwise(conv: nn.Conv1d) -> bool:
@@ -80,14 +80,14 @@ def _is_depthwise(conv: nn.Conv1d) -> bool:
 
 
 class WatchedState(mx.array):
-    """An array of a recorded cache. A recurrence that receives it as its state calls :meth:`note_recurrence`."""
+    """An array of a recorded cache. A recurrence that receives it as its state calls :meth:`record_recurrence`."""
 
     def __init__(self, array: mx.array, owner: RecordingState, index: int) -> None:
         super().__init__(array)
         self._owner = owner
         self._index = index
 
-    def note_recurrence(self) -> None:
+    def record_recurrence(self) -> None:
         self._owner.recurrent.add(self._index)
 
 
@@ -108,18 +108,18 @@ class RecordingState(ArraysCache):
         self.recurrent: set[int] = set()
 
     def __getitem__(self, index: int) -> mx.array | None:
-        self._note()
+        self._record_user()
         array: mx.array | None = super().__getitem__(index)
         return None if array is None else WatchedState(array, self, index)
 
     def __setitem__(self, index: int, value: mx.array) -> None:
         if self._trace.is_tied_by_trunk:
             return
-        if (user := self._note()) is not None:
+        if (user := self._record_user()) is not None:
             self.puts.setdefault(id(user), set()).add(index)
         super().__setitem__(index, value)
 
-    def _note(self) -> nn.Module | None:
+    def _record_user(self) -> nn.Module | None:
         if not self._trace.running or self._trace.is_tied_by_trunk:
             return None
         user = self._trace.running[-1]

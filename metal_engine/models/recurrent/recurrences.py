@@ -54,7 +54,7 @@ def _launch_gated_delta(cache: StateCache, name: str, arguments: Mapping[str, An
     bound = arguments["lower_bound"]
     g = compute_g(*gate) if bound is None else compute_lower_bound_g(*gate, bound)
     g = g.squeeze(1).astype(mx.float32)
-    if not cache.metal.does_gated_delta(q, k, v, g, cache.dtype(name)):
+    if not cache.metal.supports_gated_delta(q, k, v, g, cache.dtype(name)):
         return None
     beta = mx.sigmoid(arguments["b"].squeeze(1)) * (2.0 if arguments["allow_neg_eigval"] else 1.0)
     y, states = cache.metal.gated_delta(q, k, v, g, beta, cache.take_all(name), *cache.segments.tables)
@@ -67,7 +67,7 @@ def _launch_ssm_update(cache: StateCache, name: str, arguments: Mapping[str, Any
     if cache.metal is None or arguments["mask"] is not None or arguments["lengths"] is not None:
         return None
     x, B, C, dt = (arguments[arg].squeeze(1) for arg in ("hidden_states", "B", "C", "dt"))
-    if not cache.metal.does_ssm_update(x, B, C, cache.dtype(name)):
+    if not cache.metal.supports_ssm_update(x, B, C, cache.dtype(name)):
         return None
     dt = compute_dt(dt, arguments["dt_bias"], arguments["time_step_limit"]).astype(mx.float32)
     A_log, D = arguments["A_log"], arguments["D"]
@@ -102,7 +102,7 @@ def _by_segments(original: Recurrence, signature: _Signature) -> Recurrence:
         arguments = defaults | dict(zip(positional, args, strict=False)) | kwargs
         placeholder = arguments.get(signature.state)
         if isinstance(placeholder, WatchedState):
-            placeholder.note_recurrence()
+            placeholder.record_recurrence()
         if not isinstance(placeholder, OwnedState):
             return original(*args, **kwargs)
         cache, name = placeholder.owner, placeholder.name

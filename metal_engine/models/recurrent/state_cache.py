@@ -154,7 +154,7 @@ class StateCache:
             Outputs, [N, 1, C].
         """
         rows, weight = x.squeeze(1), conv.weight.squeeze(-1)
-        if self.metal is not None and self.metal.does_convolution(rows, weight) and self.dtype(name) == x.dtype:
+        if self.metal is not None and self.metal.supports_convolution(rows, weight) and self.dtype(name) == x.dtype:
             tables = self.segments.tables
             out, kept = self.metal.convolve(rows, weight, conv.get("bias"), self.take_all(name), *tables, silu=False)
             self.put_all(name, kept)

@@ -53,6 +53,8 @@ class AsyncStepTimes:
     def is_slower(self, num_rows: float, choice: DraftLengths) -> bool:
         """Return True if a step with drafts yields more tokens per second than an asynchronously planned step.
 
+        Every ``_TRIED_EVERY``-th answer is inverted. False if the asynchronously planned step has not been measured.
+
         Args:
             num_rows: average number of rows of asynchronously planned steps, at least 1. Each row yields a token.
             choice: draft lengths of the step with drafts, with its expected tokens and duration.

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 # Drafts with a lower acceptance probability are not considered, whatever they cost.
 MIN_GAIN = 0.05
-# Minimum weight of a new measurement, and number of measured steps after which the weight of an old one has halved.
+# Minimum weight of a new measurement, and number of measured steps after which the weight of an old
+# measurement has halved.
 _STEP_WEIGHT = 0.25
 _HALF_LIFE = 512
 # Limit on a measured time relative to the known time, because other load on the machine may have delayed the step.
@@ -107,10 +108,10 @@ class StepTimes:
     def times(self, num_rows: int, most: int) -> list[float]:
         """Return the durations in seconds of steps of ``num_rows``, ``num_rows + 1``, ... ``num_rows + most`` rows.
 
-        The result is empty if no step of ``num_rows`` rows or fewer has been measured. Durations between measured sizes
-        are interpolated linearly. Sizes slightly above the largest measured size get the time of the largest size, so
-        that they are tried. The result ends there, and has a single entry if ``num_rows`` is far above all measured
-        sizes.
+        The result is empty if no step of ``num_rows`` rows or fewer has been measured twice. Durations between measured
+        sizes are interpolated linearly. Sizes slightly above the largest measured size get the time of the largest
+        size, so that they are tried. The result ends there, and has a single entry if ``num_rows`` is far above all
+        measured sizes.
         """
         known = sorted((size, entry) for size, entry in self._sizes.items() if entry.is_sure)
         above = bisect_right(known, num_rows, key=lambda pair: pair[0])
@@ -166,6 +167,8 @@ class Acceptance:
 
 def least_gain(num_sampling: int, times: Sequence[float], draft_seconds: float = 0.0) -> float:
     """Return the smallest acceptance probability at which some number of drafts is worth its cost.
+
+    Return infinity if ``times`` covers no drafts.
 
     Args:
         num_sampling: number of tokens that the step yields without drafts.

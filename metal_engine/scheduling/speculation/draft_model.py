@@ -1,6 +1,6 @@
 """Costs and drafts of a draft model, as the scheduler sees them.
 
-The runner runs the model; here drafts are only counted.
+The runner runs the model. This module only counts its drafts.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from metal_engine.scheduling.speculation.ngram import TOKENS_PER_STEP, Predicted
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 
-# Maximum number of steps over which the time to catch up with a request is spread: the request may run that long.
+# Maximum number of steps over which the time to catch up with a request is spread, because a request may end long
+# before ``max_tokens``.
 _CATCHING_UP_STEPS = 128
 # Fraction of the total step time for probes, which test whether drafts that were not worth their cost are now.
-_TRYING_SHARE = 0.02
-# Weight of a new measurement, and limit on a measurement relative to the known value: a longer time was delayed by
-# something else.
+_PROBE_FRACTION = 0.02
+# Weight of a new measurement, and limit on a measurement relative to the known value, because other load may have
+# delayed a longer measurement.
 _WEIGHT = 0.25
 _HELD_UP = 1.5
 
@@ -25,27 +26,28 @@ _HELD_UP = 1.5
 class DraftModelProposer:
     """Proposer of drafts that the draft model fills in.
 
-    Implements :class:`metal_engine.scheduling.speculation.speculation.Proposer`.
+    Implements :class:`metal_engine.scheduling.speculation.proposals.Proposer`.
+
     While a request follows the text that its client has predicted, the drafts are tokens of that text instead.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        self._predictions = PredictedTexts(config)
+        self._predicted_texts = PredictedTexts(config)
         self._room = 0
 
     def begin_step(self) -> None:
         self._room = TOKENS_PER_STEP
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
-        drafts, num_indexed = self._predictions.propose(request, num_tokens, self._room)
+        drafts, num_indexed = self._predicted_texts.propose(request, num_tokens, self._room)
         self._room -= num_indexed
         return drafts or [UNKNOWN_DRAFT] * num_tokens
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        self._predictions.settled(request, num_drafts, num_accepted)
+        self._predicted_texts.settled(request, num_drafts, num_accepted)
 
     def forget(self, request_id: str) -> None:
-        self._predictions.forget(request_id)
+        self._predicted_texts.forget(request_id)
 
 
 class _Seconds:
@@ -76,7 +78,7 @@ class DraftCosts:
         self._forward = _Seconds()  # one forward, which drafts one token for each request
         self._token = _Seconds()  # one token that the draft model has to catch up with
         self._seconds = 0.0  # total duration of all steps
-        self._tried_seconds = 0.0  # time that the draft model spent on probes
+        self._probe_seconds = 0.0  # time that the draft model spent on probes
         self._num_computed: dict[str, int] = {}  # request id -> leading tokens with KV of the draft model
 
     @property
@@ -91,23 +93,23 @@ class DraftCosts:
 
     @property
     def are_known(self) -> bool:
-        """True if the time of a forward was measured. Until then, one request has drafts and no prompt is prefilled."""
+        """True if the time of a forward is known. Until then, one request has drafts, and no prompt is prefilled."""
         return self.forward_seconds > 0
 
     def measured(
-        self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, is_try: bool
+        self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, is_probe: bool
     ) -> None:
         """Record the durations of a step and of the draft model's work in it.
 
         Args:
             requests: ids of unfinished requests.
-            is_try: True if the step's drafts are a probe, which is not expected to be worth its cost.
+            is_probe: True if the step's drafts are a probe, which is not expected to be worth its cost.
         """
         self._seconds += step_seconds
         if drafting is None:
             return
-        if is_try:
-            self._tried_seconds += drafting.seconds
+        if is_probe:
+            self._probe_seconds += drafting.seconds
         self._num_computed |= {r: n for r, n in drafting.num_computed_tokens.items() if r in requests}
         if drafting.num_forwards:
             self._forward.measured(drafting.forward_seconds / drafting.num_forwards)
@@ -122,7 +124,7 @@ class DraftCosts:
         """Return True if the time budget for probes allows a draft of this request."""
         num_missing_tokens = self.num_missing_tokens(request) + NEW_TO_DRAFT_MODEL
         seconds = self.forward_seconds + num_missing_tokens * (self._token_seconds or self.forward_seconds)
-        return self._tried_seconds + seconds <= _TRYING_SHARE * self._seconds
+        return self._probe_seconds + seconds <= _PROBE_FRACTION * self._seconds
 
     def catching_up_seconds(self, request: Request) -> float:
         """Return the time to catch up with a request, in seconds per remaining step of the request; 0 if unknown."""
@@ -132,7 +134,7 @@ class DraftCosts:
     def settled(self, request_id: str, num_tokens: int) -> None:
         """Record that a request has ``num_tokens`` tokens with its accepted drafts.
 
-        KV of later tokens is of rejected drafts.
+        The draft model's KV of later positions belongs to rejected drafts.
         """
         self._num_computed[request_id] = min(num_tokens, self._num_computed.get(request_id, 0))
 

@@ -31,8 +31,8 @@ class NgramIndex:
     Args:
         min_tokens: number of tokens that must match.
         max_tokens: maximum number of tokens to compare.
-        num_tokens: current length of the sequence. At twice this length, the sequence outgrows the index: chains get
-            long.
+        num_tokens: current length of the sequence, which determines the number of buckets: the next power of two. If
+            the sequence gets longer than that, it outgrows the index, because chains get long.
     """
 
     def __init__(self, min_tokens: int, max_tokens: int, num_tokens: int) -> None:
@@ -148,20 +148,20 @@ class PredictedTexts:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
-        self._predictions: dict[str, PredictedText] = {}
+        self._predicted_texts: dict[str, PredictedText] = {}
         self._followed: set[str] = set()  # requests whose last proposal came from their predicted text
 
     def propose(self, request: Request, num_tokens: int, room: int) -> tuple[list[int], int]:
         """Return drafts, and the number of places of the text that were indexed, at most ``room``."""
         if not request.options.predicted_token_ids:
             return [], 0
-        prediction = self._predictions.get(request.request_id)
-        if prediction is None:
+        predicted = self._predicted_texts.get(request.request_id)
+        if predicted is None:
             text = request.options.predicted_token_ids
-            prediction = PredictedText(text, self._config, request.num_prompt_tokens)
-            self._predictions[request.request_id] = prediction
-        num_indexed = prediction.index(room)
-        drafts = prediction.propose(request.token_ids, num_tokens)
+            predicted = PredictedText(text, self._config, request.num_prompt_tokens)
+            self._predicted_texts[request.request_id] = predicted
+        num_indexed = predicted.index(room)
+        drafts = predicted.propose(request.token_ids, num_tokens)
         if drafts:
             self._followed.add(request.request_id)
         else:
@@ -175,12 +175,12 @@ class PredictedTexts:
             request.num_predicted_tokens = accepted + num_accepted, rejected + num_drafts - num_accepted
 
     def forget(self, request_id: str) -> None:
-        self._predictions.pop(request_id, None)
+        self._predicted_texts.pop(request_id, None)
         self._followed.discard(request_id)
 
 
 class NgramProposer:
-    """Proposer of drafts by prompt lookup (:class:`metal_engine.scheduling.speculation.speculation.Proposer`).
+    """Proposer of drafts by prompt lookup (:class:`metal_engine.scheduling.speculation.proposals.Proposer`).
 
     While a request follows the text that its client has predicted, the drafts come from that text.
     """
@@ -188,14 +188,14 @@ class NgramProposer:
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._indexes: dict[str, NgramIndex] = {}
-        self._predictions = PredictedTexts(config)
+        self._predicted_texts = PredictedTexts(config)
         self._room = 0
 
     def begin_step(self) -> None:
         self._room = TOKENS_PER_STEP
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
-        drafts, num_indexed = self._predictions.propose(request, num_tokens, self._room)
+        drafts, num_indexed = self._predicted_texts.propose(request, num_tokens, self._room)
         self._room -= num_indexed
         return drafts or self._repeated(request, num_tokens)
 
@@ -213,8 +213,8 @@ class NgramProposer:
         return index.propose(request.token_ids, num_tokens)
 
     def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        self._predictions.settled(request, num_drafts, num_accepted)
+        self._predicted_texts.settled(request, num_drafts, num_accepted)
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)
-        self._predictions.forget(request_id)
+        self._predicted_texts.forget(request_id)

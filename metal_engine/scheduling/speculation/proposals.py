@@ -13,10 +13,10 @@ from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import UNKNOWN_DRAFT
 
-# Number of requests per step whose drafts are not worth their cost, but are recorded and compared with the tokens that
-# come. Finding a draft takes the host some microseconds.
+# Maximum number of requests per step whose drafts are not worth their cost, but are recorded to compare them with the
+# generated tokens. Finding a draft takes the host some microseconds.
 _MAX_NOTED = 4
-# Acceptance probabilities are ranked in steps of 1 / _LEVELS: requests of the same rank take turns.
+# Acceptance probabilities are ranked in steps of 1 / _LEVELS: requests of the same rank rotate.
 _LEVELS = 8
 
 
@@ -151,7 +151,7 @@ class Proposals:
         end = next((i for i, token_id in enumerate(drafts) if token_id in request.stop_token_id_set), len(drafts))
         return drafts[:end]
 
-    def num_known_places(self, request: Request, drafts: list[int]) -> int:
+    def num_guesses(self, request: Request, drafts: list[int]) -> int:
         """Return how many of a request's drafts guess tokens in flight.
 
         The later drafts depend on these guesses.
@@ -169,7 +169,7 @@ class Proposals:
             self._noted[request.request_id] = request.num_tokens, drafts[0]
 
     def record_untried_drafts(self, others: list[Request]) -> None:
-        """Record the next draft of some requests, to compare it with the generated token. Skips UNKNOWN_DRAFT."""
+        """Record the next draft of up to ``_MAX_NOTED`` requests, in rotation. See :meth:`note`."""
         for i in range(min(_MAX_NOTED, len(others))):
             request = others[(self._turn + i) % len(others)]
             self.note(request, self._drafts(request, 1))
@@ -184,7 +184,7 @@ class Proposals:
         return request if is_unknown and self._costs.may_probe(request) else None
 
     def _compare(self, request: Request) -> None:
-        """Compare a recorded draft with the token that came, and update the acceptance."""
+        """Compare a recorded draft with the generated token, and update the acceptance."""
         index, draft = self._noted.pop(request.request_id, (request.num_tokens, -1))
         if index < request.num_tokens:
             self.acceptance.tried(request.request_id, 1, int(request.token_ids[index] == draft))
@@ -205,7 +205,7 @@ class Proposals:
         """Suspend drafts of a request for the next planned step."""
         self._held_up.add(request_id)
 
-    def planned_ahead(self, request_ids: Iterable[str]) -> None:
+    def planned_async(self, request_ids: Iterable[str]) -> None:
         """Lift the suspension of drafts for requests of an asynchronously planned step, which had no drafts."""
         self._held_up.difference_update(request_ids)
 

@@ -41,7 +41,7 @@ class Speculation:
         times: measured step times. Default: an empty record.
         costs: measured costs of the draft model. Default: an empty record, if there is a draft model.
         states: recurrent states of running requests; None for models without recurrent layers.
-        ahead: measured times of asynchronously planned steps. Default: an empty record.
+        async_times: measured times of asynchronously planned steps. Default: an empty record.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Speculation:
         costs: DraftCosts | None = None,
         *,
         states: RequestStates | None = None,
-        ahead: AsyncStepTimes | None = None,
+        async_times: AsyncStepTimes | None = None,
     ) -> None:
         assert config.speculative is not None
         self._config = config
@@ -61,14 +61,14 @@ class Speculation:
         self._blocks = blocks
         self._states = states if states is not None and states.is_used else None
         self._times = times if times is not None else StepTimes()
-        self._ahead = ahead if ahead is not None else AsyncStepTimes()
+        self._async_times = async_times if async_times is not None else AsyncStepTimes()
         if costs is None and config.speculative.method == "draft_model":
             costs = DraftCosts()
         self._costs = costs
         self._proposals = Proposals(config.speculative, proposer, costs)
-        self._is_try = False  # True if the drafts of the last planned step are only a probe
+        self._is_probe = False  # True if the drafts of the last planned step are only a probe
         self._was_worth_waiting = False  # True if planning of the next step waits for tokens, because of drafts
-        self._to_try: Request | None = None  # request whose probe the planning of the next step waits for
+        self._probe_request: Request | None = None  # request whose probe the planning of the next step waits for
         self._in_flight: set[str] = set()  # requests with drafts in flight
         self._steps: set[int] = set()  # ids of steps in flight; only used with --async-scheduling
 
@@ -123,7 +123,7 @@ class Speculation:
         tried = self._proposals.pick_probe_request([*proposals, *others])
         if tried is None or not self._room_after(requests).take(tried, 1):
             return False
-        self._to_try = tried
+        self._probe_request = tried
         return True
 
     def _room_after(self, requests: list[Request]) -> DraftCapacity:
@@ -144,7 +144,7 @@ class Speculation:
             times: step times by number of drafts, as far as measured.
             hoped: ``times`` extended to the maximum number of drafts.
         """
-        pending = [self._proposals.num_known_places(r, drafts) for r, drafts in proposals.items()]
+        pending = [self._proposals.num_guesses(r, drafts) for r, drafts in proposals.items()]
         acceptances = [self._proposals.acceptance.of(r.request_id) for r in proposals]
         chances = [p**n for p, n in zip(acceptances, pending, strict=True)]
         num_again = [1] * len(limits) if self._states is not None else None
@@ -157,7 +157,7 @@ class Speculation:
         """Return True if the step has drafts and yields more tokens per second than asynchronously planned steps."""
         num_waiting = sum(request.sampling_params.needs_token_on_host for request in requests)
         # A request that needs its tokens on the host can be in every second asynchronously planned step only.
-        return any(choice.lengths) and self._ahead.is_slower(len(requests) - num_waiting / 2, choice)
+        return any(choice.lengths) and self._async_times.is_slower(len(requests) - num_waiting / 2, choice)
 
     # --- planning ---
 
@@ -173,10 +173,10 @@ class Speculation:
         for new in plan.new_requests:
             self._proposals.admitted(new.request_id)
         was_worth_waiting, self._was_worth_waiting = self._was_worth_waiting, False
-        pick_probe_request, self._to_try = self._to_try, None
+        probe_request, self._probe_request = self._probe_request, None
         if self._steps:  # planned asynchronously
-            self._proposals.planned_ahead(scheduled)
-            self._ahead.planned(plan.step_id, num_rows if only_decodes else 0)
+            self._proposals.planned_async(scheduled)
+            self._async_times.planned(plan.step_id, num_rows if only_decodes else 0)
             self._steps.add(plan.step_id)
             return
         if self._config.async_scheduling:
@@ -184,7 +184,7 @@ class Speculation:
         # Otherwise the time runs from the end of the previous step, and includes the host's work between the steps.
         if not self._config.async_scheduling or len(plan.new_requests) == len(scheduled):
             self._times.start()
-        self._is_try = False
+        self._is_probe = False
         self._proposals.begin_step()
         most = min(budget.tokens, self._max_sample_rows - len(plan.sampled_req_ids))
         has_room = decoding and most > 0 and budget.attention_work > 0
@@ -199,11 +199,11 @@ class Speculation:
         # With async scheduling, likely drafts may still lose to an asynchronously planned step: they can be probed,
         # too.
         unpaid = [*proposals, *others] if self._config.async_scheduling else others
-        if pick_probe_request in unpaid:
-            unpaid = [pick_probe_request]
+        if probe_request in unpaid:
+            unpaid = [probe_request]
         if times and not num_drafts and (tried := self._proposals.pick_probe_request(unpaid)) is not None:
             num_drafts = self._add(plan, budget, tried, [UNKNOWN_DRAFT])
-            self._is_try = num_drafts > 0
+            self._is_probe = num_drafts > 0
         self._schedule_draft_prefill(plan, running)
         self._times.planned(num_rows + num_drafts if only_decodes else 0)
 
@@ -290,7 +290,7 @@ class Speculation:
         return len(drafts)
 
     def _with_blocks(self, request: Request, plan: SchedulerOutput, drafts: list[int]) -> list[int]:
-        """Allocate blocks for the drafts and return the drafts. Return an empty list if no state slot is available."""
+        """Allocate blocks for the drafts and return the drafts; empty if the state before them cannot be kept."""
         request_id, start = request.request_id, request.num_computed_tokens
         if drafts and self._states is not None and not self._states.keep_for_drafts(plan, request):
             return []
@@ -340,9 +340,9 @@ class Speculation:
             self._times.planned(0)  # fewer rows ran than planned, because drafts were missing: do not record the time
         seconds = self._times.end(0.0 if drafting is None else drafting.seconds)
         if self._costs is not None:
-            self._costs.measured(seconds, drafting, requests, is_try=self._is_try)
+            self._costs.measured(seconds, drafting, requests, is_probe=self._is_probe)
         if self._config.async_scheduling:
-            self._ahead.ended(plan.step_id)
+            self._async_times.ended(plan.step_id)
             self._times.start()  # the next time includes the host's work between steps, which only async planning hides
 
     def _take_back(self, request: Request, num_rows: int, num_rejected: int) -> None:
@@ -360,7 +360,7 @@ class Speculation:
         self._steps -= steps
         self._in_flight.difference_update(self._in_flight.copy() if plan is None else plan.scheduled_spec_decode_tokens)
         self._times.start()  # time the next step from now, and do not measure the step in flight
-        self._ahead.failed(steps)
+        self._async_times.failed(steps)
 
     def suspend_drafts(self, request_id: str) -> None:
         """Suspend drafts of a request for the next plan: its grammar has not returned the last mask yet."""

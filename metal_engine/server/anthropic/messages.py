@@ -58,9 +58,9 @@ class MessagesEndpoint(Conversation):
         message = AnthropicResponse(id=generation.request_id, model=generation.model, content=[], usage=usage)
         return _encode([{"type": "message_start", "message": message.model_dump()}, {"type": "ping"}])
 
-    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
+    def chunk(self, generation: Generation, choice_output: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
         events: list[Event] = []
-        for delta in arrived[2]:
+        for delta in choice_output[2]:
             kind = delta.kind if isinstance(delta, TextDelta) else "call"
             if isinstance(delta, CallStart) or kind != self._open:
                 events += self._close()

@@ -78,7 +78,10 @@ class AnthropicOutputTokens(BaseModel):
 
 
 class AnthropicUsage(BaseModel):
-    """Token counts. ``input_tokens`` excludes tokens from the prefix cache."""
+    """Token counts. ``input_tokens`` excludes tokens from the prefix cache.
+
+    In the event ``message_start`` it has all prompt tokens, because the number of cached tokens is not known yet.
+    """
 
     input_tokens: int
     output_tokens: int
@@ -114,7 +117,7 @@ class AnthropicError(BaseModel):
 
 # Maps a field of the chat to the field of the request that it is made from.
 RENAMED = {"stop": "stop_sequences", "chat_template_kwargs": "thinking", "response_format": "output_config"}
-# Efforts that chat templates do not know.
+# Maps efforts that chat templates do not support to the highest one that they support.
 _HIGHEST = {"xhigh": "high", "max": "high"}
 
 

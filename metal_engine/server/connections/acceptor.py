@@ -28,8 +28,8 @@ _TLS_SHUTDOWN_SECONDS = 5.0
 class Acceptor:
     """Accepts connections from a listening socket. Implements the part of :class:`asyncio.Server` that uvicorn uses.
 
-    The servers of the event loops limit neither handshakes nor connections, and uvloop's server ends when descriptors
-    run out.
+    The servers of asyncio and uvloop limit neither handshakes nor connections, and uvloop's server ends when
+    descriptors run out.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Acceptor:
         """Start to listen.
 
         Raises:
-            OSError: another process has bound the address in the meantime.
+            OSError: another process listens on the address by now.
         """
         (listening,) = self.sockets
         listening.setblocking(False)

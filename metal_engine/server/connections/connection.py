@@ -38,13 +38,13 @@ class Connection(HttpToolsProtocol):
         self.connecting: asyncio.Task[None] | None = None
         self._limits = limits
         self._registry = connections
-        # Data that the client is sending: nothing, a request line with headers, or the body that follows them.
+        # Part of a request that the client is sending: none, the request line with headers, or the body.
         self._phase: Literal["idle", "head", "body"] = "idle"
         self._num_answering = 0  # number of requests whose responses are incomplete
         self._num_head_bytes = 0
-        # Bytes since the last callback of the parser for a beginning, a head, a part of a body or an end.
-        self._num_untold_bytes = 0
-        self._told = False
+        # Bytes since the parser last reported the start of a request, a complete head, data of a body, or the end.
+        self._num_unreported_bytes = 0
+        self._has_reported = False  # True if the parser reported any of these during the current call
         self._refused = False
         self._deadline = inf  # time limit for the client to send
         self._write_deadline = inf  # time limit for the client to read
@@ -53,7 +53,7 @@ class Connection(HttpToolsProtocol):
     def _await_client(self, seconds: float) -> None:
         self._deadline = self.loop.time() + (self._limits.spare_seconds if self.is_spare else seconds)
 
-    # --- the transport's side ---
+    # --- callbacks of the transport ---
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -81,19 +81,19 @@ class Connection(HttpToolsProtocol):
         rest = memoryview(data)
         while rest and not self._refused:
             # Limit the bytes that the parser can buffer: it keeps a header until the header is complete.
-            piece = rest[: self._limits.max_head_bytes + 1 - self._num_untold_bytes]
+            piece = rest[: self._limits.max_head_bytes + 1 - self._num_unreported_bytes]
             rest = rest[len(piece) :]
-            self._told = False
+            self._has_reported = False
             try:
                 self.parser.feed_data(piece)
             except httptools.HttpParserUpgrade as upgrade:
-                self._told = True
+                self._has_reported = True
                 rest = memoryview(b"".join((self._strip_upgrade_header(), piece[upgrade.args[0] :], rest)))
             except httptools.HttpParserError as error:
                 self._refuse(_to_api_error(error))
                 return
-            self._num_untold_bytes = 0 if self._told else self._num_untold_bytes + len(piece)
-            if self._num_untold_bytes > self._limits.max_head_bytes:
+            self._num_unreported_bytes = 0 if self._has_reported else self._num_unreported_bytes + len(piece)
+            if self._num_unreported_bytes > self._limits.max_head_bytes:
                 self._refuse(self._too_large())
 
     def pause_writing(self) -> None:
@@ -104,13 +104,13 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
         self._write_deadline = inf
 
-    # --- the parser's side ---
+    # --- callbacks of the parser ---
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._phase = "head"
         self._num_head_bytes = 0
-        self._told = True
+        self._has_reported = True
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))
@@ -121,8 +121,7 @@ class Connection(HttpToolsProtocol):
             return
         self._count_head(len(name) + len(value) + 4)
         if len(self.headers) >= self._limits.max_headers:
-            limit = f"more than {self._limits.max_headers} headers (--h11-max-header-count)"
-            raise APIError(431, f"the request has {limit}")
+            raise APIError(431, f"the request has more than {self._limits.max_headers} headers")
         super().on_header(name, value)
 
     def _count_head(self, num_bytes: int) -> None:
@@ -131,13 +130,13 @@ class Connection(HttpToolsProtocol):
             raise self._too_large()
 
     def _too_large(self) -> APIError:
-        most = f"exceed {self._limits.max_head_bytes} bytes (--h11-max-incomplete-event-size)"
+        most = f"exceed {self._limits.max_head_bytes} bytes"
         if self._phase == "body":
             return invalid(f"chunk extensions or trailers {most}")
         return APIError(431, f"request line and headers {most}")
 
     def on_headers_complete(self) -> None:
-        self._told = True
+        self._has_reported = True
         if self.parser.get_method() == b"CONNECT":
             raise APIError(405, "this server is not a proxy: CONNECT is not supported")
         if self.parser.should_upgrade():
@@ -162,11 +161,11 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        self._told = True
+        self._has_reported = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._told = True
+        self._has_reported = True
         if self._phase == "head":  # an upgrade request
             return
         self._phase = "idle"
@@ -179,8 +178,8 @@ class Connection(HttpToolsProtocol):
     def _strip_upgrade_header(self) -> bytes:
         """Return the head that the parser has just read, without the ``Upgrade`` header.
 
-        Clients that could use HTTP/2 offer it this way, and accept a response in HTTP/1.1. But the parser treats the
-        data after such a head as data of the other protocol.
+        Clients that support HTTP/2 offer it with this header, and accept a response in HTTP/1.1. But the parser treats
+        the data after such a head as data of the offered protocol.
         """
         version = self.parser.get_http_version().encode()
         line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, version)
@@ -189,7 +188,7 @@ class Connection(HttpToolsProtocol):
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         return b"".join((line, *headers, b"\r\n"))
 
-    # --- answers ---
+    # --- responses ---
 
     def on_response_complete(self) -> None:
         self._num_answering -= 1
@@ -241,7 +240,7 @@ class Connection(HttpToolsProtocol):
         lines = [b"%b: %b\r\n" % header for header in headers]
         self.transport.write(b"".join((STATUS_LINE[error.status_code], *lines, b"\r\n", response.body)))
 
-    # --- leaving ---
+    # --- closing ---
 
     def evict(self) -> None:
         if self.transport is None:  # still in the TLS handshake
@@ -249,7 +248,7 @@ class Connection(HttpToolsProtocol):
                 self.connecting.cancel()
             return
         if self._phase != "idle" and not self._refused and not self.transport.is_closing():
-            message = "too many connections (--max-connections), and the rest of this request did not come"
+            message = "too many connections (setting max-connections), and the rest of this request did not come"
             self._refuse(APIError(503, message, code="overloaded", headers={"retry-after": "1"}))
         if self.transport.get_write_buffer_size():  # a client that does not read would keep its place
             self.transport.abort()
@@ -261,7 +260,7 @@ class Connection(HttpToolsProtocol):
             if now >= self._deadline and self.connecting is not None:
                 self.connecting.cancel()
         elif now >= self._write_deadline:
-            logger.info("closed a connection whose client did not read its answer (--timeout-write)")
+            logger.info("closed a connection whose client did not read its answer (setting timeout-write)")
             self.transport.abort()
         elif self._deadline == inf:
             if self.transport.is_closing():
@@ -277,7 +276,7 @@ class Connection(HttpToolsProtocol):
         elif self._refused:
             self.transport.abort()
         elif self._phase == "head":
-            self._refuse(APIError(408, "request line and headers did not come in time (--timeout-read)"))
+            self._refuse(APIError(408, "request line and headers did not come in time (setting timeout-read)"))
         else:
             self._deadline = inf
             self.transport.close()

@@ -54,13 +54,12 @@ def connection_limits(args: ServerArgs) -> ConnectionLimits:
     room = can_open - beside
     needed = args.max_connections or _FEWEST_CONNECTIONS
     if room < needed:
-        lower = f" or lower --max-connections to {room}" if room >= _FEWEST_CONNECTIONS else ""
+        lower = f" or lower max-connections to {room}" if room >= _FEWEST_CONNECTIONS else ""
         problem = f"needs {needed + beside} open files at once, and the process may have {can_open}"
-        raise ConfigError("--max-connections", f"{needed} {problem}: raise the limit (ulimit -n 8192){lower}")
+        message = f"max-connections {needed} {problem}: raise the limit (ulimit -n 8192){lower}"
+        raise ConfigError("max-connections", message)
     return ConnectionLimits(
         max_connections=min(wanted, room),
-        max_head_bytes=args.h11_max_incomplete_event_size,
-        max_headers=args.h11_max_header_count,
         read_seconds=args.timeout_read,
         write_seconds=args.timeout_write,
         keep_alive_seconds=args.timeout_keep_alive,

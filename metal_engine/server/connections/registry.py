@@ -109,7 +109,7 @@ class Connections:
         now = _now()
         if now - self._warned > _WARN_SECONDS:
             self._warned = now
-            logger.warning("%d connections are busy (--max-connections): new ones are rejected", len(self))
+            logger.warning("%d connections are busy (setting max-connections): new ones are rejected", len(self))
 
     # --- time limits ---
 

@@ -17,9 +17,10 @@ from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts
 from metal_engine.server.workers import Weight
 
-# Maximum number of vector elements in a response with JSON numbers: 26 MiB, twice while the response is assembled.
+# Maximum number of vector elements in a response with JSON numbers. They take 26 MiB, and twice as much while the
+# response is assembled.
 MAX_NUMBERS = 1 << 21
-# Maximum number of vector elements to encode in the event loop: 5 ms.
+# Maximum number of vector elements to encode in the event loop, which takes 5 ms.
 FEW = 1 << 14
 
 
@@ -61,7 +62,9 @@ def vectors_json(pooled: Pooled, write: Callable[[np.ndarray], bytes] = numbers)
     for index, vector in enumerate(pooled.vectors):
         check_cancelled()
         if not np.isfinite(vector).all():
-            raise APIError(500, f"the vector of input {index} has values that are no numbers", code="generation_failed")
+            raise APIError(
+                500, f"the vector of input {index} has values that are not numbers", code="generation_failed"
+            )
         yield write(vector)
 
 

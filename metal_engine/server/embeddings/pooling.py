@@ -26,7 +26,7 @@ from metal_engine.text.tokenizer import Tokenizer
 MAX_INPUTS = MAX_SEQUENCES
 # Maximum number of vector elements in a response: 16 MiB, or 22 MiB as base64.
 MAX_VALUES = 1 << 22
-# Number of requests submitted to the engine before the event loop gets control: 2 ms.
+# Number of requests to submit to the engine, in 2 ms, before other tasks of the event loop may run.
 _AT_ONCE = 128
 
 TokenizePrompts = Callable[[Tokenizer], list[list[int]]]
@@ -155,7 +155,7 @@ def _prepared(served: ServedModel, task: PoolingTask) -> list[PreparedRequest]:
         if num_tokens > MAX_PROMPT_TOKENS:
             raise invalid(f"has {num_tokens} tokens, but the limit is {MAX_PROMPT_TOKENS}", where=field)
         _check_num_values(served, task, params, len(prompts))
-        return engine.prepare_pooling(prompts, params, task.options.cache_salt, served.adapter)
+        return engine.preparer.prepare_pooling(prompts, params, task.options.cache_salt, served.adapter)
     except ParameterError as error:
         if error.name == "prompt":
             raise invalid(f" {error.message}", where=field) from error

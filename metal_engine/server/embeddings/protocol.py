@@ -86,7 +86,7 @@ class RerankDocument(BaseModel):
 
 
 class RerankResult(BaseModel):
-    """``document`` is left out if the client does not want documents back."""
+    """``document`` is left out if the request sets ``return_documents`` to false."""
 
     index: int
     document: RerankDocument | None = Field(default=None, exclude_if=lambda value: value is None)

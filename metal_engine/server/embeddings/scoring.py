@@ -87,8 +87,8 @@ async def _by_reranker(served: ServedModel, reranker: RerankerConfig, pairs: Pai
         tokenize=tokenize,
         params=lambda: PoolingParams(
             token_ids=(reranker.false_token_id, reranker.true_token_id),
-            # The prompts are already truncated, because their ends must stay. -1 admits long texts, which are truncated
-            # here.
+            # `_reranker_prompts` truncates the prompts itself, because their suffix must stay. -1 only lets the
+            # tokenizer accept texts longer than the context.
             truncate_prompt_tokens=None if pairs.truncate_prompt_tokens is None else -1,
         ),
         num_bytes=pairs.num_bytes,

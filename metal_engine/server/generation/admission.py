@@ -35,10 +35,10 @@ class Admission:
         queued = self.engine.num_queued_tokens
         # A prompt that is larger than the limit is admitted if no other prompt waits. Otherwise, it would never run.
         if self.max_tokens and queued and queued + num_prompt_tokens > self.max_tokens:
-            raise overloaded(f"{queued} prompt tokens are waiting (--max-num-queued-tokens)")
+            raise overloaded(f"{queued} prompt tokens are waiting (setting max-num-queued-tokens)")
 
     def admit(self, prompt_lens: list[int]) -> Reservation:
-        """Reserve places for sequences with these prompt lengths. Later requests of a burst count them at once.
+        """Reserve places for sequences with these prompt lengths. The limits on later requests count them at once.
 
         Raises as :meth:`check`.
         """

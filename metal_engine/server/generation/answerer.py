@@ -1,4 +1,4 @@
-"""Runs a prepared request and creates its response: one body, or a stream of events."""
+"""Runs a request and creates its response: one body, or a stream of events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LateErrors:
     """Format of an error in a stream that has begun before its request was validated.
 
     Attributes:
-        encode: function that makes an event of an error.
+        encode: function that encodes an error as an event.
         renamed: map from a field of the body to the client's name of that field.
     """
 
@@ -133,22 +133,23 @@ def _encoded(endpoint: Endpoint[BodyT], generation: Generation) -> bytes:
 
 
 async def _events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT) -> AsyncGenerator[bytes, None]:
-    """Encode a generation as server-sent events, or lines. Outputs that arrive together become one item and one write.
+    """Yield a generation as server-sent events, or as JSON lines. Outputs that arrive together become one item, which
+    is sent with one write.
 
     An error becomes the last event, so that clients do not take the end of the stream for a success.
     """
     started: set[int] = set()
     continuous_usage = body.continuous_usage
-    if beginning := endpoint.begin(generation):
-        yield beginning
+    if first_events := endpoint.begin(generation):
+        yield first_events
     try:
         async with aclosing(generation.outputs()) as batches:
             async for batch in batches:
                 data = b""
                 usage = generation.usage if continuous_usage else None
-                for arrived in batch:
-                    data += endpoint.chunk(generation, arrived, arrived[0] not in started, usage)
-                    started.add(arrived[0])
+                for choice_output in batch:
+                    data += endpoint.chunk(generation, choice_output, choice_output[0] not in started, usage)
+                    started.add(choice_output[0])
                 if data:
                     yield data
     except Exception as error:

@@ -21,13 +21,13 @@ from metal_engine.server.protocol import FinishReason, KVTransferHandover
 from metal_engine.server.usage import CompletionTokensDetails, PredictedTokensDetails, PromptTokensDetails, Usage
 from metal_engine.text.tokenizer import Tokenizer
 
-# Maximum number of log probabilities in a response that is not a stream, or of its prompts. Each takes 100 bytes while
-# it is collected, and another 100 bytes as JSON.
+# Maximum number of log probabilities of the outputs, and of the prompts, in a response that is not a stream. Each takes
+# 100 bytes while it is collected, and another 100 bytes as JSON.
 MAX_LOGPROB_ENTRIES = 1 << 17
 # Number of tokens and log probabilities above which a response is parsed and encoded outside the event loop.
 _LONG = 1 << 11
 
-# Number of sequences to start or end before the event loop gets control: 3 ms.
+# Number of sequences to start or end, in 3 ms, before other tasks of the event loop may run.
 _TASKS_AT_ONCE = 256
 
 # Index of a choice, one output of that choice, and the deltas parsed from the output's text. The list of deltas is
@@ -171,7 +171,7 @@ class Generation:
                 async for batch in batches:
                     if self.first_output_time is None:
                         self.first_output_time = time.monotonic()
-                    arrived: list[ChoiceOutput] = []
+                    choice_outputs: list[ChoiceOutput] = []
                     for index, output in batch:
                         if output.finish_reason in ("error", "abort"):
                             raise failure(self.engine, output, self.timeout if self._timed_out else None)
@@ -184,8 +184,8 @@ class Generation:
                         deltas: list[AnswerDelta] = []
                         if read and choice.reader is not None:
                             deltas = choice.reader.add(output.text, output.token_ends, choice.finish_reason)
-                        arrived.append((index, output, deltas))
-                    yield arrived
+                        choice_outputs.append((index, output, deltas))
+                    yield choice_outputs
         finally:
             self.reservation.release()
             if timer is not None:
@@ -276,7 +276,8 @@ class Generation:
     def kv_handover(self) -> KVTransferHandover | None:
         """``kv_transfer_params`` for the engine that continues with the prompt; None if this engine keeps the request.
 
-        The engine computes the KV for another engine if its KV role is ``kv_producer``, or if the request demands it.
+        The engine computes the KV for another engine if it saves KV, and if its KV role is ``kv_producer`` or the
+        request demands it.
         """
         is_for_others = self.engine.config.kv_role == "kv_producer" or self.options.do_remote_decode
         return KVTransferHandover() if is_for_others and self.engine.config.saves_kv else None
@@ -373,7 +374,7 @@ async def _merge(streams: list[AsyncGenerator[RequestOutput, None]]) -> AsyncGen
 
 
 async def _end(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel tasks, some at a time."""
+    """Cancel tasks and wait for them, ``_TASKS_AT_ONCE`` at a time."""
     try:
         for start in range(0, len(tasks), _TASKS_AT_ONCE):
             some = tasks[start : start + _TASKS_AT_ONCE]

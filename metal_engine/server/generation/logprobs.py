@@ -24,7 +24,7 @@ from metal_engine.text.tokenizer import Tokenizer
 _LOWEST = -9999.0
 
 
-# Number of log probabilities encoded in one call: 5 ms, and 5 MiB of objects.
+# Number of log probabilities encoded in one call, which takes 5 ms and creates 5 MiB of objects.
 _ENTRIES_AT_ONCE = 1 << 12
 _PROMPT_LOGPROBS = TypeAdapter(PromptLogprobs)
 _JSON: TypeAdapter[Any] = TypeAdapter(Any)

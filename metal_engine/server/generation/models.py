@@ -221,9 +221,9 @@ class MultiModel(Models):
         request.scope[MODEL_NAME] = entry.name
         self.is_ready(model)
         async with self._in_time(entry, "loaded"):
-            running = await self.registry.use(entry)
+            loaded = await self.registry.use(entry)
         leases.append(entry)
-        return self._of(entry, running)
+        return self._of(entry, loaded)
 
     async def load(self, entry: ModelEntry) -> None:
         """Load a model, subject to the limits on requests. Raises as :meth:`use`."""
@@ -267,12 +267,12 @@ class MultiModel(Models):
     def cut_requests(self, message: str) -> None:
         self.registry.cut(message)
 
-    def _of(self, entry: ModelEntry, running: LoadedEngine) -> ServedModel:
-        served = self._served.get(running)
+    def _of(self, entry: ModelEntry, loaded: LoadedEngine) -> ServedModel:
+        served = self._served.get(loaded)
         if served is None:
             notices = self._notices.setdefault(entry.name, Notices())
-            served = self._served[running] = served_model(
-                running.engine, (entry.name,), self._args, running.answer_format, self.workers, self.parameters, notices
+            served = self._served[loaded] = served_model(
+                loaded.engine, (entry.name,), self._args, loaded.answer_format, self.workers, self.parameters, notices
             )
         return served
 

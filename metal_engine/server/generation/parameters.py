@@ -45,7 +45,7 @@ _NO_EFFECT = frozenset(
     }
 )  # fmt: skip
 
-# Limits the memory that a client can use up with invented names.
+# Maximum number of unknown names to count separately, because a client can invent any number of names.
 _MAX_NAMES = 100
 _OTHERS = "(others)"
 

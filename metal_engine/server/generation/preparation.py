@@ -34,10 +34,10 @@ from metal_engine.text.tokenizer import Tokenizer
 MAX_SEQUENCES = 2048
 # Maximum number of prompt log probabilities in a stream. They are one event, encoded in the event loop in 5 ms.
 MAX_STREAMED_ENTRIES = 1 << 12
-# Maximum number of a prompt's token ids in a stream. One event contains all of them: 10 ms.
+# Maximum number of a prompt's token ids in a stream. One event contains all of them, and takes 10 ms to encode.
 MAX_STREAMED_IDS = 1 << 18
 # Limits for a text that is only counted or truncated: four times the context plus ``_MORE_TOKENS``, but at most
-# ``MAX_TOKENS`` tokens.
+# ``MAX_TOKENS`` tokens or the context, whichever is larger.
 _MORE_TOKENS = 1 << 16
 MAX_TOKENS = 1 << 20
 # Maximum number of prompt tokens of all sequences. Each sequence has its own list, with 8 bytes for each token.
@@ -121,7 +121,9 @@ class Endpoint(ABC, Generic[BodyT]):
         return []
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters with the changes that the prompt requires; the same object for no changes.
+        """Return the sampling parameters with the prompt's changes, such as a grammar of tool calls.
+
+        Returns the same object if there are no changes.
 
         Called after :meth:`tokenize`. Raises ParameterError for an unsupported combination.
         """
@@ -140,7 +142,7 @@ class Endpoint(ABC, Generic[BodyT]):
         return b""
 
     @abstractmethod
-    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
+    def chunk(self, generation: Generation, choice_output: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
         """Return the events of one output in a stream.
 
         Args:
@@ -167,7 +169,8 @@ async def prepare(
         request_id: id of the response.
 
     Raises:
-        APIError: the request cannot be served: 4xx with the field at fault, or 503 if the engine has stopped.
+        APIError: the request cannot be served: 4xx with the field at fault, or 503 if the engine has stopped or too
+            many requests wait.
     """
     engine = served.engine
     served.admission.check(0)  # before the expensive work
@@ -230,14 +233,14 @@ class _Preparation(Generic[BodyT]):
         self._prompts: list[list[int]] = []
         self._params: SamplingParams  # set in `begin`
         self._rules: TokenRules | None = None
-        self._is_forced = False  # True if the grammar is the grammar of tool calls
+        self._is_forced = False  # True if the grammar forces tool calls
         self.needs_grammar = False
         self.predicted_token_ids: list[int] = []
         self.requests: list[PreparedRequest] = []
         self.echoes: list[str] | None = None
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _errors_as_api_errors(self) -> Iterator[None]:
         """Within this context, convert errors to an APIError that uses the body's name of the field at fault."""
         body = self._body
         try:
@@ -272,7 +275,7 @@ class _Preparation(Generic[BodyT]):
         if len(self._prompts) * params.n > MAX_SEQUENCES:
             raise invalid(f"n times the number of prompts must be at most {MAX_SEQUENCES}", param="n")
         self._is_forced = True  # an error in `adjust` is caused by tool calls
-        with self._told():
+        with self._errors_as_api_errors():
             self._params = endpoint.adjust(params)
         self._is_forced = self._params.structured_outputs is not params.structured_outputs
         self.needs_grammar = self._params.structured_outputs is not None
@@ -281,15 +284,15 @@ class _Preparation(Generic[BodyT]):
 
     def compile(self) -> None:
         """Compile the grammar."""
-        with self._told():
-            self._rules = self._served.engine.rules_for(self._params)
+        with self._errors_as_api_errors():
+            self._rules = self._served.engine.preparer.rules_for(self._params)
 
     def finish(self) -> None:
         """Create the prepared requests."""
         body, params, engine = self._body, self._params, self._served.engine
-        with self._told():
+        with self._errors_as_api_errors():
             salt, adapter = body.cache_salt or "", self._served.adapter
-            self.requests = engine.prepare_all(self._prompts, params, salt, self._rules, adapter)
+            self.requests = engine.preparer.prepare_all(self._prompts, params, salt, self._rules, adapter)
         prompts = [request.prompt_token_ids for request in self.requests]
         num_tokens = sum(map(len, prompts)) * params.n
         if num_tokens > MAX_PROMPT_TOKENS:

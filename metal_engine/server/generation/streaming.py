@@ -35,7 +35,7 @@ def named_sse(event: Mapping[str, Any]) -> bytes:
 
 
 class ChunkTemplate:
-    """Event that is sent once for each token. Everything but the text is serialized in advance.
+    """Event that is sent once for each token. Everything except the text is serialized in advance.
 
     Args:
         event: event with :attr:`TEXT` as the placeholder of the text.
@@ -88,7 +88,7 @@ class EventStreamResponse(Response):
     a request that waits in a queue.
 
     Args:
-        keep_alive: seconds without an event after which a comment is sent; 0 for no comments.
+        keep_alive: period in seconds. After a whole period without events, a comment is sent. 0 for no comments.
         media_type: media type of the stream. Only event streams get comments.
     """
 

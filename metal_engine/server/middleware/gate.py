@@ -55,7 +55,7 @@ def only_probes_if_spare(app: ASGIApp) -> ASGIApp:
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get(IS_SPARE) and scope["path"] not in OPEN_PATHS:
             headers = {"connection": "close", "retry-after": "1"}
-            error = APIError(503, "too many connections (--max-connections)", code="overloaded", headers=headers)
+            error = APIError(503, "too many connections (setting max-connections)", code="overloaded", headers=headers)
             await error_response(error, scope)(scope, receive, send)
             return
         await app(scope, receive, send)
@@ -115,7 +115,7 @@ def _too_large(max_bytes: int) -> APIError:
 
 
 def _too_slow(read_seconds: float) -> APIError:
-    message = f"no part of the request body came for {read_seconds:g} s (--timeout-read)"
+    message = f"no part of the request body came for {read_seconds:g} s (setting timeout-read)"
     return APIError(408, message, headers={"connection": "close"})
 
 

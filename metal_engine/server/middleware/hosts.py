@@ -22,7 +22,7 @@ def checks_hosts(args: ServerArgs) -> bool:
 
     The check stops DNS rebinding: a web page makes its own host name resolve to this machine.
     With a key or TLS, or on a unix socket, the check is not needed: the page lacks the key, a certificate for its name,
-    or access to the socket.
+    or access to the socket. ``--allowed-hosts`` turns the check on in every case, and ``--allowed-hosts '*'`` off.
     """
     if args.allowed_hosts:
         return ANY not in args.allowed_hosts
@@ -30,7 +30,9 @@ def checks_hosts(args: ServerArgs) -> bool:
 
 
 def allow_hosts(app: ASGIApp, args: ServerArgs) -> ASGIApp:
-    """Wrap ``app``: accept a ``Host`` that is an address, a loopback name, ``--host``, this machine or allowed.
+    """Wrap ``app``: reject requests whose ``Host`` is not known.
+
+    Known are all IP addresses, loopback names, names of this machine, ``--host`` and ``--allowed-hosts``.
 
     Requests without a ``Host`` pass, because browsers always send one.
     """
@@ -49,7 +51,7 @@ def allow_hosts(app: ASGIApp, args: ServerArgs) -> ASGIApp:
 
 def _refusal(hosts: list[str]) -> APIError:
     shown = ", ".join(hosts)[:100]
-    problem = f"this server has no key and is not known as {shown!r}; start it with --allowed-hosts NAME to allow that"
+    problem = f"this server is not known as {shown!r}; start it with --allowed-hosts NAME to allow that"
     return APIError(403, problem, code="host_not_allowed", headers={"connection": "close"})
 
 

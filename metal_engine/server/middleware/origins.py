@@ -1,4 +1,4 @@
-"""Rejects requests from web pages of other origins that could have an effect.
+"""Rejects requests with an effect, such as a generation, if a web page of another origin sends them.
 
 Such a page cannot read the response. However, a browser sends some requests without a CORS preflight: pictures, forms
 and scripts. Browsers mark these requests with ``Sec-Fetch-Site``, which pages cannot change.
@@ -25,7 +25,7 @@ _OWN_SITES = frozenset({"same-origin", "none"})
 
 
 def own_origins_only(app: ASGIApp, args: ServerArgs, guarded_paths: Collection[str]) -> ASGIApp:
-    """Wrap ``app``: reject requests from pages of other origins that could have an effect.
+    """Wrap ``app``: reject requests with an effect if a page of another origin sends them.
 
     Args:
         args: server settings. Origins in ``allowed_origins`` may send all requests.

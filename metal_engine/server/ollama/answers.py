@@ -38,7 +38,7 @@ def timestamp(seconds: float) -> str:
 
 
 class Pieces:
-    """Converts the deltas of one output into pieces, which responses and lines consist of.
+    """Converts the deltas of one output into pieces. A response merges all pieces; a stream sends each as a line.
 
     A tool call becomes a piece when it is complete, because its arguments are an object. Incomplete calls are dropped.
     """
@@ -121,8 +121,8 @@ class OllamaEndpoint(Endpoint[BodyT]):
         pieces = [*self._read(choice.text, choice.deltas), *self._pieces.close()]
         return self._answer(merged(pieces), **self._last(generation, choice))
 
-    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
-        _, output, deltas = arrived
+    def chunk(self, generation: Generation, choice_output: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
+        _, output, deltas = choice_output
         return b"".join(map(self._line, self._read(output.text, deltas)))
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:

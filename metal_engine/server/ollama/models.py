@@ -145,6 +145,6 @@ def _size(num_params: int) -> str:
 
 
 def _level(num_bytes: int, num_params: int, dtype: str) -> str:
-    """Return Ollama's name of the dtype. For quantized weights, it consists of the bits of each weight."""
+    """Return Ollama's name of the dtype. For quantized weights, it is ``Q`` and the bits of each weight."""
     bits = 8 * num_bytes // max(num_params, 1)
     return f"Q{bits}" if 0 < bits < 16 else {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}.get(dtype, dtype)

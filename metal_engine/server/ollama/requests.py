@@ -28,7 +28,8 @@ _INTEGERS = ("num_predict", "top_k", "seed")
 _NOTHING: dict[str, tuple[int, ...]] = {"num_predict": (0, -1, -2), "seed": (-1,)}
 # Options that would change the output, and their neutral values.
 _UNSUPPORTED = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
-# Options about loading and running models, which the server's settings decide; and details of unsupported options.
+# Options that are ignored: the server's settings decide about loading and running models, and parameters of unsupported
+# options have no effect.
 _SETTLED = frozenset(
     {
         "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",

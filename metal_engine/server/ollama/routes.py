@@ -29,25 +29,25 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": protocol.Ollama
 _ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {NDJSON: {}}}, **_ERRORS}
 
 
-def add_ollama_routes(app: FastAPI, there: Models, answer: Answerer) -> None:
+def add_ollama_routes(app: FastAPI, all_models: Models, answer: Answerer) -> None:
     reader = RequestReader()
 
     def named(body: protocol.OllamaBody | protocol.OllamaEmbedBody | protocol.OllamaEmbeddingsBody) -> str:
         """Return the client's name of the model. Replaces it in the body by the server's name."""
-        name = body.model or there.names[0]
-        body.model = models.own_name(there.all_names, name)
-        there.check(body.model)
+        name = body.model or all_models.names[0]
+        body.model = models.own_name(all_models.all_names, name)
+        all_models.check(body.model)
         return name
 
     @app.post("/api/chat", tags=["ollama"], response_model=protocol.ChatAnswer, responses=_ANSWERS)
     async def ollama_chat(body: protocol.OllamaChatBody, request: Request) -> Response:
         name = named(body)
         if not body.messages:
-            await there.use(request, body.model)
+            await all_models.use(request, body.model)
             return _loaded(protocol.ChatAnswer, name, message=protocol.AnswerMessage())
         with renaming(RENAMED):
             num_bytes = len(await request.body())
-            served = await there.use(request, body.model)
+            served = await all_models.use(request, body.model)
             chat = await served.workers.run_if_large(num_bytes, reader.chat, served, body)
             return await answer(request, OllamaChat, lambda model: OllamaChat(model, name), chat, None)
 
@@ -55,11 +55,11 @@ def add_ollama_routes(app: FastAPI, there: Models, answer: Answerer) -> None:
     async def ollama_generate(body: protocol.OllamaGenerateBody, request: Request) -> Response:
         name = named(body)
         if not (body.prompt or body.suffix):
-            await there.use(request, body.model)
+            await all_models.use(request, body.model)
             return _loaded(protocol.GenerateAnswer, name)
         with renaming({**RENAMED, "messages": "prompt"}):
             num_bytes = len(await request.body())
-            served = await there.use(request, body.model)
+            served = await all_models.use(request, body.model)
             made = await served.workers.run_if_large(num_bytes, reader.generate, served, body)
             if isinstance(made, RawBody):
                 return await answer(request, OllamaRaw, lambda _: OllamaRaw(name), made, None)
@@ -68,18 +68,18 @@ def add_ollama_routes(app: FastAPI, there: Models, answer: Answerer) -> None:
     @app.post("/api/embed", tags=["ollama"], response_model=protocol.EmbedAnswer, responses=_ERRORS)
     async def ollama_embed(body: protocol.OllamaEmbedBody, request: Request) -> Response:
         name = named(body)
-        served = await there.use(request, body.model)
+        served = await all_models.use(request, body.model)
         data = await create_embed(served, body, name, len(await request.body()))
         return Response(data, media_type="application/json")
 
     @app.post("/api/embeddings", tags=["ollama"], response_model=protocol.EmbeddingsAnswer, responses=_ERRORS)
     async def ollama_embeddings(body: protocol.OllamaEmbeddingsBody, request: Request) -> Response:
         named(body)
-        served = await there.use(request, body.model)
+        served = await all_models.use(request, body.model)
         data = await create_embedding(served, body, len(await request.body()))
         return Response(data, media_type="application/json")
 
-    _add_model_routes(app, there)
+    _add_model_routes(app, all_models)
 
 
 def _loaded(kind: type[protocol.OllamaAnswer], name: str, **fields: Any) -> Response:
@@ -88,16 +88,16 @@ def _loaded(kind: type[protocol.OllamaAnswer], name: str, **fields: Any) -> Resp
     return JSONResponse(answer.model_dump())
 
 
-def _add_model_routes(app: FastAPI, there: Models) -> None:
+def _add_model_routes(app: FastAPI, all_models: Models) -> None:
     started_at = timestamp(time.time())
 
     @get_and_head(app, "/api/tags", tags=["ollama"], responses=_ERRORS)
     async def ollama_tags() -> protocol.Tags:
-        return protocol.Tags(models=models.listed(there, started_at))
+        return protocol.Tags(models=models.listed(all_models, started_at))
 
     @get_and_head(app, "/api/ps", tags=["ollama"], responses=_ERRORS)
     async def ollama_ps() -> protocol.PsResponse:
-        return protocol.PsResponse(models=models.running(there, started_at))
+        return protocol.PsResponse(models=models.running(all_models, started_at))
 
     @get_and_head(app, "/api/version", tags=["ollama"], responses=_ERRORS)
     async def ollama_version() -> protocol.OllamaVersion:
@@ -110,6 +110,6 @@ def _add_model_routes(app: FastAPI, there: Models) -> None:
 
     @app.post("/api/show", tags=["ollama"], responses=_ERRORS)
     async def ollama_show(body: protocol.OllamaShowBody) -> protocol.Shown:
-        name = models.own_name(there.all_names, body.model or body.name or there.names[0])
-        there.check(name)
-        return models.shown(there, name, started_at)
+        name = models.own_name(all_models.all_names, body.model or body.name or all_models.names[0])
+        all_models.check(name)
+        return models.shown(all_models, name, started_at)

@@ -76,26 +76,26 @@ class ChatEndpoint(Conversation):
         json = chat_logprobs_json(generation.tokenizer, choice.text_logprobs, spells_ids=generation.spells_ids)
         return generation.parts.add(json)
 
-    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
-        index, output, deltas = arrived
+    def chunk(self, generation: Generation, choice_output: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
+        index, output, deltas = choice_output
         reason = finish_reason(output)
         shows_ids = generation.shows_token_ids
         if not (first or reason is not None or usage is not None or output.text_logprobs or shows_ids):
             return b"".join(self._plain(generation, index, delta) for delta in deltas)
-        told: list[Delta] = [{"role": "assistant", "content": ""}] if first else []
-        told += [_delta(delta) for delta in deltas]
+        encoded: list[Delta] = [{"role": "assistant", "content": ""}] if first else []
+        encoded += [_delta(delta) for delta in deltas]
         if output.text_logprobs and not deltas:  # tokens without text of their own
-            told.append({"content": ""})
+            encoded.append({"content": ""})
         elif output.token_ids and shows_ids and not deltas:
-            told.append({})
-        choices = [ChatChunkChoice(index=index, delta=delta) for delta in told]
+            encoded.append({})
+        choices = [ChatChunkChoice(index=index, delta=delta) for delta in encoded]
         if output.text_logprobs:
             choices[-1].logprobs = _logprobs(generation, output.text_logprobs)
         if output.token_ids and shows_ids:
             choices[-1].token_ids = output.token_ids
         if reason is not None:
-            told_reason = self.chat_finish_reason(generation.choices[index].num_calls, reason)
-            last = ChatChunkChoice(index=index, delta={}, finish_reason=told_reason, stop_reason=output.stop_reason)
+            chat_reason = self.chat_finish_reason(generation.choices[index].num_calls, reason)
+            last = ChatChunkChoice(index=index, delta={}, finish_reason=chat_reason, stop_reason=output.stop_reason)
             choices.append(last)
         chunks = [_chunk(generation, [choice], usage) for choice in choices]
         if first and shows_ids:

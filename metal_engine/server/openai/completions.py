@@ -81,9 +81,9 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
             has_logprobs = generation.params.logprobs is not None
             logprobs = None
             if has_logprobs:
-                told = self._told_logprobs(generation, choice, choice, first=True)
+                tokens = self._logprob_tokens(generation, choice, choice, first=True)
                 logprobs = generation.parts.add(
-                    completion_logprobs_json(generation.tokenizer, *told, spells_ids=generation.spells_ids)
+                    completion_logprobs_json(generation.tokenizer, *tokens, spells_ids=generation.spells_ids)
                 )
             choices.append(
                 CompletionChoice(
@@ -101,8 +101,8 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
         answer.kv_transfer_params = generation.kv_handover
         return answer
 
-    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
-        index, output, _ = arrived
+    def chunk(self, generation: Generation, choice_output: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
+        index, output, _ = choice_output
         choice = generation.choices[index]
         text = (choice.echo or "") + output.text if first else output.text
         shows_ids = generation.shows_token_ids
@@ -113,8 +113,8 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
             return self._template(generation, index).fill(text)
         logprobs = None
         if has_logprobs:
-            told = self._told_logprobs(generation, choice, output, first)
-            logprobs = completion_logprobs(generation.tokenizer, *told, spells_ids=generation.spells_ids)
+            tokens = self._logprob_tokens(generation, choice, output, first)
+            logprobs = completion_logprobs(generation.tokenizer, *tokens, spells_ids=generation.spells_ids)
         chunk = CompletionChoice(
             index=index,
             text=text,
@@ -133,18 +133,21 @@ class CompletionEndpoint(Endpoint[CompletionBody]):
             template = self._templates[index] = ChunkTemplate(_completion(generation, [choice]))
         return template
 
-    def _told_logprobs(
-        self, generation: Generation, choice: Choice, told: Choice | RequestOutput, first: bool
+    def _logprob_tokens(
+        self, generation: Generation, choice: Choice, part: Choice | RequestOutput, first: bool
     ) -> tuple[list[TokenLogprobs | None], list[int], int | None]:
-        """Return a choice's tokens, or those of one output, with their start offsets and the first token's id.
+        """Return tokens with log probabilities, the start of each token's text, and the id of the prompt's first token.
+
+        The id is None if the tokens of the prompt are not included.
 
         Args:
-            first: True if these are the choice's first tokens. The prompt's tokens come before them if the client wants
-                the prompt back.
+            part: the whole choice, or one of its outputs.
+            first: True if ``part`` has the choice's first tokens. The prompt's tokens come before them if the client
+                wants the prompt back.
         """
-        tokens: list[TokenLogprobs | None] = [*(told.text_logprobs or ())]
+        tokens: list[TokenLogprobs | None] = [*(part.text_logprobs or ())]
         begin = len(choice.echo or "")
-        starts = [self._text_ends.get(choice.index, 0), *told.token_ends]
+        starts = [self._text_ends.get(choice.index, 0), *part.token_ends]
         self._text_ends[choice.index] = starts[-1]
         offsets = [begin + start for start in starts[: len(tokens)]]
         prompt = choice.prompt_logprobs if first and choice.echo is not None else None

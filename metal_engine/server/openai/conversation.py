@@ -35,7 +35,9 @@ from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_TOLD = "the model's chat template takes no tools: the system's message describes them, and calls are found in the text"
+_TOOLS_IN_PROMPT = (
+    "the model's chat template takes no tools: the system message describes them, and calls are found in the text"
+)
 _EFFORT = "ignoring reasoning_effort: the model's chat template has no such setting"
 _DROPPED = "dropping the line x-anthropic-billing-header from system texts: it differs from request to request"
 _REORDERED = (
@@ -47,7 +49,8 @@ _REORDERED = (
 _BILLING_LINES = re.compile(
     r"(?:\s{0,64}+x-anthropic-billing-header:[^\n]{0,4096}+(?:\n|\Z)){1,8}+[\r\n]{0,64}+", re.IGNORECASE
 )
-# Templates and schemas encode all tools as JSON in one call: 10 ms, and 40 MiB if a character is beyond U+FFFF.
+# Maximum number of characters of all tools. Templates and schemas encode all tools as JSON in one call, which takes
+# 10 ms, and 40 MiB if a character is beyond U+FFFF.
 MAX_TOOL_CHARACTERS = 1 << 21
 
 
@@ -62,7 +65,7 @@ def checked_tools(tools: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for tool in tools:
         left -= num_characters(tool)
         if left < 0:
-            problem = f" may have {MAX_TOOL_CHARACTERS} characters together, 64 for each value besides"
+            problem = f" may have {MAX_TOOL_CHARACTERS} characters together, where each value counts 64 more"
             raise invalid(problem, where="tools")
         checked.append(tool)
     return checked
@@ -143,8 +146,8 @@ class Conversation(Endpoint[ChatCompletionBody]):
             )
         except ParameterError as error:
             raise invalid(str(error), param=error.name) from error
-        if plan.told and not plan.forced:
-            self._notices.once(logger, _TOLD)
+        if plan.prompted and not plan.forced:
+            self._notices.once(logger, _TOOLS_IN_PROMPT)
         if plan.forced and body.structured_outputs:
             problem = ' and tool_choice "required", or naming a function, exclude each other'
             raise invalid(problem, where="structured_outputs")
@@ -178,7 +181,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
 
 
 def message_of(deltas: list[AnswerDelta]) -> AssistantMessage:
-    """Return the message that the deltas of a complete output make."""
+    """Assemble the deltas of a complete output to a message."""
     answer = assemble(deltas)
     calls = [
         ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.arguments))

@@ -12,8 +12,8 @@ Message = dict[str, Any]
 def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Message]:
     """Return messages in an order that a chat template accepts, as far as possible; the same list if unchanged.
 
-    No message moves to the front. A system message after the beginning becomes user text at its place. Earlier messages
-    therefore remain a prefix of the next turn, and the prefix cache still matches.
+    No message moves to the front. A system message after other messages becomes user text at its place. Therefore,
+    earlier messages remain a prefix of the next turn, and the prefix cache still matches.
 
     Args:
         messages: result of ``template_messages``, whose contents are texts.

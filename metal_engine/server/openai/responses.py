@@ -23,11 +23,11 @@ from metal_engine.server.usage import Usage
 from metal_engine.sizes import num_characters
 
 # Request fields that the response repeats, as received or with the default of Response.
-_TOLD = ResponsesBody.model_fields.keys() & Response.model_fields.keys() - {"model", "text", "tools"}
+_REPEATED = ResponsesBody.model_fields.keys() & Response.model_fields.keys() - {"model", "text", "tools"}
 
 
-# Maximum size of the repeated fields. They are encoded in the event loop three times: 3 ms each.
-MAX_TOLD_CHARACTERS = 1 << 20
+# Maximum size of the repeated fields in characters. The event loop encodes them three times, in 3 ms each.
+MAX_REPEATED_CHARACTERS = 1 << 20
 
 
 # Maximum number of messages in a conversation that grows over several responses. Each message takes 1 kB.
@@ -39,13 +39,13 @@ class AskedResponse:
     """Additional data of a request to ``/v1/responses``, beside its chat.
 
     Attributes:
-        told: request fields that the response repeats.
+        repeated: request fields that the response repeats.
         messages: the conversation, without instructions.
-        num_characters: number of characters in ``told`` and ``messages``.
+        num_characters: number of characters in ``repeated`` and ``messages``.
         namespaces: namespaces of the functions, as :func:`responses_protocol.namespaces` returns them.
     """
 
-    told: dict[str, Any]
+    repeated: dict[str, Any]
     messages: list[Message]
     num_characters: int
     namespaces: dict[str, tuple[str, str]]
@@ -60,19 +60,19 @@ def read_request(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompl
     Raises:
         APIError: :func:`to_chat` failed, or the fields to repeat or the conversation are too large.
     """
-    told = {name: value for name, value in body.model_dump(include=_TOLD).items() if value is not None}
-    told |= {"text": {"format": {"type": "text"}}}
-    told |= body.model_dump(include={"text", "tools"}, exclude_none=True)
+    repeated = {name: value for name, value in body.model_dump(include=_REPEATED).items() if value is not None}
+    repeated |= {"text": {"format": {"type": "text"}}}
+    repeated |= body.model_dump(include={"text", "tools"}, exclude_none=True)
     instructions = len(body.instructions or "")
-    if num_characters(told) - instructions > MAX_TOLD_CHARACTERS:
-        limit = f"the limit is {MAX_TOLD_CHARACTERS} characters, plus 64 for each value"
-        problem = f"tools, text and metadata are repeated in the response:  {limit}"
+    if num_characters(repeated) - instructions > MAX_REPEATED_CHARACTERS:
+        limit = f"the limit is {MAX_REPEATED_CHARACTERS} characters, plus 64 for each value"
+        problem = f"tools, text and metadata are repeated in the response: {limit}"
         raise invalid(problem, param="tools")
     chat, messages = to_chat(body, earlier)
     if len(messages) > MAX_MESSAGES:
         raise invalid(f"and the responses before it have too many messages; the limit is {MAX_MESSAGES}", where="input")
-    size = num_characters(messages) + num_characters(told)
-    return chat, AskedResponse(told, messages, size, namespaces(body.tools))
+    size = num_characters(messages) + num_characters(repeated)
+    return chat, AskedResponse(repeated, messages, size, namespaces(body.tools))
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,13 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The latest responses, in memory.
+    """Recent responses, in memory. Thread-safe.
 
-    The oldest are dropped if there are too many, or they have too many characters. Thread-safe.
+    If there are too many responses or characters, the least recently used responses are dropped.
+
+    Args:
+        max_responses: maximum number of responses.
+        max_characters: maximum number of characters of all responses and their conversations.
     """
 
     def __init__(self, max_responses: int, max_characters: int = 1 << 26) -> None:
@@ -100,7 +104,7 @@ class ResponseStore:
         return len(self._stored)
 
     def put(self, stored: StoredResponse, size: int) -> None:
-        """Store a response with ``size`` characters. Drop the oldest responses if necessary."""
+        """Store a response with ``size`` characters. Drop the least recently used responses if necessary."""
         with self._lock:
             self._stored[stored.response["id"]] = stored, size
             self._num_characters += size
@@ -141,8 +145,8 @@ class ResponseStore:
 
 def responses_error(error: APIError) -> bytes:
     """Return the event for an error before there is a response."""
-    told = {"code": error.code or "server_error", "message": error.message, "param": error.param}
-    return named_sse({"type": "error", **told, "sequence_number": 0})
+    fields = {"code": error.code or "server_error", "message": error.message, "param": error.param}
+    return named_sse({"type": "error", **fields, "sequence_number": 0})
 
 
 class ResponsesEndpoint(Conversation):
@@ -173,8 +177,8 @@ class ResponsesEndpoint(Conversation):
         events = [{"type": kind, "response": response} for kind in ("response.created", "response.in_progress")]
         return self._numbered(events)
 
-    def chunk(self, generation: Generation, arrived: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
-        _, output, deltas = arrived
+    def chunk(self, generation: Generation, choice_output: ChoiceOutput, first: bool, usage: Usage | None) -> bytes:
+        _, output, deltas = choice_output
         return self._numbered(self._take(deltas, finish_reason(output)))
 
     def end(self, generation: Generation, include_usage: bool) -> bytes:
@@ -222,9 +226,9 @@ class ResponsesEndpoint(Conversation):
         return response
 
     def _response(self, generation: Generation, status: Any) -> Response:
-        told: dict[str, Any] = {
+        head: dict[str, Any] = {
             "id": generation.request_id,
             "created_at": generation.created,
             "model": generation.model,
         }
-        return Response(status=status, **self._asked.told, **told)
+        return Response(status=status, **self._asked.repeated, **head)

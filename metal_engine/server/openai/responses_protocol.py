@@ -255,7 +255,7 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
 def _assistant(messages: list[Message], fresh: str | None = None) -> Message:
     """Return the assistant's current message.
 
-    Start a new one if there is none, or if it already has a ``fresh`` field.
+    Start a new message if the last one is not from the assistant, or already has the field that ``fresh`` names.
     """
     last = messages[-1] if messages else {"role": ""}
     if last["role"] != "assistant" or (fresh is not None and last.get(fresh) is not None):

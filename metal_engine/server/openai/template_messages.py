@@ -61,7 +61,7 @@ _NOT_FOR_TEMPLATES = frozenset(
 )  # fmt: skip
 
 
-# Variables that tell a template the reasoning effort.
+# Template variables for the reasoning effort.
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
 
 
@@ -109,7 +109,7 @@ def _with_calls_as_text(messages: list[dict[str, Any]], parser: ToolParser | Non
     Results become user messages. User text after a result is joined to it, because some templates require alternating
     roles.
     """
-    told: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     results: list[str] = []
     for i, message in enumerate(messages):
         if message["role"] == "tool":
@@ -118,12 +118,12 @@ def _with_calls_as_text(messages: list[dict[str, Any]], parser: ToolParser | Non
         if results and message["role"] == "user":
             message["content"] = "\n".join([*results, message["content"]])
         elif results:
-            told.append({"role": "user", "content": "\n".join(results)})
+            result.append({"role": "user", "content": "\n".join(results)})
         results = []
         if calls := message.pop("tool_calls", None):
             message["content"] = written_calls(message["content"], _written(i, calls), parser)
-        told.append(message)
-    return [*told, {"role": "user", "content": "\n".join(results)}] if results else told
+        result.append(message)
+    return [*result, {"role": "user", "content": "\n".join(results)}] if results else result
 
 
 def _written(index: int, calls: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:

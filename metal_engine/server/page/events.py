@@ -16,8 +16,8 @@ from metal_engine.server.page.pool_mirror import BlockRun, runs_of
 # Bits in the flags of a segment.
 FRESH = 1
 SAMPLES = 2
-# Number of characters of a request's id in events: enough to recognize one's own id, but too few to use another.
-_TOLD_OF_ID = 12
+# Number of characters of a request's id in events. Clients can recognize their own ids, but cannot learn other ids.
+_SHOWN_ID_CHARACTERS = 12
 
 
 def event(name: str, data: dict[str, Any]) -> bytes:
@@ -25,8 +25,8 @@ def event(name: str, data: dict[str, Any]) -> bytes:
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode("ascii")
 
 
-def snapshot(engine: AsyncEngine, names: Sequence[str], keys: Sequence[SeenRequest]) -> dict[str, Any]:
-    """Return the first event of a stream: the model and its limits, and the current requests."""
+def snapshot(engine: AsyncEngine, names: Sequence[str], requests: Sequence[SeenRequest]) -> dict[str, Any]:
+    """Return the fields of a stream's first event: the model and its limits, and the current requests."""
     config = engine.config
     model, cache, limits = config.model, config.cache, config.scheduler
     return {
@@ -61,13 +61,16 @@ def snapshot(engine: AsyncEngine, names: Sequence[str], keys: Sequence[SeenReque
             "num_state_slots": cache.num_state_slots,
             "prefix_caching": cache.enable_prefix_caching,
         },
-        "requests": [_request(seen) for seen in keys],
+        "requests": [_request(seen) for seen in requests],
         "stats": stats(engine),
     }
 
 
 def stats(engine: AsyncEngine) -> dict[str, Any]:
-    """Return current counts, and totals since the start. Each time is a sum in seconds and a number of values."""
+    """Return current counts, and totals since the start.
+
+    ``first_token`` and ``inter_token`` are latencies: their sum in seconds, and the number of values.
+    """
     now, m = engine.stats, engine.metrics
     return {
         "time": round(time.time(), 3),
@@ -125,7 +128,7 @@ def _segment(one: StepSegment) -> list[int]:
 def _request(seen: SeenRequest) -> dict[str, Any]:
     return {
         "key": seen.key,
-        "id": client_id(seen.request_id)[-_TOLD_OF_ID:],
+        "id": client_id(seen.request_id)[-_SHOWN_ID_CHARACTERS:],
         "prompt_tokens": seen.num_prompt_tokens,
         "cached_tokens": seen.num_cached_tokens,
     }

@@ -26,8 +26,8 @@ _MAX_SECONDS = 86_400.0
 
 def add_page(app: FastAPI, models: Models, lifecycle: Lifecycle, keep_alive: float) -> None:
     files = load_files()
-    rooms = app.state.rooms = ViewerRegistry(models)
-    lifecycle.at_end.append(rooms.close)
+    viewer_registry = app.state.viewer_registry = ViewerRegistry(models)
+    lifecycle.at_end.append(viewer_registry.close)
 
     @get_and_head(app, "/", include_in_schema=False)
     async def root(request: Request) -> Response:
@@ -46,6 +46,6 @@ def add_page(app: FastAPI, models: Models, lifecycle: Lifecycle, keep_alive: flo
     async def watch(
         request: Request, seconds: Annotated[float | None, Query(ge=0, le=_MAX_SECONDS)] = None
     ) -> Response:
-        viewers = rooms.of(request.query_params.get("model"))
+        viewers = viewer_registry.of(request.query_params.get("model"))
         viewers.check_room()
         return EventStreamResponse(viewers.events(seconds), keep_alive=keep_alive)

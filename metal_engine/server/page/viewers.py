@@ -98,9 +98,9 @@ class Viewers:
             viewer.begin_again()
 
     async def events(self, seconds: float | None = None) -> AsyncGenerator[bytes, None]:
-        """Yield the events of one more viewer: a snapshot, then frames.
+        """Add a viewer and yield its events: a snapshot, then frames.
 
-        Ends after ``seconds``, if given, or when the server ends.
+        Ends after ``seconds``, if given, or after :meth:`close`.
         """
         try:
             self.check_room()

@@ -52,7 +52,7 @@ class Health(BaseModel):
       for clients on other machines.
     - ``kv_cache_dtype``: type in which K and V are stored, such as ``bfloat16`` or ``int8``.
     - ``attention``: backend that computes attention, and the layers for which MLX's operations are used instead.
-    - ``dispatch``: with ``--async-scheduling``, the time at which steps are dispatched.
+    - ``dispatch``: with ``--async-scheduling``, a description of the time at which steps are dispatched.
     - ``command_buffers``: limits of Metal's command buffers. Null if they are MLX's own, or without Metal.
     - ``replay``: ``on`` if decode-only steps are replayed, otherwise ``off``, with the reason if replay is impossible.
     - ``kv_transfer``: counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, if KV transfer is used.
@@ -78,7 +78,7 @@ class Health(BaseModel):
 class ModelHealth(BaseModel):
     """Health of one of several models.
 
-    ``memory_bytes`` is its share of the memory, ``requests`` counts current requests, and ``loads`` counts loads so
+    ``memory_bytes`` is the memory reserved for it, ``requests`` counts current requests, and ``loads`` counts loads so
     far. ``attention`` and ``kv_cache_dtype`` are as in :class:`Health`, and null while the model is not loaded.
     ``error`` is the reason why the last load failed, or why the engine has stopped.
     """

@@ -72,32 +72,32 @@ def _card(name: str, entry: ModelEntry, created: int) -> RegistryCard:
 
 
 def registry_health(
-    models: MultiModel, *, draining: bool, unknown: dict[str, int], tells: bool, tells_models: bool
+    models: MultiModel, *, draining: bool, unknown: dict[str, int], shows_parameters: bool, shows_models: bool
 ) -> RegistryHealth:
     """Return the health of all models.
 
     Args:
-        tells: True if the client may see the names of unknown parameters.
-        tells_models: True if the client may see each model's name and errors, which contain file paths.
+        shows_parameters: True if the client may see the names of unknown parameters.
+        shows_models: True if the client may see each model's name and errors, which contain file paths.
     """
-    told = [_health(entry) for entry in models.registry.entries]
+    healths = [_health(entry) for entry in models.registry.entries]
     return RegistryHealth(
         status="draining" if draining else "ok",
-        running=sum(one.running for one in told),
-        waiting=sum(one.waiting for one in told),
-        kv_cache_usage=max((one.kv_cache_usage for one in told), default=0.0),
-        preemptions=sum(one.preemptions for one in told),
-        failed_steps=sum(one.failed_steps for one in told),
+        running=sum(one.running for one in healths),
+        waiting=sum(one.waiting for one in healths),
+        kv_cache_usage=max((one.kv_cache_usage for one in healths), default=0.0),
+        preemptions=sum(one.preemptions for one in healths),
+        failed_steps=sum(one.failed_steps for one in healths),
         num_unknown_parameters=sum(unknown.values()),
-        unknown_parameters=unknown if tells else {},
+        unknown_parameters=unknown if shows_parameters else {},
         memory_bytes=models.registry.memory_bytes,
-        used_bytes=sum(one.memory_bytes for one in told),
-        models=told if tells_models else [],
+        used_bytes=sum(one.memory_bytes for one in healths),
+        models=healths if shows_models else [],
     )
 
 
 def _health(entry: ModelEntry) -> ModelHealth:
-    told = ModelHealth(
+    health = ModelHealth(
         name=entry.name,
         state=entry.state.value,
         memory_bytes=entry.num_bytes,
@@ -106,13 +106,13 @@ def _health(entry: ModelEntry) -> ModelHealth:
         error=entry.error,
     )
     if entry.running is None:
-        return told
+        return health
     engine = entry.running.engine
     stats = engine.stats
-    told.running, told.waiting, told.preemptions = stats.num_running, engine.num_waiting, stats.num_preemptions
-    told.kv_cache_usage = stats.num_used_blocks / stats.num_blocks
-    told.failed_steps, told.attention = engine.metrics.num_failed_steps, engine.config.attention
-    told.kv_cache_dtype = engine.config.model.kv_dtype
+    health.running, health.waiting, health.preemptions = stats.num_running, engine.num_waiting, stats.num_preemptions
+    health.kv_cache_usage = stats.num_used_blocks / stats.num_blocks
+    health.failed_steps, health.attention = engine.metrics.num_failed_steps, engine.config.attention
+    health.kv_cache_dtype = engine.config.model.kv_dtype
     if entry.failure is not None:
-        told.error = f"its engine has stopped: {entry.failure!r}"
-    return told
+        health.error = f"its engine has stopped: {entry.failure!r}"
+    return health

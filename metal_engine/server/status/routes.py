@@ -50,10 +50,10 @@ def add_model_routes(app: FastAPI, models: Models, discover: Discover | None = N
             add_loading_routes(app, models, discover, created)
         add_registry_routes(app, models, created)
     elif isinstance(models, SingleModel):
-        _add_one_models_routes(app, models.served, created)
+        _add_single_model_routes(app, models.served, created)
 
 
-def _add_one_models_routes(app: FastAPI, served: ServedModel, created: int) -> None:
+def _add_single_model_routes(app: FastAPI, served: ServedModel, created: int) -> None:
     config = served.engine.config
     max_model_len = config.scheduler.max_model_len
 
@@ -109,10 +109,11 @@ def _may_see_names(request: Request) -> bool:
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
-def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool, tells_error: bool) -> Health:
+def _health(served: ServedModel, lifecycle: Lifecycle, *, shows_parameters: bool, shows_error: bool) -> Health:
     """Return the health of a server with one model.
 
-    ``tells`` is as in :func:`registry_health`. ``tells_error`` is True if the client may see the engine's own error.
+    ``shows_parameters`` is as in :func:`registry_health`. ``shows_error`` is True if the client may see the engine's
+    own error.
     """
     engine, unknown = served.engine, served.parameters.num_unknown
     stats, error = engine.stats, engine.error
@@ -129,12 +130,12 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, tells: bool, tells_err
         preemptions=stats.num_preemptions,
         failed_steps=engine.metrics.num_failed_steps,
         num_unknown_parameters=sum(unknown.values()),
-        unknown_parameters=unknown if tells else {},
+        unknown_parameters=unknown if shows_parameters else {},
         kv_transfer=None if (kv := engine.metrics.kv_transfer) is None else kv.as_dict(),
         error=None
         if error is None
         else f"the engine has stopped: {error!r}"
-        if tells_error
+        if shows_error
         else "the engine has stopped",
     )
 
@@ -169,22 +170,24 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
 
     @get_and_head(app, "/health", tags=["status"], responses={503: {"model": kind}})
     async def health(request: Request) -> JSONResponse:
-        tells = _may_see_names(request)
+        shows_parameters = _may_see_names(request)
         body: Health | RegistryHealth
-        tells_errors = not request.scope.get(WITHOUT_KEY, False)  # also for models, as in /v1/models
+        shows_errors = not request.scope.get(WITHOUT_KEY, False)  # also for models, as in /v1/models
         if isinstance(models, MultiModel):
             unknown = models.parameters.num_unknown
             draining = lifecycle.draining
-            body = registry_health(models, draining=draining, unknown=unknown, tells=tells, tells_models=tells_errors)
+            body = registry_health(
+                models, draining=draining, unknown=unknown, shows_parameters=shows_parameters, shows_models=shows_errors
+            )
         else:
             (served,) = models.loaded
-            body = _health(served, lifecycle, tells=tells, tells_error=tells_errors)
+            body = _health(served, lifecycle, shows_parameters=shows_parameters, shows_error=shows_errors)
         status = 200 if body.status == "ok" else 503
         return JSONResponse(body.model_dump(exclude_none=True), status_code=status)
 
     @get_and_head(app, "/ready", tags=["status"], responses={503: {"model": Ready}})
     async def ready() -> JSONResponse:
-        """Return True if the server accepts new requests: it is not draining, and its engine runs."""
+        """Respond with status 200 if the server accepts new requests, otherwise 503: it drains, or its engine died."""
         is_ready = models.error is None and not lifecycle.draining
         return JSONResponse(Ready(ready=is_ready).model_dump(), status_code=200 if is_ready else 503)
 

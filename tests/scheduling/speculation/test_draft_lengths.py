@@ -303,7 +303,7 @@ def run(
         drafts = Drafts(harness, right_from=right_from, is_unsure=is_unsure)
         times, ahead = StepTimes(clock), AsyncStepTimes(clock)
         scheduler.speculation = Speculation(
-            harness.config, scheduler.blocks, drafts, times, states=scheduler.states, ahead=ahead
+            harness.config, scheduler.blocks, drafts, times, states=scheduler.states, async_times=ahead
         )
     execute, num_rows, end = harness.runner.execute, 0, 0.0
 

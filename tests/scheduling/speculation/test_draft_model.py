@@ -109,7 +109,7 @@ def run(
         harness.runner.draft_model = draft_model  # type: ignore[assignment]
         blocks, proposer = harness.scheduler.blocks, make_proposer(config.speculative)
         ahead = AsyncStepTimes(clock)
-        harness.scheduler.speculation = Speculation(config, blocks, proposer, StepTimes(clock), ahead=ahead)
+        harness.scheduler.speculation = Speculation(config, blocks, proposer, StepTimes(clock), async_times=ahead)
     execute = harness.runner.execute
 
     def timed(plan: SchedulerOutput) -> TimedStep:
@@ -241,13 +241,13 @@ def test_nobody_goes_without_for_one_who_is_far_behind() -> None:
     """A request far behind catches up only if many of its tokens remain."""
     costs, drafting = DraftCosts(), Drafting(num_forwards=1, forward_seconds=0.01, seconds=1.01, num_tokens=100)
     for _ in range(2):
-        costs.measured(1.0, drafting, (), is_try=False)
+        costs.measured(1.0, drafting, (), is_probe=False)
     speculation = make_speculation(costs)
     found = []
     for max_tokens in (6, 500):
         requests = [Request(name, [1] * 4000, SamplingParams(), max_tokens=max_tokens) for name in ("near", "far")]
         drafting = Drafting(num_computed_tokens={"near": 3999, "far": 0 if max_tokens == 6 else 3500})
-        costs.measured(1.0, drafting, ("near", "far"), is_try=False)
+        costs.measured(1.0, drafting, ("near", "far"), is_probe=False)
         plan = SchedulerOutput(0)
         for request in requests:
             request.num_computed_tokens, request.num_output_placeholders = 4000, 1
@@ -262,12 +262,12 @@ def test_a_first_forward_that_is_slow_says_nothing() -> None:
     """The first forward and the first chunk may include compilation, so they are not counted."""
     costs = DraftCosts()
     request = Request("a", [1] * 102, SamplingParams(), max_tokens=128)
-    costs.measured(9.0, Drafting(num_forwards=4, forward_seconds=4.0, seconds=8.0, num_tokens=4), (), is_try=False)
+    costs.measured(9.0, Drafting(num_forwards=4, forward_seconds=4.0, seconds=8.0, num_tokens=4), (), is_probe=False)
     assert not costs.are_known and costs.forward_seconds == costs.catching_up_seconds(request) == 0
-    costs.measured(1.0, Drafting(num_forwards=4, forward_seconds=0.4, seconds=0.4), (), is_try=False)
+    costs.measured(1.0, Drafting(num_forwards=4, forward_seconds=0.4, seconds=0.4), (), is_probe=False)
     assert costs.are_known and costs.forward_seconds == pytest.approx(0.1)
     assert costs.catching_up_seconds(request) <= 100 * 0.1 / 128  # a token costs at most a forward
-    costs.measured(1.0, Drafting(num_tokens=100, seconds=1.0), (), is_try=False)
+    costs.measured(1.0, Drafting(num_tokens=100, seconds=1.0), (), is_probe=False)
     assert costs.catching_up_seconds(request) == pytest.approx(100 * 0.01 / 128)
 
 
@@ -278,8 +278,8 @@ def test_what_is_known_of_a_request_ends_with_its_blocks() -> None:
     request = Request("a", [1] * 400, SamplingParams(), max_tokens=200)
     drafting = Drafting(num_forwards=1, forward_seconds=0.01, seconds=1.01, num_tokens=100)
     for _ in range(2):
-        costs.measured(1.0, drafting, (), is_try=False)
-    costs.measured(1.0, Drafting(num_computed_tokens={"a": 404}), ("a",), is_try=False)
+        costs.measured(1.0, drafting, (), is_probe=False)
+    costs.measured(1.0, Drafting(num_computed_tokens={"a": 404}), ("a",), is_probe=False)
     assert costs.catching_up_seconds(request) == 0
     costs.settled("a", 400)
     request.token_ids += [1] * 12

@@ -79,7 +79,7 @@ def make_harness(
             proposer,
             KnownTimes(),
             states=scheduler.states,
-            ahead=KnownAheadTimes(ahead_seconds or 1.0),
+            async_times=KnownAheadTimes(ahead_seconds or 1.0),
         )
     return harness
 
@@ -186,7 +186,7 @@ def test_a_step_that_failed_is_not_under_way() -> None:
         scheduler, clock = harness.scheduler, [0.0]
         times, ahead = StepTimes(lambda clock=clock: clock[0]), AsyncStepTimes(lambda clock=clock: clock[0])
         scheduler.speculation = Speculation(
-            harness.config, scheduler.blocks, RightDrafts(harness), times, states=scheduler.states, ahead=ahead
+            harness.config, scheduler.blocks, RightDrafts(harness), times, states=scheduler.states, async_times=ahead
         )
         harness.submit("a", make_prompt(0, 6), 40)
         harness.step()
@@ -392,7 +392,7 @@ def _give_the_state_before_away(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: RequestStates, plan: SchedulerOutput, request: Request) -> bool:
         is_kept = keep(self, plan, request)
         if is_kept:
-            self._let_go_of_before(self._held[request.request_id])
+            self._release_before(self._held[request.request_id])
         return is_kept
 
     monkeypatch.setattr(RequestStates, "keep_for_drafts", wrong)

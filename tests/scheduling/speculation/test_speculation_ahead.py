@@ -44,7 +44,7 @@ def test_they_have_drafts_whatever_is_known_of_steps_ahead(measured: tuple[int, 
     scheduler = harness.scheduler
     assert ahead.seconds(1) is None
     scheduler.speculation = Speculation(
-        harness.config, scheduler.blocks, RightDrafts(harness), KnownTimes(), states=scheduler.states, ahead=ahead
+        harness.config, scheduler.blocks, RightDrafts(harness), KnownTimes(), states=scheduler.states, async_times=ahead
     )
     harness.submit("a", make_prompt(0, 6), 21, needs_token_on_host=True)
     harness.run()
@@ -69,7 +69,7 @@ def test_steps_ahead_have_them_every_second_time() -> None:
         RightDrafts(harness),
         KnownTimes(),
         states=scheduler.states,
-        ahead=Watched(0.9),
+        async_times=Watched(0.9),
     )
     for i in range(4):
         harness.submit(f"r{i}", make_prompt(i, 4), 30, needs_token_on_host=i < 2)
@@ -119,7 +119,7 @@ def test_steps_do_not_wait_for_drafts_that_there_is_no_room_for(name: str, metho
     # Drafts of the model are tried only: steps ahead take no time.
     ahead = KnownAheadTimes(0.9 if method == "ngram" else 1e-6)
     scheduler.speculation = Speculation(
-        config, scheduler.blocks, proposer, KnownTimes(), costs, states=scheduler.states, ahead=ahead
+        config, scheduler.blocks, proposer, KnownTimes(), costs, states=scheduler.states, async_times=ahead
     )
     for i in range(2):
         harness.submit(f"r{i}", make_prompt(i, 10), 30)
@@ -198,7 +198,12 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
     )
     scheduler, times = harness.scheduler, Measured()
     scheduler.speculation = Speculation(
-        harness.config, scheduler.blocks, make_proposer(speculative), times, FreeDrafts(), ahead=KnownAheadTimes(0.9)
+        harness.config,
+        scheduler.blocks,
+        make_proposer(speculative),
+        times,
+        FreeDrafts(),
+        async_times=KnownAheadTimes(0.9),
     )
     harness.submit("a", make_prompt(0, 4), 40, needs_token_on_host=True)
     harness.submit("without", make_prompt(2, 4), 40, options=RequestOptions(use_speculation=False))
@@ -231,7 +236,7 @@ def test_a_step_without_anything_to_do_changes_nothing() -> None:
     harness = make_harness(num_drafts=4, ahead_seconds=0.9)
     scheduler, times = harness.scheduler, Measured()
     scheduler.speculation = Speculation(
-        harness.config, scheduler.blocks, RightDrafts(harness), times, ahead=AsyncStepTimes()
+        harness.config, scheduler.blocks, RightDrafts(harness), times, async_times=AsyncStepTimes()
     )
     harness.submit("a", make_prompt(0, 6), 21, needs_token_on_host=True)
     harness.run()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from metal_engine.engine.async_engine import _UNMERGED, _Mailbox
-from metal_engine.engine.core import EngineCore
+from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.grammars.compiler import GrammarCompiler
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.server.generation import generation, logprobs, preparation
@@ -125,7 +125,7 @@ def test_prompts_are_not_made_where_grammars_wait(tiny: Served, monkeypatch: pyt
         monkeypatch.setattr(kind, name, noting)
 
     noted(Tokenizer, "apply_chat_template")
-    noted(EngineCore, "prepare_all")
+    noted(RequestPreparer, "prepare_all")
     noted(GrammarCompiler, "compile")
     body = {
         "messages": [{"role": "user", "content": "hi"}],

@@ -28,9 +28,10 @@ from tools.fixtures.fake_engine import TOOL_TEMPLATE
 FLAGS = (
     *("--served-model-name", "tiny", "--tool-call-parser", "json_tools", "--max-model-len", "640"),
     *("--max-num-batched-tokens", "256", "--max-num-seqs", "64", "--block-size", "8"),
-    # Stored responses grow up to their limit, which by default exceeds the leaks that this test looks for.
-    *("--log-level", "warning", "--max-stored-responses", "8"),
+    *("--log-level", "warning"),
 )
+# Stored responses grow to their limit. With the default limit, they would exceed the leak that the test looks for.
+CONFIG = "max-stored-responses: 8\n"
 
 
 # Growth allowed for an idle server after every request was sent once, in bytes. For memory in use, it is less than a
@@ -150,8 +151,10 @@ def test_answers_under_load_are_those_alone(
     model = write_checkpoint(tmp_path / "model")
     write_tokenizer(model, chat_template=TOOL_TEMPLATE)
     cases = [case for case in every_case() if seconds > 60 or case.name in QUICK]
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
     flags = ("--num-gpu-blocks-override", str(num_blocks), "--kv-cache-dir", str(tmp_path / "kv"))
-    with probed_server(model, tmp_path, *FLAGS, *flags) as server:
+    with probed_server(model, tmp_path, *FLAGS, *flags, "--config", str(config)) as server:
         load = Load(server.url, jobs(num_texts, seed=20261122))
         asyncio.run(load.ask_alone())
         if seconds > 60:

@@ -337,9 +337,9 @@ def test_the_key_is_asked_for_and_forgotten_with_the_tab(browser: Browser) -> No
 @pytest.mark.full
 def test_the_view_comes_back_with_the_server(browser: Browser, served: Served) -> None:
     with page_of(browser, served) as page:
-        served.loop.call_soon_threadsafe(served.server.config.app.state.rooms.of(None).close)  # type: ignore[union-attr]
+        served.loop.call_soon_threadsafe(served.server.config.app.state.viewer_registry.of(None).close)  # type: ignore[union-attr]
         page.wait_for_selector("#connection[data-state=lost]")
-        served.loop.call_soon_threadsafe(served.server.config.app.state.rooms.of(None)._closed.clear)  # type: ignore[union-attr]
+        served.loop.call_soon_threadsafe(served.server.config.app.state.viewer_registry.of(None)._closed.clear)  # type: ignore[union-attr]
         page.wait_for_selector("#connection[data-state=live]")
 
 

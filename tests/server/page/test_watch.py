@@ -23,7 +23,7 @@ CLIENT = httpx.Client(timeout=DEADLINE)
 
 def viewers_of(served: Served) -> Viewers:
     app: Any = served.server.config.app
-    return app.state.rooms.of(None)
+    return app.state.viewer_registry.of(None)
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def looking(served: Served) -> Iterator[tuple[PoolPicture, Iterator[tuple[str, d
 
 def wait_for_nobody(served: Served) -> None:
     wait_until(lambda: not len(viewers_of(served)), "viewers to leave")
-    wait_until(lambda: served.core._watch is None, "the watch to end")
+    wait_until(lambda: served.core._observer is None, "the watch to end")
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ def test_nothing_is_watched_without_viewers(small: Served, monkeypatch: pytest.M
     def forbidden(*_: object) -> None:
         calls.append("called")
 
-    assert small.core._watch is None
+    assert small.core._observer is None
     with looking(small):
-        assert small.core._watch is not None
+        assert small.core._observer is not None
     wait_for_nobody(small)
     monkeypatch.setattr("metal_engine.engine.step_observer.StepObserver.planned", forbidden)
     monkeypatch.setattr("metal_engine.engine.step_observer.StepObserver.flush_frames", forbidden)

@@ -24,7 +24,6 @@ from metal_engine.attention import choice, tuning  # noqa: E402
 from metal_engine.build import build_engine  # noqa: E402
 from metal_engine.cli.banner import startup_facts  # noqa: E402
 from metal_engine.device.command_buffers import kernels_of_step  # noqa: E402
-from metal_engine.engine.core import EngineCore  # noqa: E402
 from metal_engine.kv_cache.pool import StatePool  # noqa: E402
 from metal_engine.kv_cache.rows import step_rows  # noqa: E402
 from metal_engine.models.paged_model import PagedModel  # noqa: E402
@@ -39,6 +38,7 @@ from tools.fake_gpu import host as of_host  # noqa: E402
 from tools.fake_gpu.measure import measure  # noqa: E402
 from tools.fake_gpu.workload import HYBRID, SMOLLM2, Workload, make_engine, make_model, prepare  # noqa: E402
 from tools.fixtures.architectures import configuration  # noqa: E402
+from tools.fixtures.stepped_engine import SteppedEngine  # noqa: E402
 
 # 24 layers of 17 kernels, which give as many command buffers as the demo model at the limits below.
 TINY = SMOLLM2 | {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -49,7 +49,7 @@ HYBRID_WORKLOAD = replace(WORKLOAD, num_layers=16, config=TINY_HYBRID)
 NUM_STEPS = 12
 
 
-def _engine(ahead: bool, settings: FakeGpuSettings, workload: Workload = WORKLOAD, **runner: Any) -> EngineCore:
+def _engine(ahead: bool, settings: FakeGpuSettings, workload: Workload = WORKLOAD, **runner: Any) -> SteppedEngine:
     GPU.configure(settings)
     engine = make_engine(workload, ahead=ahead, **runner)
     pool: StatePool = engine._runner._pool  # type: ignore[attr-defined]
@@ -255,20 +255,21 @@ def tune(folder: str, setting: str, start: int) -> dict[str, Any]:
     args = EngineArgs(model=str(checkpoint), attention_tuning=setting, num_gpu_blocks_override=64, max_model_len=512)
     GPU.counts(reset=True)
     engine = build_engine(args)
-    runner: Any = engine._runner
+    core = engine.core
+    runner: Any = core._runner
     kinds = [str(cut) for cut in runner._backend.cuts.values()]
     for i in range(2):
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-        engine.add_request(str(i), engine.prepare([1] * 30, params))
+        core.add_request(str(i), engine.preparer.prepare([1] * 30, params))
     num_tokens = 0
-    while engine.has_requests:
-        num_tokens += sum(len(output.token_ids) for output in engine.step())
+    while core.has_requests:
+        num_tokens += sum(len(output.token_ids) for output in core.step())
     kernels = GPU.counts().kernels
-    facts = startup_facts(engine.config, "http://here", ("tiny",))
+    facts = startup_facts(core.config, "http://here", ("tiny",))
     engine.close()
     return {
         "cuts": kinds, "banner": facts.get("tuning"), "kernels": kernels, "tokens": num_tokens,
-        "tuned": engine.config.attention_layers.tuned,
+        "tuned": core.config.attention_layers.tuned,
     }  # fmt: skip
 
 

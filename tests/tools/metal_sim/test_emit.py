@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 import yaml
 
+from metal_engine.attention.metal.cuts import tried_cuts
+from metal_engine.attention.metal.variants import AttentionShape, KernelVariant, variant_of
 from tools.fixtures.architectures import SUPPORTED
 from tools.metal_sim.check import check
 from tools.metal_sim.emit import LISTING, PREAMBLE, emit
@@ -64,6 +67,24 @@ def test_every_layer_of_every_architecture_has_variants_or_a_reason(emitted) -> 
     kept = {(t["BITS"], t["GROUP_SIZE"], int(t["DK"]) % 64 == int(t["DV"]) % 64 == 0) for t in quantized}
     assert kept == {(bits, *groups) for bits in "84" for groups in (("64", True), ("32", False))}
     assert len(recorder.kernels) >= 5
+
+
+def test_cuts_that_tuning_tries_have_variants(emitted) -> None:
+    """For each size of heads, in 16 bits. Other numbers of query heads, windows and the like give the same work."""
+    _, recorder = emitted
+    names = {field.name.upper() for field in fields(KernelVariant)}
+    recorded = [v for v in recorder.variants.values() if v.kernel == "paged_attention"]
+    work = {(t["DK"], t["DV"], t["LATENT"], *(t[n] for n in sorted(names))) for t in (v.template for v in recorded)}
+    layers = {layer for layers in layers_by_model().values() for layer in layers if isinstance(layer, Attention)}
+    for layer in layers:
+        dims = (layer.head_dim + layer.rope_dim, layer.v_head_dim)
+        shape = AttentionShape(mx.float16, *dims, layer.num_heads, layer.num_kv_heads, 16, layer.is_latent)
+        for cut in tried_cuts():
+            template = dict(variant_of(shape, cut).template)
+            values = (*dims, int(layer.is_latent), *(template[n] for n in sorted(names)))
+            assert tuple(map(str, values)) in work, f"{layer}, {cut}"
+    cuts = {v.cut for v in recorder.variants.values()}
+    assert {"", "nothing staged", "tiles of half the rows", "at most 1 key fragment held"} <= cuts
 
 
 def test_shapes_are_those_that_the_documentation_names() -> None:

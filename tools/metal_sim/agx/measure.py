@@ -83,7 +83,7 @@ def label_of(variant: Variant) -> str:
     if "BITS" in t:
         parts.append(f"int{t['BITS']}")
     parts += [name for name in ("window", "softcap", "sinks") if t[f"HAS_{name.upper()}"] == "1"]
-    return ", ".join(parts)
+    return ", ".join([*parts, variant.cut] if variant.cut else parts)
 
 
 def uses_tensor_ops(variant: Variant) -> bool:

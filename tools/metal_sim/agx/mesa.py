@@ -76,6 +76,18 @@ def _printed_by(spirvs: Sequence[Path], generation: int, packages: Packages) -> 
     return found, done.stderr
 
 
+def printed(spirv: Path, generation: int, packages: Packages) -> str:
+    """Return the compiler's output for a kernel: statistics and machine code, as the functions of listing.py take it.
+
+    Raises:
+        CheckError: the compiler refuses the kernel.
+    """
+    found, errors = _printed_by([spirv], generation, packages)
+    if spirv not in found:
+        raise CheckError(f"Mesa refuses {spirv} for G{generation}:\n{errors[-2000:]}")
+    return found[spirv]
+
+
 def _kept(spirv: Path, generation: int, packages: Packages) -> Path:
     return cache_dir() / f"agx-{_key(packages, hashlib.sha256(spirv.read_bytes()).hexdigest(), generation)}.json"
 
@@ -84,10 +96,10 @@ def compile_together(spirvs: Sequence[Path], generation: int, packages: Packages
     """Compile kernels in one process, which is quicker, into the cache. Refused kernels are left out."""
     missing = [spirv for spirv in dict.fromkeys(spirvs) if not _kept(spirv, generation, packages).exists()]
     while missing:
-        printed, _ = _printed_by(missing, generation, packages)
-        for spirv, text in printed.items():
+        found, _ = _printed_by(missing, generation, packages)
+        for spirv, text in found.items():
             publish(json.dumps(dataclasses.asdict(read(text))), _kept(spirv, generation, packages))
-        missing = missing[len(printed) + 1 :]
+        missing = missing[len(found) + 1 :]
 
 
 def compiled(spirv: Path, generation: int, packages: Packages) -> Compiled:
@@ -98,9 +110,6 @@ def compiled(spirv: Path, generation: int, packages: Packages) -> Compiled:
     """
     kept = _kept(spirv, generation, packages)
     if not kept.exists():
-        printed, errors = _printed_by([spirv], generation, packages)
-        if not printed:
-            raise CheckError(f"Mesa refuses {spirv} for G{generation}:\n{errors[-2000:]}")
-        publish(json.dumps(dataclasses.asdict(read(printed[spirv]))), kept)
+        publish(json.dumps(dataclasses.asdict(read(printed(spirv, generation, packages)))), kept)
     fields = json.loads(kept.read_text())
     return Compiled(**{**fields, "loops": tuple(Loop(**loop) for loop in fields["loops"])})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..agx.listing import Instruction, instructions, loops_of, read
 from ..agx.measure import jobs_for
-from ..agx.mesa import _printed_by
+from ..agx.mesa import printed
 from ..agx.packages import packages
 from ..agx.spirv import spirv_of
 from ..errors import ToolchainError
@@ -51,9 +51,9 @@ def _products(code: Sequence[Instruction]) -> int:
     return sum(i.name == "ffma" for i in code) // 2 // PRODUCTS * PRODUCTS
 
 
-def kernel_of(printed: str, threads: int) -> Kernel:
+def kernel_of(text: str, threads: int) -> Kernel:
     """Return a kernel's figures from the compiler's output."""
-    made, code = read(printed), instructions(printed)
+    made, code = read(text), instructions(text)
     main = max(loops_of(code), key=lambda loop: loop.size)
     inside = [i for i in code if main.start <= i.at < main.start + main.size]
     outside = [i for i in code if not main.start <= i.at < main.start + main.size]
@@ -71,6 +71,7 @@ def compile_kernels() -> dict[str, Kernel]:
     """Compile the engine's two ways and MLX's two kernels for float16 and head_dim 128.
 
     Raises:
+        CheckError: the compiler refuses a kernel.
         ToolchainError: the compiler is not available on this machine.
     """
     import mlx.core as mx
@@ -88,10 +89,7 @@ def compile_kernels() -> dict[str, Kernel]:
     for job in jobs_for(recorder.variants.values(), by_way=True):
         if name := wanted.get(job.row.description):
             spirv = spirv_of(job.unit(), job.row.description, packages())
-            printed, errors = _printed_by([spirv], 13, packages())
-            if spirv not in printed:
-                raise ToolchainError(f"Mesa refuses {job.row.description}: {errors[-2000:]}")
-            found[name] = kernel_of(printed[spirv], job.row.threads)
+            found[name] = kernel_of(printed(spirv, 13, packages()), job.row.threads)
     if missing := set(wanted.values()) - found.keys():
         raise ToolchainError(f"no such kernels: {', '.join(sorted(missing))}: change times/kernels.py")
     return found

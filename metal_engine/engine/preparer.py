@@ -1,0 +1,151 @@
+"""Checks and resolves requests before they enter the engine."""
+
+from __future__ import annotations
+
+from metal_engine.cancellation import check_cancelled
+from metal_engine.engine.pooling_defaults import resolve_pooling
+from metal_engine.engine.token_rules import TokenRulesMaker
+from metal_engine.errors import ContextLengthError, ParameterError, PromptError
+from metal_engine.lora_adapter import Adapter
+from metal_engine.pooling_params import PoolingParams
+from metal_engine.request import PreparedRequest
+from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.scheduling.limits import check_fits
+from metal_engine.scheduling.prefix_cache import prompt_block_hashes
+from metal_engine.settings.config import EngineConfig
+from metal_engine.text.prompt_boundaries import PromptBoundaries
+from metal_engine.text.tokenizer import Tokenizer
+
+# Sampling parameters of pooling requests: they produce one result where other requests produce a first token.
+_POOLING = SamplingParams(max_tokens=1, temperature=0.0)
+_IDS_AT_ONCE = 1 << 16  # token ids validated in one call, which holds the GIL for 3 ms
+
+
+class RequestPreparer:
+    """Factory of :class:`PreparedRequest` for one model. Thread-safe.
+
+    Call it outside the engine thread: it may compile a grammar, which would delay steps.
+
+    Args:
+        config: configuration of the engine, with every value resolved.
+        tokenizer: tokenizer of the model.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._config = config
+        self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
+        self._parts = PromptBoundaries(tokenizer) if config.cache.num_state_slots else None
+
+    def prepare(self, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> PreparedRequest:
+        """Validate a prompt and its parameters once, and resolve them for this model.
+
+        Raises:
+            ParameterError: the model does not support the parameters, or a token id is outside its vocabulary.
+            ContextLengthError: the prompt, alone or with its output, exceeds the model's context length.
+            PromptError: the model cannot generate, the prompt is empty, or the request exceeds the KV cache.
+        """
+        return self.prepare_all([prompt_token_ids], params, cache_salt)[0]
+
+    def prepare_all(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        cache_salt: str = "",
+        rules: TokenRules | None = None,
+        adapter: Adapter | None = None,
+    ) -> list[PreparedRequest]:
+        """Prepare several prompts that share sampling parameters, as :meth:`prepare` does.
+
+        Resolves the parameters once, or uses ``rules`` if the caller has resolved them already.
+        """
+        if not self._config.model.can_generate:
+            raise PromptError(f"{self._config.model.name} has no LM head: it gives embeddings, and cannot generate")
+        rules = rules or self.rules_for(params)
+        prepared = []
+        for prompt in prompts:
+            check_cancelled()
+            kept = self._truncated(prompt, params.truncate_prompt_tokens, params.max_tokens or 1)
+            max_tokens = self._max_tokens(len(kept), params)
+            self._check_token_ids(kept)
+            hashes = prompt_block_hashes(kept, self._config.cache, cache_salt, adapter)
+            request = PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes, adapter=adapter)
+            prepared.append(request if self._parts is None else self._parts.marked(request))
+        return prepared
+
+    def prepare_pooling(
+        self, prompts: list[list[int]], params: PoolingParams, cache_salt: str = "", adapter: Adapter | None = None
+    ) -> list[PreparedRequest]:
+        """Prepare several prompts for pooling, as :meth:`prepare_all` does for generation.
+
+        Raises:
+            ParameterError: the model does not support the parameters, or a token id is outside its vocabulary.
+            ContextLengthError: a prompt exceeds the model's context length.
+            PromptError: a prompt is empty or exceeds the KV cache.
+        """
+        whole = resolve_pooling(params, self._config.model)
+        prepared = []
+        for prompt in prompts:
+            check_cancelled()
+            kept = self._truncated(prompt, params.truncate_prompt_tokens, 0)
+            self._check_fits_alone(len(kept))
+            self._check_token_ids(kept)
+            hashes = prompt_block_hashes(kept, self._config.cache, cache_salt, adapter)
+            prepared.append(PreparedRequest(kept, _POOLING, 1, NO_RULES, cache_salt, hashes, whole, adapter=adapter))
+        return prepared
+
+    def rules_for(self, params: SamplingParams) -> TokenRules:
+        """Resolve sampling parameters for this model. Compiles the grammar if there is one.
+
+        Raises:
+            ParameterError: the model does not support the parameters.
+            OverloadedError: too many grammars are waiting to be compiled.
+        """
+        return self._rules.rules_for(params)
+
+    def close(self) -> None:
+        """End the processes that compile grammars."""
+        self._rules.close()
+
+    def _truncated(self, prompt_token_ids: list[int], limit: int | None, room: int) -> list[int]:
+        """Return the last ``limit`` tokens of the prompt.
+
+        None keeps all tokens. -1 keeps the tokens that fit into the context together with ``room`` more tokens.
+        """
+        max_model_len = self._config.scheduler.max_model_len
+        if limit is None:
+            return prompt_token_ids
+        if limit > max_model_len:
+            message = f"{limit} is more than the maximum context length {max_model_len}"
+            raise ParameterError("truncate_prompt_tokens", message)
+        if limit == -1:
+            limit = max(max_model_len - room, 1)
+        return prompt_token_ids[-limit:]
+
+    def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Return how many tokens may follow a prompt of this length. Raises as :meth:`prepare` if there is no room."""
+        max_model_len = self._config.scheduler.max_model_len
+        if num_prompt_tokens >= max_model_len:
+            message = f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len} "
+            raise ContextLengthError("prompt", message + "tokens and must leave room for at least one more")
+        max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len - num_prompt_tokens
+        if params.min_tokens > max_tokens:
+            message = f"{params.min_tokens} is more than the {max_tokens} tokens there is room for"
+            raise ParameterError("min_tokens", message)
+        check_fits(num_prompt_tokens, max_tokens, self._config.scheduler, self._config.cache)
+        return max_tokens
+
+    def _check_fits_alone(self, num_prompt_tokens: int) -> None:
+        """Raise as :meth:`prepare_pooling` if the prompt is too long."""
+        max_model_len = self._config.scheduler.max_model_len
+        if num_prompt_tokens > max_model_len:
+            message = f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len}"
+            raise ContextLengthError("prompt", message)
+        check_fits(num_prompt_tokens, 0, self._config.scheduler, self._config.cache)
+
+    def _check_token_ids(self, prompt: list[int]) -> None:
+        vocab_size = self._config.model.vocab_size
+        for start in range(0, len(prompt), _IDS_AT_ONCE):
+            ids = prompt[start : start + _IDS_AT_ONCE]
+            if not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise ParameterError("prompt", f"has token ids outside the vocabulary of {vocab_size}")
