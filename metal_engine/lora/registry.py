@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -19,15 +18,11 @@ from metal_engine.lora_adapter import Adapter, AdapterTargets
 from metal_engine.settings.model_names import problem_of_name
 
 Weights = tuple[np.ndarray, np.ndarray]  # A [inputs, rank] and B [rank, outputs], float32
+RunInEngine = Callable[[Callable[[], None]], None]
+"""Runs a function in the engine's thread, between two steps, and waits for its end."""
 SetWeights = Callable[[int, Mapping[str, Weights | None]], Iterator[int]]
 # Numbers of layers and of bytes of weights that are read, and copied into slots, at once. Copying takes some 5 ms.
 _PIECE_LAYERS, _PIECE_BYTES = 8, 2 << 20
-
-
-class RunInEngine(Protocol):
-    """Function that runs another function in the engine's thread, between two steps, and waits for it."""
-
-    def __call__(self, function: Callable[[], None]) -> None: ...
 
 
 class AdapterRegistry:

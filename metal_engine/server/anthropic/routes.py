@@ -25,9 +25,8 @@ def add_anthropic_routes(app: FastAPI, models: Models, answer: Answerer) -> None
     @app.post("/v1/messages", tags=["messages"], response_model=protocol.AnthropicResponse, responses=_ANSWERS)
     async def create_message(body: protocol.MessagesBody, request: Request) -> Response:
         with renaming(protocol.RENAMED):
-            raw = await request.body()
-            chat = await models.workers.run_if_large(len(raw), protocol.to_chat, body)
-            return await answer(request, MessagesEndpoint, MessagesEndpoint, chat, len(raw), _LATE_ERRORS)
+            chat = await models.workers.run_if_large(len(await request.body()), protocol.to_chat, body)
+            return await answer(request, MessagesEndpoint, MessagesEndpoint, chat, _LATE_ERRORS)
 
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
     async def count_tokens(body: protocol.CountTokensBody, request: Request) -> protocol.TokenCount:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,8 +60,9 @@ class Answerer:
         kind: type[Endpoint[BodyT]],
         endpoint: Callable[[ServedModel], Endpoint[BodyT]],
         body: BodyT,
-        num_bytes: int,
         late: LateErrors | None = OPENAI_ERRORS,
+        *,
+        num_earlier_characters: int = 0,
     ) -> Response:
         """Return the response to a request.
 
@@ -69,17 +70,20 @@ class Answerer:
 
         Args:
             kind: class of the endpoint.
-            num_bytes: size of the data that the prompt is made of, in bytes.
             endpoint: function that creates the endpoint for a model.
             late: format of errors in streams that begin before the model is loaded. None for streams that are not event
                 streams: they begin after the model is loaded.
+            num_earlier_characters: number of characters in the prompt that are not from the request's body.
         """
         request_id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
+        num_bytes = len(await request.body()) + num_earlier_characters
+
+        async def answer(served: ServedModel) -> Response:
+            return await self._answer(served, endpoint(served), body, num_bytes, request_id)
+
         if body.stream and late is not None and not self.models.is_ready(body.model):
-            events = self._when_loaded(request, endpoint, body, num_bytes, request_id, late)
-            return self._stream(events, request_id)
-        served = await self.models.use(request, body.model)
-        return await self._answer(served, endpoint(served), body, num_bytes, request_id)
+            return self._stream(self._when_loaded(request, body.model, answer, late), request_id)
+        return await answer(await self.models.use(request, body.model))
 
     def _stream(self, events: AsyncGenerator[bytes, None], request_id: str, media_type: str = EVENT_STREAM) -> Response:
         response = EventStreamResponse(events, keep_alive=self.sse_keep_alive, media_type=media_type)
@@ -87,22 +91,15 @@ class Answerer:
         return response
 
     async def _when_loaded(
-        self,
-        request: Request,
-        endpoint: Callable[[ServedModel], Endpoint[BodyT]],
-        body: BodyT,
-        num_bytes: int,
-        request_id: str,
-        late: LateErrors,
+        self, request: Request, name: str | None, answer: Callable[[ServedModel], Awaitable[Response]], late: LateErrors
     ) -> AsyncGenerator[bytes, None]:
-        using = asyncio.ensure_future(self.models.use(request, body.model))
+        using = asyncio.ensure_future(self.models.use(request, name))
         try:
             while not using.done():
-                yield b": loading %s\n\n" % json.dumps(body.model).encode()
+                yield b": loading %s\n\n" % json.dumps(name).encode()
                 await asyncio.wait([using], timeout=_LOADING_SECONDS)
             with renaming(late.renamed):
-                served = using.result()
-                response = await self._answer(served, endpoint(served), body, num_bytes, request_id)
+                response = await answer(using.result())
         except Exception as error:
             if not isinstance(error, APIError):
                 logger.exception("a request whose model was loaded for it failed")

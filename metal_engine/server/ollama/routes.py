@@ -49,7 +49,7 @@ def add_ollama_routes(app: FastAPI, all_models: Models, answer: Answerer) -> Non
             num_bytes = len(await request.body())
             served = await all_models.use(request, body.model)
             chat = await served.workers.run_if_large(num_bytes, reader.chat, served, body)
-            return await answer(request, OllamaChat, lambda model: OllamaChat(model, name), chat, num_bytes, None)
+            return await answer(request, OllamaChat, lambda model: OllamaChat(model, name), chat, None)
 
     @app.post("/api/generate", tags=["ollama"], response_model=protocol.GenerateAnswer, responses=_ANSWERS)
     async def ollama_generate(body: protocol.OllamaGenerateBody, request: Request) -> Response:
@@ -62,10 +62,8 @@ def add_ollama_routes(app: FastAPI, all_models: Models, answer: Answerer) -> Non
             served = await all_models.use(request, body.model)
             made = await served.workers.run_if_large(num_bytes, reader.generate, served, body)
             if isinstance(made, RawBody):
-                return await answer(request, OllamaRaw, lambda _: OllamaRaw(name), made, num_bytes, None)
-            return await answer(
-                request, OllamaGenerate, lambda model: OllamaGenerate(model, name), made, num_bytes, None
-            )
+                return await answer(request, OllamaRaw, lambda _: OllamaRaw(name), made, None)
+            return await answer(request, OllamaGenerate, lambda model: OllamaGenerate(model, name), made, None)
 
     @app.post("/api/embed", tags=["ollama"], response_model=protocol.EmbedAnswer, responses=_ERRORS)
     async def ollama_embed(body: protocol.OllamaEmbedBody, request: Request) -> Response:

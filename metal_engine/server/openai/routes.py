@@ -21,25 +21,26 @@ _LATE_ERRORS = LateErrors(responses_error, responses_protocol.RENAMED)
 def add_openai_routes(app: FastAPI, models: Models, answer: Answerer, store: ResponseStore) -> None:
     @app.post("/v1/completions", tags=["generation"], response_model=Completion, responses=EVENTS)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
-        num_bytes = len(await request.body())
-        return await answer(request, CompletionEndpoint, lambda _: CompletionEndpoint(), body, num_bytes)
+        return await answer(request, CompletionEndpoint, lambda _: CompletionEndpoint(), body)
 
     @app.post("/v1/chat/completions", tags=["generation"], response_model=ChatCompletion, responses=EVENTS)
     async def create_chat_completion(body: ChatCompletionBody, request: Request) -> Response:
-        return await answer(request, ChatEndpoint, ChatEndpoint, body, len(await request.body()))
+        return await answer(request, ChatEndpoint, ChatEndpoint, body)
 
     @app.post("/v1/responses", tags=["responses"], response_model=responses_protocol.Response, responses=EVENTS)
     async def create_response(body: responses_protocol.ResponsesBody, request: Request) -> Response:
         with renaming(responses_protocol.RENAMED):
             earlier = store.messages(body.previous_response_id)
-            raw = await request.body()
-            num_bytes = len(raw) + store.num_characters(body.previous_response_id or "")
+            num_earlier = store.num_characters(body.previous_response_id or "")
+            num_bytes = len(await request.body()) + num_earlier
             chat, asked = await models.workers.run_if_large(num_bytes, read_request, body, earlier)
 
             def endpoint(served: ServedModel) -> ResponsesEndpoint:
                 return ResponsesEndpoint(served, store, asked)
 
-            return await answer(request, ResponsesEndpoint, endpoint, chat, num_bytes, _LATE_ERRORS)
+            return await answer(
+                request, ResponsesEndpoint, endpoint, chat, _LATE_ERRORS, num_earlier_characters=num_earlier
+            )
 
     @app.get("/v1/responses/{response_id}", tags=["responses"], response_model=responses_protocol.Response)
     async def get_response(response_id: str) -> Response:
