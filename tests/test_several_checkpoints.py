@@ -296,9 +296,9 @@ def test_those_that_are_named_are_loaded_at_the_start(folder: Path, caplog: pyte
         assert complete(served, "c") == 200
     (told,) = (record.getMessage() for record in caplog.records if "is loaded on its first" in record.getMessage())
     found = re.fullmatch(
-        r"c takes up to (\S+ \w+) while it is loaded \(what its largest step takes is an estimate\), and (\S+ \w+) are "
-        r"free beside the models that are loaded: (\S+ \w+) are missing; it is loaded on its first request; to "
-        r"load it at the start, raise --models-memory or lower --num-gpu-blocks-override",
+        r"c takes up to (\S+ \w+) during loading \(an estimate, since its largest step is not measured yet\), and "
+        r"(\S+ \w+) are available while the loaded models stay in memory: (\S+ \w+) are missing; it is loaded on "
+        r"its first request; to load it at the start, raise --models-memory or lower --num-gpu-blocks-override",
         told,
     )
     assert found, told

@@ -378,9 +378,9 @@ def test_mismatched_shapes_are_refused(one_request: PackedStep) -> None:
     q, k, v = one_request.q, one_request.k_cache, one_request.v_cache
     with pytest.raises(ValueError, match="2 rows"):
         attention.attend(q[:2], kv_state(k, v), scale=1.0)
-    with pytest.raises(ValueError, match="fit"):
+    with pytest.raises(ValueError, match="do not match"):
         attention.attend(q, kv_state(k[..., :8], v), scale=1.0)
-    with pytest.raises(ValueError, match="fit"):
+    with pytest.raises(ValueError, match="do not match"):
         attention.attend(q, kv_state(k[1:], v), scale=1.0)
     with pytest.raises(ValueError, match="blocks hold"):
         attention.attend(q, kv_state(k[:, :8], v[:, :8]), scale=1.0)

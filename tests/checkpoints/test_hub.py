@@ -257,7 +257,7 @@ def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
             {"model": "org/llama", "kv_cache_memory_bytes": 1000, **mac},
             ["one block", "takes 5 MiB", "1000 bytes are given"],
         ),
-        ({"model": "org/llama", "kv_cache_memory_bytes": 17 << 30, **mac}, ["17.0 GiB is more than the 16.0 GiB"]),
+        ({"model": "org/llama", "kv_cache_memory_bytes": 17 << 30, **mac}, ["17.0 GiB exceeds the 16.0 GiB"]),
         (
             {"model": "org/llama", "kv_cache_memory_bytes": 1 << 30, "max_model_len": 4000, **mac},
             ["4000 does not fit into the KV cache of 3264 tokens", "--kv-cache-memory-bytes"],

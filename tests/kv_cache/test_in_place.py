@@ -212,7 +212,7 @@ def test_a_step_is_dispatched_when_the_one_before_has_ended() -> None:
     scheduler.update(plans[1], second.result())
     assert third.root and third.before is None
     scheduler.update(plans[2], third.result())
-    with pytest.raises(RuntimeError, match="and once"):
+    with pytest.raises(RuntimeError, match="once, in the order"):
         third.result()
 
     _, runner, scheduler = _aligned_runner(num_blocks=64)

@@ -59,7 +59,7 @@ def test_a_script_that_dies_has_failed(tmp_path: Path) -> None:
 
 def test_table() -> None:
     tried = (run.Attempt("chat", None), run.Attempt("tools", None), run.Attempt("embeddings", "Error: a\n| b"))
-    text = run.table([run.Result("one", "one-package", "1.2", tried)])
+    text = run.table([run.ClientResult("one", "one-package", "1.2", tried)])
     assert text.splitlines()[-1] == "| one | one-package 1.2 | chat, tools | embeddings: Error: a \\| b |"
     page = f"before\n{run.BEGIN}old\n{run.END}after\n"
     assert run.with_table(page, text) == f"before\n{run.BEGIN}{text}\n{run.END}after\n"

@@ -366,7 +366,9 @@ def test_harness_notices_a_step_on_top_of_drafts(monkeypatch: pytest.MonkeyPatch
 
     run()
     monkeypatch.setattr(
-        Speculation, "waits", lambda self, running, others_wait: not self._in_flight and len(running) > 0
+        Speculation,
+        "should_wait_for_tokens",
+        lambda self, running, others_wait: not self._in_flight and len(running) > 0,
     )
     with pytest.raises((AssertionError, KeyError, IndexError)):
         run()
