@@ -121,8 +121,8 @@ class ReplayableAttention(StepAttention, Protocol):
     """Attention of a step that allows later steps to be replayed."""
 
     @property
-    def asked(self) -> Hashable:
-        """Kinds of work that the model's layers request. All steps of a model have the same kinds."""
+    def work_keys(self) -> Hashable:
+        """Keys of the work plans that a step's layers have used, such as windows. All steps use the same."""
         ...
 
 
@@ -132,12 +132,12 @@ class ReplayableBackend(Protocol):
 
     def for_step(self, rows: StepRows) -> ReplayableAttention: ...
 
-    def tables(self, rows: StepRows, asked: Hashable) -> StepTables | None:
+    def tables(self, rows: StepRows, work_keys: Hashable) -> StepTables | None:
         """Plan a step's attention as arrays of sizes that other steps share.
 
         Args:
             rows: rows of the step.
-            asked: kinds of work that the layers request, from :attr:`ReplayableAttention.asked` of an earlier step.
+            work_keys: :attr:`ReplayableAttention.work_keys` of an earlier step.
 
         Returns:
             The arrays; None if the step needs too much memory.

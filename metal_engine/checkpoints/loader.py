@@ -106,8 +106,8 @@ def load(
     Args:
         args: settings of the engine.
         device: device on which the model will run.
-        check: raises an error for a checkpoint that its configuration and headers exclude. Called before the weights
-            are downloaded and before they are read.
+        check: raises an error if the configuration or the files' headers show that the model cannot run. Called
+            before the weights are downloaded, and again before they are read.
         claim: reserves memory for the model. Called after ``check``, before the weights are read.
         check_tokenizer: raises an error for an unsuitable tokenizer. Called before the weights are read.
         divide: reduces the model to one rank's shard and evaluates the shard's weights. Called while all weights are

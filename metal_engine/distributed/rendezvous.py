@@ -135,7 +135,7 @@ def watch(watched: Iterable[Watched], seconds: float) -> str | None:
 
 
 def _stopped(watched: Iterable[Watched]) -> list[str]:
-    """Return the names of the stopped processes; an empty list if the system has no ``ps``."""
+    """Return the names of suspended processes (SIGSTOP); an empty list if the system has no ``ps``."""
     pids = {one.pid: one.name for one in watched}
     command = ["ps", "-o", "pid=,state=", "-p", ",".join(map(str, pids))]
     try:
@@ -147,7 +147,7 @@ def _stopped(watched: Iterable[Watched]) -> list[str]:
 
 
 def end_all(watched: Iterable[Watched]) -> None:
-    """End processes with status 1. Kill processes that do not end, such as stopped processes."""
+    """Make processes exit with status 1. Kill those that do not exit in time, such as suspended ones."""
     left = {one.life_line: one for one in watched}
     poll = select.poll()
     for line in left:

@@ -264,7 +264,12 @@ def _products(
 
 
 def _tail(module: str) -> str:
-    """Return a module's name from its layer on. The prefix differs between libraries."""
+    """Return a module's name without the prefix before its layer.
+
+    Example: ``model.layers.3.mlp.up_proj`` -> ``layers.3.mlp.up_proj``.
+
+    The prefix differs between libraries.
+    """
     found = _LAYER.search(module)
     return module if found is None else module[found.start() :]
 

@@ -107,13 +107,13 @@ def patch_model(model: nn.Module, step: CurrentStep) -> PatchedModel:
 
 
 def hidden_states_problem(model: nn.Module, patched: PatchedModel) -> str | None:
-    """Return the reason why an patched model has no usable hidden states, or None. Computes its LM head."""
+    """Return the reason why a patched model has no usable hidden states, or None. Computes its LM head."""
     assert patched.trunk is not None
     return hidden_problem(model, patched.trunk, patched.vocab_size, lambda: _recorders(model, CallTrace()))
 
 
 def recorded(model: nn.Module) -> list[Recorder]:
-    """Return the recorder of each cache after a run of the model. The model's attention function stays replaced.
+    """Run the model once, and return the recorder of each of its caches. The model stays patched.
 
     Graphs are built and nothing is evaluated, so weights that have not been read stay on disk.
 

@@ -74,7 +74,7 @@ class DraftModel:
     Args:
         model: model whose only state is KV of every token.
         backend: attention backend of the model.
-        vocab_size: number of the target's logits, and of the random numbers per sample.
+        vocab_size: vocabulary size of the target model. Sampling draws one random number per entry.
         max_positions: maximum length of a request that gets drafts, in tokens; None: ``max_model_len``.
     """
 

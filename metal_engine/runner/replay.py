@@ -86,7 +86,7 @@ class DecodeReplay:
         self._padding_block = padding_block
         self._max_num_seqs = max_num_seqs
         self._trace_at = trace_at
-        self._asked: Hashable | None = None if self._pool.has_tokens else ()
+        self._work_keys: Hashable | None = None if self._pool.has_tokens else ()
         self._traces: OrderedDict[Hashable, _Trace] = OrderedDict()  # least recently used first
         self._num_seen: Counter[Hashable] = Counter()  # by sizes without a trace
         self._broken: set[Hashable] = set()  # sizes whose trace raised when replayed: they are built
@@ -113,8 +113,8 @@ class DecodeReplay:
 
     def learn(self, attention: StepAttention) -> None:
         """Record from a built step which attention variants the model's layers use."""
-        if self._asked is None and isinstance(attention, ReplayableAttention):
-            self._asked = attention.asked or None
+        if self._work_keys is None and isinstance(attention, ReplayableAttention):
+            self._work_keys = attention.work_keys or None
 
     def forward(
         self, input_ids: mx.array, rows: StepRows, build: Callable[[], mx.array]
@@ -132,9 +132,9 @@ class DecodeReplay:
         if self.refusal is not None or self._backend is None:
             return build(), "refused"
         larger = self._padded(rows)
-        if self._asked is None or larger is None:
+        if self._work_keys is None or larger is None:
             return build(), "untraced"
-        tables = self._backend.tables(larger, self._asked)
+        tables = self._backend.tables(larger, self._work_keys)
         if tables is None:
             return build(), "large"
         key = tables.key, larger.num_requests if self._pool.is_recurrent else None

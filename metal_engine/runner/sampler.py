@@ -126,7 +126,9 @@ def _smallest(values: mx.array, k: int) -> mx.array:
 
 
 def _mass_limit(below: mx.array, limit: mx.array, top_p: np.ndarray, _top_k: np.ndarray) -> mx.array:
-    """Return the limit for top-p: the smallest distance that keeps ``top_p`` of the probability left by ``limit``.
+    """Return the limit for top-p. Tokens whose logit is further below the largest logit than the limit are excluded.
+
+    The limit is the smallest one that keeps ``top_p`` of the probability of the tokens that ``limit`` keeps.
 
     Args:
         below: [R, V] float32, distance of each logit from the largest logit.

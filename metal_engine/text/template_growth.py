@@ -54,7 +54,7 @@ def _indented(text: Any, width: Any = 4, *_: Any, **__: Any) -> int:
 
 
 def _wrapped(text: Any, width: Any = 79, break_long_words: Any = True, wrapstring: Any = None, *_: Any) -> int:
-    """Return the cost of inserting line breaks. Each break copies the rest of a long word."""
+    """Return the cost of inserting line breaks, in characters. Each break copies the rest of a long word."""
     num_chars = len(_text(text))
     return num_chars * length(wrapstring or "\n") + num_chars**2 // max(1, number(width))
 

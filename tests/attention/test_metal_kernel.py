@@ -262,7 +262,10 @@ def test_alone_equals_in_company(heads):
     ids=str,
 )
 def test_a_request_has_the_same_bits_in_any_company_with_any_cut(cut, heads):
-    """Each cut gives right outputs with its own rounding. Layers of one kind use the same cut in all steps."""
+    """Each cut (way to divide the work over threadgroups) gives right outputs, with its own rounding.
+
+    Layers of one kind use the same cut in all steps.
+    """
     step = make_step([(1, 699), (20, 41), (1, 5), (64, 0), (1, 2600)], **{"head_dim": 64} | heads)
     kind = AttentionKind.of(step.q, step.state, None, None, None)
     default = backend(16)

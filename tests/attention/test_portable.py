@@ -317,7 +317,9 @@ def test_a_window_limits_what_is_gathered_and_computed() -> None:
 
 @pytest.mark.parametrize("segments", [[(8192, 0)], [(1024, 0)] * 8], ids=["1x8192", "8x1024"])
 def test_peak_memory(segments: list[tuple[int, int]]) -> None:
-    """No [N, N] array exists: for 8,192 tokens, scores of 3 heads in float32 would take 805 MB (8 x 1,024: 101 MB).
+    """No [N, N] array exists: for 8,192 tokens, scores of 3 heads in float32 would take 805 MB.
+
+    For eight prompts of 1,024 tokens they would take 101 MB.
 
     In memory at the same time:
 

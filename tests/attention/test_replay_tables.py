@@ -36,7 +36,7 @@ def attend(attention: Any, step: PackedStep, options: dict[str, Any]) -> np.ndar
 def make_tables(chosen: ReplayableBackend, step: PackedStep, options: dict[str, Any]) -> Any:
     built = chosen.for_step(step.rows)
     attend(built, step, options)
-    return chosen.tables(step.rows, built.asked)
+    return chosen.tables(step.rows, built.work_keys)
 
 
 @pytest.mark.parametrize("is_simulated", [True, False], ids=["kernel", "portable"])

@@ -489,7 +489,7 @@ def test_kinds_with_different_cuts_share_no_work_items(on: Any) -> None:
     attention = metal.for_step(step.rows)
     for softcap in (None, 20.0, None):
         attention.attend(step.q, step.state, scale=1.0, softcap=softcap)
-    assert [key[-1] for key in attention.asked] == [4, 8]
+    assert [key[-1] for key in attention.work_keys] == [4, 8]
 
 
 def test_nothing_faster_is_the_default(untried: None, on: Any, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ NUM_SLOTS = 6
 
 
 def test_padded_rows_go_on_with_the_array_that_they_are_in() -> None:
-    """Otherwise each step would gather all states."""
+    """Padding rows reuse the pending array that they are in. If they did not, each step would gather all states."""
     pool = StatePool.of([RecurrentSpec((ArraySpec((2,), mx.float32),))])
     pool.allocate(1, 1, NUM_SLOTS)
     slots = (2, 5, 3, PADDING_SLOT, PADDING_SLOT)

@@ -40,7 +40,7 @@ def test_without_states_there_are_no_slots() -> None:
 
 
 def test_what_runs_at_once_comes_out_of_memory() -> None:
-    """With states as large as those of Qwen3.5-4B, and with larger states."""
+    """Larger recurrent states reduce ``max_num_seqs``: 49 MiB, as in Qwen3.5-4B, 147 MiB, and 1/16 MiB."""
     config = resolved(state_bytes=49 * MIB)
     assert 10 < config.scheduler.max_num_seqs < 30
     assert resolved(state_bytes=147 * MIB).scheduler.max_num_seqs < 10

@@ -137,12 +137,12 @@ class Application:
         return least, status
 
     def work(self, path: str, make: Callable[[int], bytes], *, attempts: Sequence[int] = (1, 3, 5)) -> Work:
-        """Return the work for bodies of three sizes.
+        """Return the work for bodies of three sizes, as CPU time in rounds of a fixed calculation.
 
         Measures again with more attempts while the result is over the budget.
 
         Args:
-            attempts: number of attempts in each round of measurements. 0 means one attempt without the large body.
+            attempts: number of attempts in each round of measurements. A round of 0 tries the two smaller bodies once.
         """
         bodies = [make(size) for size in sizes(make)]
         for number in attempts:

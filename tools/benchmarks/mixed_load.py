@@ -3,7 +3,7 @@
     python -m tools.benchmarks.mixed_load ttft   # long prompts arrive, then short ones: their time to first token
     python -m tools.benchmarks.mixed_load itl     # long prompts arrive during decodes: time between tokens
 
-``ttft`` runs twice, with the limits on partial prefills on (4 in progress, 1 long) and off (1 in progress).
+``ttft`` runs twice: with up to 4 prompts in concurrent prefill, of which 1 is long, and with one prompt at a time.
 """
 
 from __future__ import annotations

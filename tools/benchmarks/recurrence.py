@@ -149,7 +149,10 @@ def granite_model() -> nn.Module:
 
 
 def forwards(what: str, model: nn.Module, module: ModuleType, original: Any, ours: Any, repeats: int) -> None:
-    """Time mlx-lm's forward of fresh prompts with new caches. The layers look the function up in ``module``."""
+    """Time mlx-lm's forward of fresh prompts with new caches, with ``original`` and with ``ours``.
+
+    The function in use is set in ``module``, in which the layers look it up.
+    """
     model.eval()
     mx.eval(model.parameters())
 

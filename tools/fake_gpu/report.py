@@ -40,7 +40,7 @@ class ReportCase:
         name: way of dispatching steps.
         ahead: value of ``--async-scheduling``.
         behind: True to dispatch steps while others run.
-        limits: operations and "megabytes" of a command buffer.
+        limits: maximum operations of a command buffer, and maximum size of their arrays in units of 2^20 bytes.
         is_mixed: True to add prompts between decode steps.
         replay: True to replay decode steps.
     """

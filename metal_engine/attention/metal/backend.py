@@ -110,7 +110,7 @@ class MetalStep:
     is_planned: bool = False  # True if the work is given, so that planning from the rows is an error
 
     @property
-    def asked(self) -> tuple[_ItemsKey, ...]:
+    def work_keys(self) -> tuple[_ItemsKey, ...]:
         """Kinds of work items that layers have requested."""
         return tuple(self._uploaded)
 
@@ -357,13 +357,13 @@ class MetalBackend:
             tile_rows=tile_rows,
         )
 
-    def tables(self, rows: StepRows, asked: Hashable) -> StepTables:
+    def tables(self, rows: StepRows, work_keys: Hashable) -> StepTables:
         """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`. Items without rows pad the tables."""
-        assert isinstance(asked, tuple)
+        assert isinstance(work_keys, tuple)
         num_rows = rows.num_tokens
         arrays = [_on_device(_with_rows(rows.block_table, num_rows))]
         sizes: list[tuple[int, int]] = []  # items, and rows of splits
-        for key in asked:
+        for key in work_keys:
             items = self.plan(rows, key)
             num_items = size_class(len(items.table))
             num_partial = 1 << (items.num_partial_rows - 1).bit_length() if items.is_split else 0
@@ -377,7 +377,7 @@ class MetalBackend:
             block_table = next(given)
             uploaded = {
                 key: _Uploaded(num_items, num_partial, next(given), next(given) if num_partial else None)
-                for key, (num_items, num_partial) in zip(asked, sizes, strict=True)
+                for key, (num_items, num_partial) in zip(work_keys, sizes, strict=True)
             }
             return MetalStep(rows, self, uploaded, _block_table=block_table, is_planned=True)
 

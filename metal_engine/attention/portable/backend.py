@@ -39,7 +39,7 @@ class PortableStep:
     is_planned: bool = False  # True if the work is given, so that planning from the rows is an error
 
     @property
-    def asked(self) -> tuple[_WorkKey, ...]:
+    def work_keys(self) -> tuple[_WorkKey, ...]:
         """Kinds of work that layers have requested."""
         return tuple(self._work)
 
@@ -171,18 +171,18 @@ class PortableBackend:
         """Plan a step. Index arrays for a kind of layer are created when its first layer attends."""
         return PortableStep(rows, self._limits, self._weights)
 
-    def tables(self, rows: StepRows, asked: Hashable) -> StepTables | None:
+    def tables(self, rows: StepRows, work_keys: Hashable) -> StepTables | None:
         """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`. None if keys fill several spans."""
-        assert isinstance(asked, tuple)
+        assert isinstance(work_keys, tuple)
         arrays: list[mx.array] = []
-        for window, dims in asked:
+        for window, dims in work_keys:
             planned = _decodes_as_arrays(rows, window, dims, self._limits)
             if planned is None:
                 return None
             arrays += planned
 
         def attention(tables: list[mx.array]) -> PortableStep:
-            work = {key: _decode_work(*tables[2 * i : 2 * i + 2]) for i, key in enumerate(asked)}
+            work = {key: _decode_work(*tables[2 * i : 2 * i + 2]) for i, key in enumerate(work_keys)}
             return PortableStep(rows, self._limits, self._weights, work, is_planned=True)
 
         return StepTables((rows.num_tokens, *(array.shape for array in arrays)), arrays, attention)

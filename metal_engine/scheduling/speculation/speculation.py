@@ -272,7 +272,7 @@ class Speculation:
         return chosen
 
     def _add(self, plan: SchedulerOutput, budget: StepBudget, request: Request, drafts: list[int]) -> int:
-        """Plan a request's drafts within the free blocks and the attention work.
+        """Plan as many of a request's drafts as the free blocks and the step's remaining attention work allow.
 
         Return the number of planned drafts.
         """

@@ -120,7 +120,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], *, spel
 
 
 def chat_logprobs_json(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs], *, spells_ids: bool = False) -> bytes:
-    """Encode the result of :func:`chat_logprobs` as JSON, in pieces for any number of tokens."""
+    """Encode the result of :func:`chat_logprobs` as JSON, a slice of the tokens at a time to limit memory."""
     made = (chat_logprobs(tokenizer, tokens[part], spells_ids=spells_ids) for part in _slices(tokens))
     content = array(_JSON.dump_json(part.content) for part in made)
     return b'{"content":%b,"refusal":null}' % content

@@ -143,7 +143,7 @@ def test_special_tokens_and_chat_template(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("eos", ["<|endoftext|>", "<|im_end|>"])
 def test_eos_token_ids(tmp_path: Path, eos: str) -> None:
-    """A file that names only one of the two tokens also ends at the other."""
+    """Generation ends at both end-of-sequence tokens, even if the file names only one of them."""
     vocab, merges = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     path = write_byte_level(tmp_path / "t.gguf", "smollm", vocab, merges, eos=vocab[eos])
     expected = sorted([vocab["<|endoftext|>"], vocab["<|im_end|>"]])

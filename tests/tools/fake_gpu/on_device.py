@@ -193,9 +193,12 @@ def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False, hybrid: b
 
 
 def order(behind: bool) -> dict[str, Any]:
-    """Return the order of plans, dispatches, waits and token updates in three steps.
+    """Return the order of plans, dispatches, waits and token updates in three steps, as ``seen``.
 
-    Also returns, after each wait, how many command buffers of other steps were unfinished on the device.
+    ``unfinished`` has, for each wait, how many command buffers of other steps were unfinished on the device after it.
+
+    Args:
+        behind: True if steps are dispatched while the previous step runs.
     """
     engine = _engine(True, FakeGpuSettings(kernel_us=5.0, max_ops=24, max_mb=4096), allow_queued_dispatch=behind)
     GPU.configure(replace(GPU.settings, kernel_us=1000.0))

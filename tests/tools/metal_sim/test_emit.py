@@ -32,7 +32,7 @@ SMALL = {"lfm2": [Attention(32, 8, 64, 64), Convolution(3, bias=False)]}
 
 @pytest.fixture(scope="module")
 def emitted(tmp_path_factory):
-    """Emit all variants. Return the folder and the recorder."""
+    """Emit all kernel variants. Return the folder and the recorder of :func:`emit`."""
     folder = tmp_path_factory.mktemp("metal")
     return folder, emit(folder)
 

@@ -32,7 +32,7 @@ _LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
 @dataclass(frozen=True)
 class Packages:
-    """The unpacked packages. ``listing``: their file names, which tell versions."""
+    """Unpacked Debian packages of Mesa's compiler. ``listing`` has their file names, which contain the versions."""
 
     root: Path
     listing: str
