@@ -152,7 +152,7 @@ def test_figures_of_the_readme() -> None:
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     notes = re.sub(r"\s+", " ", text_of("dev/benchmark-notes.md"))
     table = readme[readme.index("## Beside other servers") :].partition("\n\nThe goal")[0]
-    reasons = readme[readme.index("## Why use it") : readme.index("**Wrong output")]
+    reasons = readme[readme.index("## Why use it") : readme.index("**Models are checked")]
     figures = re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?= MiB| tokens/s|\*\*|[ .](?:\||\n))", table + reasons)
     assert len(figures) > 24
     known = set(re.findall(r"(?<![\w.,])\d[\d,]*(?:\.\d+)?(?!\w)", notes))
