@@ -252,7 +252,7 @@ def routes() -> list[Case]:
         "/health/": None, "//health": None, "/health?a=1&a=2": 200, f"/health?{long}": None, "/%2e%2e/health": None,
         "/v1": 404, "/": 200, "/favicon.ico": 404, "/.git/config": 404, "/v1/completions": 405, "/tokenize": 405,
         "/tokenizer_info": 200, "/api/tags": 200, "/api/ps": 200, "/api/version": 200, "/api/chat": 405,
-        "/api/pull": 404, "/api/": 404, "/api": 404, "/v1/chat/completions/": None,
+        "/api/pull": 405, "/api/": 404, "/api": 404, "/v1/chat/completions/": None,
         "/V1/Completions": 404, f"/{'a/' * 30_000}": None,
     }  # fmt: skip
     cases = [Case(f"GET {path[:60]}", "GET", path, status=status) for path, status in gets.items()]
