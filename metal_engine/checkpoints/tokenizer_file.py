@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,19 @@ from metal_engine.errors import ModelLoadError
 _MAX_ID = 1 << 22
 # Limit of entries in lists and objects. Published files have 1.5 million.
 _MAX_ENTRIES = 1 << 23
-# Limit of characters that rules may produce from one character, by replacing and prepending. Published files reach 2.
+# Limit of characters that rules may produce from one character, by replacing and prepending. Published files reach 10.
+# Unicode's own normalization multiplies this once more, by up to `_UNICODE_CHARS`.
 _MAX_GROWTH = 16
-# Most bytes that Unicode's own normalization produces from one character (U+FDFA). Published tables have no more.
-_UNICODE_BYTES = 33
+# Most characters that Unicode's own normalization produces from one character (U+FDFA). Published tables have no more.
+_UNICODE_CHARS = 18
+# Most characters of one character's UTF-8 bytes, which ByteLevel writes as a character each, and of their normal forms
+# (U+00BC, for one of the bytes, is three in NFKD).
+_BYTE_CHARS = 4
+_NORMALIZED_BYTE_CHARS = 12
 # Sections with rules that are applied to a text, or to an output.
-_RULES = ("normalizer", "decoder")
+_RULES = ("normalizer", "pre_tokenizer", "decoder")
+# Fields of a sequence with its steps.
+_SEQUENCES = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def check_tokenizer_file(path: Path) -> None:
@@ -57,7 +65,7 @@ def _problem(data: bytes) -> str:
     if _padded_length(content.get("padding") or {}) > _MAX_ID:
         return f"pads texts to more than {_MAX_ID} tokens"
     for name in _RULES:
-        if (growth := _growth(content.get(name) or {})) > _MAX_GROWTH:
+        if (growth := _growth(name, content.get(name) or {})) > _MAX_GROWTH:
             return f"has a {name} that may make {growth:.3g} characters of one; the limit is {_MAX_GROWTH}"
     return ""
 
@@ -75,20 +83,71 @@ def _padded_length(padding: dict[str, Any]) -> int:
     return max(fixed, padding.get("pad_to_multiple_of") or 0)
 
 
-def _growth(rule: dict[str, Any]) -> float:
-    """Estimate the largest number of characters that a rule produces from one character, from its parameters."""
-    match rule.get("type"):
-        case "Sequence":
-            inner = rule.get("normalizers") or rule.get("decoders") or ()
-            return math.prod(map(_growth, inner))
-        case "Replace":
-            pattern = rule["pattern"].get("String")
-            # A regular expression may match between any two characters.
-            return 1 + len(rule["content"]) if not pattern else max(1, len(rule["content"]) / len(pattern))
-        case "Prepend":
-            return 1 + len(rule["prepend"])
-        case "Precompiled":
-            table = base64.b64decode(rule["precompiled_charsmap"])
-            texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
-            return max(1, max(map(len, texts)) / _UNICODE_BYTES)
-    return 1
+def _growth(section: str, rule: dict[str, Any]) -> float:
+    """Return the largest number of characters that a section's rules may produce from one character.
+
+    The growth of a sequence is the product of its steps' growth. Unicode normalization and lowercasing, in any order
+    and number, produce up to `_UNICODE_CHARS` characters from a character of the input, and do not count here. A text
+    that a rule inserts counts in its longest form, because later steps may convert it.
+    """
+    steps = list(_steps(rule))
+    tables = [
+        step for step in steps if step.get("type", "Precompiled") == "Precompiled" and "precompiled_charsmap" in step
+    ]
+    growth = math.prod(_step_growth(section, step) for step in steps)
+    # One table may do what Unicode's normalization does.
+    return growth / min(_step_growth(section, tables[0]), _UNICODE_CHARS) if tables else growth
+
+
+def _steps(rule: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a rule and the rules inside it."""
+    yield rule
+    for name in _SEQUENCES:
+        for inner in rule.get(name) or ():
+            yield from _steps(inner)
+
+
+def _step_growth(section: str, rule: dict[str, Any]) -> float:
+    """Return the growth by one rule, without the rules inside it."""
+    # The library accepts some rules without their type, and ignores fields of other types. So all fields count.
+    growth: float = 1
+    match rule:
+        case {"pattern": {"String": str(found)}, "content": str(inserted)} if found:
+            growth = max(growth, _longest_form(inserted) / len(found))
+        case {"pattern": _, "content": str(inserted)}:  # a regular expression may match between any two characters
+            growth = 1 + _longest_form(inserted)
+    match rule:
+        case {"prepend": str(inserted)}:
+            growth = max(growth, 1 + _longest_form(inserted))
+    match rule:
+        case {"precompiled_charsmap": str(encoded)}:
+            growth = max(growth, max(map(_longest_form, _table_texts(encoded)), default=1))
+    if rule.get("suffix") == "" or rule.get("word_delimiter_token") == "":
+        growth = max(growth, 2)  # the decoder finds an empty text, and replaces it by a space, between two characters
+    if rule.get("handle_chinese_chars"):
+        growth = max(growth, 3)  # a space on both sides
+    match section, rule.get("type"):
+        case "normalizer", "ByteLevel":
+            growth = max(growth, _NORMALIZED_BYTE_CHARS)
+        case "pre_tokenizer", "ByteLevel":
+            growth = max(growth, _BYTE_CHARS + bool(rule.get("add_prefix_space", True)))
+        case ("pre_tokenizer", "Metaspace") | ("decoder", "WordPiece"):
+            growth = max(growth, 2)  # a character before each word or token
+    return growth
+
+
+def _table_texts(encoded: str) -> list[str]:
+    """Return the texts in a table of characters, or none if the library will refuse the table."""
+    try:
+        table = base64.b64decode(encoded)
+    except ValueError:
+        return []
+    texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+    return [text.decode(errors="replace") for text in texts]
+
+
+def _longest_form(text: str) -> int:
+    """Return the largest number of characters that Unicode normalization and lowercasing, in any order, produce."""
+    while (form := unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).lower())) != text:
+        text = form
+    return len(text)

@@ -46,7 +46,7 @@ def models_in(folder: Path, *, warns: bool = True) -> dict[str, Path]:
 
     A model is a folder with a ``config.json``, or a ``.gguf`` file, in the folder itself or one level below.
 
-    Skips unreadable entries and entries whose name is not UTF-8 or has invisible characters.
+    Skips unreadable entries and entries whose name is not UTF-8 or is not a valid name of a model.
 
     Args:
         warns: True to log the skipped entries.

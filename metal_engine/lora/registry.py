@@ -76,8 +76,8 @@ class AdapterRegistry:
                 request may use the old adapter, and until the load has finished, no adapter has the name.
 
         Raises:
-            AdapterError: the files are unreadable or do not fit the model, the name is taken or has an invisible
-                character, or all slots are in use.
+            AdapterError: the files are unreadable or do not fit the model, the name is taken or invalid, or
+                all slots are in use.
         """
         if problem := problem_of_name(name):
             raise AdapterError(f"the name {problem}", "lora_name")

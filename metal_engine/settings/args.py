@@ -397,7 +397,5 @@ class ServerArgs(SettingsBase):
             raise ConfigError("--api-key", "must be ASCII and not empty")
         if not all(name.strip() for name in self.allowed_hosts):
             raise ConfigError("--allowed-hosts", "must not be empty")
-        if any(not name.strip() for name in self.served_model_name):
-            raise ConfigError("--served-model-name", "must not be empty")
         for name in self.served_model_name:
             check_name("--served-model-name", name)

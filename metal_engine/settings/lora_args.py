@@ -126,6 +126,7 @@ def _module(text: str) -> LoRAModule:
         module = LoRAModule(name.strip(), path.strip())
     if not module.name or not module.path or len(module.name) > MAX_NAME:
         raise ConfigError(MODULES, f"must be name=path, or JSON with name and path, got {text[:MAX_NAME]!r}")
-    for name in (module.name, module.base_model_name or ""):
-        check_name(MODULES, name)
+    check_name(MODULES, module.name)
+    if module.base_model_name:
+        check_name(MODULES, module.base_model_name)
     return module

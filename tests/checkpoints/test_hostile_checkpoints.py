@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -98,6 +99,16 @@ def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
     return {"type": "Replace", "pattern": pattern, "content": content}
 
 
+def charsmap(text: bytes) -> dict[str, Any]:
+    """A table of characters with one text and no keys."""
+    table = (1024).to_bytes(4, "little") + bytes(1024) + text + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+
+
+def metaspace(replacement: str) -> dict[str, Any]:
+    return {"type": "Metaspace", "replacement": replacement, "prepend_scheme": "always", "split": True}
+
+
 DOUBLE = replace({"String": "a"}, "aa")
 PADDED = {"direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "!", "pad_to_multiple_of": None}
 # A template with a special token that is missing from its table.
@@ -167,6 +178,48 @@ CASES: dict[str, tuple[Damage, str]] = {
         "a normalizer that may make 101 characters of one",
     ),
     "a normalizer that prepends": (edit_tokenizer(normalizer={"type": "Prepend", "prepend": "b" * 100}), "make 101"),
+    "normalizers that Unicode lets grow": (
+        edit_tokenizer(
+            normalizer={"type": "Sequence", "normalizers": [{"type": "NFKD"}, replace({"String": " "}, "\ufdfa")] * 18}
+        ),
+        "a normalizer that may make 3.93e+22 characters of one",
+    ),
+    "normalizers that lowercasing lets grow": (
+        edit_tokenizer(
+            normalizer={
+                "type": "Sequence",
+                "normalizers": [{"type": "Lowercase"}, replace({"String": "i"}, "\u0130")] * 5,
+            }
+        ),
+        "a normalizer that may make 32 characters of one",
+    ),
+    "normalizers without types": (
+        edit_tokenizer(normalizer={"normalizers": [{"pattern": {"String": "a"}, "content": "aa"}] * 5}),
+        "a normalizer that may make 32 characters of one",
+    ),
+    "normalizers with fields of other types": (
+        edit_tokenizer(
+            normalizer={"type": "Prepend", "prepend": "b" * 100, "normalizers": [], "pattern": 5, "content": "c"}
+        ),
+        "a normalizer that may make 101 characters of one",
+    ),
+    "two tables of characters": (
+        edit_tokenizer(normalizer={"type": "Sequence", "normalizers": [charsmap(b"a" * 18)] * 2}),
+        "a normalizer that may make 18 characters of one",
+    ),
+    "a table of long texts": (edit_tokenizer(normalizer=charsmap(b"a" * 306)), "may make 17 characters of one"),
+    "pre_tokenizers that prepend": (
+        edit_tokenizer(pre_tokenizer={"type": "Sequence", "pretokenizers": [metaspace(one) for one in "abcde"]}),
+        "a pre_tokenizer that may make 32 characters of one",
+    ),
+    "pre_tokenizers of bytes": (
+        edit_tokenizer(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 2}),
+        "a pre_tokenizer that may make 25 characters of one",
+    ),
+    "decoders that find nothing": (
+        edit_tokenizer(decoder={"type": "Sequence", "decoders": [{"type": "BPEDecoder", "suffix": ""}] * 5}),
+        "a decoder that may make 32 characters of one",
+    ),
     "decoders that double": (
         edit_tokenizer(decoder={"type": "Sequence", "decoders": [DOUBLE] * 20}),
         "a decoder that may make 1.05e+06 characters of one",
@@ -237,7 +290,11 @@ PUBLISHED_RULES = [
     [replace({"String": "``"}, '"'), {"type": "NFKD"}, {"type": "Lowercase"}, replace({"Regex": " {2,}"}, " ")],
     [{"type": "NFC"}, replace({"Regex": r"\s+"}, " "), {"type": "Strip", "strip_left": True, "strip_right": True}],
     [replace({"String": "\t"}, "    "), replace({"String": "\r\n"}, "\n"), {"type": "StripAccents"}],
-]
+    [{"type": "NFKC"}, {"type": "Lowercase"}, {"type": "NFD"}, {"type": "StripAccents"}, replace({"Regex": " +"}, " ")],
+    [{"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None,
+      "lowercase": True}, {"type": "NFKD"}, replace({"String": " "}, "\u2581")],
+    [{"type": "Nmt"}, charsmap("صلى الله عليه وسلم".encode()), replace({"Regex": " {2,}"}, "\u2581")],
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("rules", PUBLISHED_RULES)

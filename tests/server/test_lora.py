@@ -186,7 +186,7 @@ def test_malformed_adapters_are_refused_and_harm_nobody(served: Served, root: Pa
     assert load(served, "b", "b").status_code == 200 and answer(served, "b") == answers["b"]
 
 
-@pytest.mark.parametrize("name", ["a\nb", "a\0", "sql\u202etxt", "\x1b[2J"])
+@pytest.mark.parametrize("name", ["a\nb", "a\0", "sql\u202etxt", "\x1b[2J", "\u3164", "\ufe0f"])
 def test_names_have_only_visible_characters(served: Served, name: str) -> None:
     response = load(served, name, "b")
     error = response.json()["error"]

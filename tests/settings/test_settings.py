@@ -241,7 +241,7 @@ def test_bad_server_settings_name_the_flag(arguments: dict[str, Any], flag: str)
 
 
 HIDDEN_NAMES = ["a\nb", "a\0b", "a\x1b[31m", "a\x7f", "invoice\u202efdp", "a\u2066b", "a\u200bb", "a\u2028b", "\ud800"]
-VISIBLE_NAMES = ["demo", "org/model-7B@rev:Q4_K_M", "a name", "a$(cmd)'\"`;", "Übung", "模型", "🦙"]
+VISIBLE_NAMES = ["demo", "org/model-7B@rev:Q4_K_M", "a name", "a$(cmd)'\"`;", "Übung", "模型", "🦙", "❤\ufe0f"]
 
 
 @pytest.mark.parametrize("name", HIDDEN_NAMES)
@@ -253,6 +253,35 @@ def test_names_have_only_visible_characters(name: str) -> None:
         (lambda: EngineArgs(model="m", lora_modules={name: "path"}), "--lora-modules"),
     ):
         with pytest.raises(ConfigError, match=re.escape(code)) as caught:
+            make()
+        assert caught.value.flag == flag and str(caught.value).isascii() and "\n" not in str(caught.value)
+
+
+BLANK_NAMES = [
+    "",
+    " ",
+    "   ",
+    " a",
+    "a ",
+    "\u3164",
+    "\u2800",
+    "a\u2800b",
+    "a\u115f",
+    "\u1160",
+    "\uffa0a",
+    "a\u00a0b",
+    "\u3000",
+]
+BLANK_NAMES += ["a\ue000", "\u2029", "\ufe0f", "\u0301 "]
+
+
+@pytest.mark.parametrize("name", BLANK_NAMES)
+def test_names_are_not_blank(name: str) -> None:
+    for make, flag in (
+        (lambda: ServerArgs(served_model_name=("b", name)), "--served-model-name"),
+        (lambda: EngineArgs(model="m", lora_modules={name: "path"}), "--lora-modules"),
+    ):
+        with pytest.raises(ConfigError) as caught:
             make()
         assert caught.value.flag == flag and str(caught.value).isascii() and "\n" not in str(caught.value)
 
