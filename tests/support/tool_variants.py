@@ -153,6 +153,7 @@ UNREADABLE: dict[str, tuple[str, str]] = {
     "pythonic bare, behind text": ("pythonic", 'Like so: [find_trains(city="Rome")]'),
     "pythonic bare, before text": ("pythonic", '[find_trains(city="Rome")] or so'),
     "pythonic a position": ("pythonic", '[find_trains("Rome", days=3)]'),
+    "pythonic an argument twice": ("pythonic", '[find_trains(city="Rome", city="Oslo")]'),
     "pythonic a variable": ("pythonic", "[find_trains(city=Rome)]"),
     "pythonic two strings": ("pythonic", '[find_trains(city="Rome" days=3)]'),
     "mistral a header alone": ("mistral", "[TOOL_CALLS]find_trains[CALL_ID]abc[ARGS] Rome"),
