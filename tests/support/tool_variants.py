@@ -35,6 +35,12 @@ VARIANTS: dict[str, Recorded] = {
     "hermes no arguments": Recorded(
         "json_tools", '<tool_call>{"name": "find_trains"}</tool_call>', [("find_trains", {})]
     ),
+    "hermes closing braces too many": Recorded(
+        "json_tools", f"<tool_call>\n{_JSON['get_weather']}}}\n }}\n</tool_call>", [WEATHER]
+    ),
+    "hermes a closing brace too many, without a closing mark": Recorded(
+        "json_tools", f"<tool_call>{_JSON['get_weather']}\n{_JSON['find_trains']}}}", [WEATHER, TRAINS]
+    ),
     "qwen3_coder two functions": Recorded(
         "qwen3_coder", f"<tool_call>\n{_WEATHER_FUNCTION}\n{_TRAINS_FUNCTION}\n</tool_call>", [WEATHER, TRAINS]
     ),
@@ -125,6 +131,10 @@ _KIMI = "<|tool_call_begin|>functions.find_trains:0<|tool_call_argument_begin|>{
 UNREADABLE: dict[str, tuple[str, str]] = {
     "hermes another key": ("json_tools", '<tool_call>{"name": "find_trains", "input": {"city": "Rome"}}</tool_call>'),
     "hermes arguments at the top": ("json_tools", '<tool_call>{"name": "find_trains", "city": "Rome"}</tool_call>'),
+    "hermes a closing brace before the call": ("json_tools", f"<tool_call>}}{_JSON['find_trains']}</tool_call>"),
+    "hermes a closing brace between calls": (
+        "json_tools", f"<tool_call>{_JSON['find_trains']}}}{_JSON['get_weather']}</tool_call>",
+    ),
     "hermes one object of two": ("json_tools", f"<tool_call>{_JSON['find_trains']} {{</tool_call>"),
     "qwen3_coder an end of a value cannot be told": (
         "qwen3_coder",
