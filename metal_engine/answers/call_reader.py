@@ -54,6 +54,7 @@ class CallReader:
         self._head = head
         self._begun: _BegunCall | None = None
         self._num_started = 0
+        self._ids: set[str] = set()
 
     def read_more(self, body: str) -> list[AnswerDelta]:
         """Return the new deltas of a call whose text so far is ``body``.
@@ -69,7 +70,7 @@ class CallReader:
                 return []
             begun = self._begun = _BegunCall(self._num_started, found["name"], found.end())
             self._num_started += 1
-            deltas.append(CallStart(begun.index, found.groupdict().get("id") or new_call_id(), begun.name))
+            deltas.append(CallStart(begun.index, self._unused_id(found.groupdict().get("id")), begun.name))
         if arguments := begun.read(body):
             deltas.append(ArgumentsDelta(begun.index, arguments))
         return deltas
@@ -120,11 +121,17 @@ class CallReader:
             if self._num_started and not self._parallel:
                 logger.info("left out a call of %s: parallel_tool_calls is false", call.name)
                 continue
-            deltas.append(CallStart(self._num_started, call.id, call.name))
+            deltas.append(CallStart(self._num_started, self._unused_id(call.id), call.name))
             deltas.append(ArgumentsDelta(self._num_started, call.arguments))
             self._num_started += 1
             self.num_calls += 1
         return deltas
+
+    def _unused_id(self, given: str | None) -> str:
+        """Return the id that the model gave a call, or a new id if there is none or an earlier call has it."""
+        call_id = new_call_id() if not given or given in self._ids else given
+        self._ids.add(call_id)
+        return call_id
 
     def _parsed(self, body: str) -> list[ToolCall | str]:
         """Return the calls in a text, and the text between them.

@@ -9,7 +9,7 @@ import pytest
 from metal_engine.answers.deltas import TextDelta
 from metal_engine.answers.mark_splitter import MarkSplitter
 from tests.support.splitting import answer_format, cuts, run
-from tests.support.tool_formats import TOOLS
+from tests.support.tool_formats import TOOLS, TRAINS
 from tests.support.tool_variants import UNREADABLE, VARIANTS
 
 
@@ -58,6 +58,21 @@ def test_one_call_of_several_objects(parallel: bool) -> None:
         for parts in cuts(recorded.text):
             splitter = MarkSplitter(answer_format("json_tools"), TOOLS, parallel=parallel, incremental=incremental)
             assert run(splitter, parts)[2] == recorded.calls[: 2 if parallel else 1]
+
+
+REPEATED_IDS = [
+    '[TOOL_CALLS]find_trains[CALL_ID]abc[ARGS]{"city": "Rome"}' * 2,
+    '[TOOL_CALLS]find_trains[CALL_ID]abc[ARGS]{"city": "Rome"}find_trains[CALL_ID]abc[ARGS]{"city": "Rome"}',
+]
+
+
+@pytest.mark.parametrize("text", REPEATED_IDS)
+@pytest.mark.parametrize("incremental", [False, True])
+def test_calls_with_the_same_id_get_ids_of_their_own(text: str, incremental: bool) -> None:
+    for parts in cuts(text):
+        splitter = MarkSplitter(answer_format("mistral"), TOOLS, incremental=incremental)
+        _, _, calls, ids = run(splitter, parts)  # checks that the ids differ
+        assert calls == [TRAINS] * 2 and ids[0] == "abc"
 
 
 def test_an_opening_of_no_tool_is_not_held_back() -> None:

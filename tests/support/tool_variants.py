@@ -101,6 +101,9 @@ VARIANTS: dict[str, Recorded] = {
         "Well.",
         ["abc123def", "abc123deg"],
     ),
+    "mistral arguments as a string": Recorded(
+        "mistral", 'Well.[TOOL_CALLS]find_trains[ARGS] "{\\"city\\": \\"Rome\\"}"', [TRAINS], "Well."
+    ),
     "mistral no mark of arguments": Recorded("mistral", '[TOOL_CALLS]find_trains{"city": "Rome"}', [TRAINS]),
     "mistral one object": Recorded("mistral", f"[TOOL_CALLS]{_JSON['find_trains']}", [TRAINS]),
     "mistral text behind": Recorded(
@@ -166,6 +169,8 @@ UNREADABLE: dict[str, tuple[str, str]] = {
     "pythonic an argument twice": ("pythonic", '[find_trains(city="Rome", city="Oslo")]'),
     "pythonic a variable": ("pythonic", "[find_trains(city=Rome)]"),
     "pythonic two strings": ("pythonic", '[find_trains(city="Rome" days=3)]'),
+    "mistral a string without an object": ("mistral", '[TOOL_CALLS]find_trains[ARGS]"Rome"'),
+    "mistral a string without a mark": ("mistral", '[TOOL_CALLS]find_trains "{}"'),
     "mistral a header alone": ("mistral", "[TOOL_CALLS]find_trains[CALL_ID]abc[ARGS] Rome"),
     "glm47 a closing tag is missing": (
         "glm47",
