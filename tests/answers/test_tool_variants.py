@@ -86,3 +86,12 @@ def test_open_strings_are_searched_once(quoted: str) -> None:
     """A quadratic search would take minutes."""
     text = f"[find_trains({quoted * 100_000}\\"
     assert run(MarkSplitter(answer_format("pythonic"), TOOLS), [text])[:3] == (text, "", [])
+
+
+@pytest.mark.parametrize("end", ["", "</function>", "</parameter></function>"])
+def test_unclosed_parameters_are_searched_once(end: str) -> None:
+    """A quadratic search would take seconds."""
+    arguments = {f"p{i}": "Rome" for i in range(8000)}
+    text = "<function=find_trains>" + "".join(f"<parameter={name}>Rome" for name in arguments) + end
+    calls = run(MarkSplitter(answer_format("qwen3_coder"), TOOLS), [text])[2]
+    assert calls == [("find_trains", arguments)]

@@ -62,6 +62,29 @@ VARIANTS: dict[str, Recorded] = {
     "qwen3_coder the closing tag of a function is missing": Recorded(
         "qwen3_coder", f"<tool_call>\n{_WEATHER_FUNCTION.removesuffix('</function>')}</tool_call>", [WEATHER]
     ),
+    "qwen3_coder the call ends within a parameter": Recorded(
+        "qwen3_coder", "<tool_call>\n<function=find_trains>\n<parameter=city>\nRome\n</tool_call>", [TRAINS]
+    ),
+    "qwen3_coder the output ends within a parameter": Recorded(
+        "qwen3_coder", "Well. <function=find_trains><parameter=city>Rome", [TRAINS], "Well."
+    ),
+    "qwen3_coder a closing tag is missing before another parameter": Recorded(
+        "qwen3_coder",
+        "<tool_call><function=find_trains><parameter=city>Rome\n<parameter=line>S 3\n<parameter=stop>a</parameter>"
+        "</function></tool_call>",
+        [("find_trains", {"city": "Rome", "line": "S 3", "stop": "a"})],
+    ),
+    "qwen3_coder no closing tag, other parameters": Recorded(
+        "qwen3_coder",
+        "<tool_call><function=find_trains><parameter=city>Rome<parameter=line>S 3<parameter=stop>a</tool_call>",
+        [("find_trains", {"city": "Rome", "line": "S 3", "stop": "a"})],
+    ),
+    "qwen3_coder text after a function with a missing closing tag": Recorded(
+        "qwen3_coder",
+        "<tool_call><function=find_trains><parameter=city>Rome</function>\nDone.</tool_call>",
+        [TRAINS],
+        "Done.",
+    ),
     "qwen3_coder a closing tag twice": Recorded(
         "qwen3_coder",
         "<tool_call><function=find_trains><parameter=city>Rome</parameter></parameter></function></tool_call>",
@@ -148,6 +171,14 @@ UNREADABLE: dict[str, tuple[str, str]] = {
         "qwen3_coder",
         "<tool_call><function=find_trains><parameter=city>Rome</parameter><parameter=days></tool_call></parameter>"
         "</function>",
+    ),
+    "qwen3_coder a parameter within a value": (
+        "qwen3_coder",
+        "<tool_call><function=find_trains><parameter=city>a <parameter=x>b</parameter></parameter></function>"
+        "</tool_call>",
+    ),
+    "qwen3_coder text after a value": (
+        "qwen3_coder", "<tool_call><function=find_trains><parameter=city>Rome</parameter>days: 3</tool_call>",
     ),
     "qwen3_coder a value has a function": (
         "qwen3_coder",
