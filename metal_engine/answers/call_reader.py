@@ -19,6 +19,7 @@ from metal_engine.answers.deltas import (
     new_call_id,
 )
 from metal_engine.answers.json_reader import JSONObjectReader
+from metal_engine.answers.splitter import ContentGaps
 from metal_engine.errors import short
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class CallReader:
         parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
         head: ``call_head`` of a format, to stream a call's arguments. The last brace is sent only after the call has
             been parsed. The text of a malformed call becomes content.
+        gaps: white space between parts of the content.
 
     Attributes:
         num_calls: number of calls parsed successfully so far.
@@ -45,7 +47,9 @@ class CallReader:
         *,
         parallel: bool = True,
         head: Pattern[str] | None = None,
+        gaps: ContentGaps | None = None,
     ) -> None:
+        self._gaps = gaps or ContentGaps()
         self.num_calls = 0
         self._parser = parser
         self._tools = list(tools)
@@ -104,7 +108,7 @@ class CallReader:
         if not is_call:
             text = before + body + end
             logger.warning("a malformed tool call is returned as text: %s: %.200r", problem, text)
-            return [*deltas, TextDelta("content", text)]
+            return [*deltas, TextDelta("content", self._gaps.before(text))]
         if begun is not None:
             deltas.append(ArgumentsDelta(begun.index, "}"))
             self.num_calls += 1
@@ -116,7 +120,11 @@ class CallReader:
         deltas: list[AnswerDelta] = []
         for call in items:
             if isinstance(call, str):
-                deltas.append(TextDelta("content", call))
+                text = call.strip()
+                self._gaps.add(call[: len(call) - len(call.lstrip())])
+                if text:
+                    deltas.append(TextDelta("content", self._gaps.before(text)))
+                    self._gaps.add(call[len(call.rstrip()) :])
                 continue
             if self._num_started and not self._parallel:
                 logger.info("left out a call of %s: parallel_tool_calls is false", call.name)
@@ -141,8 +149,7 @@ class CallReader:
         """
         parsed = self._parser.parse_tool_call(body, self._tools)
         items = parsed if isinstance(parsed, list) else [parsed]
-        stripped = [item.strip() if isinstance(item, str) else self._checked(item) for item in items]
-        return [item for item in stripped if item != ""]
+        return [item if isinstance(item, str) else self._checked(item) for item in items if item != ""]
 
     def _checked(self, call: Any) -> ToolCall:
         """Return a parsed call as ToolCall. Raises ValueError if it is not a call of one of the tools."""

@@ -98,6 +98,24 @@ VARIANTS: dict[str, Recorded] = {
     "qwen3_coder text beside a function": Recorded(
         "qwen3_coder", f"<tool_call>\n{_TRAINS_FUNCTION}\nDone.\n</tool_call>", [TRAINS], "Done."
     ),
+    "qwen3_coder text around a bare function": Recorded(
+        "qwen3_coder", f"Text {_TRAINS_FUNCTION} after", [TRAINS], "Text after"
+    ),
+    "qwen3_coder text before and beside a function": Recorded(
+        "qwen3_coder", f"Well.<tool_call>{_TRAINS_FUNCTION}\nDone. </tool_call>So.", [TRAINS], "Well.\nDone. So."
+    ),
+    "hermes text around two calls": Recorded(
+        "json_tools",
+        f"Both<tool_call>{_JSON['get_weather']}</tool_call> <tool_call>{_JSON['find_trains']}</tool_call>done ",
+        [WEATHER, TRAINS],
+        "Both done ",
+    ),
+    "hermes a call that cannot be read behind a call": Recorded(
+        "json_tools",
+        f"One <tool_call>{_JSON['find_trains']}</tool_call><tool_call>what</tool_call>",
+        [TRAINS],
+        "One <tool_call>what</tool_call>",
+    ),
     "qwen3_coder other types": Recorded(
         "qwen3_coder",
         "<tool_call><function=find_trains><parameter=city>null</parameter><parameter=days>many</parameter>"

@@ -52,7 +52,8 @@ class Qwen3CoderCalls:
             items.append(text[at : found.start()])
             arguments, at = _arguments(text, found.end(), properties.get(found[1], {}))
             items.append({"name": found[1], "arguments": arguments})
-            at = _end_of(_STRAY, text, at)
+            stray = text[at : _end_of(_STRAY, text, at)]
+            at += len(stray.rstrip())  # the white space before the next text separates it from earlier content
         return [*items, text[at:]]
 
 
