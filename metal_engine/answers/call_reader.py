@@ -19,6 +19,7 @@ from metal_engine.answers.deltas import (
     new_call_id,
 )
 from metal_engine.answers.json_reader import JSONObjectReader
+from metal_engine.answers.splitter import ContentGaps
 from metal_engine.errors import short
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ class CallReader:
         parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
         head: ``call_head`` of a format, to stream a call's arguments. The last brace is sent only after the call has
             been parsed. The text of a malformed call becomes content.
+        gaps: white space between parts of the content.
 
     Attributes:
         num_calls: number of calls parsed successfully so far.
@@ -45,7 +47,9 @@ class CallReader:
         *,
         parallel: bool = True,
         head: Pattern[str] | None = None,
+        gaps: ContentGaps | None = None,
     ) -> None:
+        self._gaps = gaps or ContentGaps()
         self.num_calls = 0
         self._parser = parser
         self._tools = list(tools)
@@ -54,6 +58,7 @@ class CallReader:
         self._head = head
         self._begun: _BegunCall | None = None
         self._num_started = 0
+        self._ids: set[str] = set()
 
     def read_more(self, body: str) -> list[AnswerDelta]:
         """Return the new deltas of a call whose text so far is ``body``.
@@ -69,7 +74,7 @@ class CallReader:
                 return []
             begun = self._begun = _BegunCall(self._num_started, found["name"], found.end())
             self._num_started += 1
-            deltas.append(CallStart(begun.index, found.groupdict().get("id") or new_call_id(), begun.name))
+            deltas.append(CallStart(begun.index, self._unused_id(found.groupdict().get("id")), begun.name))
         if arguments := begun.read(body):
             deltas.append(ArgumentsDelta(begun.index, arguments))
         return deltas
@@ -103,7 +108,7 @@ class CallReader:
         if not is_call:
             text = before + body + end
             logger.warning("a malformed tool call is returned as text: %s: %.200r", problem, text)
-            return [*deltas, TextDelta("content", text)]
+            return [*deltas, TextDelta("content", self._gaps.before(text))]
         if begun is not None:
             deltas.append(ArgumentsDelta(begun.index, "}"))
             self.num_calls += 1
@@ -115,16 +120,26 @@ class CallReader:
         deltas: list[AnswerDelta] = []
         for call in items:
             if isinstance(call, str):
-                deltas.append(TextDelta("content", call))
+                text = call.strip()
+                self._gaps.add(call[: len(call) - len(call.lstrip())])
+                if text:
+                    deltas.append(TextDelta("content", self._gaps.before(text)))
+                    self._gaps.add(call[len(call.rstrip()) :])
                 continue
             if self._num_started and not self._parallel:
                 logger.info("left out a call of %s: parallel_tool_calls is false", call.name)
                 continue
-            deltas.append(CallStart(self._num_started, call.id, call.name))
+            deltas.append(CallStart(self._num_started, self._unused_id(call.id), call.name))
             deltas.append(ArgumentsDelta(self._num_started, call.arguments))
             self._num_started += 1
             self.num_calls += 1
         return deltas
+
+    def _unused_id(self, given: str | None) -> str:
+        """Return the id that the model gave a call, or a new id if there is none or an earlier call has it."""
+        call_id = new_call_id() if not given or given in self._ids else given
+        self._ids.add(call_id)
+        return call_id
 
     def _parsed(self, body: str) -> list[ToolCall | str]:
         """Return the calls in a text, and the text between them.
@@ -134,8 +149,7 @@ class CallReader:
         """
         parsed = self._parser.parse_tool_call(body, self._tools)
         items = parsed if isinstance(parsed, list) else [parsed]
-        stripped = [item.strip() if isinstance(item, str) else self._checked(item) for item in items]
-        return [item for item in stripped if item != ""]
+        return [item if isinstance(item, str) else self._checked(item) for item in items if item != ""]
 
     def _checked(self, call: Any) -> ToolCall:
         """Return a parsed call as ToolCall. Raises ValueError if it is not a call of one of the tools."""

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from metal_engine.answers.answer_format import AnswerFormat, BareOpening
 from metal_engine.answers.call_reader import CallReader
 from metal_engine.answers.deltas import AnswerDelta, TextDelta, joined
-from metal_engine.answers.splitter import Splitter, overlap
+from metal_engine.answers.splitter import ContentGaps, Splitter, overlap
 
 
 class MarkSplitter(Splitter):
-    """Splits text at marks. White space next to a mark belongs to the mark.
+    """Splits text at marks. White space next to a mark belongs to the mark, but separates two parts of the content.
 
     Args:
         answer_format: output format of the model.
@@ -36,6 +36,7 @@ class MarkSplitter(Splitter):
         self._tool = tool = answer_format.tool if tools else None
         self._calls: CallReader | None = None
         self._bare: _BareOpenings | None = None
+        self._gaps = ContentGaps()
         reasoning = answer_format.reasoning
         # Marks that end each state.
         self._marks: dict[str, list[str]] = {"content": [], "reasoning": [], "call": []}
@@ -44,7 +45,7 @@ class MarkSplitter(Splitter):
             self._marks["reasoning"].append(reasoning.end)
         if tool is not None:
             head = answer_format.call_head if incremental else None
-            self._calls = CallReader(tool, tools, parallel=parallel, head=head)
+            self._calls = CallReader(tool, tools, parallel=parallel, head=head, gaps=self._gaps)
             self._marks["content"].append(tool.tool_call_start)
             self._marks["call"].append(tool.tool_call_end or tool.tool_call_start)
             if answer_format.bare is not None:
@@ -83,8 +84,8 @@ class MarkSplitter(Splitter):
         rest, self._text = self._text, ""
         if self._state != "call":
             if self._after_mark:
-                rest = rest.lstrip()
-            return [TextDelta(self._state, rest)] if rest else []
+                rest = self._stripped(rest)
+            return [self._shown(rest)] if rest else []
         assert self._tool is not None
         # A model that ends its output within a call may have forgotten the closing mark. A truncated call is
         # incomplete.
@@ -116,7 +117,7 @@ class MarkSplitter(Splitter):
             self._state, self._after_mark = "content", True
             return self._end_call(before, mark)
         if self._after_mark:
-            before = before.lstrip()
+            before = self._stripped(before)
         shown = before.rstrip()
         if self._bare is not None and state == "content" and shown:
             self._bare.pass_content()
@@ -127,7 +128,10 @@ class MarkSplitter(Splitter):
             self._state = "content" if state == "reasoning" else "reasoning"
             self.reasoning_bounds.append(self._end - len(self._text))
         self._after_mark = True
-        return [TextDelta(state, shown)] if shown else []
+        before_mark: list[AnswerDelta] = [self._shown(shown, state)] if shown else []
+        if state == "content":
+            self._gaps.add(before[len(shown) :])
+        return before_mark
 
     def _give_out(self) -> list[AnswerDelta]:
         """Return the text that cannot become part of a mark, or of white space before a mark."""
@@ -140,11 +144,26 @@ class MarkSplitter(Splitter):
         begin = len(text) - len(text.lstrip()) if self._after_mark else 0
         if end <= begin:
             return []
+        if self._after_mark:
+            self._stripped(text[:end])
         self._after_mark = False
         if self._bare is not None and self._state == "content":
             self._bare.pass_content()
         self._text = text[end:]
-        return [TextDelta(self._state, text[begin:end])]
+        return [self._shown(text[begin:end])]
+
+    def _stripped(self, text: str) -> str:
+        """Return text after a mark without the white space at its start. In content, the white space is a gap."""
+        stripped = text.lstrip()
+        if self._state == "content":
+            self._gaps.add(text[: len(text) - len(stripped)])
+        return stripped
+
+    def _shown(self, text: str, state: Literal["content", "reasoning"] | None = None) -> TextDelta:
+        """Return the delta of a text of the current or the given state."""
+        kind = state or self._state
+        assert kind != "call"
+        return TextDelta(kind, self._gaps.before(text) if kind == "content" else text)
 
     def _end_call(self, body: str, end: str, *, complete: bool = True, truncated: bool = False) -> list[AnswerDelta]:
         assert self._calls is not None

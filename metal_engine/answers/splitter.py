@@ -34,6 +34,26 @@ class Splitter:
         return []
 
 
+class ContentGaps:
+    """White space at marks between two parts of the content. It separates the parts, so that words are not joined."""
+
+    def __init__(self) -> None:
+        self._gap = ""
+        self._has_content = False
+
+    def add(self, space: str) -> None:
+        """Record white space at a mark. The first white space since the last content is used."""
+        self._gap = self._gap or space
+
+    def before(self, text: str) -> str:
+        """Return the next content with the gap before it. Content does not begin with a gap."""
+        gap, self._gap = self._gap, ""
+        if not self._has_content or text[:1].isspace():
+            gap = ""
+        self._has_content = True
+        return gap + text
+
+
 def overlap(text: str, mark: str) -> int:
     """Return the length of the longest suffix of ``text`` that is a proper prefix of ``mark``."""
     if mark[0] not in text[-len(mark) :]:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from metal_engine.checkpoints.files import read_json
-from metal_engine.checkpoints.tokenizer_file import check_tokenizer_file
+from metal_engine.checkpoints.tokenizer_file import check_tokenizer_file, check_vocabulary_files
 from metal_engine.errors import ModelLoadError, one_line
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
         raise ModelLoadError(f"{folder} has no tokenizer (no tokenizer.json): name another with --tokenizer")
     if (own := folder / "tokenizer.json").is_file():
         check_tokenizer_file(own)
+    check_vocabulary_files(folder)
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
     try:

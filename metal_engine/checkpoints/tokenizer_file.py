@@ -1,4 +1,4 @@
-"""Checks ``tokenizer.json`` before a library reads it: a few bytes in it can demand any amount of memory.
+"""Checks the files of a tokenizer before a library reads them: a few bytes in them can demand any amount of memory.
 
 The library allocates tables up to the largest id, and applies the file's normalization rules to each text in sequence.
 """
@@ -52,6 +52,34 @@ def check_tokenizer_file(path: Path) -> None:
         return
     if problem:
         raise ModelLoadError(f"cannot load the tokenizer of {path.parent}: {path.name} {problem}")
+
+
+def check_vocabulary_files(folder: Path) -> None:
+    """Refuse token ids that are too large in the files that ``transformers`` reads beside, or without, tokenizer.json.
+
+    These are ``vocab.json``, ``added_tokens.json`` and the added tokens of ``tokenizer_config.json``.
+
+    Raises:
+        ModelLoadError: an id is too large. The message is one line.
+    """
+    for name in ("vocab.json", "added_tokens.json", "tokenizer_config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        check_readable(path, MAX_HEADER_BYTES)
+        try:
+            content = json.loads(path.read_bytes())
+            ids = (
+                (int(id_) for id_ in content.get("added_tokens_decoder") or ())
+                if "config" in name
+                else content.values()
+            )
+            largest = max((id_ for id_ in ids if isinstance(id_, int)), default=0)
+        except (AttributeError, OSError, TypeError, ValueError, RecursionError):
+            continue  # transformers reports the error
+        if largest >= _MAX_ID:
+            problem = f"{name} has the token id {largest}, and ids must be below {_MAX_ID}"
+            raise ModelLoadError(f"cannot load the tokenizer of {folder}: {problem}")
 
 
 def _problem(data: bytes) -> str:

@@ -24,13 +24,12 @@ from metal_engine.cli.chat_backends import (
 from metal_engine.cli.chat_input import Input, history_path, open_input
 from metal_engine.cli.chat_output import AnswerView
 from metal_engine.cli.options import NO_MODEL
-from metal_engine.cli.server_address import base_url, find_card, first_key
+from metal_engine.cli.server_address import OWNER, base_url, find_card, first_key
 from metal_engine.errors import ConfigError, ParameterError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import flag
 
-_OWNER = "metal-engine"
 # Styles of notes on a terminal.
 _DIM, _BOLD = "2", "1"
 # Sampling defaults if neither the user nor the checkpoint sets any.
@@ -122,7 +121,7 @@ def _usable_card(cards: list[dict[str, Any]], url: str, model: str, *, is_any_se
         model: the user's MODEL; empty for any.
         is_any_server: True if the server may be another program than metal-engine.
     """
-    if not is_any_server and all(card.get("owned_by") != _OWNER for card in cards):
+    if not is_any_server and all(card.get("owned_by") != OWNER for card in cards):
         raise ServerError(f"{url} is not a metal-engine server")
     card = find_card(cards, model)
     if card is None:

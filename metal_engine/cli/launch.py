@@ -16,7 +16,7 @@ import typer
 
 from metal_engine.cli.launch_tools import TOOLS, RunningServer, Tool
 from metal_engine.cli.options import one_line_errors
-from metal_engine.cli.server_address import ApiKey, Host, Port, Url, base_url, find_card, first_key
+from metal_engine.cli.server_address import OWNER, ApiKey, Host, Port, Url, base_url, find_card, first_key
 from metal_engine.errors import ConfigError, short
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.model_names import problem_of_name
@@ -52,7 +52,8 @@ def launch(
             raise ConfigError(None, f"unknown tool {short(tool)}: choose one of {', '.join(TOOLS)}")
         wanted = TOOLS[tool]
         start = "metal-engine serve demo" + (f" --port {port}" if port != ServerArgs.port and url is None else "")
-        server = find_server(base_url(host, port, url), first_key(api_key), start)
+        flag = None if url is None else "--url"
+        server = find_server(base_url(host, port, url), first_key(api_key), start, flag)
         path = shutil.which(wanted.program)
         missing = f"{wanted.program} is not installed: {wanted.install}"
         if server.max_model_len < wanted.prompt_tokens:
@@ -82,35 +83,70 @@ def shell_lines(tool: Tool, server: RunningServer) -> list[str]:
     return lines
 
 
-def find_server(url: str, api_key: str, start: str) -> RunningServer:
+def find_server(url: str, api_key: str, start: str, flag: str | None) -> RunningServer:
     """Return the address, key and model of a running server.
 
     Args:
+        api_key: key to send; empty if the user gave no key.
         start: command that starts a server, for the error message.
+        flag: flag with which the user gave the URL; None if there is none.
 
     Raises:
-        ConfigError: no server responds, it requires another key, or it is not a metal-engine server.
+        ConfigError: no server responds, it requires another key, it is not a metal-engine server, or it has not loaded
+            a model yet.
     """
+    cards = _cards(url, api_key, start, flag)
+    try:
+        card = find_card(cards, "")
+        if card is None:
+            raise ConfigError(flag, f"{url} serves no model")
+        server = RunningServer(url, api_key or PLACEHOLDER_KEY, str(card["id"]), int(card.get("max_model_len") or 0))
+        is_own = card.get("owned_by") == OWNER
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise response_problem(error, url, api_key, flag) from error
+    if problem := problem_of_name(server.model):
+        raise ConfigError(flag, f"{url} has a model with an invalid name: {problem}")
+    if not server.max_model_len:
+        if not is_own:
+            raise response_problem(ValueError(), url, api_key, flag)
+        chat = shlex.join(["metal-engine", "chat", server.model, "--url", url])
+        message = (
+            f"the server at {url} has not loaded a model yet, so its context length is unknown: load a model, "
+            f"for example with `echo hello | {chat}`, and repeat this command"
+        )
+        raise ConfigError(None, message)
+    return server
+
+
+def _cards(url: str, api_key: str, start: str, flag: str | None) -> list[dict[str, Any]]:
+    """Return the entries of ``/v1/models``, unchecked. Takes the arguments of :func:`find_server`."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = get_json(f"{url}/v1/models", headers)
-    except urllib.error.HTTPError as error:
+        cards: list[dict[str, Any]] = get_json(f"{url}/v1/models", headers)["data"]
+    except (OSError, http.client.HTTPException, KeyError, TypeError, ValueError) as error:
+        raise response_problem(error, url, api_key, flag, f": start one with `{start}`, or another model") from error
+    return cards
+
+
+def response_problem(error: Exception, url: str, api_key: str, flag: str | None, advice: str = "") -> ConfigError:
+    """Return the error message for a failed request to a server.
+
+    Args:
+        api_key: key that was sent; empty if the user gave no key.
+        flag: flag with which the user gave the URL; None if there is none.
+        advice: end of the message if no server responds.
+    """
+    if isinstance(error, urllib.error.HTTPError):
+        if error.code == 401 and api_key:
+            return ConfigError("--api-key", f"is not a key of the server at {url}")
         if error.code == 401:
-            raise ConfigError("--api-key", f"is not a key of the server at {url}") from error
-        raise ConfigError("--url", f"{url} responds with status {error.code}: is it a metal-engine server?") from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        if isinstance(error, OSError):
-            message = f"no server responds at {url}: start one with `{start}`, or another model"
-            raise ConfigError(None, message) from error
-        raise ConfigError("--url", f"{url} does not respond like a metal-engine server") from error
-    try:
-        card = find_card(answer["data"], "") or {}
-        server = RunningServer(url, api_key or PLACEHOLDER_KEY, str(card["id"]), int(card["max_model_len"]))
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError("--url", f"{url} does not respond like a metal-engine server") from error
-    if problem := problem_of_name(server.model):
-        raise ConfigError("--url", f"{url} has a model with an invalid name: {problem}")
-    return server
+            return ConfigError(None, f"the server at {url} requires a key: add --api-key KEY")
+        return ConfigError(flag, f"{url} responds with status {error.code}: is it a metal-engine server?")
+    if isinstance(error, OSError):
+        return ConfigError(None, f"no server responds at {url}{advice}")
+    return ConfigError(flag, f"{url} does not respond like a metal-engine server")
 
 
 def get_json(url: str, headers: dict[str, str]) -> Any:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
-import urllib.error
 from typing import Annotated, Any
 
 import typer
 
-from metal_engine.cli.launch import get_json
+from metal_engine.cli.launch import get_json, response_problem
 from metal_engine.cli.models import print_columns
 from metal_engine.cli.options import one_line_errors
 from metal_engine.cli.server_address import ApiKey, Host, Port, Url, base_url, first_key
-from metal_engine.errors import ConfigError
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.fields import format_size
 
@@ -27,7 +25,7 @@ def ps(
 ) -> None:
     """List the models of a running server, with their state, memory and number of requests."""
     with one_line_errors():
-        rows = running_models(base_url(host, port, url), first_key(api_key))
+        rows = running_models(base_url(host, port, url), first_key(api_key), None if url is None else "--url")
         if as_json:
             print(json.dumps(rows, indent=2))
             return
@@ -35,8 +33,12 @@ def ps(
         print_columns([heads, *(_cells(row) for row in rows)])
 
 
-def running_models(url: str, api_key: str) -> list[dict[str, Any]]:
+def running_models(url: str, api_key: str, flag: str | None) -> list[dict[str, Any]]:
     """Return a server's models: name, state, memory_bytes, max_model_len, requests, idle_seconds, error.
+
+    Args:
+        api_key: key to send; empty if the user gave no key.
+        flag: flag with which the user gave the URL; None if there is none.
 
     Raises:
         ConfigError: no server responds, it requires another key, or it is not a metal-engine server.
@@ -46,14 +48,8 @@ def running_models(url: str, api_key: str) -> list[dict[str, Any]]:
         cards = get_json(f"{url}/v1/models", headers)["data"]
         health = get_json(f"{url}/health", headers)
         return [_row(card, health) for card in cards]
-    except urllib.error.HTTPError as error:
-        if error.code == 401:
-            raise ConfigError("--api-key", f"is not a key of the server at {url}") from error
-        raise ConfigError("--url", f"{url} responds with status {error.code}: is it a metal-engine server?") from error
-    except OSError as error:
-        raise ConfigError(None, f"no server responds at {url}") from error
-    except (http.client.HTTPException, KeyError, TypeError, ValueError) as error:
-        raise ConfigError("--url", f"{url} does not respond like a metal-engine server") from error
+    except (OSError, http.client.HTTPException, KeyError, TypeError, ValueError) as error:
+        raise response_problem(error, url, api_key, flag) from error
 
 
 def _row(card: dict[str, Any], health: dict[str, Any]) -> dict[str, Any]:

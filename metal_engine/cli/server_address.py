@@ -12,6 +12,8 @@ from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.chat_args import API_KEY_HELP, HOST_HELP, PORT_HELP, URL_HELP
 from metal_engine.settings.fields import ENV_PREFIX
 
+# `owned_by` of the entries in this server's list of models.
+OWNER = "metal-engine"
 # Maps the address of all interfaces, on which a server listens, to the address to connect to.
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 

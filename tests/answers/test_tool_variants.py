@@ -9,7 +9,7 @@ import pytest
 from metal_engine.answers.deltas import TextDelta
 from metal_engine.answers.mark_splitter import MarkSplitter
 from tests.support.splitting import answer_format, cuts, run
-from tests.support.tool_formats import TOOLS
+from tests.support.tool_formats import TOOLS, TRAINS
 from tests.support.tool_variants import UNREADABLE, VARIANTS
 
 
@@ -60,6 +60,21 @@ def test_one_call_of_several_objects(parallel: bool) -> None:
             assert run(splitter, parts)[2] == recorded.calls[: 2 if parallel else 1]
 
 
+REPEATED_IDS = [
+    '[TOOL_CALLS]find_trains[CALL_ID]abc[ARGS]{"city": "Rome"}' * 2,
+    '[TOOL_CALLS]find_trains[CALL_ID]abc[ARGS]{"city": "Rome"}find_trains[CALL_ID]abc[ARGS]{"city": "Rome"}',
+]
+
+
+@pytest.mark.parametrize("text", REPEATED_IDS)
+@pytest.mark.parametrize("incremental", [False, True])
+def test_calls_with_the_same_id_get_ids_of_their_own(text: str, incremental: bool) -> None:
+    for parts in cuts(text):
+        splitter = MarkSplitter(answer_format("mistral"), TOOLS, incremental=incremental)
+        _, _, calls, ids = run(splitter, parts)  # checks that the ids differ
+        assert calls == [TRAINS] * 2 and ids[0] == "abc"
+
+
 def test_an_opening_of_no_tool_is_not_held_back() -> None:
     splitter = MarkSplitter(answer_format("qwen3_coder"), TOOLS)
     assert splitter.add("See <function=get_") == [TextDelta("content", "See")]
@@ -71,3 +86,12 @@ def test_open_strings_are_searched_once(quoted: str) -> None:
     """A quadratic search would take minutes."""
     text = f"[find_trains({quoted * 100_000}\\"
     assert run(MarkSplitter(answer_format("pythonic"), TOOLS), [text])[:3] == (text, "", [])
+
+
+@pytest.mark.parametrize("end", ["", "</function>", "</parameter></function>"])
+def test_unclosed_parameters_are_searched_once(end: str) -> None:
+    """A quadratic search would take seconds."""
+    arguments = {f"p{i}": "Rome" for i in range(8000)}
+    text = "<function=find_trains>" + "".join(f"<parameter={name}>Rome" for name in arguments) + end
+    calls = run(MarkSplitter(answer_format("qwen3_coder"), TOOLS), [text])[2]
+    assert calls == [("find_trains", arguments)]

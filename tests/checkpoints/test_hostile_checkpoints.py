@@ -90,6 +90,27 @@ def edit_model(**words: int) -> Damage:
     return damage
 
 
+def slow_tokenizer(**ids: int) -> Damage:
+    """Replace tokenizer.json by ``vocab.json``, with words of these ids, and ``merges.txt``."""
+
+    def damage(folder: Path) -> None:
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.json").write_text(json.dumps({"a": 0} | ids))
+        (folder / "merges.txt").write_text("#version: 0.2\n")
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+
+    return damage
+
+
+def added_by_config(token_id: int) -> Damage:
+    def damage(folder: Path) -> None:
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(config | {"added_tokens_decoder": {str(token_id): {"content": "<x>"}}}))
+
+    return damage
+
+
 def added(token_id: int, content: str) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": token_id, "content": content, "special": True, **flags}
@@ -223,6 +244,11 @@ CASES: dict[str, tuple[Damage, str]] = {
     "decoders that double": (
         edit_tokenizer(decoder={"type": "Sequence", "decoders": [DOUBLE] * 20}),
         "a decoder that may make 1.05e+06 characters of one",
+    ),
+    "vocab.json with a large id": (slow_tokenizer(b=1 << 31), "vocab.json has the token id 2147483648"),
+    "tokenizer_config.json with a large id": (
+        added_by_config(1 << 31),
+        "tokenizer_config.json has the token id 2147483648",
     ),
     "tokenizer that panics when made": (
         edit_tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import shlex
 import subprocess
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +21,7 @@ from metal_engine.cli.launch_tools import TOOLS
 from metal_engine.cli.main import app
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import Served, serve
+from tests.support.several import FakeModel, serve_models
 from tools.fixtures.fake_engine import fake_config
 from tools.fixtures.ports import free_port
 
@@ -132,7 +135,8 @@ def test_what_is_wrong_is_one_line(server: Served, path: Path) -> None:
         (["emacs"], "choose one of claude, codex, opencode, aider"),
         (["claude", "--port", str(nobody)], f"`metal-engine serve demo --port {nobody}`"),
         (["claude", "--url", f"http://127.0.0.1:{nobody}"], "`metal-engine serve demo`"),
-        (["claude", "--url", server.url], "--api-key is not a key of the server"),
+        (["claude", "--url", server.url], f"the server at {server.url} requires a key: add --api-key KEY"),
+        (["claude", "--url", server.url, "--api-key", "no"], "--api-key is not a key of the server"),
         (["claude", "--url", f"{server.url}/nowhere", "--api-key", "other"], "responds with status 404"),
         (["claude", "--url", "localhost:8000"], "--url must begin with http://"),
         (["claude", "--url", "http://a b"], "--url"),
@@ -163,3 +167,53 @@ def test_a_server_without_keys(path: Path) -> None:
         assert variables["ANTHROPIC_AUTH_TOKEN"] == "metal-engine"
         assert "512" in result.stderr and "23,000" in result.stderr
         assert run("aider", "--url", served.url).stderr.count("note:") == 1
+
+
+def test_a_server_that_has_not_loaded_a_model(path: Path) -> None:
+    """The context length is unknown before the first load: the message has a command that loads a model."""
+    with serve_models({"org/it's a": FakeModel(1).source, "b": FakeModel(2).source}, 200) as served:
+        for address in (["--port", str(served.server.port)], ["--url", served.url]):
+            result = run("claude", *address)
+            assert result.exit_code == 1 and result.stdout == ""
+            assert result.stderr.startswith(f"error: the server at {served.url} has not loaded a model yet")
+            _, command, end = result.stderr.split("`")
+            echo, _, chat = command.partition(" | ")
+            assert shlex.split(chat) == ["metal-engine", "chat", "org/it's a", "--url", served.url]
+            assert echo == "echo hello" and "repeat" in end
+        assert served.post("/v1/completions", {"model": "b", "prompt": "x", "max_tokens": 1}).status_code == 200
+        result = run("claude", "--port", str(served.server.port))
+        assert result.exit_code == 0 and "ANTHROPIC_MODEL=b" in result.stdout
+
+
+class _OtherServer(http.server.BaseHTTPRequestHandler):
+    """Server of another program, whose models have no context length."""
+
+    cards: ClassVar[list[dict[str, Any]]] = []
+
+    def do_GET(self) -> None:
+        body = json.dumps({"data": self.cards}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("command", [["launch", "claude"], ["ps"]])
+def test_errors_name_only_flags_that_were_given(
+    path: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_OtherServer, "cards", [{"id": "x", "owned_by": "library"}])
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _OtherServer) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_port}"
+        by_port = CliRunner().invoke(app, [*command, "--port", str(other.server_port)])
+        by_url = CliRunner().invoke(app, [*command, "--url", url])
+        monkeypatch.setattr(_OtherServer, "cards", [])
+        empty = CliRunner().invoke(app, ["launch", "claude", "--port", str(other.server_port)])
+        other.shutdown()
+    assert by_port.stderr == f"error: {url} does not respond like a metal-engine server\n"
+    assert by_url.stderr == f"error: --url {url} does not respond like a metal-engine server\n"
+    assert empty.stderr == f"error: {url} serves no model\n"

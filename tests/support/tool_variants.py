@@ -35,6 +35,12 @@ VARIANTS: dict[str, Recorded] = {
     "hermes no arguments": Recorded(
         "json_tools", '<tool_call>{"name": "find_trains"}</tool_call>', [("find_trains", {})]
     ),
+    "hermes closing braces too many": Recorded(
+        "json_tools", f"<tool_call>\n{_JSON['get_weather']}}}\n }}\n</tool_call>", [WEATHER]
+    ),
+    "hermes a closing brace too many, without a closing mark": Recorded(
+        "json_tools", f"<tool_call>{_JSON['get_weather']}\n{_JSON['find_trains']}}}", [WEATHER, TRAINS]
+    ),
     "qwen3_coder two functions": Recorded(
         "qwen3_coder", f"<tool_call>\n{_WEATHER_FUNCTION}\n{_TRAINS_FUNCTION}\n</tool_call>", [WEATHER, TRAINS]
     ),
@@ -56,6 +62,29 @@ VARIANTS: dict[str, Recorded] = {
     "qwen3_coder the closing tag of a function is missing": Recorded(
         "qwen3_coder", f"<tool_call>\n{_WEATHER_FUNCTION.removesuffix('</function>')}</tool_call>", [WEATHER]
     ),
+    "qwen3_coder the call ends within a parameter": Recorded(
+        "qwen3_coder", "<tool_call>\n<function=find_trains>\n<parameter=city>\nRome\n</tool_call>", [TRAINS]
+    ),
+    "qwen3_coder the output ends within a parameter": Recorded(
+        "qwen3_coder", "Well. <function=find_trains><parameter=city>Rome", [TRAINS], "Well."
+    ),
+    "qwen3_coder a closing tag is missing before another parameter": Recorded(
+        "qwen3_coder",
+        "<tool_call><function=find_trains><parameter=city>Rome\n<parameter=line>S 3\n<parameter=stop>a</parameter>"
+        "</function></tool_call>",
+        [("find_trains", {"city": "Rome", "line": "S 3", "stop": "a"})],
+    ),
+    "qwen3_coder no closing tag, other parameters": Recorded(
+        "qwen3_coder",
+        "<tool_call><function=find_trains><parameter=city>Rome<parameter=line>S 3<parameter=stop>a</tool_call>",
+        [("find_trains", {"city": "Rome", "line": "S 3", "stop": "a"})],
+    ),
+    "qwen3_coder text after a function with a missing closing tag": Recorded(
+        "qwen3_coder",
+        "<tool_call><function=find_trains><parameter=city>Rome</function>\nDone.</tool_call>",
+        [TRAINS],
+        "Done.",
+    ),
     "qwen3_coder a closing tag twice": Recorded(
         "qwen3_coder",
         "<tool_call><function=find_trains><parameter=city>Rome</parameter></parameter></function></tool_call>",
@@ -68,6 +97,24 @@ VARIANTS: dict[str, Recorded] = {
     ),
     "qwen3_coder text beside a function": Recorded(
         "qwen3_coder", f"<tool_call>\n{_TRAINS_FUNCTION}\nDone.\n</tool_call>", [TRAINS], "Done."
+    ),
+    "qwen3_coder text around a bare function": Recorded(
+        "qwen3_coder", f"Text {_TRAINS_FUNCTION} after", [TRAINS], "Text after"
+    ),
+    "qwen3_coder text before and beside a function": Recorded(
+        "qwen3_coder", f"Well.<tool_call>{_TRAINS_FUNCTION}\nDone. </tool_call>So.", [TRAINS], "Well.\nDone. So."
+    ),
+    "hermes text around two calls": Recorded(
+        "json_tools",
+        f"Both<tool_call>{_JSON['get_weather']}</tool_call> <tool_call>{_JSON['find_trains']}</tool_call>done ",
+        [WEATHER, TRAINS],
+        "Both done ",
+    ),
+    "hermes a call that cannot be read behind a call": Recorded(
+        "json_tools",
+        f"One <tool_call>{_JSON['find_trains']}</tool_call><tool_call>what</tool_call>",
+        [TRAINS],
+        "One <tool_call>what</tool_call>",
     ),
     "qwen3_coder other types": Recorded(
         "qwen3_coder",
@@ -94,6 +141,9 @@ VARIANTS: dict[str, Recorded] = {
         [WEATHER, TRAINS],
         "Well.",
         ["abc123def", "abc123deg"],
+    ),
+    "mistral arguments as a string": Recorded(
+        "mistral", 'Well.[TOOL_CALLS]find_trains[ARGS] "{\\"city\\": \\"Rome\\"}"', [TRAINS], "Well."
     ),
     "mistral no mark of arguments": Recorded("mistral", '[TOOL_CALLS]find_trains{"city": "Rome"}', [TRAINS]),
     "mistral one object": Recorded("mistral", f"[TOOL_CALLS]{_JSON['find_trains']}", [TRAINS]),
@@ -125,6 +175,10 @@ _KIMI = "<|tool_call_begin|>functions.find_trains:0<|tool_call_argument_begin|>{
 UNREADABLE: dict[str, tuple[str, str]] = {
     "hermes another key": ("json_tools", '<tool_call>{"name": "find_trains", "input": {"city": "Rome"}}</tool_call>'),
     "hermes arguments at the top": ("json_tools", '<tool_call>{"name": "find_trains", "city": "Rome"}</tool_call>'),
+    "hermes a closing brace before the call": ("json_tools", f"<tool_call>}}{_JSON['find_trains']}</tool_call>"),
+    "hermes a closing brace between calls": (
+        "json_tools", f"<tool_call>{_JSON['find_trains']}}}{_JSON['get_weather']}</tool_call>",
+    ),
     "hermes one object of two": ("json_tools", f"<tool_call>{_JSON['find_trains']} {{</tool_call>"),
     "qwen3_coder an end of a value cannot be told": (
         "qwen3_coder",
@@ -135,6 +189,14 @@ UNREADABLE: dict[str, tuple[str, str]] = {
         "qwen3_coder",
         "<tool_call><function=find_trains><parameter=city>Rome</parameter><parameter=days></tool_call></parameter>"
         "</function>",
+    ),
+    "qwen3_coder a parameter within a value": (
+        "qwen3_coder",
+        "<tool_call><function=find_trains><parameter=city>a <parameter=x>b</parameter></parameter></function>"
+        "</tool_call>",
+    ),
+    "qwen3_coder text after a value": (
+        "qwen3_coder", "<tool_call><function=find_trains><parameter=city>Rome</parameter>days: 3</tool_call>",
     ),
     "qwen3_coder a value has a function": (
         "qwen3_coder",
@@ -153,8 +215,11 @@ UNREADABLE: dict[str, tuple[str, str]] = {
     "pythonic bare, behind text": ("pythonic", 'Like so: [find_trains(city="Rome")]'),
     "pythonic bare, before text": ("pythonic", '[find_trains(city="Rome")] or so'),
     "pythonic a position": ("pythonic", '[find_trains("Rome", days=3)]'),
+    "pythonic an argument twice": ("pythonic", '[find_trains(city="Rome", city="Oslo")]'),
     "pythonic a variable": ("pythonic", "[find_trains(city=Rome)]"),
     "pythonic two strings": ("pythonic", '[find_trains(city="Rome" days=3)]'),
+    "mistral a string without an object": ("mistral", '[TOOL_CALLS]find_trains[ARGS]"Rome"'),
+    "mistral a string without a mark": ("mistral", '[TOOL_CALLS]find_trains "{}"'),
     "mistral a header alone": ("mistral", "[TOOL_CALLS]find_trains[CALL_ID]abc[ARGS] Rome"),
     "glm47 a closing tag is missing": (
         "glm47",

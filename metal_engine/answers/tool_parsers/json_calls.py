@@ -11,6 +11,8 @@ JSON_CALL_HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]{1,256})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
 )
 _BETWEEN = re.compile(r"[\s,;]*")
+# Closing braces that models append to a complete call.
+_STRAY_END = re.compile(r"[\s}]*+\Z")
 # Keys that an object without arguments may have.
 _LABELS = frozenset({"name", "id", "type", "index"})
 _DECODER = json.JSONDecoder()
@@ -23,10 +25,13 @@ class JSONCalls:
     tool_call_end = "</tool_call>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text has anything else."""
+        """Return the calls in a text. Raises an exception of any type if the text has anything else.
+
+        Closing braces after the last call are ignored.
+        """
         calls: list[dict[str, Any]] = []
         at = _BETWEEN.match(text).end()  # type: ignore[union-attr]  # matches anything
-        while at < len(text):
+        while at < len(text) and not (calls and _STRAY_END.match(text, at)):
             some, at = decoded_calls(text, at)
             calls += some
             at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]

@@ -12,8 +12,11 @@ from typing import Any
 
 from metal_engine.answers.tool_parsers.json_calls import decoded_calls
 
+_NAME_AND_ID = r"\s*(?P<name>[\w.-]{1,256})\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?"
 # A call's header. Some models leave out the id, some leave out ``[ARGS]`` too.
-MISTRAL_CALL_HEAD = re.compile(r"\s*(?P<name>[\w.-]{1,256})\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+MISTRAL_CALL_HEAD = re.compile(_NAME_AND_ID + r"(?:\[ARGS\]\s*)?(?=\{)")
+# The same header, also before arguments that are a JSON string.
+_HEAD = re.compile(_NAME_AND_ID + r"(?:\[ARGS\]\s*(?=[{\"])|(?=\{))")
 _SPACE = re.compile(r"\s*")
 _DECODER = json.JSONDecoder()
 
@@ -31,7 +34,7 @@ class MistralCalls:
         if text.startswith(("[", "{"), at):
             calls, at = decoded_calls(text, at)
             items += calls
-        while (head := MISTRAL_CALL_HEAD.match(text, at)) is not None:
+        while (head := _HEAD.match(text, at)) is not None:
             arguments, at = _DECODER.raw_decode(text, head.end())
             items.append({"name": head["name"], "arguments": arguments, "id": head["id"]})
         return [*items, text[at:]]

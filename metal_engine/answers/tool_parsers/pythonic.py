@@ -45,5 +45,7 @@ def _call(node: ast.expr) -> dict[str, Any]:
     for keyword in node.keywords:
         if keyword.arg is None:
             raise ValueError("an argument has no name")
+        if keyword.arg in arguments:
+            raise ValueError("an argument occurs twice")
         arguments[keyword.arg] = ast.literal_eval(_JSONNames().visit(keyword.value))
     return {"name": ast.unparse(node.func), "arguments": arguments}

@@ -20,6 +20,9 @@ _PARAMETER = re.compile(r"<parameter=\s*([^\s<>]+)\s*>")
 _STRAY = re.compile(r"(?:\s|</?tool_call>|</parameter>|</function>)*+")
 _SPACE = re.compile(r"(?:\s|</parameter>)*+")
 _OPENING, _CLOSING, _FUNCTION_END = "<parameter=", "</parameter>", "</function>"
+# End of a value whose closing tag is missing.
+_UNCLOSED_END = re.compile(r"(?=<parameter=\s*[^\s<>]+\s*>|</function>|\Z)")
+_TWO_CLOSINGS = re.compile(r"</parameter>\s*</parameter>")
 _PAIRS = ((_OPENING, _CLOSING), ("<function=", _FUNCTION_END))
 # Text after a tag that really ends a function. Elsewhere, the tag is part of a value.
 _AFTER_FUNCTION = r"\s*(?:<function=|</?tool_call>|\Z)"
@@ -34,7 +37,7 @@ _ALIASES = {
 class Qwen3CoderCalls:
     """Parser of the functions in a text. The text around them is content.
 
-    A tag that the model left out is understood if the next tag shows where the value ends.
+    If the model left out a closing tag, the value ends at the next tag of the call or at the end of the text.
     """
 
     tool_call_start = "<tool_call>"
@@ -49,7 +52,8 @@ class Qwen3CoderCalls:
             items.append(text[at : found.start()])
             arguments, at = _arguments(text, found.end(), properties.get(found[1], {}))
             items.append({"name": found[1], "arguments": arguments})
-            at = _end_of(_STRAY, text, at)
+            stray = text[at : _end_of(_STRAY, text, at)]
+            at += len(stray.rstrip())  # the white space before the next text separates it from earlier content
         return [*items, text[at:]]
 
 
@@ -70,6 +74,8 @@ def _arguments(text: str, at: int, properties: dict[str, Any]) -> tuple[dict[str
     """Return the arguments of a function whose opening tag ends at ``at``, and the position after the function."""
     ends = _value_end(properties)
     arguments: dict[str, Any] = {}
+    end = -1  # regular end of the current value; greater than the text's length if there is none
+    num_open = 0  # number of opening tags of parameters before ``end``, less the closing tags
     while True:
         at = _end_of(_SPACE, text, at)
         if text.startswith(_FUNCTION_END, at):
@@ -79,15 +85,24 @@ def _arguments(text: str, at: int, properties: dict[str, Any]) -> tuple[dict[str
         found = _PARAMETER.match(text, at)
         if found is None or found[1] in arguments:
             raise ValueError("the call has text between parameters, or a parameter twice")
-        end = ends.search(text, found.end())
-        if end is None:
-            raise ValueError(f"the parameter {found[1][:100]} has no end")
-        value = text[found.end() : end.start()]
+        start = found.end()
+        if end < start:
+            match = ends.search(text, start)
+            end = len(text) + 1 if match is None else match.start()
+            num_open = text.count(_OPENING, start, end) - text.count(_CLOSING, start, end)
+        else:  # the previous value was unclosed and ended before this tag
+            num_open -= 1
+        if end <= len(text) and (num_open <= 0 or _TWO_CLOSINGS.match(text, end)):
+            at = end
+        else:
+            at = _UNCLOSED_END.search(text, start).start()  # type: ignore[union-attr]  # matches the end of the text
+            if not text[start:at].strip() and at == len(text):
+                raise ValueError(f"the parameter {found[1][:100]} has no value")
+        value = text[start:at]
         if any(value.count(opening) != value.count(closing) for opening, closing in _PAIRS):
             raise ValueError(f"the parameter {found[1][:100]} has several possible ends")
         value = value.removeprefix("\n").removesuffix("\n")
         arguments[found[1]] = _typed(value, properties.get(found[1]))
-        at = end.start()
 
 
 def _value_end(properties: dict[str, Any]) -> re.Pattern[str]:
@@ -95,6 +110,7 @@ def _value_end(properties: dict[str, Any]) -> re.Pattern[str]:
 
     A value can contain tags, such as text about this format. Therefore a closing tag ends the value only before another
     tag of the call or at the end of the text. An opening tag ends the value only if it names a parameter of the tool.
+    If a value then has an opening tag without a closing tag, or no end, ``_arguments`` searches for ``_UNCLOSED_END``.
     """
     closing = rf"{_CLOSING}(?=\s*(?:{_OPENING}|{_CLOSING}|{_FUNCTION_END}|<function=|\Z))"
     names = "|".join(map(re.escape, properties))
