@@ -41,6 +41,7 @@ from metal_engine.errors import ConfigError, ModelLoadError, one_line
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.fields import settings_of
 from metal_engine.step import RunnerLostError
 
 logger = logging.getLogger(__name__)
@@ -143,6 +144,7 @@ class RankGroup:
         mine = {name: value for name, value in asdict(self.args).items() if name not in _OWN_SETTINGS}
         all_facts = self.exchange("settings", {"settings": mine, "versions": _versions()})
         first = all_facts[0]
+        labels = {one.name: one.label for one in settings_of(EngineArgs)}
         for rank, one in enumerate(all_facts):
             for name, version in one["versions"].items():
                 if version != first["versions"][name]:
@@ -150,8 +152,8 @@ class RankGroup:
                     raise ConfigError(None, problem)
             for name, value in one["settings"].items():
                 if value != first["settings"][name]:
-                    flag = "--" + name.replace("_", "-")
-                    raise ConfigError(flag, f"is {value} on rank {rank}, and {first['settings'][name]} on rank 0")
+                    label = labels.get(name, name)
+                    raise ConfigError(label, f"is {value} on rank {rank}, and {first['settings'][name]} on rank 0")
 
     # --- steps ---
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from metal_engine.distributed.leader import LeaderRunner
 from metal_engine.distributed.rank_failure import RankFailureMonitor, StepTimeout
 from metal_engine.distributed.ranks import SeveralRanks
 from metal_engine.distributed.wire import decode_ids
-from metal_engine.errors import ModelLoadError, UnsupportedModelError
+from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.args import EngineArgs
@@ -79,7 +80,7 @@ def both(groups: list[RankGroup], *work: Callable[[RankGroup], Any]) -> list[Any
     def run(rank: int) -> None:
         try:
             found[rank] = work[rank](groups[rank])
-        except (RunnerLostError, ModelLoadError) as error:
+        except (RunnerLostError, ModelLoadError, ConfigError) as error:
             found[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]
@@ -111,6 +112,14 @@ def test_rank_0_decides(groups: list[RankGroup]) -> None:
 def test_a_rank_that_does_not_come_along_is_not_waited_for(groups: list[RankGroup]) -> None:
     error, _ = both(groups, lambda g: g.barrier("a place"), lambda g: None)
     assert str(error) == "rank 1 (here) has not reached 'a place' within 1.5 s"
+
+
+def test_settings_that_differ_are_named_as_the_user_sets_them(groups: list[RankGroup]) -> None:
+    """A setting without a flag has no dashes."""
+    for name, shown in (("max_num_seqs", "--max-num-seqs"), ("max_attention_work", "max-attention-work")):
+        groups[1].args = replace(groups[0].args, **{name: 7})
+        error, _ = both(groups, RankGroup.check_settings, RankGroup.check_settings)
+        assert str(error) == f"{shown} is 7 on rank 1, and None on rank 0"
 
 
 def test_ranks_with_other_weights_are_refused(groups: list[RankGroup], tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def _prepared(served: ServedModel, task: PoolingTask) -> list[PreparedRequest]:
             raise invalid_prompt(error, field) from error
         num_tokens = sum(map(len, prompts))
         if num_tokens > MAX_PROMPT_TOKENS:
-            raise invalid(f"has {num_tokens} tokens, but the limit is {MAX_PROMPT_TOKENS}", where=field)
+            raise invalid(f" has {num_tokens} tokens, but the limit is {MAX_PROMPT_TOKENS}", where=field)
         _check_num_values(served, task, params, len(prompts))
         return engine.preparer.prepare_pooling(prompts, params, task.options.cache_salt, served.adapter)
     except ParameterError as error:

@@ -70,7 +70,8 @@ def read_request(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompl
         raise invalid(problem, param="tools")
     chat, messages = to_chat(body, earlier)
     if len(messages) > MAX_MESSAGES:
-        raise invalid(f"and the responses before it have too many messages; the limit is {MAX_MESSAGES}", where="input")
+        problem = f" and the responses before it have too many messages; the limit is {MAX_MESSAGES}"
+        raise invalid(problem, where="input")
     size = num_characters(messages) + num_characters(repeated)
     return chat, AskedResponse(repeated, messages, size, namespaces(body.tools))
 

@@ -145,6 +145,12 @@ def test_other_errors(served: Served) -> None:
     served.settle()
 
 
+def test_the_tokens_of_all_prompts_are_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metal_engine.server.embeddings.pooling.MAX_PROMPT_TOKENS", 5)
+    with served.client() as client, pytest.raises(openai.BadRequestError, match="input has 6 tokens, but the limit is"):
+        client.embeddings.create(model=MODEL, input="x" * 6)
+
+
 def test_a_whole_batch_and_a_whole_context(served: Served) -> None:
     found = embeddings(served, input=[[i % 256, i // 256] for i in range(2048)])
     assert len(found) == 2048

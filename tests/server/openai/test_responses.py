@@ -227,6 +227,12 @@ def test_what_is_told_again_is_bounded() -> None:
     assert num_characters({"a": ["bc", 1]}) == 5 * 64 + 3
 
 
+def test_the_number_of_messages_is_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metal_engine.server.openai.responses.MAX_MESSAGES", 0)
+    with pytest.raises(openai.BadRequestError, match="input and the responses before it have too many messages"):
+        served.client().responses.create(model=MODEL, input="hi")
+
+
 def test_nothing_is_stored_if_told_so() -> None:
     with serve(args=ServerArgs(max_stored_responses=0), answer_format=AnswerFormat()) as served:
         response = served.client().responses.create(model=MODEL, input="hi", max_output_tokens=1)

@@ -84,9 +84,9 @@ export async function* events(response) {
 }
 
 /**
-* Yield the chunks of an OpenAI stream as objects, until `[DONE]`. Throws ApiError for an error in the stream.
+ * Yield the chunks of an OpenAI stream as objects, until `[DONE]`. Throws ApiError for an error in the stream.
  *
-* Calls `begun` with the response's id when the server has accepted the request, and `loading` whenever the server reports
+ * Calls `begun` with the response's id when the server has accepted the request, and `loading` whenever the server reports
  * that it is loading the model.
  */
 export async function* chunks(path, body, signal, { begun = () => {}, loading = () => {} } = {}) {

@@ -4,7 +4,7 @@ import { chunks } from "../api.js";
 import { withKey } from "../key.js";
 
 /**
-* Streams an answer into `message` of `conversation`. Calls `changed(part)` for each change: "text" for more text, "loading"
+ * Streams an answer into `message` of `conversation`. Calls `changed(part)` for each change: "text" for more text, "loading"
  * while the model is being loaded, "end" for the end.
  * `serverId` is the server's id of the answer; null until the server has accepted the request.
  */

@@ -14,7 +14,7 @@ const REST = 4;
 
 export class Chat {
   /**
-* `live` has functions about the engine: request(serverId) returns the engine's request of an answer, colour(request) its
+   * `live` has functions about the engine: request(serverId) returns the engine's request of an answer, colour(request) its
    * colour, and model() the name of the answering model.
    */
   constructor(settings, live) {

@@ -6,7 +6,7 @@ const newId = () => `${Date.now().toString(36)}-${(numMade += 1)}-${Math.random(
 const MAX_TITLE = 60;
 
 /**
-* Messages by id. A message is {id, parent, role, content, children, chosen}. An answer also has {model, reasoning, calls,
+ * Messages by id. A message is {id, parent, role, content, children, chosen}. An answer also has {model, reasoning, calls,
  * figures, state, problem}. `chosen` is the child that is shown. The root is a message without a role. An answer's state is
  * "running", "done", "stopped" (by the user) or "failed". `problem` is the reason for the last two states.
  */

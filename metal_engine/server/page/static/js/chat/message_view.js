@@ -6,9 +6,9 @@ import { rendered } from "./markdown.js";
 const NAMES = { user: "You", tool: "Tool" };
 
 /**
-* Element that shows the latest state of a message.
+ * Element that shows the latest state of a message.
  *
-* `actions` are the functions of its buttons: edit(message, text), again(message), turn(message, by), result(message, call,
+ * `actions` are the functions of its buttons: edit(message, text), again(message), turn(message, by), result(message, call,
  * text). `place` is its index among its siblings, and their number.
  */
 export class MessageView {

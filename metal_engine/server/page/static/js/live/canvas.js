@@ -40,9 +40,9 @@ export class View {
 }
 
 /**
-* Describe the item under the mouse, or selected with the arrow keys, in `readout`.
+ * Describe the item under the mouse, or selected with the arrow keys, in `readout`.
  *
-* `hit(x, y)` returns an item, `step(item, dx, dy)` its neighbour (item may be null), and `describe(item)` a text.
+ * `hit(x, y)` returns an item, `step(item, dx, dy)` its neighbour (item may be null), and `describe(item)` a text.
  * `show(item)` marks the item. Returns a function that ends the description, for items that no longer exist.
  */
 export function inspect(view, readout, { hit, step, describe, show }) {

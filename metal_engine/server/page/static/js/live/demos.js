@@ -66,10 +66,10 @@ export class Demos {
   }
 
   /**
-* Stream the answers to prompts. Each prompt is a separate request in the engine. Yields {choices, tokens}: the choices
+   * Stream the answers to prompts. Each prompt is a separate request in the engine. Yields {choices, tokens}: the choices
    * of a chunk, and the number of tokens of all answers so far.
    *
-* All prompts are sent in one body, since browsers open few connections to a server.
+   * All prompts are sent in one body, since browsers open few connections to a server.
    */
   async *answers(prompts, options) {
     const body = { ...options, prompt: prompts, stream_options: { include_usage: true, continuous_usage_stats: true } };

@@ -7,7 +7,7 @@ const HIDDEN_SECONDS = 10;
 const RETRY_SECONDS = [0.5, 1, 2, 5, 10];
 
 /**
-* Reads /watch forever, and passes its events to `listener`: `snapshot(data)`, `frame(data)` and
+ * Reads /watch forever, and passes its events to `listener`: `snapshot(data)`, `frame(data)` and
  * `connection(state, text)`. Before each attempt to connect, it awaits `listener.ready(say, isFirst)`, which may call `say`
  * with the reason for waiting.
  */
