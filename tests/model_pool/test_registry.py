@@ -172,7 +172,7 @@ def test_an_unload_that_fails_holds_up_nobody() -> None:
 def test_an_engine_that_has_died_is_made_anew() -> None:
     async def test(made: RegistryOfFakes) -> None:
         await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
-        core: Any = made["a"].running.engine._core  # type: ignore[union-attr]
+        core: Any = made["a"].running.engine._started.core  # type: ignore[union-attr]
         core.scheduler.schedule = core.scheduler.check_integrity = lambda: 1 / 0
         with pytest.raises(AssertionError, match="stopped"):
             await made.ask("a", [2])
@@ -187,7 +187,7 @@ def test_an_engine_that_has_died_is_made_anew() -> None:
 def test_nothing_is_kept_of_what_was_unloaded() -> None:
     async def test(made: RegistryOfFakes) -> None:
         running = await made.registry.use(made["a"])
-        engine, core = weakref.ref(running.engine), weakref.ref(running.engine._core)  # type: ignore[type-var]
+        engine, core = weakref.ref(running.engine), weakref.ref(running.engine._started.core)  # type: ignore[type-var]
         del running
         made.registry.release(made["a"])
         await made.registry.unload(made["a"])

@@ -223,7 +223,8 @@ def test_every_kernel_becomes_ptx_that_assembles(kernel: str, dtype: str) -> Non
     variant = variant_of(kernel, getattr(mx, dtype))
     made = ptx_of(variant.text, variant.function, list(variant.template.values()))
     verify(made.text, len(made.buffers))
-    shared = sum(int(n) for n in re.findall(r"\.shared .*\[(\d+)\];", made.text))
+    sizes = [int(n) for n in re.findall(r"\.shared .*\[(\d+)\];", made.text)]
+    shared = sum(sizes)
     if kernel == "paged_attention":
         assert 0 < shared <= 32 << 10
         assert "bar.sync" in made.text and "ex2.approx" in made.text
@@ -231,7 +232,8 @@ def test_every_kernel_becomes_ptx_that_assembles(kernel: str, dtype: str) -> Non
         assert "shfl.sync.idx" in made.text
     if ptx.ptxas():
         assembled = assemble(made.text, variant.name)
-        assert assembled.shared == shared and assembled.registers >= 8
+        # The assembler aligns each variable, to 16 bytes at most.
+        assert shared <= assembled.shared < shared + 16 * max(1, len(sizes)) and assembled.registers >= 8
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int4", pytest.param("int8", marks=pytest.mark.full)])
