@@ -5,6 +5,7 @@ A message is one line for the user, with instructions for a fix. Code reads the 
 
 from __future__ import annotations
 
+import traceback
 from itertools import islice
 from typing import Any
 
@@ -47,7 +48,7 @@ class ModelTooLargeError(ModelLoadError):
 
 
 class NoRoomError(ModelLoadError):
-    """The model does not fit beside the loaded models, which are in use or may not be unloaded for it."""
+    """There is no memory for the model, because the loaded models are in use or must stay loaded."""
 
 
 class LoadCancelledError(ModelLoadError):
@@ -126,3 +127,14 @@ def _beginning(value: Any, depth: int = 3) -> Any:
     if isinstance(value, list | tuple):
         return [_beginning(v, depth - 1) for v in value[:20]] if depth else ...
     return value
+
+
+def clear_traceback_frames(error: BaseException) -> None:
+    """Clear the local variables of the stack frames of an error, and of the errors in its cause and context chain.
+
+    The variables can refer to weights or to arrays of the KV cache, and keep them in memory.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__

@@ -123,7 +123,7 @@ def _growth(section: str, rule: dict[str, Any]) -> float:
         step for step in steps if step.get("type", "Precompiled") == "Precompiled" and "precompiled_charsmap" in step
     ]
     growth = math.prod(_step_growth(section, step) for step in steps)
-    # One table may do what Unicode's normalization does.
+    # A single table is allowed the growth of Unicode normalization.
     return growth / min(_step_growth(section, tables[0]), _UNICODE_CHARS) if tables else growth
 
 

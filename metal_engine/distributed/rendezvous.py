@@ -147,7 +147,7 @@ def _stopped(watched: Iterable[Watched]) -> list[str]:
 
 
 def end_all(watched: Iterable[Watched]) -> None:
-    """Make processes exit with status 1. Kill those that do not exit in time, such as suspended ones."""
+    """Make processes exit with status 1. A process that does not exit in time is killed, even if suspended."""
     left = {one.life_line: one for one in watched}
     poll = select.poll()
     for line in left:

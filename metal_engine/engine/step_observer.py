@@ -290,7 +290,7 @@ class StepObserver:
     def _drop_table(self, watched: _Watched) -> None:
         if watched.table is not None:
             self._frame.tables[watched.key] = TableChange(cleared=True)
-            # These blocks may have been registered meanwhile.
+            # The scheduler may have registered these blocks in the meantime.
             self._to_look_up += watched.table[watched.num_registered :]
             watched.table = None
         watched.num_registered = 0

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
-from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLargeError, NoRoomError, one_line
+from metal_engine.errors import (
+    LoadCancelledError,
+    ModelLoadError,
+    ModelTooLargeError,
+    NoRoomError,
+    clear_traceback_frames,
+    one_line,
+)
 from metal_engine.model_pool.model_entry import Load, LoadedEngine, ModelSource
 from metal_engine.settings.config import DeviceInfo, EngineConfig
 
@@ -82,7 +88,7 @@ def load_in_thread(
         return source.start(access, device_lock, threads)
     except Exception as error:  # noqa: BLE001  (raised below)
         failure = to_model_load_error(error)
-        _clear_frames(error)
+        clear_traceback_frames(error)
     raise failure
 
 
@@ -94,11 +100,3 @@ def to_model_load_error(error: Exception) -> ModelLoadError:
         if isinstance(error, kind):
             return kind(str(error))
     return ModelLoadError(one_line(error, 1000))
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Clear the traceback frames of an error and of all exceptions in its cause and context chain."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__

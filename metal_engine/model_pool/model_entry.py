@@ -72,7 +72,7 @@ class Load:
         num_bytes: memory of the model in bytes, as claimed so far; 0 before the first claim.
         num_waiting: number of callers that await the load.
         is_cancelled: True if the model was unloaded in the meantime.
-        was_given_up: True if the load has ended early, because it was cancelled or no request waited for it any more.
+        was_given_up: True if the load ended early, because it was cancelled or its waiters have left.
         lacks_room: True if the load's thread found that models in use have to be unloaded first.
         victims: models in use that were closed for this load.
         is_due: True once the victims are unloaded. Then no other load may start before this load.

@@ -11,6 +11,7 @@ import numpy as np
 from metal_engine.attention.backend import AttentionBackend, StepAttention
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.device.streams import end_streams_of_thread, synchronize
+from metal_engine.errors import clear_traceback_frames
 from metal_engine.kv_cache.pool import PoolSnapshot
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, StepSaves
@@ -18,7 +19,7 @@ from metal_engine.lora.layers import AdapterRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.draft_model import DraftModel
-from metal_engine.runner.pending_step import PendingStep, clear_traceback_frames
+from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling

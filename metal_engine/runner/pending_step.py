@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -121,11 +120,3 @@ class PendingStep:
             KVCacheLostError: the step failed and the KV cache is lost.
         """
         return self.finish(self)
-
-
-def clear_traceback_frames(error: BaseException) -> None:
-    """Clear the local variables of an error's stack frames, which may refer to arrays of the KV cache."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__

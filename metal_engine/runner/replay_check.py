@@ -14,12 +14,11 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend
-from metal_engine.errors import one_line
+from metal_engine.errors import clear_traceback_frames, one_line
 from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.models.check import LOGITS_TOLERANCE
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.runner.pending_step import clear_traceback_frames
 from metal_engine.runner.replay import TRACE_AT, DecodeReplay
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import KVCacheLostError

@@ -122,9 +122,9 @@ class RequestStates:
     def can_admit(self, request: Request, num_cached: int) -> bool:
         """Return True if a request with ``num_cached`` cached tokens can get a slot in the step being planned.
 
-        It cannot if its state comes from a store and the slot that it would get holds a checkpoint from which another
-        request resumes in this step: a step loads states before it reads any. The request can get the slot in the next
-        step.
+        A step loads states from a store before it reads any state. A request whose state comes from a store must
+        therefore not get a slot from which another request resumes in the same step. The request gets the slot in the
+        next step instead.
         """
         block_hash = self._last_hash(request, num_cached)
         is_loaded = self.is_used and block_hash and not self.slots.has_checkpoint(block_hash)

@@ -63,7 +63,7 @@ def test_the_long_command_runs(demo_path: Path, tmp_path: Path) -> None:
 
 
 def test_a_python_without_the_engine_finds_the_one_that_has_it(tmp_path: Path) -> None:
-    """The tool uses the checkout's .venv. If there is none, it reports in one line how to make it."""
+    """The tool uses the checkout's .venv. If that folder is missing, the tool prints the command for creating it."""
     tool = tmp_path / "tools" / "repro_block_exhaustion.py"
     tool.parent.mkdir()
     tool.write_text((ROOT / LONG).read_text())

@@ -96,7 +96,7 @@ def test_packed_equals_mlx_lm(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 def test_a_request_may_sample_at_several_rows(model_type: str) -> None:
-    """Sample at the last rows of a segment: at none, one, some or all of them."""
+    """Sample at the last rows of each segment. The segments sample at no row, one row, some rows and all rows."""
     model = random_model(configuration(model_type))
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, VOCAB_SIZE, 12) for _ in range(4)]
