@@ -92,6 +92,8 @@ def _problem(data: bytes) -> str:
         return f"has the token id {largest}, and ids must be below {_MAX_ID}"
     if _padded_length(content.get("padding") or {}) > _MAX_ID:
         return f"pads texts to more than {_MAX_ID} tokens"
+    if problem := _template_problem(content.get("post_processor") or {}):
+        return problem
     for name in _RULES:
         if (growth := _growth(name, content.get(name) or {})) > _MAX_GROWTH:
             return f"has a {name} that may make {growth:.3g} characters of one; the limit is {_MAX_GROWTH}"
@@ -103,6 +105,26 @@ def _ids(content: dict[str, Any]) -> Iterator[int]:
     if isinstance(vocabulary, dict):  # ids in a list are its indices
         yield from vocabulary.values()
     yield from (token["id"] for token in content.get("added_tokens") or ())
+    for step in _steps(content.get("post_processor") or {}):
+        for token in (step.get("special_tokens") or {}).values():
+            yield from token["ids"]
+
+
+def _template_problem(processor: dict[str, Any]) -> str:
+    """Return a description of a template for which the library would panic, or "" if there is none.
+
+    A template surrounds the tokens of one text (``single``, sequence A) or of two (``pair``, A and B).
+    """
+    for step in _steps(processor):
+        known = step.get("special_tokens") or {}
+        for name in ("single", "pair"):
+            for piece in step.get(name) or ():
+                token = piece.get("SpecialToken", {}).get("id")
+                if token is not None and token not in known:
+                    return f"has a post_processor whose {name!r} uses {token!r}, which is not among its special_tokens"
+                if name == "single" and piece.get("Sequence", {}).get("id") == "B":
+                    return "has a post_processor whose 'single' uses a second text (B)"
+    return ""
 
 
 def _padded_length(padding: dict[str, Any]) -> int:
