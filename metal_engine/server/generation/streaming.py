@@ -95,7 +95,7 @@ class EventStreamResponse(Response):
     def __init__(
         self, events: AsyncGenerator[bytes, None], *, keep_alive: float = 0.0, media_type: str = EVENT_STREAM
     ) -> None:
-        # Without a body: `Response` would send a Content-Length.
+        # `Response.__init__` is not called: it would set a body, and therefore a Content-Length.
         self.status_code = 200
         self.media_type = media_type
         self.background = None

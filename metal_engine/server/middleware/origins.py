@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from metal_engine.server.errors import APIError, error_response
 from metal_engine.settings.args import ServerArgs
 
-# In --allowed-origins: every origin.
+# Value in --allowed-origins that allows every origin.
 ANY = "*"
 # Header of all requests of the server's own page. A page of another origin cannot send it without a CORS preflight.
 FROM_OWN_PAGE = "x-metal-engine-page"

@@ -145,7 +145,7 @@ class ResponseStore:
 
 
 def responses_error(error: APIError) -> bytes:
-    """Return the event for an error before there is a response."""
+    """Return the event for an error that occurs before the response is created."""
     fields = {"code": error.code or "server_error", "message": error.message, "param": error.param}
     return named_sse({"type": "error", **fields, "sequence_number": 0})
 
