@@ -341,7 +341,7 @@ def _changed(value: Any, change: Callable[[str, bool], str], is_answer: bool) ->
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds the longest of some texts. Its matching time does not grow with their number."""
+    """Return a pattern that finds the longest of some texts. Matching time does not grow with the number of texts."""
     trie: dict[str, Any] = {}
     for text in texts:
         node = trie
