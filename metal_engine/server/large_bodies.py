@@ -85,7 +85,7 @@ class PiecewiseDecoder(json.JSONDecoder):
     """JSON decoder in pure Python that uses C only for pieces of texts and of integer arrays.
 
     Raises:
-        TooComplexError: the body exceeds one of the limits above.
+        TooComplexError: the body exceeds one of this module's limits.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -278,7 +278,7 @@ def _in_pieces(value: Any, validate: Any) -> Any:
 
 
 def _moved(error: ValidationError, start: int) -> ValidationError:
-    """Return the error of a piece, with ``start``, the piece's position in the list, added to its indices."""
+    """Convert the indices in a piece's error to indices in the list. ``start`` is the piece's position in the list."""
     details: list[Any] = []
     for one in error.errors(include_url=False)[:10]:
         index, *rest = one["loc"]

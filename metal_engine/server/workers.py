@@ -27,8 +27,8 @@ class Weight(enum.Enum):
     """Kind of work. Each kind has its own threads, so that quick work never queues behind slow work.
 
     The second part of a value is the number of threads. Threads that run Python code alternate with the event loop
-    every 5 ms, so only few are for heavy work. Compiling waits for other processes. It has many
-    threads, so that a request for a known grammar does not queue behind slow compilations.
+    every 5 ms, so only few are for heavy work. Compiling waits for other processes. It has many threads, so that a
+    request for a known grammar does not queue behind slow compilations.
     """
 
     LIGHT = ("light", 4)

@@ -23,7 +23,7 @@ def _now() -> float:
 
 
 class Closable(Protocol):
-    """Interface to a connection that the registry needs."""
+    """Interface that the registry needs from a connection."""
 
     is_spare: bool
 

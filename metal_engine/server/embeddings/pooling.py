@@ -73,7 +73,7 @@ async def checked_options(served: ServedModel, body: PoolingBody, num_bytes: int
     """Check the fields that all pooling endpoints share, and return the options for the engine.
 
     Raises:
-        APIError: status 400, for a parameter that the server does not support.
+        APIError: status 400, for an unsupported parameter that would change the response.
     """
     await served.workers.run_if_large(num_bytes, served.parameters.check, body)
     return RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")

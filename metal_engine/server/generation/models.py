@@ -234,7 +234,7 @@ class MultiModel(Models):
     async def unload(self, entry: ModelEntry) -> None:
         """Unload a model after its requests have ended.
 
-        Raises APIError, a 504, if the requests take too long. The model is unloaded nevertheless when they have ended.
+        Raises APIError, a 504, if the requests take too long. Even then, the model is unloaded when they have ended.
         """
         async with self._in_time(entry, "unloaded"):
             await self.registry.unload(entry)

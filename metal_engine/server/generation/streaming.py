@@ -84,8 +84,8 @@ class EventStreamResponse(Response):
     """Response that sends events as they arrive, and closes their generator when the client disconnects.
 
     It also detects a disconnect between two events. Starlette's own response leaves the generator suspended when a
-    write is interrupted. With newer ASGI servers, it detects a disconnect only at the next write, which is too late for
-    a request that waits in a queue.
+    write is interrupted. With newer ASGI servers, Starlette's response detects a disconnect only at the next write,
+    which is too late for a request that waits in a queue.
 
     Args:
         keep_alive: period in seconds. After a whole period without events, a comment is sent. 0 for no comments.

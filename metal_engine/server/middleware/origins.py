@@ -44,7 +44,7 @@ def own_origins_only(app: ASGIApp, args: ServerArgs, guarded_paths: Collection[s
 
 
 def _is_own(scope: Scope, allowed: Collection[str], is_read: bool) -> bool:
-    """Return True unless the request comes from a web page of an origin that is not allowed."""
+    """Return False if the request comes from a web page of an origin that is not allowed."""
     headers = Headers(scope=scope)
     if ANY in allowed or headers.get("origin") in allowed:
         return True

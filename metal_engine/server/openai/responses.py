@@ -55,7 +55,7 @@ def read_request(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompl
     """Convert a request to a chat and its additional data.
 
     Args:
-        earlier: messages of the conversation before ``previous_response_id``, including that response.
+        earlier: messages of the conversation up to ``previous_response_id``, including that response.
 
     Raises:
         APIError: :func:`to_chat` failed, or the fields to repeat or the conversation are too large.

@@ -177,14 +177,14 @@ def _function(place: str, tool: ResponseTool) -> dict[str, Any]:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Return the name under which the prompt shows a function: the namespace, if there is one, and the name in it."""
+    """Return the model's name of a function: ``name``, with the namespace as a prefix if there is one."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 def namespaces(tools: list[ResponseTool] | None) -> dict[str, tuple[str, str]]:
-    """Map the full name of each function in a namespace to the namespace and its name there."""
+    """Map the full name of each function in a namespace to the pair (namespace, name in that namespace)."""
     return {
         full_name(tool.name, inner.name): (tool.name, inner.name)
         for tool in tools or ()

@@ -45,10 +45,9 @@ class RegistryList(BaseModel):
 
 
 class Health(BaseModel):
-    """Response of ``/health``. ``running``, ``waiting`` and ``preemptions`` count requests.
+    """Response of ``/health``. ``running`` and ``waiting`` are numbers of requests.
 
     - ``kv_cache_usage``: used share of the block pool, from 0 to 1.
-
     - ``num_unknown_parameters``: number of request parameters that the server ignored because it does not know them.
     - ``unknown_parameters``: the same by name. Empty for clients without the server's key or, if there is no key,
       for clients on other machines.
