@@ -1,4 +1,4 @@
-"""Pools prompts to vectors for all pooling endpoints. Prompts of a request run concurrently, and fail together."""
+"""Pools prompts to vectors for all pooling endpoints. Prompts of a request run concurrently. If one fails, all fail."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class PoolingTask:
     """Pooling task of one client request.
 
     Attributes:
-        tokenize: function that returns the prompts' token ids. Runs in a thread. Its ValueError is reported for
-            ``field``.
+        tokenize: function that returns the prompts' token ids. Runs in a thread. The client receives its ValueError as
+            an error of ``field``.
         params: function that returns the pooling parameters. Runs in a thread, and may raise ParameterError.
         num_bytes: size of the data that the prompts are made of, in bytes.
         field: field of the body that contains the prompts.
@@ -73,7 +73,7 @@ async def checked_options(served: ServedModel, body: PoolingBody, num_bytes: int
     """Check the fields that all pooling endpoints share, and return the options for the engine.
 
     Raises:
-        APIError: status 400, for a parameter that would change the response.
+        APIError: status 400, for an unsupported parameter that would change the response.
     """
     await served.workers.run_if_large(num_bytes, served.parameters.check, body)
     return RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")

@@ -54,7 +54,7 @@ async def score(served: ServedModel, pairs: Pairs, id_prefix: str) -> Scores:
     """Score each pair: 0 to 1 with a reranker, -1 to 1 with an embedding model.
 
     Raises:
-        APIError: the model is neither, or the pairs cannot be served.
+        APIError: the model is neither a reranker nor an embedding model, or the pairs cannot be served.
     """
     model = served.engine.config.model
     if not 1 <= len(pairs.documents) <= MAX_INPUTS:
