@@ -56,7 +56,7 @@ def find_model(args: EngineArgs, device: DeviceInfo, check: Check) -> FoundModel
     Args:
         args: settings of the engine.
         device: device on which the model will run.
-        check: raises an error if a checkpoint's configuration and headers show that the model cannot run. Called before a
+        check: raises an error if a checkpoint's configuration and headers show that it cannot run. Called before a
             download.
 
     Raises:
