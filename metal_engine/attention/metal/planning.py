@@ -36,8 +36,8 @@ ITEM_FIELDS = 7
 
 # Minimum keys of a tile that is split. Fewer keys are not worth the merge, which is one more launch per layer.
 MIN_KEYS_TO_SPLIT = 512
-# A split writes its rows' outputs in float32, and the merge reads them. Per row, these transfers equal K and V of 2 keys
-# in half precision. That is a sixteenth of the K and V that a split with KEYS_PER_ROW keys per row reads,
+# A split writes its rows' outputs in float32, and the merge reads them. Per row, this is as much data as K and V of 2
+# keys in half precision. That is a sixteenth of the K and V that a split with KEYS_PER_ROW keys per row reads,
 # and an eighth for 16 rows and SHORT_ENOUGH_KEYS. With more rows, the fraction grows.
 # The shortest split has KEYS_PER_ROW keys per row, but at least MIN_SPLIT_KEYS, because fewer are not worth a
 # threadgroup, and at most SHORT_ENOUGH_KEYS, because computation dominates the time of a split with many rows.
