@@ -55,7 +55,7 @@ def generation_config_folder(given: str) -> Path | None:
     """Return the folder that ``--generation-config`` names, or None for ``auto`` and ``vllm``.
 
     Raises:
-        ModelLoadError: the folder has no such file.
+        ModelLoadError: the folder has no ``generation_config.json``.
     """
     if given in ("auto", "vllm"):
         return None
