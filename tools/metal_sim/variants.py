@@ -35,7 +35,7 @@ from .kernel import SimulatedKernel
 from .shapes import Attention, Convolution, GatedDelta, Layer, Mamba2
 
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
-# Values of --kv-cache-dtype, and the types of checkpoints that are compiled with them: float32 is for comparing results.
+# Values of --kv-cache-dtype, and the types of checkpoints that are compiled with them. float32 only compares results.
 QUANTIZED = ("int8", "int4")
 QUANTIZED_DTYPES = (mx.float16, mx.bfloat16)
 # Steps as (rows, context) of each request, in all kinds that plans can distinguish. Some contexts are split.
