@@ -96,8 +96,8 @@ class Proposals:
         Args:
             num_sampling: number of requests that sample in the step.
             times: result of :meth:`StepTimes.times`.
-            num_planned: number of each request's unknown tokens that this step samples: 1, or 0 if the step is not
-                planned yet. Drafts begin with guesses of the other unknown tokens.
+            num_planned: 1 if the step is planned, so that each request has a placeholder for the token that this step
+                samples; 0 if the step is not planned yet. Drafts begin with guesses for all other placeholders.
         """
         least = least_gain(num_sampling, times, self.draft_seconds)
         if times and num_planned and self._costs_are_known:
