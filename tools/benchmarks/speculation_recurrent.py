@@ -34,7 +34,7 @@ _CONFIG = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max":
 
 
 class KnownAnswers:
-    """Drafts of known outputs (:class:`metal_engine.scheduling.speculation.speculation.Proposer`).
+    """Drafts of known outputs (:class:`metal_engine.scheduling.speculation.proposals.Proposer`).
 
     Args:
         answers: output tokens by prompt.
