@@ -13,8 +13,8 @@ from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import UNKNOWN_DRAFT
 
-# Maximum number of requests per step whose drafts are not worth their cost, but are recorded to compare them with the
-# generated tokens. Finding a draft takes the host some microseconds.
+# Maximum number of requests per step whose next draft is only recorded, to compare it with the generated token. Finding
+# a draft takes the host some microseconds.
 _MAX_NOTED = 4
 # Acceptance probabilities are ranked in steps of 1 / _LEVELS: requests of the same rank rotate.
 _LEVELS = 8

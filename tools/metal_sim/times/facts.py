@@ -41,8 +41,8 @@ CYCLES = {
 }  # fmt: skip
 PRODUCT_CYCLES = 18  # cycles of a product of 8 x 8 matrices with float32 sums
 SUM_CYCLES = 14.5  # cycles of a simd_sum
-# (SIMD groups on a core, share of the peak rate at which the core issues), for float32 instructions, four of which are
-# independent.
+# (SIMD groups on a core, the core's issue rate as a share of its peak), for float32 code with four independent
+# instructions at a time.
 ISSUE_RATES = ((0, 0.0), (4, 1 / 2.75), (8, 1 / 1.60), (24, 1 / 1.02))
 CACHE_BYTES = 32  # bytes per core and cycle from the cache that cores share
 CORE_BYTES = 64  # bytes per core and cycle into a core
