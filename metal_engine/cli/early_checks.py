@@ -1,4 +1,4 @@
-"""Checks of settings before MLX and transformers are imported, which takes seconds, so that errors appear at once."""
+"""Checks settings before MLX and transformers are imported, so that errors appear at once. Imports take seconds."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((64, 0),),
     ((300, 20_000), (1, 9_000), (17, 0)),
 )
-# Users can set --block-size. The layer of most models is compiled for each block size of the kernels, other layers for
-# the default.
+# Users can set --block-size. The most common layer is compiled for each block size of the kernels. Other layers are
+# compiled only for the default block size.
 COMMON_LAYER = Attention(32, 8, 128, 128)
 BLOCK_SIZES = (8, 16, 32)
 WINDOW, SOFTCAP = 1024, 50.0
@@ -180,7 +180,7 @@ class Recorder:
                 try:
                     self._record_attention(layer, dtype, block_size, tensor_ops, kv_cache_dtype, cut)
                 except (ConfigError, UnsupportedAttentionError):
-                    return  # noted with the default
+                    return  # recorded when the default cut was refused
 
     def _record_attention(
         self,
