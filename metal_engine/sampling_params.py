@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from metal_engine.errors import ParameterError, short
+from metal_engine.output_phases import OutputPhases
 from metal_engine.sizes import num_characters
 
 # Limits on a request's memory besides its tokens. Practical requests stay far below them.
@@ -208,7 +209,9 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Number of last prompt tokens to keep; -1 keeps as many as fit together with ``max_tokens``."""
     structured_outputs: StructuredOutputsParams | None = None
-    """Format that the output must match."""
+    """Format that the output must match; with ``phases.reasoning``, the output after its reasoning."""
+    phases: OutputPhases | None = None
+    """Rules of single parts of a chat's answer: the budget of the reasoning, and grammars of tool calls."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -279,7 +282,7 @@ class SamplingParams:
         return self.has_penalties or bool(self.bad_words) or self.structured_outputs is not None
 
     def changed(self, **values: Any) -> SamplingParams:
-        """Return a copy with other ``structured_outputs``, ``skip_special_tokens`` or ``stop_token_ids``.
+        """Return a copy with other ``structured_outputs``, ``phases``, ``skip_special_tokens`` or ``stop_token_ids``.
 
         The other values have been validated already, and are shared.
         """

@@ -1,0 +1,76 @@
+"""Phases of an output and the rules of each phase: reasoning, content, tool calls. A part of the sampling parameters.
+
+An output is free text until one of these marks appears in it. Marks are found in the text of the tokens, special tokens
+included::
+
+    <think> free, at most `budget` tokens </think> content: free, or the structured output
+    content, free <tool_call> the call's grammar </tool_call> content, free ...
+
+Grammars are in llguidance's Lark syntax, with one addition: ``@"text"`` (a JSON string) stands for a text that may
+contain special tokens. It becomes special tokens and strings for the model's vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ReasoningPhase:
+    """Reasoning between two marks.
+
+    Attributes:
+        start: mark before the reasoning.
+        end: mark after it. A structured output begins here.
+        begins_inside: True if the prompt ends within reasoning, so that the output begins with it. Otherwise, the model
+            writes ``start`` itself, or does not reason.
+        budget: maximum number of tokens of the reasoning. At the budget, ``end_text`` and ``end`` are forced. None: no
+            limit.
+        end_text: text that is forced before ``end``.
+    """
+
+    start: str
+    end: str
+    begins_inside: bool = False
+    budget: int | None = None
+    end_text: str = ""
+
+
+@dataclass(frozen=True)
+class CallTrigger:
+    """A mark that begins a tool call, and the grammar of the call.
+
+    Attributes:
+        mark: the mark.
+        grammar: Lark rules. The rule ``call`` derives the text from the mark, exclusive, to the end of the call,
+            inclusive. After it, the output is free again.
+    """
+
+    mark: str
+    grammar: str
+
+
+@dataclass(frozen=True)
+class CallPhase:
+    """Tool calls that a model may begin.
+
+    Attributes:
+        triggers: marks that begin a call. If a mark is the beginning of another one, the longer one comes first.
+        parallel: True if several calls are allowed. Otherwise, the output ends after the first call.
+    """
+
+    triggers: tuple[CallTrigger, ...]
+    parallel: bool = True
+
+
+@dataclass(frozen=True)
+class OutputPhases:
+    """Phases of an output.
+
+    Attributes:
+        reasoning: reasoning; None if the model does not reason.
+        calls: tool calls whose text is constrained; None to leave all calls free. Ignored with a structured output.
+    """
+
+    reasoning: ReasoningPhase | None = None
+    calls: CallPhase | None = None
