@@ -83,6 +83,7 @@ class EngineMetrics:
         step_time: time from planning a step to its tokens.
         num_failed_steps: steps that raised.
         num_late_masks: rows computed again because their grammar mask was late.
+        num_unconstrained_calls: tool calls whose grammars failed, so that their text was free.
         num_decode_forwards: steps in which every row samples, by the outcome of their forward pass
             (:class:`metal_engine.step.DecodeForward`). Counted if replay applies to such steps.
         replay_refusal: reason why no step is replayed; None if there is no known reason.
@@ -97,6 +98,7 @@ class EngineMetrics:
         self.kv_transfer = kv_transfer
         self.num_failed_steps = 0
         self.num_late_masks = 0
+        self.num_unconstrained_calls = 0
         self.num_decode_forwards: Counter[str] = Counter()
         self.replay_refusal = replay_refusal
         self.num_drafts = 0
@@ -157,8 +159,9 @@ class EngineMetrics:
         self.num_rows["chunk"] += total - num_decodes - num_fresh
 
     def computed(self, output: ModelOutput) -> None:
-        """Count the late masks of a step, and the outcome of its forward pass."""
+        """Count the late masks and failed grammars of a step, and the outcome of its forward pass."""
         self.num_late_masks += len(output.late_req_ids)
+        self.num_unconstrained_calls += output.num_unconstrained_calls
         if output.decode_forward is not None:
             self.num_decode_forwards[output.decode_forward.outcome] += 1
             self.replay_refusal = output.decode_forward.refusal

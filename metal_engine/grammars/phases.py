@@ -115,8 +115,8 @@ class PhaseMatcher:
         return self._segment is None and self._num_forced is None and not self._has_ended
 
     def is_free_after(self, drafts: Sequence[int]) -> bool:
-        if not self.is_free:
-            return False
+        if not self.is_free or not drafts:
+            return self.is_free
         scanner = self._scanner.copy()
         return all(scanner.add(draft) is None and not self._is_at_budget(scanner) for draft in drafts)
 

@@ -204,7 +204,7 @@ class StepSampling:
         return self._late
 
     def void_samples(self, request_ids: set[str]) -> None:
-        """Void samples without a mask of requests whose previous token, unknown until now, has made a mask necessary."""
+        """Void samples without a mask of requests that need one, because of a token that was unknown until now."""
         edits = self._edits
         masked = set() if edits is None else {self._row(edits.rows[i])[0] for i, _, _ in edits.grammars}
         self._late |= request_ids.intersection(self._req_ids) - masked

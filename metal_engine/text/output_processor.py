@@ -4,108 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import zip_longest
 
 from metal_engine.request import Request, RequestOutput, TokenLogprobs, client_id
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import PromptLogprobs
+from metal_engine.text.stop_strings import StopStrings, StopStringsOutsideReasoning
 from metal_engine.text.tokenizer import Detokenizer, Tokenizer
-
-
-@dataclass(eq=False, slots=True)
-class _Node:
-    """Node of an Aho-Corasick automaton: a prefix of one or more stop strings.
-
-    Attributes:
-        depth: length of the prefix.
-        longer: prefixes that are one character longer, keyed by their last character.
-        shorter: longest proper suffix of this prefix that is also a prefix of a stop string; None for the root.
-        stop: longest stop string that this prefix ends with, if there is one.
-    """
-
-    depth: int
-    longer: dict[str, _Node] = field(default_factory=dict)
-    shorter: _Node | None = None
-    stop: str | None = None
-
-    def after(self, ch: str) -> _Node:
-        """Return the longest prefix that the text ends with after ``ch`` is appended."""
-        node = self
-        while ch not in node.longer:
-            if node.shorter is None:
-                return node
-            node = node.shorter
-        return node.longer[ch]
-
-
-@lru_cache(maxsize=4)  # all outputs of a request share an automaton, which takes up to 5 MiB
-def _automaton(stops: tuple[str, ...]) -> _Node:
-    """Return the root of an Aho-Corasick automaton.
-
-    Time and memory are linear in the characters of the stop strings.
-    """
-    root = _Node(0)
-    for stop in stops:
-        node = root
-        for ch in stop:
-            node = node.longer.setdefault(ch, _Node(node.depth + 1))
-        node.stop = stop
-    nodes = list(root.longer.values())
-    for node in nodes:
-        node.shorter = root
-    for node in nodes:  # shorter prefixes first: the loop appends the longer prefixes
-        for ch, longer in node.longer.items():
-            assert node.shorter is not None
-            longer.shorter = node.shorter.after(ch)
-            longer.stop = longer.stop or longer.shorter.stop
-            nodes.append(longer)
-    return root
-
-
-class StopStrings:
-    """Finds stop strings in text that arrives in pieces. Holds back text that may be the start of a stop string.
-
-    Each character costs constant time, regardless of the number and length of the stop strings.
-
-    Args:
-        stop: stop strings.
-        include: True if the text shown includes the stop string.
-    """
-
-    def __init__(self, stop: tuple[str, ...], *, include: bool = False) -> None:
-        self._node = _automaton(stop) if stop else None
-        self._include = include
-        self._held = ""
-
-    def add(self, text: str) -> tuple[str, str | None]:
-        """Append new text. Return the text that may be shown, and the stop string if one is complete.
-
-        The stop string that is complete first wins. Among stop strings that end at the same character, the longest
-        wins. The result therefore does not depend on the pieces of the text. The text shown ends before the stop
-        string, unless ``include`` is set.
-        """
-        node = self._node
-        if node is None:
-            return text, None
-        if not node.depth and node.longer.keys().isdisjoint(text):  # fast path: no stop string starts in this text
-            return text, None
-        for i, ch in enumerate(text):
-            node = node.after(ch)
-            if node.stop is not None:
-                shown = self._held + text[: i + 1]
-                self._held = ""
-                return shown if self._include else shown[: -len(node.stop)], node.stop
-        self._node = node
-        text = self._held + text
-        end = len(text) - node.depth
-        self._held = text[end:]
-        return text[:end], None
-
-    def flush(self) -> str:
-        """Return the text that was held back. Call it after the last piece of text."""
-        held, self._held = self._held, ""
-        return held
 
 
 @dataclass(eq=False, slots=True)
@@ -162,11 +67,10 @@ class OutputProcessor:
 
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
-        include = params.include_stop_str_in_output
         self._states[request.request_id] = _OutputState(
             params=params,
             detokenizer=self._tokenizer.detokenizer(request.token_ids, params.skip_special_tokens),
-            stop_strings=StopStrings(params.stop, include=include) if params.stop else None,
+            stop_strings=_stop_strings(params),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             num_prompt_tokens=request.num_prompt_tokens,
         )
@@ -199,8 +103,8 @@ class OutputProcessor:
             text = state.detokenizer.add(token_id)
             text_end += len(text)
             token_ends.append(text_end)
-            if stop_strings is not None and state.num_output_tokens + i >= params.min_tokens:
-                text, found = stop_strings.add(text)
+            if stop_strings is not None:
+                text, found = stop_strings.add(text, is_active=state.num_output_tokens + i >= params.min_tokens)
             shown += text
             if found is not None:
                 output.finish_reason, output.stop_reason = "stop", found
@@ -236,6 +140,15 @@ class OutputProcessor:
         output.prompt_logprobs = state.prompt_logprobs
         state.prompt_logprobs = None
         return output
+
+
+def _stop_strings(params: SamplingParams) -> StopStrings | None:
+    if not params.stop:
+        return None
+    include = params.include_stop_str_in_output
+    if params.phases is not None and params.phases.reasoning is not None:
+        return StopStringsOutsideReasoning(params.stop, params.phases.reasoning, include=include)
+    return StopStrings(params.stop, include=include)
 
 
 def under_client_ids(outputs: list[RequestOutput]) -> list[RequestOutput]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -269,4 +270,33 @@ def test_the_same_tokens_in_any_company(make: Callable[[], SteppedEngine], alone
     engine = make()
     outputs = run_all(engine, requests())
     assert [token_ids(one) for one in outputs] == [tokens for tokens, _ in alone]
+    assert engine.metrics.num_unconstrained_calls == 0
+    assert engine.stats.num_used_blocks == 0
+
+
+def recurrent_engine(architecture: str, **config: Any) -> SteppedEngine:
+    made = {"architecture": architecture, "num_state_slots": 24, "num_blocks": 100, "block_size": 4, "max_num_seqs": 8}
+    return tiny_engine(**made | config)
+
+
+@cache
+def recurrent_outputs(architecture: str) -> list[list[int]]:
+    """Return the tokens of each request that runs alone, without planning ahead."""
+    return [token_ids(run_all(recurrent_engine(architecture), [request])[0]) for request in requests()[:7]]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "mamba"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"ahead": True}, id="ahead"),
+        pytest.param({"behind": True, "num_blocks": 40}, id="behind, preempted"),
+        pytest.param({"ahead": True, "replay": True}, id="replayed"),
+        pytest.param({"speculative": SPECULATIVE}, id="drafts"),
+    ],
+)
+def test_recurrent_models(architecture: str, config: dict[str, Any]) -> None:
+    """A state that has advanced past a token that is taken back starts again from a checkpoint."""
+    engine = recurrent_engine(architecture, **config)
+    assert [token_ids(one) for one in run_all(engine, requests()[:7])] == recurrent_outputs(architecture)
     assert engine.stats.num_used_blocks == 0

@@ -328,6 +328,8 @@ class HostSampled(SamplingParams):
 class _AnyText:
     """Placeholder for a grammar."""
 
+    begins_free = False
+
     def matcher(self) -> Any:
         raise NotImplementedError
 

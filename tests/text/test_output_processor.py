@@ -13,9 +13,11 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from metal_engine.output_phases import ReasoningPhase
 from metal_engine.request import Request, RequestOutput, TokenLogprobs, merge_outputs
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.text.output_processor import OutputProcessor, StopStrings
+from metal_engine.text.output_processor import OutputProcessor
+from metal_engine.text.stop_strings import StopStrings, StopStringsOutsideReasoning
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.tokenizers import chat_tokenizer
 from tools.fixtures.fake_engine import EOS, byte_ids, byte_tokens, tiny_tokenizer
@@ -384,3 +386,29 @@ def test_where_tokens_end(
             merged.append(output)
     assert [end for output in merged for end in output.token_ends] == expected
     assert [entry.token_id for output in merged for entry in output.text_logprobs or ()] == told
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize(
+    ("text", "begins_inside", "shown", "found"),
+    [
+        ("STOP</r>a STOP b", True, "STOP</r>a ", "STOP"),
+        ("a<r>STOP</r> STO<r>P</r>", False, None, None),
+        ("a<r>STOP</r>STOP", False, "a<r>STOP</r>", "STOP"),
+        ("ST<r>OP</r>OP", False, None, None),
+        ("STOP<r>", False, "", "STOP"),
+        ("no end STOP", True, None, None),
+    ],
+)
+def test_stop_strings_have_no_effect_within_reasoning(
+    text: str, begins_inside: bool, shown: str | None, found: str | None, step: int
+) -> None:
+    stops = StopStringsOutsideReasoning(("STOP",), ReasoningPhase("<r>", "</r>", begins_inside))
+    result = ""
+    for i in range(0, len(text), step):
+        more, stop = stops.add(text[i : i + step])
+        result += more
+        if stop is not None:
+            break
+    assert stop == found
+    assert result + (stops.flush() if stop is None else "") == (text if shown is None else shown)

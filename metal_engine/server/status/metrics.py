@@ -152,6 +152,8 @@ class _EngineReader:
         yield self._counter(
             "late_masks", "Rows computed again because their grammar masks were late.", metrics.num_late_masks
         )
+        help_ = "Tool calls whose grammars failed, so that their text was not constrained."
+        yield self._counter("unconstrained_calls", help_, metrics.num_unconstrained_calls)
         if self._engine.config.scheduler.async_scheduling:
             help_ = "Steps by planning time: during the previous step (ahead), or after its end."
             yield self._by_label("steps", help_, "planned", dict(metrics.num_steps))

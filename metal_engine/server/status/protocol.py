@@ -70,6 +70,7 @@ class Health(BaseModel):
     replay: str
     preemptions: int
     failed_steps: int
+    unconstrained_calls: int
     num_unknown_parameters: int
     unknown_parameters: dict[str, int]
     kv_transfer: dict[str, int] | None = None
@@ -96,6 +97,7 @@ class ModelHealth(BaseModel):
     kv_cache_dtype: str | None = None
     preemptions: int = 0
     failed_steps: int = 0
+    unconstrained_calls: int = 0
     error: str | None = None
 
 
@@ -112,6 +114,7 @@ class RegistryHealth(BaseModel):
     kv_cache_usage: float
     preemptions: int
     failed_steps: int
+    unconstrained_calls: int
     num_unknown_parameters: int
     unknown_parameters: dict[str, int]
     memory_bytes: int

@@ -88,6 +88,7 @@ def registry_health(
         kv_cache_usage=max((one.kv_cache_usage for one in healths), default=0.0),
         preemptions=sum(one.preemptions for one in healths),
         failed_steps=sum(one.failed_steps for one in healths),
+        unconstrained_calls=sum(one.unconstrained_calls for one in healths),
         num_unknown_parameters=sum(unknown.values()),
         unknown_parameters=unknown if shows_parameters else {},
         memory_bytes=models.registry.memory_bytes,
@@ -112,6 +113,7 @@ def _health(entry: ModelEntry) -> ModelHealth:
     health.running, health.waiting, health.preemptions = stats.num_running, engine.num_waiting, stats.num_preemptions
     health.kv_cache_usage = stats.num_used_blocks / stats.num_blocks
     health.failed_steps, health.attention = engine.metrics.num_failed_steps, engine.config.attention
+    health.unconstrained_calls = engine.metrics.num_unconstrained_calls
     health.kv_cache_dtype = engine.config.model.kv_dtype
     if entry.failure is not None:
         health.error = f"its engine has stopped: {entry.failure!r}"

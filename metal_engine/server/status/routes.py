@@ -129,6 +129,7 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, shows_parameters: bool
         replay=_replay(served),
         preemptions=stats.num_preemptions,
         failed_steps=engine.metrics.num_failed_steps,
+        unconstrained_calls=engine.metrics.num_unconstrained_calls,
         num_unknown_parameters=sum(unknown.values()),
         unknown_parameters=unknown if shows_parameters else {},
         kv_transfer=None if (kv := engine.metrics.kv_transfer) is None else kv.as_dict(),

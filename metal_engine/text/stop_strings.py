@@ -1,0 +1,140 @@
+"""Finds stop strings in the text of outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from metal_engine.output_phases import ReasoningPhase
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    """Node of an Aho-Corasick automaton: a prefix of one or more stop strings.
+
+    Attributes:
+        depth: length of the prefix.
+        longer: prefixes that are one character longer, keyed by their last character.
+        shorter: longest proper suffix of this prefix that is also a prefix of a stop string; None for the root.
+        stop: longest stop string that this prefix ends with, if there is one.
+    """
+
+    depth: int
+    longer: dict[str, _Node] = field(default_factory=dict)
+    shorter: _Node | None = None
+    stop: str | None = None
+
+    def after(self, ch: str) -> _Node:
+        """Return the longest prefix that the text ends with after ``ch`` is appended."""
+        node = self
+        while ch not in node.longer:
+            if node.shorter is None:
+                return node
+            node = node.shorter
+        return node.longer[ch]
+
+
+@lru_cache(maxsize=4)  # all outputs of a request share an automaton, which takes up to 5 MiB
+def _automaton(stops: tuple[str, ...]) -> _Node:
+    """Return the root of an Aho-Corasick automaton.
+
+    Time and memory are linear in the characters of the stop strings.
+    """
+    root = _Node(0)
+    for stop in stops:
+        node = root
+        for ch in stop:
+            node = node.longer.setdefault(ch, _Node(node.depth + 1))
+        node.stop = stop
+    nodes = list(root.longer.values())
+    for node in nodes:
+        node.shorter = root
+    for node in nodes:  # shorter prefixes first: the loop appends the longer prefixes
+        for ch, longer in node.longer.items():
+            assert node.shorter is not None
+            longer.shorter = node.shorter.after(ch)
+            longer.stop = longer.stop or longer.shorter.stop
+            nodes.append(longer)
+    return root
+
+
+class StopStrings:
+    """Finds stop strings in text that arrives in pieces. Holds back text that may be the start of a stop string.
+
+    Each character costs constant time, regardless of the number and length of the stop strings.
+
+    Args:
+        stop: stop strings.
+        include: True if the text shown includes the stop string.
+    """
+
+    def __init__(self, stop: tuple[str, ...], *, include: bool = False) -> None:
+        self._root = self._node = _automaton(stop) if stop else None
+        self._include = include
+        self._held = ""
+
+    def add(self, text: str, *, is_active: bool = True) -> tuple[str, str | None]:
+        """Append new text. Return the text that may be shown, and the stop string if one is complete.
+
+        The stop string that is complete first wins. Among stop strings that end at the same character, the longest
+        wins. The result therefore does not depend on the pieces of the text. The text shown ends before the stop
+        string, unless ``include`` is set.
+
+        Args:
+            is_active: False to show the text without looking for stop strings.
+        """
+        node = self._node
+        if node is None or not is_active:
+            return text, None
+        if not node.depth and node.longer.keys().isdisjoint(text):  # fast path: no stop string starts in this text
+            return text, None
+        for i, ch in enumerate(text):
+            node = node.after(ch)
+            if node.stop is not None:
+                shown = self._held + text[: i + 1]
+                self._held = ""
+                return shown if self._include else shown[: -len(node.stop)], node.stop
+        self._node = node
+        text = self._held + text
+        end = len(text) - node.depth
+        self._held = text[end:]
+        return text[:end], None
+
+    def flush(self) -> str:
+        """Return the text that was held back. Call it after the last piece of text."""
+        held, self._held = self._held, ""
+        self._node = self._root
+        return held
+
+
+class StopStringsOutsideReasoning(StopStrings):
+    """Finds stop strings in text with reasoning between marks. Within the reasoning, they have no effect.
+
+    Args:
+        stop: stop strings.
+        reasoning: marks of the reasoning.
+        include: True if the text shown includes the stop string.
+    """
+
+    def __init__(self, stop: tuple[str, ...], reasoning: ReasoningPhase, *, include: bool = False) -> None:
+        super().__init__(stop, include=include)
+        self._reasoning = reasoning
+        self._is_inside = reasoning.begins_inside
+        self._tail = ""  # end of the text so far, which may be the beginning of a mark
+
+    def add(self, text: str, *, is_active: bool = True) -> tuple[str, str | None]:
+        shown = ""
+        while text:
+            mark = self._reasoning.end if self._is_inside else self._reasoning.start
+            at = (self._tail + text).find(mark)
+            end = len(text) if at < 0 else at + len(mark) - len(self._tail)
+            part, text = text[:end], text[end:]
+            more, found = super().add(part, is_active=is_active and not self._is_inside)
+            shown += more
+            if found is not None:
+                return shown, found
+            self._tail = (self._tail + part)[-len(mark) + 1 :] if at < 0 and len(mark) > 1 else ""
+            if at >= 0:
+                self._is_inside = not self._is_inside
+                shown += self.flush() if self._is_inside else ""
+        return shown, None
