@@ -18,7 +18,8 @@ import pytest
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.pooling_params import PoolingParams
-from metal_engine.server.embeddings.pooling import embed
+from metal_engine.request import RequestOptions
+from metal_engine.server.embeddings.pooling import PoolingRequest, embed
 from metal_engine.server.generation.admission import Admission
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
@@ -258,7 +259,7 @@ def test_the_function_others_call_takes_texts_and_tokens() -> None:
     workers = Workers()
     served = ServedModel(engine, ("m",), ParameterPolicy(), AnswerFormat(), Admission(engine, 0, 0, 0.0), workers)
     try:
-        found = asyncio.run(embed(served, ["A fox", [1, 2, 3]], num_bytes=20))
+        found = asyncio.run(embed(PoolingRequest(served, 20, RequestOptions()), ["A fox", [1, 2, 3]]))
     finally:
         workers.close()
         engine.shutdown()
