@@ -102,8 +102,8 @@ class EngineCore:
             seed=seed,
             eos_token_ids=self._eos_token_ids,
             options=options,
-            # Hashes with another salt would let the request share blocks that it must not share.
-            block_hashes=list(prepared.block_hashes) if prepared.cache_salt == options.cache_salt else [],
+            cache_salt=prepared.cache_salt,
+            block_hashes=list(prepared.block_hashes),
             needs_prompt_rows=params.prompt_logprobs is not None,
             num_lasting_tokens=prepared.num_lasting_tokens,
             num_instruction_tokens=prepared.num_instruction_tokens,

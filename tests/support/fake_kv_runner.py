@@ -465,6 +465,7 @@ class SchedulerHarness:
         stop_after: int | None = None,
         ignore_eos: bool = False,
         options: RequestOptions | None = None,
+        cache_salt: str = "",
         needs_prompt_rows: bool = False,
         needs_token_on_host: bool = False,
         pooling_type: str | None = None,
@@ -493,6 +494,7 @@ class SchedulerHarness:
             rules=_GRAMMAR if needs_token_on_host else NO_RULES,
             eos_token_ids=eos,
             options=options or RequestOptions(),
+            cache_salt=cache_salt,
             needs_prompt_rows=needs_prompt_rows,
             pooling_params=None if pooling_type is None else PoolingParams(pooling_type=pooling_type),
         )

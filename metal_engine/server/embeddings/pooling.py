@@ -42,11 +42,13 @@ class PoolingRequest:
         served: model that the request names.
         num_bytes: size of the request body in bytes.
         options: options for the engine.
+        cache_salt: see :attr:`PreparedRequest.cache_salt`.
     """
 
     served: ServedModel
     num_bytes: int
     options: RequestOptions
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,9 @@ async def pooling_request(served: ServedModel, request: Request, body: RequestMo
     """
     num_bytes = len(await request.body())
     await served.workers.run_if_large(num_bytes, served.parameters.check, body)
-    options = RequestOptions()
-    if isinstance(body, PoolingBody):
-        options = RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")
-    return PoolingRequest(served, num_bytes, options)
+    if not isinstance(body, PoolingBody):
+        return PoolingRequest(served, num_bytes, RequestOptions())
+    return PoolingRequest(served, num_bytes, RequestOptions(priority=body.priority or 0), body.cache_salt or "")
 
 
 async def embed(
@@ -170,7 +171,7 @@ def _prepared(pooling: PoolingRequest, task: PoolingTask) -> list[PreparedReques
         if num_tokens > MAX_PROMPT_TOKENS:
             raise invalid(f" has {num_tokens} tokens, but the limit is {MAX_PROMPT_TOKENS}", where=field)
         _check_num_values(served, task, params, len(prompts))
-        return engine.preparer.prepare_pooling(prompts, params, pooling.options.cache_salt, served.adapter)
+        return engine.preparer.prepare_pooling(prompts, params, pooling.cache_salt, served.adapter)
     except ParameterError as error:
         if error.name == "prompt":
             raise invalid(f" {error.message}", where=field) from error

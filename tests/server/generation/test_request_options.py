@@ -59,11 +59,11 @@ def test_wrong_types_are_refused(served: Served, field: str) -> None:
 def test_priority_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(config=fake_config(scheduling_policy="priority")) as served:
         scheduler = served.core.scheduler
-        seen: list[RequestOptions] = []
+        seen: list[tuple[RequestOptions, str]] = []
         add = scheduler.add_request
-        monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append(r.options)))
+        monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append((r.options, r.cache_salt))))
         served.client().completions.create(model=MODEL, prompt="a", extra_body={"priority": -7, "cache_salt": "s"})
-        assert seen == [RequestOptions(priority=-7, cache_salt="s")]
+        assert seen == [(RequestOptions(priority=-7), "s")]
 
 
 @pytest.mark.parametrize(
