@@ -173,8 +173,7 @@ class EngineThread:
         finally:
             self._ready.set()
         core = self._engine.core
-        if core.ranks is not None:
-            core.ranks.on_rank_lost(self._lose)
+        core.on_rank_lost(self._lose)
         message = "the engine was shut down"
         try:
             self._loop(core)

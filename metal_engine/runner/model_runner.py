@@ -25,7 +25,7 @@ from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import DecodeForward, DecodeOutcome, Drafting, ModelOutput, SchedulerOutput
+from metal_engine.step import DecodeForward, DecodeOutcome, Drafting, ModelOutput, RunnerLostError, SchedulerOutput
 
 
 class ModelRunner:
@@ -137,6 +137,9 @@ class ModelRunner:
     def replay_refusal(self) -> str | None:
         """See :class:`metal_engine.step.Runner`."""
         return None if self.replay is None else self.replay.refusal
+
+    def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
+        """Ignore the callback. Only :class:`metal_engine.distributed.leader.LeaderRunner` calls it."""
 
     def _build_step(self, plan: SchedulerOutput, before: PoolSnapshot) -> tuple[PendingStep, mx.array | None]:
         """Build a step's graph on the current cache.

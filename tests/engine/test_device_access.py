@@ -53,7 +53,6 @@ class BusyCore:
 
     alone = threading.Lock()
     overlaps = 0
-    ranks = None
 
     @property
     def core(self) -> Any:
@@ -77,6 +76,9 @@ class BusyCore:
         threading.Event().wait(0.003)
         self.alone.release()
         return []
+
+    def on_rank_lost(self, callback: object) -> None:
+        pass
 
     def flush_frames(self) -> bool:
         return False

@@ -25,7 +25,14 @@ from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import UNKNOWN_DRAFT, Drafting, KVConnectorMetadata, ModelOutput, SchedulerOutput
+from metal_engine.step import (
+    UNKNOWN_DRAFT,
+    Drafting,
+    KVConnectorMetadata,
+    ModelOutput,
+    RunnerLostError,
+    SchedulerOutput,
+)
 from tests.support.fake_kv_transfer import FakeTransfer
 from tests.support.scheduling_checks import (
     check_drafts,
@@ -146,6 +153,9 @@ class FakeKVRunner:
     @property
     def replay_refusal(self) -> None:
         """None: replay is not refused."""
+
+    def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
+        """Ignore the callback, because the engine has one rank."""
 
     def close(self) -> None:
         """Do nothing: no resource here belongs to a thread."""

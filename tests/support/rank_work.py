@@ -42,7 +42,7 @@ def _run(case: RankCase, group: RankGroup) -> Any:
     if case.refused is not None:
         _refuse(runner, case.refused)
     leader = group.lead(runner, 600)
-    result = run_case(case, leader, leader)
+    result = run_case(case, leader)
     for link in group._links:
         link.send(Kind.FIGURES)  # marks the end of this case
     return {**result, "memory": group.exchange("memory", memory.held())}
