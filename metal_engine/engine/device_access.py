@@ -1,4 +1,4 @@
-"""Access of a model to the device: a lock that models hold in turn, and a reserved part of the memory."""
+"""Access of a model to the device: a lock that one model holds at a time, and a reserved part of the memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class FairDeviceLock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_taken = False
-        self._waiting: deque[threading.Lock] = deque()  # one held lock per waiting thread, released when its turn comes
+        self._waiting: deque[threading.Lock] = deque()  # one held lock per waiting thread, released to resume it
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Return a context manager that holds exclusive use of the device."""
         with self._lock:
             own = threading.Lock() if self._is_taken else None
@@ -47,14 +47,14 @@ class FairDeviceLock:
 
     def run(self, step: Callable[[], T]) -> T:
         """Call ``step`` while holding the device. Return its result."""
-        with self.turn():
+        with self.hold():
             return step()
 
 
 class DeviceAccess(Protocol):
     """Interface through which a model uses the device while it is being loaded. Called in the model's thread."""
 
-    def turn(self) -> AbstractContextManager[None]:
+    def hold_device(self) -> AbstractContextManager[None]:
         """Return a context manager that holds exclusive use of the device. Do not call :meth:`claim` inside it."""
 
     def limited(self, device: DeviceInfo) -> DeviceInfo:
@@ -89,7 +89,7 @@ class DeviceAccess(Protocol):
 class ExclusiveDeviceAccess:
     """Device access of the only model of a process."""
 
-    def turn(self) -> AbstractContextManager[None]:
+    def hold_device(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def limited(self, device: DeviceInfo) -> DeviceInfo:

@@ -184,7 +184,7 @@ class EngineThread:
         try:
             # Close before clients are notified, because the notification may end the process. Closing holds the device,
             # because another model's memory may be being measured.
-            with nullcontext() if self._device_lock is None else self._device_lock.turn():
+            with nullcontext() if self._device_lock is None else self._device_lock.hold():
                 self._engine.close()
         finally:
             self._fail_everything(core, message)

@@ -44,9 +44,9 @@ class RegistryDeviceAccess:
         self._loop = loop
         self.signature: object = None
 
-    def turn(self) -> AbstractContextManager[None]:
+    def hold_device(self) -> AbstractContextManager[None]:
         self._registry.check_wanted(self._load)
-        return self._registry.device_lock.turn()
+        return self._registry.device_lock.hold()
 
     def limited(self, device: DeviceInfo) -> DeviceInfo:
         return replace(device, memory_bytes=self._registry.memory_bytes)

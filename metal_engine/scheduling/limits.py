@@ -120,7 +120,7 @@ class PrefillAllocator:
 
     Args:
         step: budget left by decodes. Allotted tokens are subtracted from it.
-        prefills: running requests with more than one token left to compute, for :meth:`take_turns`.
+        prefills: running requests with more than one token left to compute, for :meth:`add_running`.
         room: returns how many tokens of a request may follow a number of computed tokens in one chunk.
         take_at_once: plans a whole prompt if no prefill slot is free. Returns how many of its tokens to compute in this
             step.
@@ -152,7 +152,7 @@ class PrefillAllocator:
         self._left_out = sorted(prefills, key=lambda r: (r.last_step, r.arrival))
         self.num_long = sum(is_long(num_remaining(r, config), config) for r in prefills)
 
-    def take_turns(self) -> None:
+    def add_running(self) -> None:
         """Add the running prefills whose minimum allotment fits, the longest waiting first."""
         left_out, self._left_out = self._left_out, []
         for request in left_out:
@@ -237,10 +237,10 @@ class PrefillAllocator:
         self._unfinished.sort(key=self._missing)  # smallest need first, so that later requests get the unused tokens
         served = self._unfinished
         while served and self.step.tokens:
-            in_turn, served = served, []
-            for i, request in enumerate(in_turn):
-                num_asking = sum(r.needs_prompt_rows for r in in_turn[i:])
-                extra = self._extra(request, len(in_turn) - i, num_asking)
+            candidates, served = served, []
+            for i, request in enumerate(candidates):
+                num_asking = sum(r.needs_prompt_rows for r in candidates[i:])
+                extra = self._extra(request, len(candidates) - i, num_asking)
                 if extra:
                     self._give(request, extra)
                     served.append(request)

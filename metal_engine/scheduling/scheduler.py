@@ -129,7 +129,7 @@ class Scheduler:
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
         if not pool_is_full and prefills.should_admit_first(self._last_admission):
             self._fill_slots(plan, prefills, at_most=1)
-        prefills.take_turns()
+        prefills.add_running()
         if not pool_is_full:
             self._fill_slots(plan, prefills)
         prefills.spread()

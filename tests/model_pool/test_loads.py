@@ -252,14 +252,14 @@ def test_a_model_that_could_not_be_loaded_is_not_read_again_at_once(monkeypatch:
     run_with_fakes(test)
 
 
-def test_memory_is_given_back_in_a_turn_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_back_while_the_device_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is released while holding the device. It must not change while another model's step is measured."""
 
     async def test(made: RegistryOfFakes) -> None:
         await made.ask("a", [1])
         closed: list[bool] = []
         monkeypatch.setattr(made.models["a"].runners[-1], "close", lambda: closed.append(True))
-        with made.registry.device_lock.turn():
+        with made.registry.device_lock.hold():
             unloading = asyncio.ensure_future(made.registry.unload(made["a"]))
             await asyncio.wait([unloading], timeout=0.1)
             assert made["a"].state is ModelState.UNLOADING and not closed

@@ -69,23 +69,23 @@ class FakeModel:
         """Return a source whose file identity is ``problem``."""
         return ModelSource(self.start, lambda: self.problem)
 
-    def start(self, share: DeviceAccess, turns: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
+    def start(self, access: DeviceAccess, device_lock: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
         def build() -> SteppedEngine:
             self.began.set()
-            with share.turn():
+            with access.hold_device():
                 pass
-            share.claim(self.num_bytes)
+            access.claim(self.num_bytes)
             while not self.gate.wait(0.005):
-                with share.turn():
+                with access.hold_device():
                     pass
             if self.problem is not None:
                 raise ModelLoadError(self.problem)
-            share.settle(self.config)
+            access.settle(self.config)
             runner = FakeRunner(self.config.cache.block_size, salted(self.salt), self.step_time)
             self.runners.append(runner)
             return SteppedEngine(self.config, runner, TOKENIZER)
 
-        engine = AsyncEngine(build, turns, threads)
+        engine = AsyncEngine(build, device_lock, threads)
         engine.start()
         return LoadedEngine(engine, AnswerFormat())
 
