@@ -103,7 +103,7 @@ class ModelEntry:
 
     Attributes:
         name: name under which the model was registered. Additional names may refer to the same entry.
-        running: engine and response format while the model is loaded.
+        loaded_engine: engine and response format while the model is loaded.
         num_bytes: device memory reserved for the model so far, in bytes.
         step_bytes: part of ``num_bytes`` that the model's largest step takes.
         num_leases: number of requests that use the model.
@@ -127,7 +127,7 @@ class ModelEntry:
     name: str
     source: ModelSource
     state: ModelState = ModelState.UNLOADED
-    running: LoadedEngine | None = None
+    loaded_engine: LoadedEngine | None = None
     num_bytes: int = 0
     step_bytes: int = 0
     num_leases: int = 0
@@ -160,7 +160,7 @@ class ModelEntry:
     @property
     def failure(self) -> BaseException | None:
         """Error that ended the engine; None while the engine runs, or if the model is not loaded."""
-        return None if self.running is None else self.running.engine.error
+        return None if self.loaded_engine is None else self.loaded_engine.engine.error
 
     def touch(self) -> None:
         """Update the event behind :meth:`becomes_idle`."""

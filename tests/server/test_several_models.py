@@ -266,8 +266,8 @@ def test_requests_that_wait_for_a_model_are_told_of_the_end() -> None:
 def test_a_model_whose_engine_dies_is_made_anew_and_others_go_on(several: SeveralFakes) -> None:
     for name in ("b", "c"):
         several.check(name, "x")
-    running = several.served.registry.find("b").running  # type: ignore[union-attr]
-    core: Any = running.engine._engine.core  # type: ignore[union-attr]
+    loaded_engine = several.served.registry.find("b").loaded_engine  # type: ignore[union-attr]
+    core: Any = loaded_engine.engine._engine.core  # type: ignore[union-attr]
     core.scheduler.schedule = core.scheduler.check_integrity = lambda: 1 / 0
     answer = several.complete("b", "x")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")

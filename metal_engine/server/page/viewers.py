@@ -173,7 +173,7 @@ class ViewerRegistry:
         self._models = models
         self._viewers: dict[AsyncEngine, Viewers] = {}
         if isinstance(models, MultiModel):
-            models.registry.at_unload.append(self._unloaded)
+            models.registry.at_unload.append(self._close_viewers)
 
     def of(self, model: str | None) -> Viewers:
         """Return the viewers of a model. Without a name, the first loaded model is used.
@@ -194,7 +194,7 @@ class ViewerRegistry:
         for viewers in self._viewers.values():
             viewers.close()
 
-    def _unloaded(self, running: LoadedEngine) -> None:
-        viewers = self._viewers.pop(running.engine, None)
+    def _close_viewers(self, loaded: LoadedEngine) -> None:
+        viewers = self._viewers.pop(loaded.engine, None)
         if viewers is not None:
             viewers.close()
