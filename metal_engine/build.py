@@ -70,7 +70,7 @@ def build_engine(args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE) -> Built
         import mlx_lm.utils  # noqa: F401
 
     from metal_engine.device.compiled import keep_kernels_private
-    from metal_engine.device.streams import end_streams_of_thread, settle_streams
+    from metal_engine.device.streams import drain_streams, end_streams_of_thread
     from metal_engine.distributed.ranks import starting_ranks
 
     keep_kernels_private()
@@ -81,7 +81,7 @@ def build_engine(args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE) -> Built
         if access is WHOLE_DEVICE:
             end_streams_of_thread()
         else:  # the thread continues with another model
-            settle_streams()
+            drain_streams()
         raise
 
 
@@ -170,7 +170,7 @@ def _assemble(
     access.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
     config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.facts)
-    limit_device_memory(config, *access.settle(config))
+    limit_device_memory(config, *access.record_step_bytes(config))
     scheduler_side, runner_side = None, None
     if transfer is not None:
         from metal_engine.kv_transfer.connect import connect_kv

@@ -82,7 +82,7 @@ class DeviceAccess(Protocol):
             ModelLoadError: the load was cancelled.
         """
 
-    def settle(self, config: EngineConfig) -> tuple[int, int]:
+    def record_step_bytes(self, config: EngineConfig) -> tuple[int, int]:
         """Record the model's step size. Return the memory of all models and the largest step of any model, in bytes."""
 
 
@@ -104,7 +104,7 @@ class ExclusiveDeviceAccess:
     def claim(self, num_bytes: int, loading_bytes: int = 0, step_bytes: int | None = 0) -> None:
         pass
 
-    def settle(self, config: EngineConfig) -> tuple[int, int]:
+    def record_step_bytes(self, config: EngineConfig) -> tuple[int, int]:
         return config.peak_bytes, config.step_bytes
 
 

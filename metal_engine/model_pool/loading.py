@@ -71,8 +71,8 @@ class RegistryDeviceAccess:
                 if self._registry.is_closed:  # the event loop has ended
                     raise ModelLoadError(f"the load of {self._load.entry.name} was cancelled") from None
 
-    def settle(self, config: EngineConfig) -> tuple[int, int]:
-        return self._registry.settle(self._load.entry, config.step_bytes)
+    def record_step_bytes(self, config: EngineConfig) -> tuple[int, int]:
+        return self._registry.record_step_bytes(self._load.entry, config.step_bytes)
 
 
 def load_in_thread(

@@ -300,8 +300,8 @@ class ModelRegistry:
             load.was_given_up = True
             raise LoadCancelledError(_unwanted(load.entry))
 
-    def settle(self, entry: ModelEntry, step_bytes: int) -> tuple[int, int]:
-        """Record the size of a model's largest step and return the totals, as :meth:`DeviceAccess.settle` does.
+    def record_step_bytes(self, entry: ModelEntry, step_bytes: int) -> tuple[int, int]:
+        """Record the size of a model's largest step. Return the totals, as :meth:`DeviceAccess.record_step_bytes` does.
 
         Called in the model's thread, while no other model is loaded or given memory.
         """

@@ -223,7 +223,7 @@ class RequestStates:
         held = self._held.get(request.request_id)
         if held is None:
             return
-        assert not held.has_drafts, f"{request.request_id} is planned again before its drafts are settled"
+        assert not held.has_drafts, f"{request.request_id} is planned again before the result of its drafts is recorded"
         held.is_recomputing = (
             held.is_rejected or held.is_recomputing
         ) and request.num_tokens > request.num_computed_tokens + 1
@@ -280,7 +280,7 @@ class RequestStates:
             return True
         return held.is_written and (num_spare > 0 or held.before not in (None, *(slot for _, slot in held.unpublished)))
 
-    def settle_drafts(self, request: Request, *, is_rejected: bool) -> None:
+    def record_draft_result(self, request: Request, *, is_rejected: bool) -> None:
         """Record the result of a running request's drafts. ``is_rejected``: at least one draft was rejected."""
         held = self._held.get(request.request_id)
         if held is not None:

@@ -118,4 +118,4 @@ def test_a_single_model_takes_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve() as served:
         answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 8})
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
-        served.settle()
+        served.wait_until_idle()

@@ -26,7 +26,7 @@ def several() -> Iterator[SeveralFakes]:
         yield made
         for one in models.values():
             one.gate.set()
-        made.settle()
+        made.wait_until_idle()
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -60,7 +60,7 @@ def test_every_api_picks_by_name(several: SeveralFakes) -> None:
         assert several.served.get(f"/tokenizer_info?model={name}").json()["eos_token"] == "<|im_end|>"
         rerank = {"model": name, "query": "a", "documents": ["b"]}
         assert "neither a reranker" in post("/v1/rerank", rerank).json()["error"]["message"]
-        several.settle()
+        several.wait_until_idle()
         assert several.served.states()[name] == "loaded"
     assert sorted(several.served.states().values()) == ["loaded", "loaded", "unloaded"]
 
@@ -156,12 +156,12 @@ def test_a_client_that_leaves_holds_no_model(several: SeveralFakes) -> None:
     model.gate.set()
     with httpx.stream("POST", several.served.url + "/v1/completions", json=body, timeout=DEADLINE) as stream:
         next(line for line in stream.iter_lines() if line.startswith("data: "))
-    several.settle()
+    several.wait_until_idle()
 
 
 def test_what_is_shown_of_them(several: SeveralFakes) -> None:
     several.check("b", "x")
-    several.settle()
+    several.wait_until_idle()
     cards = {one["id"]: one for one in several.served.get("/v1/models").json()["data"]}
     assert [one["loaded"] for one in cards.values()] == [False, True, False]
     assert cards["b"]["max_model_len"] == several.models["b"].config.scheduler.max_model_len

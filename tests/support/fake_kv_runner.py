@@ -232,7 +232,7 @@ class FakeKVRunner:
                 continue
             is_late = held.has_grammar and self.num_late > 0
             if held.drafts or (drafting is not None and request_id in drafting.token_ids):
-                output.num_accepted_tokens[request_id] = self._settle_drafts(request_id, none=is_late)
+                output.num_accepted_tokens[request_id] = self._verify_drafts(request_id, none=is_late)
             # Digest of all rows that are not void, as this step has written them.
             output.sampled_token_ids.append(_sampled(self._kv_digest(held, len(held.token_ids))))
             if len(self.states) > 1 and len(held.token_ids) < stop:  # the state has advanced too far
@@ -246,7 +246,7 @@ class FakeKVRunner:
         self.num_steps += 1
         return FakeStep(output)
 
-    def _settle_drafts(self, request_id: str, *, none: bool) -> int:
+    def _verify_drafts(self, request_id: str, *, none: bool) -> int:
         """Turn the drafts that equal the sampled tokens into tokens of the request. Return their number."""
         held = self.held[request_id]
         drafts, held.drafts = held.drafts, []
@@ -385,7 +385,7 @@ class SomeRightDrafts:
         self.num_wrong += num_wrong
         return right + [self._random.randrange(VOCAB_SIZE) for _ in range(num_wrong)]
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Do nothing: results are not counted."""
 
     def forget(self, request_id: str) -> None:

@@ -80,7 +80,7 @@ class FakeModel:
                     pass
             if self.problem is not None:
                 raise ModelLoadError(self.problem)
-            access.settle(self.config)
+            access.record_step_bytes(self.config)
             runner = FakeRunner(self.config.cache.block_size, salted(self.salt), self.step_time)
             self.runners.append(runner)
             return SteppedEngine(self.config, runner, TOKENIZER)
@@ -185,12 +185,12 @@ class SeveralFakes:
         assert answer.status_code == 200, answer.text
         assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == (name, self.text(name, prompt))
 
-    def settle(self) -> None:
-        def is_settled() -> bool:
+    def wait_until_idle(self) -> None:
+        def is_idle() -> bool:
             entries = self.served.registry.entries
             return all(not one.num_leases and one.load is None and one.unloading is None for one in entries)
 
-        wait_until(is_settled, "requests to end")
+        wait_until(is_idle, "requests to end")
 
 
 def events(text: str) -> list[Any]:

@@ -43,8 +43,8 @@ class DraftModelProposer:
         self._room -= num_indexed
         return drafts or [UNKNOWN_DRAFT] * num_tokens
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        self._predicted_texts.settled(request, num_drafts, num_accepted)
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self._predicted_texts.record_result(request, num_drafts, num_accepted)
 
     def forget(self, request_id: str) -> None:
         self._predicted_texts.forget(request_id)
@@ -131,7 +131,7 @@ class DraftCosts:
         num_steps = min(_CATCHING_UP_STEPS, request.max_tokens - request.num_output_tokens)
         return max(0, self.num_missing_tokens(request)) * self._token_seconds / max(1, num_steps)
 
-    def settled(self, request_id: str, num_tokens: int) -> None:
+    def record_num_tokens(self, request_id: str, num_tokens: int) -> None:
         """Record that a request has ``num_tokens`` tokens with its accepted drafts.
 
         The draft model's KV of later positions belongs to rejected drafts.

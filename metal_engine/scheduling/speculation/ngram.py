@@ -168,7 +168,7 @@ class PredictedTexts:
             self._followed.discard(request.request_id)
         return drafts, num_indexed
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Count accepted and rejected drafts of the last proposal if it came from a predicted text."""
         if request.request_id in self._followed:
             accepted, rejected = request.num_predicted_tokens
@@ -212,8 +212,8 @@ class NgramProposer:
             return []  # the remaining tokens of a long prompt are indexed in the next steps
         return index.propose(request.token_ids, num_tokens)
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        self._predicted_texts.settled(request, num_drafts, num_accepted)
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        self._predicted_texts.record_result(request, num_drafts, num_accepted)
 
     def forget(self, request_id: str) -> None:
         self._indexes.pop(request_id, None)

@@ -32,7 +32,7 @@ class Proposer(Protocol):
         If the draft model is to fill in the drafts, all returned tokens are :data:`UNKNOWN_DRAFT`.
         """
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Record the result of the last proposal, of which the first ``num_drafts`` tokens were tried."""
 
     def forget(self, request_id: str) -> None:
@@ -189,12 +189,12 @@ class Proposals:
         if index < request.num_tokens:
             self.acceptance.tried(request.request_id, 1, int(request.token_ids[index] == draft))
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Update acceptance and costs with the result of tried drafts."""
         self.acceptance.tried(request.request_id, num_drafts, num_accepted)
         if self._costs is not None:
-            self._costs.settled(request.request_id, request.num_tokens + num_accepted)
-        self._proposer.settled(request, num_drafts, num_accepted)
+            self._costs.record_num_tokens(request.request_id, request.num_tokens + num_accepted)
+        self._proposer.record_result(request, num_drafts, num_accepted)
 
     def admitted(self, request_id: str) -> None:
         """Reset the draft model's progress with a newly admitted or resumed request: its KV may be gone."""

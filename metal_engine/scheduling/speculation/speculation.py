@@ -303,7 +303,7 @@ class Speculation:
 
     # --- results ---
 
-    def settle(
+    def process_results(
         self, plan: SchedulerOutput, model_output: ModelOutput, requests: Mapping[str, Request]
     ) -> dict[str, list[int]]:
         """Roll back rejected drafts: their rows are recomputed for other tokens.
@@ -331,7 +331,7 @@ class Speculation:
             before = request.num_draft_tokens
             request.num_draft_tokens = before[0] + len(drafts), before[1] + num_accepted
             if request_id not in model_output.late_req_ids and request_id not in model_output.errors:
-                self._proposals.settled(request, len(drafts), num_accepted)
+                self._proposals.record_result(request, len(drafts), num_accepted)
         return accepted
 
     def _end_step(self, plan: SchedulerOutput, output: ModelOutput, requests: Mapping[str, Request]) -> None:
@@ -352,7 +352,7 @@ class Speculation:
             return
         if num_rejected:
             request.num_computed_tokens -= num_rows
-        self._states.settle_drafts(request, is_rejected=num_rejected > 0)
+        self._states.record_draft_result(request, is_rejected=num_rejected > 0)
 
     def failed(self, plan: SchedulerOutput | None) -> None:
         """Void the drafts of a plan that has failed or will not run. None: the drafts of all steps in flight."""

@@ -48,7 +48,7 @@ def small() -> Iterator[Served]:
     with serve(config=fake_config(num_blocks=24, max_num_batched_tokens=32)) as served:
         yield served
         wait_for_nobody(served)
-        served.settle()
+        served.wait_until_idle()
 
 
 def complete(served: Served, prompt: str, max_tokens: int, n: int = 1) -> None:
