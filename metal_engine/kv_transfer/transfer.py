@@ -145,8 +145,8 @@ class KVTransfer:
         """
         nbytes = self.layout.nbytes
         state_bytes = 0 if self.state_layout is None else self.state_layout.nbytes
-        room = (self.config.max_load_bytes - state_bytes) // nbytes
-        wanted = list(hashes[: max(1, room)])
+        max_blocks = (self.config.max_load_bytes - state_bytes) // nbytes
+        wanted = list(hashes[: max(1, max_blocks)])
         ticket = LoadTicket(request_id, wanted, follow, num_reserved_bytes=len(wanted) * nbytes + state_bytes)
         ticket.prefix, ticket.min_state_blocks = list(prefix), min_state_blocks
         if not self._pause.is_over:
@@ -196,11 +196,11 @@ class KVTransfer:
     # --- for the engine thread: saves -----------------------------------------------------------------------
 
     def grant_saves(self, num_blocks: int) -> int:
-        """Return how many of these blocks the queue has room for now. The remaining blocks count as dropped."""
+        """Return how many of these blocks fit into the queue now. The remaining blocks count as dropped."""
         return self._save_queue.grant(num_blocks, self.layout)
 
     def grant_state_saves(self, num_states: int) -> int:
-        """Return how many of these recurrent states the queue has room for now, as :meth:`grant_saves` does."""
+        """Return how many of these recurrent states fit into the queue now, as :meth:`grant_saves` does."""
         return 0 if self.state_layout is None else self._save_queue.grant(num_states, self.state_layout)
 
     def save(self, hashes: Sequence[bytes], data: np.ndarray) -> None:

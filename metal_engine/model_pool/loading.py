@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.errors import (
+    InsufficientMemoryError,
     LoadCancelledError,
     ModelLoadError,
     ModelTooLargeError,
-    NoRoomError,
     clear_traceback_frames,
     one_line,
 )
@@ -96,7 +96,7 @@ def to_model_load_error(error: Exception) -> ModelLoadError:
     """Return a new ModelLoadError, or subclass, with an error's message. It has no traceback."""
     if isinstance(error, ModelTooLargeError):
         return ModelTooLargeError(str(error), error.missing_bytes)
-    for kind in (NoRoomError, LoadCancelledError):
+    for kind in (InsufficientMemoryError, LoadCancelledError):
         if isinstance(error, kind):
             return kind(str(error))
     return ModelLoadError(one_line(error, 1000))

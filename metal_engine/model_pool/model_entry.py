@@ -73,7 +73,7 @@ class Load:
         num_waiting: number of callers that await the load.
         is_cancelled: True if the model was unloaded in the meantime.
         was_given_up: True if the load ended early, because it was cancelled or its waiters have left.
-        lacks_room: True if the load's thread found that models in use have to be unloaded first.
+        lacks_memory: True if the load's thread found that models in use have to be unloaded first.
         victims: models in use that were closed for this load.
         is_due: True once the victims are unloaded. Then no other load may start before this load.
         asked_at: time of the request in seconds of ``time.monotonic``.
@@ -86,7 +86,7 @@ class Load:
     num_waiting: int = 0
     is_cancelled: bool = False
     was_given_up: bool = False
-    lacks_room: bool = False
+    lacks_memory: bool = False
     victims: tuple[ModelEntry, ...] = ()
     is_due: bool = False
     asked_at: float = field(default_factory=time.monotonic)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
-from metal_engine.errors import LoadCancelledError, NoRoomError, one_line
+from metal_engine.errors import InsufficientMemoryError, LoadCancelledError, one_line
 from metal_engine.model_pool.load_queue import LoadQueue
 from metal_engine.model_pool.loading import RegistryDeviceAccess, load_in_thread, to_model_load_error
 from metal_engine.model_pool.memory_budget import MemoryBudget
@@ -220,7 +220,7 @@ class ModelRegistry:
 
     async def _run(self, load: Load) -> None:
         """Run a load. Requeue the load if it has to wait for memory."""
-        load.lacks_room = load.was_given_up = False
+        load.lacks_memory = load.was_given_up = False
         error: Exception | None = None
         try:
             await self._load(load)
@@ -228,7 +228,7 @@ class ModelRegistry:
             error = problem
         self._loading = None
         # A cancelled load may have new waiters that came before its thread ended.
-        if error is not None and load.is_wanted and (load.lacks_room or load.was_given_up):
+        if error is not None and load.is_wanted and (load.lacks_memory or load.was_given_up):
             self._queue.add(load)
         else:
             self._finish(load, error)
@@ -246,7 +246,7 @@ class ModelRegistry:
             loaded = await asyncio.wrap_future(entry.starting)
         except Exception as error:
             entry.state, entry.num_bytes, entry.step_bytes, entry.starting = ModelState.UNLOADED, 0, 0, None
-            if not (load.is_cancelled or isinstance(error, NoRoomError | LoadCancelledError)):
+            if not (load.is_cancelled or isinstance(error, InsufficientMemoryError | LoadCancelledError)):
                 entry.error = one_line(error)
                 entry.failed = FailedLoad(
                     to_model_load_error(error), access.signature, time.monotonic() + RETRY_SECONDS
@@ -288,8 +288,8 @@ class ModelRegistry:
                 raise self.budget.out_of_memory_error(entry, num_bytes)
             victims = self.budget.victims(entry, num_bytes, also_used=False)
             if victims is None:
-                load.lacks_room = True
-                raise NoRoomError(f"{entry.name} has to wait for models in use")
+                load.lacks_memory = True
+                raise InsufficientMemoryError(f"{entry.name} has to wait for models in use")
             await asyncio.gather(*(self._close_and_wait(one) for one in victims))
         self.check_wanted(load)
         entry.num_bytes = num_bytes

@@ -10,7 +10,7 @@ State checkpoints are taken at block boundaries, where prefixes are cached:
 - after the last full block of the output while it is decoded. Each new checkpoint replaces the previous one, because
   the end of the output is unknown.
 
-Chunks are cut at these positions (:meth:`RequestStates.room`), because only the end of a chunk writes a state.
+Chunks are cut at these positions (:meth:`RequestStates.max_chunk_tokens`): only the end of a chunk writes a state.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class RequestStates:
         held = self._held.get(request.request_id)
         return held is None or position in held.stops or position % held.interval == 0
 
-    def room(self, request: Request, num_computed: int) -> int:
+    def max_chunk_tokens(self, request: Request, num_computed: int) -> int:
         """Return how many tokens may follow ``num_computed`` in one chunk: up to the next checkpoint position."""
         if not self._keeps_checkpoints:
             return request.num_tokens
@@ -308,7 +308,7 @@ class RequestStates:
         held = self._held.get(request.request_id)
         return held is not None and held.before is not None
 
-    def draft_room(self, request: Request, num_computed: int) -> int:
+    def max_drafts(self, request: Request, num_computed: int) -> int:
         """Return how many drafts may follow the first ``num_computed`` tokens, which are planned.
 
         If the request's last checkpoint is far back, the drafts may only fill the current block, so that the step ends

@@ -124,8 +124,8 @@ class Scheduler:
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work, prompt_rows)
         num_preemptions = self.num_preemptions
         partial = self._schedule_decodes(plan, budget)
-        rooms = self.states.room, self.states.take_at_once
-        prefills = PrefillAllocator(budget, partial, self.config, self.blocks.block_size, *rooms)
+        chunk_limits = self.states.max_chunk_tokens, self.states.take_at_once
+        prefills = PrefillAllocator(budget, partial, self.config, self.blocks.block_size, *chunk_limits)
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
         if not pool_is_full and prefills.should_admit_first(self._last_admission):
             self._fill_slots(plan, prefills, at_most=1)
@@ -175,7 +175,7 @@ class Scheduler:
         num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
         for _ in range(num_free if at_most is None else min(at_most, num_free)):
             candidate = self._next_candidate(prefills)
-            if candidate is None or not prefills.has_room(candidate.request, *candidate.extent):
+            if candidate is None or not prefills.fits_minimum(candidate.request, *candidate.extent):
                 break
             if not self._admit(plan, candidate):
                 break
@@ -188,8 +188,8 @@ class Scheduler:
         """
         while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
-            has_room = prefills.has_some_room if has_slot else prefills.fits
-            if not has_room(candidate.request, *candidate.extent) or not self._admit(plan, candidate):
+            fits = prefills.fits_any if has_slot else prefills.fits
+            if not fits(candidate.request, *candidate.extent) or not self._admit(plan, candidate):
                 break
             prefills.take(candidate.request, whole=not has_slot)
             prefills.spread()

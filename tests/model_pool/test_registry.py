@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.errors import ModelLoadError, ModelTooLargeError, NoRoomError
+from metal_engine.errors import InsufficientMemoryError, ModelLoadError, ModelTooLargeError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelState
 from metal_engine.model_pool.registry import RegistryClosedError
 from tests.support.registry import RegistryOfFakes, run_with_fakes, until
@@ -112,7 +112,7 @@ def test_where_none_is_to_go_none_goes() -> None:
     async def test(made: RegistryOfFakes) -> None:
         for name in "ab":
             await made.registry.load(made[name], may_evict=False)
-        with pytest.raises(NoRoomError):
+        with pytest.raises(InsufficientMemoryError):
             await made.registry.load(made["c"], may_evict=False)
         assert made.loaded == "ab" and made["c"].error is None
 

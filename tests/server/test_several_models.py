@@ -14,14 +14,14 @@ import pytest
 from metal_engine.model_pool.model_entry import ModelState
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import DEADLINE, wait_until
-from tests.support.several import ROOM_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
+from tests.support.several import MEMORY_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
 from tools.fixtures.fake_engine import byte_ids
 
 
 @pytest.fixture
 def several() -> Iterator[SeveralFakes]:
     models = {name: FakeModel(salt) for salt, name in enumerate(["org/a", "b", "c"])}
-    with serve_models({name: one.source for name, one in models.items()}, ROOM_FOR_TWO) as served:
+    with serve_models({name: one.source for name, one in models.items()}, MEMORY_FOR_TWO) as served:
         made = SeveralFakes(served, models)
         yield made
         for one in models.values():
@@ -127,7 +127,7 @@ def test_what_goes_wrong_in_such_a_stream_is_its_last_event(several: SeveralFake
 
 
 def test_what_never_fits(several: SeveralFakes) -> None:
-    several.models["c"].num_bytes = ROOM_FOR_TWO + 50
+    several.models["c"].num_bytes = MEMORY_FOR_TWO + 50
     answer = several.complete("c", "x")
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "model_too_large", "model")
@@ -140,7 +140,7 @@ def test_many_clients_and_room_for_two(several: SeveralFakes) -> None:
     def ask(i: int) -> None:
         several.check(names[i % 3], f"number {i}")
         taken = sum(one.num_bytes for one in several.served.registry.entries)
-        assert taken <= ROOM_FOR_TWO
+        assert taken <= MEMORY_FOR_TWO
 
     with ThreadPoolExecutor(12) as pool:
         for done in [pool.submit(ask, i) for i in range(60)]:
@@ -167,7 +167,7 @@ def test_what_is_shown_of_them(several: SeveralFakes) -> None:
     assert cards["b"]["max_model_len"] == several.models["b"].config.scheduler.max_model_len
     assert cards["b"]["memory_bytes"] == 100 and cards["c"]["max_model_len"] is None
     health = several.served.get("/health").json()
-    assert (health["status"], health["memory_bytes"], health["used_bytes"]) == ("ok", ROOM_FOR_TWO, 100)
+    assert (health["status"], health["memory_bytes"], health["used_bytes"]) == ("ok", MEMORY_FOR_TWO, 100)
     assert [one["state"] for one in health["models"]] == ["unloaded", "loaded", "unloaded"]
     assert [one.get("kv_cache_dtype") for one in health["models"]] == [
         None,

@@ -159,7 +159,7 @@ def serve_models(
         assert not thread.is_alive()
 
 
-ROOM_FOR_TWO = 200
+MEMORY_FOR_TWO = 200
 
 
 class SeveralFakes:

@@ -33,14 +33,14 @@ class DraftModelProposer:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._predicted_texts = PredictedTexts(config)
-        self._room = 0
+        self._index_budget = 0
 
     def begin_step(self) -> None:
-        self._room = TOKENS_PER_STEP
+        self._index_budget = TOKENS_PER_STEP
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
-        drafts, num_indexed = self._predicted_texts.propose(request, num_tokens, self._room)
-        self._room -= num_indexed
+        drafts, num_indexed = self._predicted_texts.propose(request, num_tokens, self._index_budget)
+        self._index_budget -= num_indexed
         return drafts or [UNKNOWN_DRAFT] * num_tokens
 
     def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:

@@ -151,8 +151,8 @@ class PredictedTexts:
         self._predicted_texts: dict[str, PredictedText] = {}
         self._followed: set[str] = set()  # requests whose last proposal came from their predicted text
 
-    def propose(self, request: Request, num_tokens: int, room: int) -> tuple[list[int], int]:
-        """Return drafts, and the number of places of the text that were indexed, at most ``room``."""
+    def propose(self, request: Request, num_tokens: int, max_indexed: int) -> tuple[list[int], int]:
+        """Return drafts, and the number of places of the text that were indexed, at most ``max_indexed``."""
         if not request.options.predicted_token_ids:
             return [], 0
         predicted = self._predicted_texts.get(request.request_id)
@@ -160,7 +160,7 @@ class PredictedTexts:
             text = request.options.predicted_token_ids
             predicted = PredictedText(text, self._config, request.num_prompt_tokens)
             self._predicted_texts[request.request_id] = predicted
-        num_indexed = predicted.index(room)
+        num_indexed = predicted.index(max_indexed)
         drafts = predicted.propose(request.token_ids, num_tokens)
         if drafts:
             self._followed.add(request.request_id)
@@ -189,14 +189,14 @@ class NgramProposer:
         self._config = config
         self._indexes: dict[str, NgramIndex] = {}
         self._predicted_texts = PredictedTexts(config)
-        self._room = 0
+        self._index_budget = 0
 
     def begin_step(self) -> None:
-        self._room = TOKENS_PER_STEP
+        self._index_budget = TOKENS_PER_STEP
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
-        drafts, num_indexed = self._predicted_texts.propose(request, num_tokens, self._room)
-        self._room -= num_indexed
+        drafts, num_indexed = self._predicted_texts.propose(request, num_tokens, self._index_budget)
+        self._index_budget -= num_indexed
         return drafts or self._repeated(request, num_tokens)
 
     def _repeated(self, request: Request, num_tokens: int) -> list[int]:
@@ -206,8 +206,8 @@ class NgramProposer:
             index = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max, request.num_tokens)
             self._indexes[request.request_id] = index
         num_missing = index.num_missing(request.token_ids)
-        index.extend(request.token_ids, self._room)
-        self._room -= min(num_missing, self._room)
+        index.extend(request.token_ids, self._index_budget)
+        self._index_budget -= min(num_missing, self._index_budget)
         if index.num_missing(request.token_ids):
             return []  # the remaining tokens of a long prompt are indexed in the next steps
         return index.propose(request.token_ids, num_tokens)

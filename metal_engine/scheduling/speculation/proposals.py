@@ -110,16 +110,16 @@ class Proposals:
             ):
                 self._compare(request)
                 (others if self.acceptance.of(request.request_id) < least else likely).append(request)
-        room = len(times) - 1
-        most = room if self._costs_are_known else min(room, 1)
+        num_rows_left = len(times) - 1
+        most = num_rows_left if self._costs_are_known else min(num_rows_left, 1)
         proposals: dict[Request, list[int]] = {}
         for request in self._by_acceptance(likely):
-            if len(proposals) >= most or room <= 0:
+            if len(proposals) >= most or num_rows_left <= 0:
                 others.append(request)
             elif drafts := self._drafts(request, self._most(request, request.num_output_placeholders - num_planned)):
                 proposals[request] = drafts
                 # The draft model catches up with a request first, so do not request more drafts than the step can have.
-                room -= len(drafts) if self._costs is not None else 0
+                num_rows_left -= len(drafts) if self._costs is not None else 0
         self._first += num_planned
         return proposals, others
 

@@ -102,11 +102,11 @@ def _reranker_prompts(
     prefix = tokenizer.encode(reranker.prefix, add_special_tokens=False)
     suffix = tokenizer.encode(reranker.suffix, add_special_tokens=False)
     limit = pairs.truncate_prompt_tokens
-    room = None
+    max_pair_tokens = None
     if limit is not None:
         longest = max_model_len if limit == -1 else limit
-        room = longest - len(prefix) - len(suffix)
-        if not (limit == -1 or 1 <= limit <= max_model_len) or room < 1:
+        max_pair_tokens = longest - len(prefix) - len(suffix)
+        if not (limit == -1 or 1 <= limit <= max_model_len) or max_pair_tokens < 1:
             problem = f" must leave room for a document, and be {max_model_len} at most"
             raise invalid(problem, where="truncate_prompt_tokens")
     instruction = pairs.instruction or reranker.instruction
@@ -115,7 +115,7 @@ def _reranker_prompts(
         pair = tokenizer.encode_filled(
             reranker.pair, {"instruction": instruction, "query": query, "document": document}
         )
-        prompts.append([*prefix, *pair[:room], *suffix])
+        prompts.append([*prefix, *pair[:max_pair_tokens], *suffix])
     return prompts
 
 

@@ -85,7 +85,7 @@ class Viewers:
     def __len__(self) -> int:
         return len(self._viewers)
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raise APIError, a 503, if the number of viewers is at its limit."""
         if len(self._viewers) >= MAX_VIEWERS:
             problem = f"{MAX_VIEWERS} viewers are connected already"
@@ -103,7 +103,7 @@ class Viewers:
         Ends after ``seconds``, if given, or after :meth:`close`.
         """
         try:
-            self.check_room()
+            self.check_capacity()
         except APIError as error:  # other clients took the last place in the meantime
             yield sse(error.body)
             return

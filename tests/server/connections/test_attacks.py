@@ -262,11 +262,11 @@ def test_too_few_descriptors() -> None:
 
 def test_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "open_file_limit", lambda wanted: min(wanted, 400))
-    room = 400 - RESERVED_DESCRIPTORS - ConnectionLimits.num_spare
-    assert limits.connection_limits(ServerArgs()).max_connections == room
-    assert limits.connection_limits(ServerArgs(max_connections=room)).max_connections == room
-    with pytest.raises(ConfigError, match=f"ulimit -n .* or lower max-connections to {room}"):
-        limits.connection_limits(ServerArgs(max_connections=room + 1))
+    available = 400 - RESERVED_DESCRIPTORS - ConnectionLimits.num_spare
+    assert limits.connection_limits(ServerArgs()).max_connections == available
+    assert limits.connection_limits(ServerArgs(max_connections=available)).max_connections == available
+    with pytest.raises(ConfigError, match=f"ulimit -n .* or lower max-connections to {available}"):
+        limits.connection_limits(ServerArgs(max_connections=available + 1))
 
 
 def test_limits_of_the_process() -> None:
