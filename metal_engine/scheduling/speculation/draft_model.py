@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from metal_engine.request import Request
-from metal_engine.scheduling.speculation.ngram import TOKENS_PER_STEP, PredictedTexts
-from metal_engine.settings.config import SpeculativeConfig
+from metal_engine.scheduling.speculation.ngram import PredictedTextProposer
 from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 
 # Maximum number of steps over which the time to catch up with a request is spread, because a request may end long
@@ -23,31 +22,11 @@ _WEIGHT = 0.25
 _HELD_UP = 1.5
 
 
-class DraftModelProposer:
-    """Proposer of drafts that the draft model fills in.
+class DraftModelProposer(PredictedTextProposer):
+    """Proposer of drafts that the draft model fills in."""
 
-    Implements :class:`metal_engine.scheduling.speculation.proposals.Proposer`.
-
-    While a request follows the text that its client has predicted, the drafts are tokens of that text instead.
-    """
-
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self._predicted_texts = PredictedTexts(config)
-        self._index_budget = 0
-
-    def begin_step(self) -> None:
-        self._index_budget = TOKENS_PER_STEP
-
-    def propose(self, request: Request, num_tokens: int) -> list[int]:
-        drafts, num_indexed = self._predicted_texts.propose(request, num_tokens, self._index_budget)
-        self._index_budget -= num_indexed
-        return drafts or [UNKNOWN_DRAFT] * num_tokens
-
-    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        self._predicted_texts.record_result(request, num_drafts, num_accepted)
-
-    def forget(self, request_id: str) -> None:
-        self._predicted_texts.forget(request_id)
+    def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
+        return [UNKNOWN_DRAFT] * num_tokens
 
 
 class _Seconds:

@@ -183,4 +183,4 @@ def test_drafts_are_predicted_or_repeated_and_the_former_are_counted() -> None:
     proposer.record_result(request, 1, 1)
     assert request.num_predicted_tokens == (3, 1)
     proposer.forget("a")
-    assert not proposer._indexes and not proposer._predicted_texts._predicted_texts
+    assert not proposer._indexes and not proposer._predicted_texts
