@@ -204,7 +204,8 @@ class ModelOutput:
         prompt_logprobs: request id -> log probabilities of the prompt tokens in this step, if requested.
         errors: request id -> reason why the request's own parameters end it. Its sampled token is void.
         late_req_ids: sampling requests whose grammar masks were not ready in time. Their sampled tokens are void, their
-            drafts are rejected, and their last computed tokens must be recomputed.
+            drafts are rejected, and their last computed tokens must be recomputed. Empty for models with recurrent
+            layers: a recurrent state cannot return to the previous token, so the runner waits for the masks.
         num_unmasked_drafts: number of drafts that cannot be accepted, because the grammar mask after them is unknown.
         pooled: request id -> vector or logits, [D] float32, for each of ``SchedulerOutput.pooled_req_ids``.
         decode_forward: outcome of the forward; None if not every row samples, or if replay was not requested.
