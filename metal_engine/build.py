@@ -198,7 +198,7 @@ def _assemble(
         if runner.replay is not None:
             check_replay(paged, opened.attention.backend, runner.replay, config.scheduler, config.cache)
         if config.scheduler.async_scheduling:
-            config = replace(config, dispatch=choose_dispatch(runner, paged.pool, config))
+            config = replace(config, dispatch=choose_dispatch(runner, config))
     ranks.follow(runner)
     try:
         tokenizer = Tokenizer(

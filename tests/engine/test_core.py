@@ -100,7 +100,7 @@ def make_core(*, ahead: bool, next_token: NextToken = hash_chain, **config: int)
 
 
 def runner_of(engine: SteppedEngine) -> FailingRunner:
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, FailingRunner)
     return runner
 

@@ -88,7 +88,7 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
         return core
 
     def look() -> None:
-        runner: Any = core._runner
+        runner: Any = core.runner
         found.extend((step.is_dispatched, step.has_second_part) for step in runner._steps)
 
     def on_outputs(outputs: list[RequestOutput]) -> None:
