@@ -86,6 +86,9 @@ class KVTransfer:
         config: limits on memory and time.
         stats: counters to update.
         clock: returns seconds, for deadlines.
+
+    Attributes:
+        num_reserved_bytes: host memory reserved for loads in bytes.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class KVTransfer:
         self._due: list[tuple[float, int, LoadTicket]] = []  # heap, ordered by the time at which a load continues
         self._sequence = itertools.count()
         self._deferred: deque[LoadTicket] = deque()
-        self._num_reserved_bytes = 0
+        self.num_reserved_bytes = 0
         self._closed = False
         self._load_threads = [
             threading.Thread(target=self._run_loads, name=f"kv-load-{i}", daemon=True) for i in range(config.io_threads)
@@ -237,16 +240,16 @@ class KVTransfer:
         The caller holds the lock.
         """
         wanted = ticket.num_reserved_bytes
-        if self._num_reserved_bytes and self._num_reserved_bytes + wanted > self.config.max_load_bytes:
+        if self.num_reserved_bytes and self.num_reserved_bytes + wanted > self.config.max_load_bytes:
             return False
-        self._num_reserved_bytes += wanted
+        self.num_reserved_bytes += wanted
         ticket.started = ticket.last_arrival = self.clock()
         self._queue_load(ticket, 0.0)
         return True
 
     def _unreserve(self, ticket: LoadTicket, still_needed: int) -> None:
         """Release the memory that a load no longer needs, and start deferred loads. The caller holds the lock."""
-        self._num_reserved_bytes -= ticket.num_reserved_bytes - still_needed
+        self.num_reserved_bytes -= ticket.num_reserved_bytes - still_needed
         ticket.num_reserved_bytes = still_needed
         while self._deferred and self._reserve(self._deferred[0]):
             self._deferred.popleft()

@@ -33,7 +33,7 @@ def test_who_comes_first_is_first() -> None:
     for thread in threads:
         thread.join()
     assert order == ["holder", *"abcde"]
-    assert not lock._is_taken
+    assert lock.run(lambda: 3) == 3, "the lock is free"
 
 
 def test_an_error_releases_the_lock() -> None:
