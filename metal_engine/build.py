@@ -80,7 +80,7 @@ def build_engine(args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE) -> Built
     except BaseException:
         if access is WHOLE_DEVICE:
             end_streams_of_thread()
-        else:  # the thread continues with another model
+        else:  # this thread will serve other models
             drain_streams()
         raise
 
@@ -126,7 +126,7 @@ def _build(
     try:
         return _assemble(args, access, blas, choice, loaded, transfer, ranks)
     except BaseException:
-        if access is not WHOLE_DEVICE:  # the process continues without this model
+        if access is not WHOLE_DEVICE:  # the process will serve other models
             release_weights(loaded.model)
         raise
 
@@ -308,7 +308,7 @@ def _open(
         attention = choice.tuned(
             attention, args.block_size, decide=ranks.decided, agree=ranks.largest, hold_device=access.hold_device
         )
-        # Other block sizes need longer test requests, and only matter if kernels are compiled for the block size.
+        # Larger blocks need longer test requests. Only compiled kernels depend on the block size.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
         with access.hold_device():
             _with_recurrence(

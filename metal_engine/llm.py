@@ -197,7 +197,7 @@ class LLM:
         return results
 
     def _tool_plan(self, tools: Sequence[Tool], answer_format: AnswerFormat) -> ToolPlan:
-        """Return how tools are used. Raises ParameterError if the model cannot be given these tools."""
+        """Return the plan for using tools. Raises ParameterError if the model cannot be given these tools."""
         takes_tools = self.tokenizer.template_takes_tools
         if tools and takes_tools and not answer_format.finds_calls:
             return ToolPlan(shown=list(tools))

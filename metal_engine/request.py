@@ -137,9 +137,8 @@ class Request:
         sort_key: order of service; lower goes first.
         last_step: id of the last step that computed tokens of the request; -1 before the first.
         num_preemptions: number of times that the request was preempted.
-        num_draft_tokens: number of proposed drafts, and number of accepted drafts.
-        num_predicted_tokens: number of drafts from the client's predicted text that were accepted, and number of such
-            drafts that were rejected.
+        num_draft_tokens: (number of proposed drafts, number of accepted drafts).
+        num_predicted_tokens: numbers of accepted and of rejected drafts that came from the client's predicted text.
     """
 
     request_id: str
@@ -256,7 +255,7 @@ class RequestOutput:
         pooled: result of a pooling request, in its only output: the vector or the requested logits, [D] float32.
     """
 
-    # First the fields that the scheduler fills in, because it creates one output for each token.
+    # The scheduler passes the first five fields by position, because it creates one output for each token.
     request_id: str
     token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0

@@ -101,8 +101,8 @@ class SchedulerOutput:
             known token. That token is also in this step. The request samples after the last known token and after each
             draft. If all drafts of a request are :data:`UNKNOWN_DRAFT`, the draft model fills them in, and may return
             fewer drafts.
-        draft_model_req_ids: requests whose tokens in this step the draft model also computes, to have their KV. These
-            requests sample nothing, or their first token.
+        draft_model_req_ids: requests whose tokens in this step the draft model also computes, so that it has their KV.
+            These requests sample nothing, or their first token.
         dropped_req_ids: requests that the runner must drop before this step: finished, aborted or preempted. If the
             runner refused an earlier plan, it may have dropped some of them already.
         kv_connector_metadata: blocks to load and save in this step; None without KV transfer.

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class ToolParser(Protocol):
-    """Parser of one format of tool calls. mlx-lm's ``tool_parsers`` modules have this shape, too.
+    """Parser of one format of tool calls. mlx-lm's ``tool_parsers`` modules implement this protocol, too.
 
     Attributes:
         tool_call_start: mark that begins a call.
@@ -19,9 +19,9 @@ class ToolParser(Protocol):
     tool_call_end: str
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> Any:
-        """Return the call between the two marks, or a list of calls: objects with ``name`` and ``arguments``.
+        """Parse the text between the two marks. Return a call, or a list of calls and strings.
 
-        A text in the list is content that the model wrote around its calls.
+        A call is an object with ``name`` and ``arguments``. A string is content that the model wrote around its calls.
 
         Raises:
             Exception: the text is not a call. The type of the exception varies.
@@ -82,8 +82,8 @@ def begins_in_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bo
     Args:
         marks: marks of reasoning.
         prompt_end: text of the prompt's last tokens.
-        continues: True if the prompt ends within the assistant's message. If False, only a mark at the very end counts,
-            which the template wrote. An earlier mark can be part of a message.
+        continues: True if the prompt ends within the assistant's message. If False, an opening mark counts only at the
+            very end of the prompt, where the template writes it. An earlier mark can be part of a message.
     """
     at = prompt_end.rfind(marks.start)
     if at < 0 or prompt_end.rfind(marks.end) > at:

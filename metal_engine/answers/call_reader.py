@@ -32,8 +32,8 @@ class CallReader:
         parser: parser of the call format.
         tools: tools that may be called, in OpenAI's form.
         parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
-        head: ``call_head`` of a format, to stream a call's arguments. The last brace is sent only after the call has
-            been parsed. The text of a malformed call becomes content.
+        head: ``call_head`` of the format, to stream a call's arguments; None to return only whole calls. The last brace
+            is sent only after the call has been parsed. The text of a malformed call becomes content.
         gaps: white space between parts of the content.
 
     Attributes:
@@ -182,7 +182,7 @@ class _BegunCall:
         self._arguments: list[str] = []
 
     def read(self, body: str) -> str:
-        """Return the new part of the arguments in the call's text so far, without their last brace."""
+        """Return the new part of the arguments, without their last brace. ``body`` is the call's text so far."""
         end = self._at + self._reader.add(body[self._at :])
         more, self._at = body[self._at : end], end
         if more and self._reader.done:
@@ -191,7 +191,7 @@ class _BegunCall:
         return more
 
     def is_same(self, call: ToolCall | str) -> bool:
-        """Return True if the streamed arguments equal this call."""
+        """Return True if this call has the name and the arguments that were streamed."""
         if isinstance(call, str) or not self._reader.done or call.name != self.name:
             return False
         own = json.loads("".join(self._arguments) + "}")

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 Schema = dict[str, Any]
 
-# Text before a call's parameters in the list of calls.
+# Start of a call in the list of calls, up to the call's parameters.
 _CALL = re.compile(
     r"""\s*(?:\[|\}\s*,)\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=\{)""", re.DOTALL
 )
@@ -78,7 +78,7 @@ def _parameters(i: int, tool: dict[str, Any]) -> Schema:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """Return a copy of a schema for the place ``root``. References to its own parts are changed to that place."""
+    """Return a copy of a schema for the place ``root``. References to parts of the schema start at ``root``."""
     if isinstance(schema, list):
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, dict):
@@ -97,7 +97,7 @@ def _moved(schema: Any, root: str) -> Any:
 
 
 class ForcedCallSplitter(Splitter):
-    """Splits text that was forced by a :func:`forced_schema`.
+    """Splits an output that was forced to match a :func:`forced_schema`.
 
     Arguments are streamed. If the text was cut off, the arguments are incomplete.
 

@@ -30,7 +30,7 @@ _NAME = re.compile(re.escape(_CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 # Models sometimes leave out the namespace of the recipient.
 _CALL_TEXT = re.compile(r"(?:functions\.)?([^<]+)" + re.escape(_MESSAGE) + "(.*)", re.DOTALL)
-# Prefix of a header: it has a mark, a recipient, or the prefix of a mark.
+# Beginning of a header, which may end within a mark. It starts with a mark or a recipient.
 _HEADER = re.compile(r"\s*((<\|(start|channel)\|>|to=)(<\|\w+\|>|to=\S*+|\w|\s)*+)?(<(\|\w*\|?)?)?")
 
 # Maximum length in characters. Longer text is not a header.
@@ -70,7 +70,7 @@ class HarmonySplitter(MarkSplitter):
 
     def __init__(self, answer_format: AnswerFormat, tools: Sequence[dict[str, Any]] = (), **options: Any) -> None:
         super().__init__(answer_format, tools, **options)
-        self._raw = ""  # text not passed on yet
+        self._raw = ""  # received text that was not passed to `MarkSplitter` yet
         self._in_header = True
         self._is_first = True
         self._end_mark = ""  # end mark of the current message in the canonical form
@@ -131,11 +131,11 @@ class HarmonySplitter(MarkSplitter):
         return deltas + self._replace(len(mark), end)
 
     def _pass_on(self, length: int) -> list[AnswerDelta]:
-        """Pass on the next ``length`` characters unchanged."""
+        """Pass the next ``length`` characters to ``MarkSplitter`` unchanged."""
         text, self._raw = self._raw[:length], self._raw[length:]
         return self.take(text, length) if text else []
 
     def _replace(self, length: int, text: str) -> list[AnswerDelta]:
-        """Pass on ``text`` in place of the next ``length`` characters."""
+        """Pass ``text`` to ``MarkSplitter`` in place of the next ``length`` characters."""
         self._raw = self._raw[length:]
         return self.take(text, length)

@@ -134,7 +134,7 @@ class MarkSplitter(Splitter):
         return before_mark
 
     def _give_out(self) -> list[AnswerDelta]:
-        """Return the text that cannot become part of a mark, or of white space before a mark."""
+        """Return the received text. Hold back an end that may be part of a mark, or of white space before a mark."""
         assert self._state != "call"
         text = self._text
         held = max(overlap(text, mark) for mark in self._marks[self._state])

@@ -1,4 +1,4 @@
-"""Describes tools to models whose chat template does not support them, and formats the calls in their messages."""
+"""Describes tools to models whose chat template does not support them, and formats calls in messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def instructions(tools: Sequence[Tool], parser: ToolParser | None) -> str:
 
 
 def with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Return a conversation whose system message ends with a text. Adds a system message if none is first."""
+    """Return a conversation whose system message ends with ``text``. Add a system message if none comes first."""
     own, others = "", messages
     if messages and messages[0].get("role") == "system" and isinstance(messages[0].get("content"), str):
         own, others = messages[0]["content"], messages[1:]
@@ -73,5 +73,5 @@ def written_calls(content: str, calls: Iterable[tuple[str, str]], parser: ToolPa
 
 
 def written_result(content: str) -> str:
-    """Return the result of a call in the form for a user message."""
+    """Return the result of a call as text for a user message."""
     return f"<tool_response>\n{content}\n</tool_response>"

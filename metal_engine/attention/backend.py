@@ -122,7 +122,7 @@ class ReplayableAttention(StepAttention, Protocol):
 
     @property
     def work_keys(self) -> Hashable:
-        """Keys of the work plans that a step's layers have used, such as windows. All steps use the same."""
+        """Keys of the work plans that a step's layers have used, such as windows. All steps use the same keys."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Writes the summary of a run as text and to files.
 
-Files are tried before a benchmark runs, so that no long run is lost for a wrong name.
+Output files are checked before a benchmark runs, so that a wrong file name does not waste a long run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads counts of speculation and the type of the KV cache from a server's ``/metrics``.
 
-The names of the counts are vLLM's, and the server can be any.
+Works with any server that uses vLLM's names for these counts.
 """
 
 from __future__ import annotations

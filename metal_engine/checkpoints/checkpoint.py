@@ -190,7 +190,7 @@ def _check_shape(tensor: StoredTensor, path: Path | str) -> None:
 
 
 def parse_safetensors_header(header: bytes, path: str) -> list[StoredTensor]:
-    """Return the tensors in the header of a safetensors file, if the rest of the file is not available.
+    """Parse a safetensors header that was read without the rest of its file, and return its tensors.
 
     Args:
         header: JSON text after the file's first 8 bytes.

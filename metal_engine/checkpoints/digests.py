@@ -7,13 +7,16 @@ from pathlib import Path
 
 from metal_engine.checkpoints.checkpoint import weight_files
 
-# Sampled bytes of a weight file: its start, which has the header, and pieces spread evenly over the rest up to its end.
+# Sampled bytes of a weight file: the first MiB, where the header begins, and pieces spread evenly over the rest.
 _HEAD_BYTES = 1 << 20
 _NUM_PIECES, _PIECE_BYTES = 512, 1 << 10
 
 
 def file_digests(path: Path) -> dict[str, str]:
-    """Return digests by file name: of config.json, and of the size and a sample of each weight file.
+    """Return one digest per file, by file name.
+
+    The digest of ``config.json`` covers the whole file. The digest of a weight file covers its size and a sample of its
+    bytes.
 
     Args:
         path: directory of a model, or a GGUF file. The file may have another name on other machines.

@@ -56,7 +56,8 @@ def find_model(args: EngineArgs, device: DeviceInfo, check: Check) -> FoundModel
     Args:
         args: settings of the engine.
         device: device on which the model will run.
-        check: raises an error for a checkpoint that its configuration and headers exclude. Called before a download.
+        check: raises an error if a checkpoint's configuration and headers show that it cannot run. Called before a
+            download.
 
     Raises:
         ModelLoadError: the files do not exist or cannot be served. The message gives the reason.

@@ -113,7 +113,7 @@ def _progress(name: str, total: int, done: int) -> Iterator[Report]:
 
 
 def _fetch_all(repo: HubRepo, large: dict[str, str], blobs: Path, report: Report) -> None:
-    """Download several files at a time, given by their SHA-256. The first error, or an interrupt, stops all."""
+    """Download several files at a time: ``large`` maps SHA-256 to name. The first error or interrupt stops all."""
     stop = threading.Event()
     with ThreadPoolExecutor(_NUM_CONNECTIONS, thread_name_prefix="download") as pool:
         try:
@@ -125,7 +125,7 @@ def _fetch_all(repo: HubRepo, large: dict[str, str], blobs: Path, report: Report
 
 
 def _fetch(repo: HubRepo, name: str, sha256: str, blobs: Path, report: Report, stop: threading.Event) -> None:
-    """Download a file to the place where the cache stores its content, after the bytes that already exist."""
+    """Download a file, or the rest of a partial download, to the place where the cache stores its content."""
     from huggingface_hub.utils import WeakFileLock
 
     lock = blobs.parent.parent / ".locks" / blobs.parent.name / f"{sha256}.lock"  # the cache's lock for this file

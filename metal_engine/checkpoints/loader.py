@@ -278,7 +278,7 @@ def _load_mlx_lm_model(
 
 
 def _quantization(config: dict[str, Any]) -> str:
-    """Describe the quantization of a checkpoint that mlx-lm may not support, for an error message; else ""."""
+    """Return text for an error message that names the checkpoint's quantization method; "" if there is none."""
     method = (config.get("quantization_config") or {}).get("quant_method")
     return (
         "" if method is None else f" (it is quantized with {method}: choose a version for MLX, or unquantized weights)"

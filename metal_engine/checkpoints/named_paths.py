@@ -7,20 +7,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from metal_engine.checkpoints.checkpoint import read_config
+from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.names import DEMO_MODEL, is_local, is_ollama_name
 from metal_engine.errors import ConfigError, ModelLoadError
 
 
 def check_model_name(model: str) -> None:
-    """Raise ModelLoadError if a model is a path that does not exist, or has a name from Ollama's registry."""
+    """Check a model's name, and the header or configuration of a model that is a path.
+
+    Raises:
+        ModelLoadError: the path does not exist or is not a model, or the name is from Ollama's registry.
+    """
     if model == DEMO_MODEL:
         return
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelLoadError(f"no such file: {path}")
-    elif is_local(model) and not path.is_dir():
-        raise ModelLoadError(f"{model} is neither a directory nor a .gguf file")
+        read_gguf_header(path)
+    elif is_local(model):
+        if not path.is_dir():
+            raise ModelLoadError(f"{model} is neither a directory nor a .gguf file")
+        read_config(path)
     elif is_ollama_name(model) and not path.is_dir():
         raise ModelLoadError(
             f"{model} is a name from Ollama's registry, which metal-engine does not read. Give a Hugging Face "
@@ -46,7 +55,7 @@ def generation_config_folder(given: str) -> Path | None:
     """Return the folder that ``--generation-config`` names, or None for ``auto`` and ``vllm``.
 
     Raises:
-        ModelLoadError: the folder has no such file.
+        ModelLoadError: the folder has no ``generation_config.json``.
     """
     if given in ("auto", "vllm"):
         return None

@@ -133,7 +133,7 @@ def _local_folder(page: str) -> Path | None:
 
 
 def _open(url: str, context: ssl.SSLContext) -> urllib.response.addinfourl:
-    """Open an address, with the user name and password in it, or from ``.netrc`` for its host."""
+    """Open an address. The user name and password come from the address, or else from ``.netrc``."""
     parts = urllib.parse.urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     request = urllib.request.Request(parts._replace(netloc=host).geturl(), headers={"Accept": _ACCEPTED})
@@ -164,7 +164,7 @@ def _public(url: str) -> str:
 
 
 def _pages(project: str) -> Iterator[str]:
-    """Yield addresses that may list a project's files: folders and pages of links first, then the indexes."""
+    """Yield addresses that may list a project's files: first those of ``find-links``, then the indexes."""
     configured = _pip_configuration()
 
     def values(key: str, *variables: str) -> list[str]:

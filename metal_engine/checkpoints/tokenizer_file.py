@@ -23,10 +23,11 @@ _MAX_ENTRIES = 1 << 23
 # Limit of characters that rules may produce from one character, by replacing and prepending. Published files reach 10.
 # Unicode's own normalization multiplies this once more, by up to `_UNICODE_CHARS`.
 _MAX_GROWTH = 16
-# Most characters that Unicode's own normalization produces from one character (U+FDFA). Published tables have no more.
+# Maximum number of characters that Unicode's own normalization produces from one character (U+FDFA). The tables in
+# published tokenizers do not exceed it.
 _UNICODE_CHARS = 18
-# Most characters of one character's UTF-8 bytes, which ByteLevel writes as a character each, and of their normal forms
-# (U+00BC, for one of the bytes, is three in NFKD).
+# Maximum number of characters that ByteLevel produces from one character, because it writes each UTF-8 byte as a
+# character. NFKD may then turn each of these characters into three, as for U+00BC.
 _BYTE_CHARS = 4
 _NORMALIZED_BYTE_CHARS = 12
 # Sections with rules that are applied to a text, or to an output.
@@ -92,6 +93,8 @@ def _problem(data: bytes) -> str:
         return f"has the token id {largest}, and ids must be below {_MAX_ID}"
     if _padded_length(content.get("padding") or {}) > _MAX_ID:
         return f"pads texts to more than {_MAX_ID} tokens"
+    if problem := _template_problem(content.get("post_processor") or {}):
+        return problem
     for name in _RULES:
         if (growth := _growth(name, content.get(name) or {})) > _MAX_GROWTH:
             return f"has a {name} that may make {growth:.3g} characters of one; the limit is {_MAX_GROWTH}"
@@ -103,6 +106,26 @@ def _ids(content: dict[str, Any]) -> Iterator[int]:
     if isinstance(vocabulary, dict):  # ids in a list are its indices
         yield from vocabulary.values()
     yield from (token["id"] for token in content.get("added_tokens") or ())
+    for step in _steps(content.get("post_processor") or {}):
+        for token in (step.get("special_tokens") or {}).values():
+            yield from token["ids"]
+
+
+def _template_problem(processor: dict[str, Any]) -> str:
+    """Return a description of a template for which the library would panic, or "" if there is none.
+
+    A template surrounds the tokens of one text (``single``, sequence A) or of two (``pair``, A and B).
+    """
+    for step in _steps(processor):
+        known = step.get("special_tokens") or {}
+        for name in ("single", "pair"):
+            for piece in step.get(name) or ():
+                token = piece.get("SpecialToken", {}).get("id")
+                if token is not None and token not in known:
+                    return f"has a post_processor whose {name!r} uses {token!r}, which is not among its special_tokens"
+                if name == "single" and piece.get("Sequence", {}).get("id") == "B":
+                    return "has a post_processor whose 'single' uses a second text (B)"
+    return ""
 
 
 def _padded_length(padding: dict[str, Any]) -> int:
@@ -114,16 +137,16 @@ def _padded_length(padding: dict[str, Any]) -> int:
 def _growth(section: str, rule: dict[str, Any]) -> float:
     """Return the largest number of characters that a section's rules may produce from one character.
 
-    The growth of a sequence is the product of its steps' growth. Unicode normalization and lowercasing, in any order
-    and number, produce up to `_UNICODE_CHARS` characters from a character of the input, and do not count here. A text
-    that a rule inserts counts in its longest form, because later steps may convert it.
+    The growth of a sequence is the product of its steps' growth. Unicode normalization and lowercasing do not count
+    here: together they produce at most `_UNICODE_CHARS` characters from one, in any order and number. A text that a
+    rule inserts counts in its longest normal form, because later steps may normalize it.
     """
     steps = list(_steps(rule))
     tables = [
         step for step in steps if step.get("type", "Precompiled") == "Precompiled" and "precompiled_charsmap" in step
     ]
     growth = math.prod(_step_growth(section, step) for step in steps)
-    # A single table is allowed the growth of Unicode normalization.
+    # The first table may grow a text as much as Unicode normalization does. That factor is not counted.
     return growth / min(_step_growth(section, tables[0]), _UNICODE_CHARS) if tables else growth
 
 
@@ -136,7 +159,7 @@ def _steps(rule: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _step_growth(section: str, rule: dict[str, Any]) -> float:
-    """Return the growth by one rule, without the rules inside it."""
+    """Return the largest number of characters that one rule produces from one character, without its inner rules."""
     # The library accepts some rules without their type, and ignores fields of other types. So all fields count.
     growth: float = 1
     match rule:
@@ -151,7 +174,7 @@ def _step_growth(section: str, rule: dict[str, Any]) -> float:
         case {"precompiled_charsmap": str(encoded)}:
             growth = max(growth, max(map(_longest_form, _table_texts(encoded)), default=1))
     if rule.get("suffix") == "" or rule.get("word_delimiter_token") == "":
-        growth = max(growth, 2)  # the decoder finds an empty text, and replaces it by a space, between two characters
+        growth = max(growth, 2)  # the decoder inserts a space between any two characters: it replaces an empty text
     if rule.get("handle_chinese_chars"):
         growth = max(growth, 3)  # a space on both sides
     match section, rule.get("type"):

@@ -89,8 +89,8 @@ def _talk(backend: ChatBackend, chat_args: ChatArgs) -> bool:
 def _find_server(chat_args: ChatArgs, args: EngineArgs) -> RemoteModel | str:
     """Return the server at ``--url``, or a metal-engine server at ``--host`` and ``--port`` that serves the model.
 
-    If this process must load the model, return the reason as text. Without ``--url``, settings of the engine exclude a
-    running server.
+    If this process must load the model, return the reason as text. Without ``--url``, that is the case if a model and
+    engine settings are given, because a running server would ignore the settings.
 
     Raises:
         ConfigError: the server at ``--url`` cannot be used, or no server answers and no model is named.

@@ -64,7 +64,7 @@ class WordWrapper:
         if self._column and self._column + len(self._spaces) + size > self._width():
             self._new_line()
         else:
-            # fewer at the start of a line if the word is too long for all of them
+            # a long word at the start of a line may leave no width for all spaces before it
             spaces = self._spaces[: max(0, self._width() - size)]
             self._write(spaces)
             self._column += len(spaces)

@@ -1,4 +1,4 @@
-"""Checks of settings before MLX and transformers are imported, which takes seconds, so that errors appear at once."""
+"""Checks settings before MLX and transformers are imported, so that errors appear at once. Imports take seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_engine_args(args: EngineArgs) -> None:
 
     Raises:
         ConfigError: a setting is invalid or conflicts with another one.
-        ModelLoadError: the model, the tokenizer or the generation config does not exist.
+        ModelLoadError: the model, the tokenizer or the generation config does not exist, or the model is invalid.
     """
     _check_paths(args)
     speculative_config(args)
@@ -50,7 +50,7 @@ def _check_paths(args: EngineArgs) -> None:
     """Check the model's name and every path in the settings that must exist.
 
     Raises:
-        ModelLoadError: a path does not exist, or the model's name is invalid.
+        ModelLoadError: a path does not exist, or the model's name, configuration or GGUF header is invalid.
         ConfigError: an adapter's folder does not exist.
     """
     check_model_name(args.model)

@@ -58,7 +58,7 @@ def _claude(server: RunningServer) -> dict[str, str]:
         "ANTHROPIC_DEFAULT_OPUS_MODEL",
         "ANTHROPIC_DEFAULT_SONNET_MODEL",
         "ANTHROPIC_DEFAULT_HAIKU_MODEL",
-        "ANTHROPIC_SMALL_FAST_MODEL",  # name of the previous variable in older versions
+        "ANTHROPIC_SMALL_FAST_MODEL",  # older name of ANTHROPIC_DEFAULT_HAIKU_MODEL
         "CLAUDE_CODE_SUBAGENT_MODEL",
     )
     return {

@@ -10,8 +10,8 @@ def with_flags_repeated(
 ) -> list[str]:
     """Return a command line with the flag repeated before each of its values.
 
-    Applies only where the meaning is unambiguous: after the command's own arguments. Other words stay unchanged, and
-    the parser rejects them.
+    A word after a flag's first value becomes another value only if all ``num_arguments`` positional arguments were
+    given before it. Other extra words stay unchanged, and the parser rejects them.
 
     Args:
         given: words after the command's name.

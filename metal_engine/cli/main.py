@@ -111,7 +111,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
 
 @contextmanager
 def _naming_the_model(args: EngineArgs) -> Iterator[None]:
-    """Within this context, an error about the port also reports a model that is not on this machine."""
+    """Add the message about a missing model to an error about the port, so that the user sees both problems."""
     try:
         yield
     except ConfigError as error:

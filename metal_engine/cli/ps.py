@@ -53,7 +53,7 @@ def running_models(url: str, api_key: str, flag: str | None) -> list[dict[str, A
 
 
 def _row(card: dict[str, Any], health: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model. The only model of a server is loaded, and has all requests of the server."""
+    """Return the fields of a model. A server's only model is always loaded and has all of the server's requests."""
     return {
         "name": card["id"],
         "state": card.get("state", "loaded"),

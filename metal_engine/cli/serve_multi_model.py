@@ -73,7 +73,7 @@ def serve_several(
 
 
 def preload_heavy_modules() -> None:
-    """Import the modules that loading needs in advance, because imports would delay other requests."""
+    """Import the modules for loading models now, because later imports would delay other models' requests."""
     from metal_engine.device.descriptors import keep_open_file_limit
 
     with keep_open_file_limit():

@@ -61,8 +61,11 @@ def command_buffer_limits(
 
     The model with the fewest kernels determines the limit of operations.
 
-    The limit of operations stays MLX's own if no model is known. Few command buffers are enough if steps are never
-    dispatched while another step runs: MLX's own limit then stays, too, unless the models' limit is higher.
+    MLX's own limit of operations stays in two cases:
+
+    - No model is known.
+    - Steps are never dispatched while another step runs, so few command buffers are enough, and the models' limit is
+      not higher than MLX's own.
 
     Args:
         memory_bytes: memory of the machine in bytes. The arrays of a step may take all memory. A command buffer reads

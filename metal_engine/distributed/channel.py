@@ -38,7 +38,7 @@ _SLICES, _STALL_SECONDS = 10, 1.0
 # Seconds within which a connection must identify itself, and maximum number of unidentified connections.
 _GREETING_SECONDS = 5.0
 _MAX_GREETINGS = 64
-# Byte that rank 0 sends to a rank that it accepts, and the wait of a rank before it connects again.
+# Byte that rank 0 sends to a rank that it accepts, and seconds that a rank waits before it connects again.
 _WELCOME = b"\x01"
 _RETRY_SECONDS = 0.2
 

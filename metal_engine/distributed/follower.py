@@ -26,7 +26,7 @@ def follow(runner: ModelRunner, link: Link, monitor: RankFailureMonitor, rank: i
         while run_frame(runner, steps, link, *link.receive()):
             pass
     except Exception as error:
-        # If another rank was lost, rank 0 reports that.
+        # The loss of another rank may be the cause. Rank 0 then reports that loss.
         if monitor.wait(CAUSE_SECONDS) is None:
             message = f"{type(error).__name__}: {one_line(error)}"
             report_failure(link, monitor, rank, message)
@@ -60,7 +60,7 @@ def run_frame(runner: ModelRunner, steps: deque[PendingStep], link: Link, kind: 
 
 
 def report_failure(link: Link, monitor: RankFailureMonitor, rank: int, message: str) -> None:
-    """Report the reason of this rank's end to rank 0."""
+    """Report to rank 0 that this rank has failed, with the reason."""
     message = f"rank {rank} has failed ({message})"
     with suppress(RunnerLostError):  # if rank 0 is gone, too, the link reports that
         link.send(Kind.LOST, message.encode())

@@ -15,7 +15,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import NewRequestData, SchedulerOutput
 
 _PLAIN = SamplingParams(temperature=0.0)
-# Makes a rank compute the same logits as rank 0, although it does not use them.
+# Makes a rank compute the same logits as rank 0. Only rank 0 uses them.
 _WITH_PROMPT_ROWS = SamplingParams(temperature=0.0, prompt_logprobs=0)
 
 

@@ -216,7 +216,7 @@ class AsyncEngine:
     def num_queued(self) -> int:
         """Number of waiting requests in the queue.
 
-        Excludes reserved requests that wait for others of their reservation.
+        Excludes reserved places whose requests must wait until other requests of the reservation have ended.
         """
         return max(self.num_waiting - self._num_held, 0)
 

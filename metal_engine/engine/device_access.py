@@ -75,7 +75,8 @@ class DeviceAccess(Protocol):
         Args:
             loading_bytes: memory needed until the next claim, if larger than ``num_bytes``.
             step_bytes: estimate of the memory that the largest step needs in addition to ``num_bytes``. If None, the
-                claim is for the whole budget. Ignored if the model has claimed memory before: its size is then known.
+                claim is for the whole budget. Ignored after the model's first claim, because the model's size is then
+                known.
 
         Raises:
             ModelTooLargeError: the claim exceeds the memory for all models.

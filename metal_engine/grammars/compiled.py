@@ -150,7 +150,7 @@ class CompiledGrammar:
                 return None
         answer = self._answers.pop(output_id)
         if answer[:1] == ERROR:
-            self.needs_replacement = True  # states that one output has reached stay in memory for all outputs
+            self.needs_replacement = True  # the process keeps every grammar state that an output has reached
             raise ValueError(answer[1:].decode())
         self.needs_replacement |= answer[:1] == MASK_LAST
         if answer[:1] == MASK_ALONE and not self._has_logged:

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 _MAX_COMPILING = 2
 # Maximum number of grammars in compilation or waiting for it. The last one waits for ten seconds in the worst case.
 _MAX_WAITING = 16
-# Compiled grammars kept for further requests. Each has a process of a few MiB, in the worst case some tens of MiB. A
-# second process serves masks after drafts.
+# Maximum number of compiled grammars kept for further requests. Each has a process of a few MiB, in the worst case some
+# tens of MiB, and a second process if masks after drafts are needed.
 _MAX_KEPT = 16
 # Maximum number of processes. Beyond it, processes of grammars without outputs are suspended.
 _MAX_PROCESSES = 512

@@ -65,7 +65,7 @@ DRAFTS_BURST_CPU_SECONDS = 0.02
 _MUCH_GROWTH = MAX_GROWTH // 2
 _MONITOR_SECONDS = 0.005
 # Limits in llguidance's own units. 20,000 units of the first two, or some 1,000 of the third, take about a millisecond
-# at worst. Exceeding them ends a single output with a message. The clock would end the whole process.
+# at worst. Exceeding them ends a single output with a message. Exceeding a CPU time limit ends the process.
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=2_000_000,
     step_lexer_fuel=50_000,

@@ -1,4 +1,4 @@
-"""Closes the objects of a JSON schema to all properties that the schema does not name: :func:`closed`.
+"""Closes the objects of a JSON schema, so that they may only have properties that the schema names: :func:`closed`.
 
 JSON Schema allows an object any other property unless ``additionalProperties`` forbids it. Authors of a response schema
 rarely intend that, and a model that may invent property names keeps inventing them. Objects are therefore closed, but

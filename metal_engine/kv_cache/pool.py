@@ -55,9 +55,9 @@ class StatePool:
 
     def __init__(self, states: Iterable[LayerState]) -> None:
         self.states = list(states)
-        # Owner and name of each array with rows for tokens. Looked up in every step.
+        # State and name of each array with rows for tokens, and of each array with rows for requests. Looked up once,
+        # because every step needs them.
         self._of_tokens = [(state, name) for state in self.states for name in state.spec.token_arrays]
-        # Owner and name of each array with rows for requests.
         self._recurrent = [state for state in self.states if isinstance(state, RecurrentState)]
         self._of_requests = [(state, name) for state in self._recurrent for name in state.spec.request_arrays]
         self._size = (0, 1, 0)  # number of blocks, tokens of a block, number of state slots
@@ -181,7 +181,8 @@ class StatePool:
     def states_done_marker(self) -> mx.array:
         """Return an array that is computed after the new recurrent states of the step built last.
 
-        Unlike :meth:`writes_done_marker`, it holds no arrays that steps write to, unless :attr:`has_moved_states`.
+        If :attr:`has_moved_states` is False, the result does not hold arrays that steps write to, unlike the result of
+        :meth:`writes_done_marker`.
         """
         return _after(array for state in self._recurrent for array in state.pending())
 

@@ -216,7 +216,7 @@ def step_rows(
         context_lens: [B] int32, number of tokens of each request that already have state.
         query_lens: [B] number of tokens of each request in this step.
         block_size: tokens of a block.
-        num_samples: [B] number of last rows of a request that sample; None means one row per request.
+        num_samples: [B] number of rows at the end of each request that sample; None means one row per request.
         state_slots: [B] and [B] int32, slots of the requests' initial and new recurrent states; None if no layer is
             recurrent.
         make_writes: creates the object that writes rows to their slots.

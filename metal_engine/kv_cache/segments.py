@@ -114,7 +114,7 @@ class Segments:
 
     @classmethod
     def alike(cls, num_segments: int, length: int) -> Segments:
-        """Create segments of equal length with initial states in their own order, as a trace needs them."""
+        """Create segments of equal length, for a trace: the initial states are in the order of the segments."""
         slots = np.arange(1, num_segments + 1, dtype=np.int32)
         return cls(np.arange(num_segments + 1, dtype=np.int32) * np.int32(length), slots, slots)
 

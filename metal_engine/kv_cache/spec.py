@@ -81,7 +81,7 @@ class KVSpec(StateSpec):
 
 @dataclass(frozen=True)
 class LatentSpec(StateSpec):
-    """Multi-head latent attention in mlx-lm's form for one token, with one KV head.
+    """Multi-head latent attention with one KV head: the form that mlx-lm uses for a single token.
 
     The key is a latent vector of ``latent_dim`` numbers, followed by a position part of ``rope_dim`` numbers. The
     latent is also the value.

@@ -29,7 +29,7 @@ class Writes(Protocol):
 
 
 class HasWrites(Protocol):
-    """Part of a step that the states of tokens need: implemented by ``StepRows``, and by ``TracedRows`` in a trace."""
+    """Provides the writes of a step: implemented by ``StepRows``, and by ``TracedRows`` in a trace."""
 
     @property
     def writes(self) -> Writes: ...

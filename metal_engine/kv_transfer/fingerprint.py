@@ -1,4 +1,4 @@
-"""Fingerprint of everything except tokens that KV depends on. Engines with equal fingerprints can share KV."""
+"""Fingerprint of everything that determines KV, except the tokens. Engines with equal fingerprints can share KV."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class BlockLayout:
 
     Args:
         parts: parts of all layers, with unique names.
-        fingerprint: fingerprint, in hex digits, of everything that the contents of a block depend on except tokens.
+        fingerprint: fingerprint, in hex digits, of everything that determines a block's contents, except the tokens.
 
     Attributes:
         nbytes: length of a block's data.

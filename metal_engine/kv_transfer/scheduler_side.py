@@ -102,7 +102,7 @@ class KVConnectorScheduler:
         return True
 
     def take_ended_loads(self) -> list[str]:
-        """Return the requests whose loads have ended since the last call, completely or not, in their start order."""
+        """Return the requests whose loads have ended since the last call, completely or not, oldest load first."""
         self._await_answers()
         ended = []
         for request_id, ticket in list(self._tickets.items()):

@@ -74,7 +74,7 @@ class AdaptedLayer:
 
 
 def _parts(shape: Sequence[int], given: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the weights for a slot of a stack, padded with zeros: a start row, and [n, columns] float32 from it on."""
+    """Yield the weights for a slot of a stack in parts, padded with zeros: (first row, [n, columns] float32)."""
     _, num_rows, num_columns = shape
     num = max(PART_BYTES // (4 * num_columns), 1)
     for start in range(0, num_rows, num):

@@ -72,8 +72,8 @@ class AdapterRegistry:
             path: path of the adapter's folder, relative to ``within`` if given.
             within: folder that must contain the adapter's files, after symbolic links are resolved.
             in_place: True if the adapter may replace a loaded adapter of the same name. Requests that use the old
-                adapter continue with it. If no slot is free, the new adapter takes the old adapter's slot. Then no
-                request may use the old adapter, and until the load has finished, no adapter has the name.
+                adapter continue with it. If no slot is free, the new adapter takes the old adapter's slot. This is
+                only possible if no request uses the old adapter. Until the load has finished, no adapter has the name.
 
         Raises:
             AdapterError: the files are unreadable or do not fit the model, the name is taken or invalid, or

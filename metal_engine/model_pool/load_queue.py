@@ -15,8 +15,8 @@ class LoadQueue:
     The rule that picks the next load:
 
     - A load may start if its memory is available at once: free, or held by idle models.
-    - For the first load without such memory, models in use are closed. They get no new requests.
-    - Until these victims are unloaded, other loads that fit at once may start first, except loads of the victims.
+    - The first load without such memory closes models in use, its victims. Closed models get no new requests.
+    - Until the victims are unloaded, other loads that fit at once may start first, except loads of the victims.
     - After that, no load may start before this first load.
 
     The first load therefore waits only for requests that ran when it arrived, and for requests of models that were
@@ -83,7 +83,7 @@ class LoadQueue:
         first = self.first
         if first is None or self._are_closing() or not self._lacks_memory(first):
             return []
-        # No victims are found if too much memory belongs to a model that is being loaded. Retried after that.
+        # No victims are found if a model that is being loaded holds too much memory. After its load, this is retried.
         found = self._budget.victims(first.entry, first.num_bytes, also_used=True) or []
         first.victims = tuple(one for one in found if not one.is_idle)
         return list(first.victims)

@@ -46,7 +46,7 @@ class MemoryBudget:
     def out_of_memory_error(self, entry: ModelEntry, num_bytes: int) -> InsufficientMemoryError:
         """Return the error for a model that does not fit beside the loaded models. It states the missing memory.
 
-        Raised before the model's largest step is measured, so its size is an estimate.
+        ``num_bytes`` is an estimate, because the model's largest step has not been measured yet.
         """
         free = self.free_for(entry)
         return InsufficientMemoryError(

@@ -149,7 +149,7 @@ class ModelEntry:
 
     @property
     def is_idle(self) -> bool:
-        """True if no request uses the model and no waiter of its load is about to."""
+        """True if no request uses the model, and no request that waited for its load is about to use it."""
         return not self.num_leases and not (self.loaded_by is not None and self.loaded_by.num_waiting)
 
     @property

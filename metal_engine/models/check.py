@@ -27,20 +27,20 @@ from metal_engine.models.check_rounding import ComparingBackend, with_recording_
 from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionOwner, OwnedKeys
 from metal_engine.models.paged_model import PagedModel, forward_error
 
-_NUM_TOKENS = 16  # minimum length of a request; a request is also at least half a small block longer than a block
-_BLOCK_SIZE = 8
+_NUM_TOKENS = 16  # minimum length of a request, which also has at least _BLOCK_SIZE tokens more than a block
+_BLOCK_SIZE = 8  # default block size of the check
 _MAX_BLOCK_SIZE = 32  # no kernel has larger blocks, which would only make the requests longer
 # The two requests use the last and the first slot, so that states must be read from the slots they were written to.
 _NUM_STATE_SLOTS = 3
-# A longer request, which crosses a sliding window, is run if the whole check stays within this number of operations: a
-# second or two. The model's own forward pass computes logits for every token, which also limits the window.
+# A longer request, which crosses a sliding window, is run if the whole check stays within this number of operations (a
+# second or two) and the window within _MAX_WINDOW tokens. mlx-lm's own forward pass computes logits for every token.
 _CPU_FLOPS, _GPU_FLOPS = 2e11, 1e13
 _MAX_WINDOW = 1024
 # Largest difference of logits relative to their largest magnitude. The two computations differ by a few units in the
 # last place per layer. A wrong position, mask or slot causes a difference of order 1.
 LOGITS_TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 2e-1}
-# In half precision, rounding may route a token to another expert if two are nearly equal. Its logits then differ by
-# much. The check is repeated with other tokens, because a bug shows in every attempt.
+# In half precision, rounding may route a token to another expert if two experts have nearly equal scores. Its logits
+# then differ greatly. The check is repeated with other tokens, because a bug shows in every attempt.
 _ATTEMPTS = {mx.float32: 1, mx.float16: 3, mx.bfloat16: 3}
 
 # Returns the maximum of a number over all ranks that share a model. The string names the number.

@@ -124,11 +124,11 @@ class _Attention:
     sinks: mx.array | None  # [Hq]
 
     def over(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Compute attention over keys and values of all tokens, [S, Hkv, D or Dv] float32, and its rounding error.
+        """Compute attention over keys and values of all tokens, [S, Hkv, D or Dv] float32, and its expected error.
 
         Returns:
-            Outputs, [Hkv, G, R, Dv], and the squared error of each row relative to the squared error of one number,
-            [Hkv, G, R].
+            Outputs, [Hkv, G, R, Dv], and the expected squared rounding error of each row, [Hkv, G, R], as a multiple of
+            the squared relative error of one rounded number.
         """
         num_rows, num_heads, head_dim = self.q.shape
         num_kv_heads = keys.shape[1]
@@ -148,7 +148,7 @@ class _Attention:
         weights = mx.softmax(scores, axis=-1)[..., : self.seq_len]
         out = weights @ values
         # The error of a score is the sum of the rounding errors of query and key elements. It moves the output towards
-        # or away from the score's value. Weights, values and the output have rounding errors of their own.
+        # the value of that key, or away from it. Weights, values and the output have rounding errors of their own.
         of_scores = 1 + 2 * self.scale**2 * (q.square() @ keys.square().swapaxes(-1, -2))  # [Hkv, G, R, S]
         lengths, out_lengths = values.square().sum(-1)[:, :, None], out.square().sum(-1, keepdims=True)
         apart = mx.maximum(lengths + out_lengths - 2 * (out @ values.swapaxes(-1, -2)), 0)  # |v - out|^2
@@ -170,7 +170,7 @@ def _compare(
         mx.concatenate([kept[:-query_len], array[-query_len:].astype(mx.float32)])
         for kept, array in zip(rounded, full, strict=True)
     ]
-    # Of latents, only the part that is used as the value.
+    # A latent's value is only the first latent_dim columns of its key.
     expected, noise = attention.over(rounded[0], rounded[1][..., : spec.latent_dim])
     in_float, _ = attention.over(own_in_float[0], own_in_float[1][..., : spec.latent_dim])
     got = out[..., : spec.latent_dim].astype(mx.float32).swapaxes(0, 1).reshape(expected.shape)

@@ -1,4 +1,4 @@
-"""Finds the layers of a model that LoRA adapters may add to, by running the model."""
+"""Finds the linear layers of a model that LoRA adapters may change, by running the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from metal_engine.models.paged_model import PagedModel
 
 
 def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = None) -> AdapterTargets:
-    """Return the linear layers within the model's layers that receive all packed rows of a step.
+    """Return the linear layers inside ``model.layers`` that receive all packed rows of a step.
 
     A step of one token is built, and not computed. Leaves ``paged`` without a cache.
 

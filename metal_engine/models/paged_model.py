@@ -99,7 +99,8 @@ class PagedModel:
             _refuse_half_precision_experts(model)
             try:
                 for output in patched.outputs if self.pool.is_recurrent else ():
-                    mx.eval(output)  # install_states reads the states; here, ranks of a pipeline exchange data for them
+                    # Computes the recurrent states, which install_states reads. Ranks of a pipeline exchange data here.
+                    mx.eval(output)
                 self.hidden_problem = hidden_states_problem(model, patched)
             except RuntimeError as error:
                 raise forward_error(error) from error

@@ -80,7 +80,7 @@ def hidden_problem(model: nn.Module, trunk: Trunk, vocab_size: int, make_caches:
     output = [mx.concatenate([row, row / _SHRINKING, mx.zeros_like(row)]).astype(trunk.dtype)]
     with _class_of(trunk.module, lambda cls: _returning(cls, output)):
         logits = model(mx.zeros((3, 1), mx.int32), cache=make_caches())
-    output.clear()  # a class, and everything its functions reference, lives until the garbage collector runs
+    output.clear()  # the temporary class refers to this list until the garbage collector runs
     whole, shrunk, bias = np.array(logits.reshape(3, -1).astype(mx.float32))
     # Written so that NaN is refused. Softcapped logits reduce large scores, so the bound is wide.
     if not np.abs(shrunk - bias).max() < 0.5 * np.abs(whole - bias).max():
@@ -89,7 +89,7 @@ def hidden_problem(model: nn.Module, trunk: Trunk, vocab_size: int, make_caches:
 
 
 def _candidates(model: nn.Module, caches: CacheTree) -> Iterator[Trunk]:
-    """Yield modules that are called once and return one row per token, latest end of call first.
+    """Yield modules that are called once and return one row per token, in reverse order of the ends of their calls.
 
     Modules with rows as wide as the logits come last, because they are the head or contain it.
     """

@@ -299,7 +299,7 @@ class RequestTable:
         Args:
             num_computed: [B] int32, number of tokens of each request before these tokens.
             query_lens: [B] int32, number of tokens of each request to lay out.
-            num_samples: [B], number of last rows of each request that sample.
+            num_samples: [B], number of rows at the end of each request that sample.
 
         Raises:
             ValueError: a request has too few blocks for its tokens.

@@ -2,8 +2,9 @@
 
 With queued dispatch, the device starts the next step at once. A step writes to the KV cache in place only if the
 previous step has released a layer's arrays by then. On Metal, this happens when the command buffer that reads them has
-completed. Otherwise MLX silently writes to a copy. MLX blocks its caller while ten command buffers are unfinished, so
-steps of about fourteen or more command buffers copy nothing.
+completed. Otherwise MLX silently writes to a copy. MLX blocks its caller while ten command buffers are unfinished. If a
+step has about fourteen or more command buffers, the previous step has therefore released a layer's arrays before a
+write to them is submitted, and nothing is copied.
 
 The number of command buffers in a model's steps is only known at run time. A few steps therefore run at startup on a
 busy device, and their peak memory shows whether they made copies.

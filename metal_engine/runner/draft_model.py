@@ -47,7 +47,7 @@ class _DraftTask:
 
     Attributes:
         index: index of the request in the request table.
-        start, stop: range of tokens to compute first.
+        start, stop: range of the request's tokens that the next forward computes.
         num_drafts: number of wanted drafts; 0 if only KV is wanted.
         has_ended: True if no more drafts are needed.
     """
@@ -95,7 +95,7 @@ class DraftModel:
         self._block_size, self._num_blocks = cache_config.block_size, cache_config.num_blocks
         self._vocab_size = vocab_size
         self._max_positions = scheduler_config.max_model_len if max_positions is None else max_positions
-        self._has_kv = np.zeros(cache_config.num_tokens, bool)  # [num_slots] KV of the same token as the target
+        self._has_kv = np.zeros(cache_config.num_tokens, bool)  # [num_slots] True: KV of the same token as the target's
         # Request id -> number of leading tokens with KV, as known when the model last ran for the request.
         self._num_computed: dict[str, int] = {}
         self._written: list[np.ndarray] = []  # slots written in this step
@@ -123,7 +123,10 @@ class DraftModel:
         return int(missing[0]) if len(missing) else len(slots)
 
     def packed(self, rows: StepRows) -> None:
-        """Mark this model's KV as outdated in the rows that the target will write, except rows just written."""
+        """Mark this model's KV as outdated in the slots that the target will write.
+
+        The slots that this model has written in this step stay valid.
+        """
         self._has_kv[rows.slot_mapping] = False
         for slots in self._written:
             self._has_kv[slots] = True
@@ -195,9 +198,9 @@ class DraftModel:
         return start + int(missing[0]) if len(missing) else end
 
     def _claim(self, slots: np.ndarray) -> None:
-        """Mark slots as written by the next forward.
+        """Mark slots as written by the next forward, so that requests that share them do not compute them again.
 
-        One request writes them: in a layer, all writes precede all reads.
+        These requests can read the KV in the same forward, because all writes of a layer precede its reads.
         """
         self._written.append(slots)
         self._has_kv[slots] = True

@@ -273,7 +273,8 @@ class ModelRunner:
             self._load(step)
             step.before = None  # no other reference to the arrays that the step writes to
             if step.shared is not None:
-                # First, and on every rank: with the same graph, all ranks exchange the same arrays in the same order.
+                # Evaluate the logits first, on every rank. Their graph is the same on all ranks, so all ranks exchange
+                # the same arrays in the same order.
                 step.is_async = True
                 mx.async_eval(step.shared)
                 step.shared = None

@@ -25,8 +25,8 @@ class PendingStep:
         sampling: sampling pass of the step.
         pooling: pooling of the step's hidden states; None if no request is pooled.
         before: snapshot of the KV cache's arrays before the step; None after the dispatch.
-        loads: KV that is loaded from a store, until the dispatch.
-        saves: KV that is saved to a store.
+        loads: KV that the step loads from a store; empty after the dispatch.
+        saves: KV that the step saves to a store.
         drafting: result of the draft model for this step; None if the model did not run.
         decode_forward: see :class:`metal_engine.step.ModelOutput`.
         moves_states: True if the step copies recurrent states to slots or into another order.
@@ -37,7 +37,7 @@ class PendingStep:
         has_queued_successor: True if the next step was queued behind this step.
         error: error of the dispatch.
         is_async: True if a part of the step was evaluated asynchronously.
-        shared: logits of a rank's step, until the dispatch; None if there is one rank.
+        shared: logits that every rank evaluates at the dispatch; None afterwards, or if there is one rank.
     """
 
     finish: Callable[[PendingStep], ModelOutput]
@@ -98,7 +98,7 @@ class PendingStep:
         try:
             mx.eval(self.root)
         except Exception:
-            # Streams with the same error would raise it in the next step.
+            # Other streams may have stored the same error. They would raise it in the next step.
             with suppress(Exception):
                 synchronize()
             raise

@@ -214,7 +214,7 @@ class DecodeReplay:
             return padded(rows, self._padding_block)
         if not _are_alike(rows):
             return None
-        # Padding rows have one row per request, so they do not match requests with several rows.
+        # Padding requests have one row each, so a step whose requests have several rows gets no padding.
         max_requests = self._max_num_seqs if rows.num_requests == rows.num_tokens else rows.num_requests
         return padded(rows, self._padding_block, max_requests)
 

@@ -87,9 +87,10 @@ def _largest_gap(
         )
         input_ids = mx.array(tokens[step])
         replayed = None
-        if step:  # the first step only shows which attention variants the layers use: its rows see one key
-            # Replay before building, so that the replayed step finds K and V of its tokens only if it writes them
-            # itself. It starts from the states that the last replayed step has written.
+        # The first step is only built, to record which attention variants the layers use. Its rows see only one key.
+        if step:
+            # Replay before building: the replayed step then finds K and V of its tokens only if it has written them
+            # itself. It starts from the recurrent states that the last replayed step has written.
             built_states = pool.read_states(slots)
             pool.put_states(slots, replayed_states)
             replayed = _replayed(model, replay, input_ids, rows)

@@ -163,7 +163,7 @@ def _bisect(values: mx.array, is_enough: Callable[[mx.array], mx.array]) -> mx.a
     The result is exact. Takes 31 passes of comparing and adding, which is less than sorting a vocabulary.
 
     Args:
-        is_enough: function of the values within a limit, [R, V] bool -> [R, 1] bool. True if all values are within it.
+        is_enough: True if the values within a limit suffice, [R, V] bool -> [R, 1] bool. All values must suffice.
     """
     bits = values.view(mx.int32)
     low = mx.full((values.shape[0], 1), -1, mx.int32)  # not enough

@@ -5,8 +5,10 @@ from __future__ import annotations
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS
 from metal_engine.settings.config import DeviceInfo, ModelInfo
 
-# Peak memory of a step, in float32 arrays of these sizes: the widest part of a layer; a tile of scores, a span of
-# keys and a span of values; the recurrent states. The estimate is a quarter higher, because architectures differ.
+# The peak memory of a step's layers is the sum of these float32 arrays, plus a margin, because architectures differ:
+# - _LAYER_ARRAYS arrays of the size of the widest part of a layer
+# - _ATTENTION_ARRAYS arrays of the size of a tile of scores, a span of keys and a span of values together
+# - _STATE_ARRAYS arrays of the size of all recurrent states
 _LAYER_ARRAYS = 8
 _ATTENTION_ARRAYS = 4
 _STATE_ARRAYS = 3
@@ -14,7 +16,7 @@ _MARGIN = 1.25
 # Memory of the most expensive sampling, in float32 arrays of the size of all logits. Measured: 11, or 12.8 if the LM
 # head computes with the logits.
 _LOGITS_ARRAYS = 14
-# Number of these arrays that can exist while the last layer is computed.
+# Number of arrays of the size of all logits that can exist while the last layer is computed.
 _EARLY_LOGITS_ARRAYS = 2
 _NUMBER_BYTES = 4
 

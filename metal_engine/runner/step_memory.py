@@ -16,8 +16,8 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.sampler import SamplingTable, sample
 from metal_engine.sampling_params import SamplingParams
 
-# A step that takes less memory is run again. The lead of MLX's scheduling over the computation determines how many
-# arrays exist at a time, and varies most with very short operations.
+# A step that takes less memory than this is run several times. The number of arrays that exist at a time depends on how
+# far MLX schedules operations ahead of the computation. It varies most with very short operations.
 _SMALL_BYTES = 16 << 20
 _NUM_SMALL_RUNS = 5
 

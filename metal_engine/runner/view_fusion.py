@@ -40,7 +40,8 @@ class _Views:
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
-        self._bases: dict[int, tuple[mx.array, mx.array]] = {}  # id of view -> (view, base); the id stays valid
+        # Id of a view -> (view, base). The entry keeps the view alive, so that its id stays valid.
+        self._bases: dict[int, tuple[mx.array, mx.array]] = {}
 
     def function(self, original: _Function, shape_after: Callable[..., _Shape | None] | None) -> _Function:
         """Return the replacement of a function of an array.
@@ -65,7 +66,8 @@ class _Views:
     def _view(self, array: mx.array, shape: _Shape) -> mx.array:
         _, base = self._bases.get(id(array), (None, None))
         if base is None:
-            base = _reshape(array, array.shape)  # own object, safe from in-place operations; adds no operation
+            # A new object, which in-place operations on `array` do not change. This reshape adds no operation.
+            base = _reshape(array, array.shape)
         view: mx.array = _reshape(base, shape)
         self._bases[id(view)] = view, base
         return view

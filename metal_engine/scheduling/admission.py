@@ -24,8 +24,8 @@ class Candidate:
 
     Attributes:
         cached: blocks that hold a prefix of the request. A block that arrived from a store is None.
-        num_shared_tokens: only for models with recurrent layers, else 0: number of leading tokens whose KV is cached,
-            including tokens after the last cached recurrent state.
+        num_shared_tokens: number of leading tokens whose KV is cached, including tokens after the last cached recurrent
+            state. Always 0 for models without recurrent layers.
     """
 
     request: Request

@@ -5,8 +5,8 @@
 ``scheduler.py`` and ``admission.py`` decide which waiting request may start, given the limits on concurrent prefills
 and on long prompts.
 
-``--async-scheduling`` and ``--page-aligned-scheduling`` change the allotments in one place each: :func:`num_remaining`
-and :func:`chunk_unit`.
+``--async-scheduling`` changes the allotments only through :func:`num_remaining`, and ``--page-aligned-scheduling`` only
+through :func:`chunk_unit`.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class PrefillAllocator:
         """Return True if a waiting request is to be admitted before the running prefills use up the budget.
 
         This is the case once every running prefill has had tokens since step ``last_admission``, the last step that
-        admitted a request. Otherwise a free slot might never be filled, if the budget suffices for one request only.
-        For example, one block of a long context can take all the attention work of a step.
+        admitted a request. Without this rule, running prefills could use up every step, and a free slot would never be
+        filled. For example, one block of a long context can take all the attention work of a step.
         """
         return bool(self._left_out) and last_admission < self._left_out[0].last_step
 
@@ -213,9 +213,9 @@ class PrefillAllocator:
     def take(self, request: Request, *, whole: bool = False) -> None:
         """Add a new request that passed :meth:`fits_minimum`, with the minimum allotment.
 
-        With ``whole``, for a request without a prefill slot, the allotment is the whole prompt, which must pass
-        :meth:`fits`, or the prompt up to its last state checkpoint. A request without a slot must complete its prompt
-        within two steps, and an even part of the budget might be too small for this.
+        With ``whole``, the request gets no prefill slot, and its whole prompt must pass :meth:`fits`. The allotment is
+        then the whole prompt, or the prompt up to its last state checkpoint. A request without a slot must complete its
+        prompt within two steps, and an even part of the budget might be too small for this.
         """
         self.num_long += is_long(num_remaining(request, self._config), self._config)
         self._take(request, whole)

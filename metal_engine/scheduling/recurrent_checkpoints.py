@@ -26,8 +26,8 @@ from metal_engine.step import SchedulerOutput
 # Tokens. A request that reuses a prefix of another prompt recomputes at most this many cached tokens, or more if a
 # very long prompt has fewer checkpoints (`_thin`).
 CHECKPOINT_INTERVAL = 1024
-# Tokens. A step with drafts can run past a block boundary, and then writes no checkpoint there. This far after the last
-# checkpoint of an output, drafts are limited so that a step ends at a boundary.
+# Tokens. A step with drafts can run past a block boundary, and then writes no checkpoint there. Once an output's last
+# checkpoint is this far back, drafts are limited so that a step ends at a boundary.
 DRAFTS_INTERVAL = 64
 # Tokens. Shorter instructions get no checkpoint: a checkpoint costs each new prompt an additional step, which takes
 # longer than recomputing the instructions.
@@ -54,8 +54,8 @@ class _Held:
         has_drafts: True while a step in flight writes a state with unverified drafts to ``slot``.
         is_rejected: True if a draft was rejected: the state in ``slot`` is void, and the next step starts from
             ``before``.
-        is_recomputing: True if the last planned step recomputes accepted drafts, or the part of them that fits into it.
-        kept_at: number of tokens of the last state that the request kept for a checkpoint.
+        is_recomputing: True if the last planned step recomputes all or some of the accepted drafts.
+        kept_at: number of tokens covered by the last state that the request kept for a checkpoint.
     """
 
     slot: int
@@ -103,7 +103,7 @@ class RequestStates:
         self._connector = connector
         # States to save with the next plan: slot -> hash. If a slot is overwritten before that, its state is not saved.
         self._saves: dict[int, bytes] = {}
-        # Slots of the checkpoints from which requests resume that were admitted to the step being planned.
+        # Slots of the checkpoints from which the requests admitted to the step being planned resume.
         self._read: set[int] = set()
         self._max_num_seqs = max_num_seqs
         self.is_used = slots.num_slots > 0
@@ -149,8 +149,8 @@ class RequestStates:
         num_blocks = num_cached // self._block_size
         block_hash = self._last_hash(request, num_cached)
         is_here = self.slots.has_checkpoint(block_hash)
-        # Mark the hit before taking a slot, so that another checkpoint is evicted if possible. Both may be the same
-        # slot: a step reads before it writes.
+        # Mark the hit before taking a slot, so that another checkpoint is evicted if possible. ``read`` and
+        # ``slot`` may be the same slot: a step reads before it writes.
         read = self.slots.hit(block_hash) if is_here else 0
         self._read.add(read)
         if is_here and request.options.do_remote_decode:
@@ -247,7 +247,7 @@ class RequestStates:
 
     @property
     def _has_spare(self) -> bool:
-        """True if a slot is available that no request needs in order to run."""
+        """True if :attr:`num_spare` is at least 1."""
         return self.num_spare > 0
 
     # --- drafts ---
@@ -270,7 +270,7 @@ class RequestStates:
 
     @property
     def num_spare(self) -> int:
-        """Number of available slots that no request needs in order to run."""
+        """Number of available slots beyond those reserved for requests that may still be admitted."""
         return self.slots.num_available - (self._max_num_seqs - len(self._held))
 
     def may_keep_for_drafts(self, request: Request, num_spare: int) -> bool:

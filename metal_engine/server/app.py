@@ -46,11 +46,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorBody}}
 def create_app(
     engine: AsyncEngine, names: Sequence[str], args: ServerArgs | None = None, answer_format: AnswerFormat | None = None
 ) -> FastAPI:
-    """Create the application for a started engine. The caller also shuts the engine down.
+    """Create the application for a started engine. The caller must shut the engine down.
 
     Args:
-        names: names of the model in the API. Responses contain the first one. ``*`` stands for any other name; alone,
-            it keeps the model's own name.
+        names: names of the model in the API. Responses contain the first one. ``*`` accepts any other name. If ``*`` is
+            the only entry, responses contain the model's own name.
         args: settings of the server; None for the defaults.
         answer_format: format in which the model writes tool calls and reasoning. Without it, outputs are plain text.
     """
@@ -62,14 +62,14 @@ def create_app(
 
 
 def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -> FastAPI:
-    """Create the application for one or several models. The caller also shuts the models down.
+    """Create the application for one or several models. The caller must shut the models down.
 
     Args:
         discover: function that finds models added after the server started. Without it, clients cannot load or unload
             models.
     """
-    # A redirect would go to the host in the request's Host header. FastAPI's own documentation pages load scripts from
-    # other servers.
+    # No redirects, because they would go to the host in the request's Host header. No documentation pages of FastAPI,
+    # because they load scripts from other servers.
     app = FastAPI(
         title="metal-engine",
         version=__version__,

@@ -74,7 +74,7 @@ def invalid_prompt(error: ValueError, param: str) -> APIError:
 
 @contextmanager
 def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Correct the field at fault in each APIError that is raised within this context.
+    """Within this context, replace the field at fault in each APIError by the client's name of that field.
 
     Args:
         names: map from a field of the converted body to the field of the client's body.
@@ -103,7 +103,7 @@ def model_not_found(model: str, served: Sequence[str]) -> APIError:
 
 
 def model_not_loaded() -> APIError:
-    """Return an error with status 503 for a request that cannot load a model and names a model that is not loaded."""
+    """Return an error with status 503 for a GET request whose model is not loaded. GET requests do not load models."""
     problem = "the model is not loaded, and a GET request does not load it: send a prompt first"
     return APIError(503, problem, param="model", code="model_not_loaded")
 
@@ -134,7 +134,7 @@ def to_api_error(error: Exception) -> APIError:
         return engine_dead(error)
     if isinstance(error, RecursionError):  # shallow enough to parse, too deep to walk
         return invalid("the body is nested too deeply")
-    # The exception's text may contain anything, so only the log has it.
+    # The exception's text may contain anything, so it is logged and not sent to the client.
     return APIError(500, "internal error", code="internal_error")
 
 
@@ -168,7 +168,7 @@ def error_response(error: APIError, scope: Scope) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Register handlers that turn every exception of a route, and requests without a route, into an error response."""
+    """Register handlers that return an error response for exceptions of routes, and for requests without a route."""
     for kind in (HTTPException, RequestValidationError, EngineDeadError, RecursionError, Exception):
         app.add_exception_handler(kind, _on_error)
 

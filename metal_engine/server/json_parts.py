@@ -51,5 +51,5 @@ def ids_json(ids: Sequence[int]) -> bytes:
 
 
 def array(slices: Iterable[bytes]) -> bytes:
-    """Join several JSON arrays to one. Each must be encoded without spaces around it."""
+    """Join several JSON arrays into one. Each array must be encoded without spaces around it."""
     return b"[" + b",".join(part[1:-1] for part in slices if len(part) > 2) + b"]"

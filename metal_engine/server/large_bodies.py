@@ -41,7 +41,8 @@ MAX_MEMBERS = 1 << 15  # pydantic processes all members of an object in one call
 MAX_TEXT_BYTES = 24 << 20
 # Maximum length of a JSON value inside a body that is serialized again. Serializing that many characters takes 20 ms.
 MAX_WITHIN = 1 << 21
-# Maximum total length of JSON texts inside a body whose values need not be counted, because they take at most 6 MiB.
+# Maximum total length of the JSON texts inside a body that are parsed without counting their values. These values take
+# at most 6 MiB.
 _SMALL_TEXTS = 1 << 18
 
 _INTEGERS = re.compile(rf"[-\d\s,]{{0,{_CHARACTERS_AT_ONCE}}}", re.ASCII)
@@ -84,7 +85,7 @@ class PiecewiseDecoder(json.JSONDecoder):
     """JSON decoder in pure Python that uses C only for pieces of texts and of integer arrays.
 
     Raises:
-        TooComplexError: the body exceeds one of the limits above.
+        TooComplexError: the body exceeds one of this module's limits.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -242,7 +243,7 @@ class TextsDecoder(PiecewiseDecoder):
 
 
 def dumps(value: Any) -> str:
-    """Serialize a value like :func:`json.dumps`, in pieces except for strings.
+    """Serialize a value like :func:`json.dumps`, in pieces. Each string is one piece.
 
     Raises:
         TooComplexError: the result would have more than ``MAX_WITHIN`` characters.
@@ -277,7 +278,7 @@ def _in_pieces(value: Any, validate: Any) -> Any:
 
 
 def _moved(error: ValidationError, start: int) -> ValidationError:
-    """Return the error of a piece, with ``start``, the piece's position in the list, added to its indices."""
+    """Convert the indices in a piece's error to indices in the list. ``start`` is the piece's position in the list."""
     details: list[Any] = []
     for one in error.errors(include_url=False)[:10]:
         index, *rest = one["loc"]

@@ -18,7 +18,7 @@ from metal_engine.server.large_bodies import IN_PIECES
 from metal_engine.server.usage import Usage
 
 T = TypeVar("T")
-# Reports one error for a list or an object, instead of one for each of its 100,000 elements.
+# Long lists and objects. Validation reports only the first error, instead of an error for each of 100,000 elements.
 LongList = Annotated[list[T], Field(fail_fast=True), IN_PIECES]
 LongDict = Annotated[dict[str, T], Field(fail_fast=True)]
 
@@ -325,7 +325,7 @@ class ToolCall(BaseModel):
 class AssistantMessage(BaseModel):
     """Assistant message.
 
-    ``reasoning_content`` is the older name of ``reasoning``. Both are left out if there is none.
+    ``reasoning_content`` is the older name of ``reasoning``. Both are absent if the model did not reason.
     """
 
     role: Literal["assistant"] = "assistant"

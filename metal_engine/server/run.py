@@ -111,7 +111,7 @@ class Server(uvicorn.Server):
         return int(self.servers[0].sockets[0].getsockname()[1])
 
     async def startup(self, sockets: Any = None) -> None:
-        """Start to accept connections. Replaces uvicorn's own method, which does not limit their number."""
+        """Start to accept connections. Replaces uvicorn's own method, which accepts any number."""
         if self._prepare is not None:
             await self._prepare()
         self._loop = asyncio.get_running_loop()
@@ -248,7 +248,7 @@ def run_registry(
 ) -> int:
     """Serve several models until a signal arrives, then shut them down.
 
-    Returns and raises as :func:`run_server`. Exceptions of ``prepare`` are raised, too.
+    Returns and raises as :func:`run_server`. Also raises the exceptions of ``prepare``.
 
     Args:
         prepare: coroutine function that loads the initial models before the first connection is accepted.

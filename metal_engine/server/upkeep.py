@@ -12,7 +12,7 @@ from metal_engine.server.workers import Workers
 _POLL_SECONDS = 1.0
 # Idle polls before the server returns memory. The delay keeps memory between the turns of a conversation.
 _IDLE_POLLS = 10
-# Minimum number of polls between returns of memory after large bodies. A return makes the next step fault memory in.
+# Minimum number of polls between returns of memory after large bodies. Each return causes page faults in the next step.
 _BUSY_POLLS = 5
 
 

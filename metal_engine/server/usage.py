@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 
 class PromptTokensDetails(BaseModel):
-    """Cached prompt tokens. ``kv_store_tokens`` of them came from a KV store, the others from the KV cache."""
+    """Cached prompt tokens. ``kv_store_tokens`` counts the tokens from a KV store. The KV cache had the others."""
 
     cached_tokens: int = 0
     kv_store_tokens: int = 0

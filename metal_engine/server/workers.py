@@ -27,8 +27,8 @@ class Weight(enum.Enum):
     """Kind of work. Each kind has its own threads, so that quick work never queues behind slow work.
 
     The second part of a value is the number of threads. Threads that run Python code alternate with the event loop
-    every 5 ms, so only few are for heavy work. Compiling waits for other processes. Its many threads allow a
-    request for a known grammar to run beside slow ones.
+    every 5 ms, so only few are for heavy work. Compiling waits for other processes. It has many threads, so that a
+    request for a known grammar does not queue behind slow compilations.
     """
 
     LIGHT = ("light", 4)
@@ -63,7 +63,7 @@ class Workers:
         return any(weight is Weight.HEAVY for weight, _ in self._in_flight.values())
 
     async def run(self, weight: Weight, work: Callable[..., T], *args: object) -> T:
-        """Return ``work(*args)``, computed in a thread of its weight.
+        """Return ``work(*args)``, computed in one of the threads for ``weight``.
 
         Cancelling this coroutine removes queued work from the queue. In running work, it makes
         :func:`metal_engine.cancellation.is_cancelled` return True.
@@ -92,7 +92,7 @@ class Workers:
     def drop(self, weight: Weight) -> None:
         """Cancel work of a kind and reject it from now on.
 
-        Its callers get the error that the server is shutting down.
+        The callers get the error that the server is shutting down.
         """
         self._dropped.add(weight)
         for disconnected, (kind, future) in list(self._in_flight.items()):

@@ -27,7 +27,7 @@ MAX_NUM_SEQS = 65_536
 
 GIB = 1 << 30
 
-# In --served-model-name: every other name.
+# Value of --served-model-name that accepts requests for any other name.
 ANY_NAME = "*"
 # Headings of groups of settings in `--help` and in docs/cli.md.
 MODEL, MEMORY = attention_args.MODEL, memory_args.MEMORY

@@ -178,7 +178,7 @@ class CacheConfig:
         model_fingerprint: identifier of everything besides tokens that K and V depend on. Part of the keys of cached
             prefixes.
         num_state_slots: number of slots for recurrent states of requests and of state checkpoints; 0 for models
-            without.
+            without recurrent layers.
         kv_room_bytes: memory available for the blocks in bytes, including an unused rest; 0 if ``num_blocks`` was
             given.
         num_padding_blocks: number of padding blocks after the other blocks, within the same memory. Replayed decode
@@ -200,9 +200,11 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLayers:
-    """Number of layers whose attention our Metal kernel computes, or MLX's operations (the portable path).
+    """Numbers of layers by the code that computes their attention.
 
     Attributes:
+        metal: number of layers whose attention our Metal kernel computes.
+        portable: number of layers whose attention MLX's operations compute.
         not_covered: reasons why some layers do not use the kernel; empty if the kernel was not requested.
         tuning: description of the choices of attention tuning; empty without tuning.
         tuned: names of the choices that differ from the default.
@@ -269,7 +271,7 @@ class EngineConfig:
     command_buffers: CommandBufferLimits | None = None  # None for MLX's own limits, or without Metal
     kv_role: str | None = None  # vLLM's name of the engine's role with a KV store; None without a store
     ranks: tuple[RankInfo, ...] = ()  # ranks that share the model; empty without distribution
-    dispatch: str = ""  # description of the time of dispatch with --async-scheduling
+    dispatch: str = ""  # description of the dispatch mode with --async-scheduling, with its reason
     wire_memory: bool = True  # --wire-memory
     replay: str = "off"  # REPLAYS if decode steps are replayed, or "off", with the reason if replay is impossible
 

@@ -99,7 +99,7 @@ class LoRAArgs(SettingsBase):
         return self.max_loras or max(len(self.lora_modules), _MAX_LORAS if self.enable_lora else 0)
 
     def largest_rank(self, ranks: list[int]) -> int:
-        """Return the rank for which every adapter takes memory.
+        """Return the rank that determines the memory of each adapter slot.
 
         Args:
             ranks: ranks of the adapters in ``lora_modules``.

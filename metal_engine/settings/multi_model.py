@@ -82,7 +82,7 @@ def models_memory(args: EngineArgs, registry_args: RegistryArgs, device: DeviceI
 
 
 def refuse_for_one_model(args: EngineArgs) -> None:
-    """Raise ConfigError for settings that require the only model of a server."""
+    """Raise ConfigError for settings that are supported only for a server with a single model."""
     if args.async_scheduling:
         raise ConfigError("--async-scheduling", "is for one model: the steps of several models alternate on the device")
     if args.num_ranks > 1:

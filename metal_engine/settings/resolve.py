@@ -209,7 +209,7 @@ def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
 
 
 def _long_threshold(args: EngineArgs, budget: int) -> int:
-    """Return the length of long prompts: more than a step. With one prefill slot, no prompt is long."""
+    """Return the length above which a prompt is long: the token budget, or no limit with a single prefill slot."""
     return budget if args.max_num_partial_prefills > 1 else 1 << 62
 
 

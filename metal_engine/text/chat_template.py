@@ -1,4 +1,4 @@
-"""Renders conversations to text with the model's chat template, as ``transformers`` does, but with limited work."""
+"""Renders conversations to text with the model's chat template, as ``transformers`` does, with a limit on the work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORK_PER_SIZE = 64
 
 # Field names of a message's reasoning. Each template reads one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Marks the end of a last message that is to be continued.
+# Tag appended to the last message if the model must continue that message.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 
 # Reserved names, which template variables cannot have because Jinja or the sandbox defines them.
@@ -39,7 +39,7 @@ Message = dict[str, Any]
 
 
 class RenderedTooLongError(ValueError):
-    """Raised if a rendered text is too long for the context, whatever its tokens are."""
+    """Raised if a rendered text has too many characters for the context, however it is tokenized."""
 
 
 def render(
@@ -100,7 +100,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def compiled(source: str) -> jinja2.Template:
-    """Return the compiled template. Each source is compiled once, with a work budget of its own."""
+    """Compile a template, or return it from the cache. Compiling has its own work budget."""
     with _compiling, spending(Budget(_WORK)):
         return _compiled(source)
 
@@ -112,7 +112,7 @@ def templates_of(hf_tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
 
 
 def texts_of_template(source: str) -> tuple[list[str], list[str]]:
-    """Return the texts in a template's source: all texts, and the texts that it searches for in its input."""
+    """Return two lists: all texts in a template's source, and the texts that the template searches for in its input."""
     try:
         tree = syntax_tree(source)
     except (jinja2.TemplateError, ValueError):
@@ -143,8 +143,11 @@ def _constants(tree: nodes.Node) -> list[str]:
 def plain_messages(messages: list[Any]) -> list[Message]:
     """Convert messages to the form that templates read.
 
-    The result is plain data without None values. Reasoning is present under each of its field names. Raises ValueError
-    if the messages are not a conversation.
+    The result is plain data without None values. Reasoning, which may have any of its field names, is also stored as
+    ``thinking`` and ``reasoning_content``.
+
+    Raises:
+        ValueError: the messages are not a conversation.
     """
     if not messages:
         raise ValueError("a conversation needs at least one message")
@@ -171,7 +174,7 @@ def plain_variables(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types. Other objects could have methods that the sandbox does not check."""
+    """Convert a value to JSON types, because other objects could have methods that the sandbox does not check."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -213,7 +216,7 @@ def _size(value: Any) -> int:
 def _to_continue(
     messages: list[Message], field: Any, variables: dict[str, Any], source: str
 ) -> tuple[list[Message], str]:
-    """Return the messages with a tag at the end of the last message's text, and that text."""
+    """Return the messages with a tag at the end of the last message's text, and that text without the tag."""
     if variables.get("add_generation_prompt"):
         raise ValueError("continue_final_message and add_generation_prompt exclude each other")
     field = field if isinstance(field, str) else "content"
@@ -242,5 +245,5 @@ def _cut(rendered: str, final: str) -> str:
     if at < 0 or final.strip() not in rendered:
         raise ValueError("the chat template leaves out the final message, so it cannot be continued")
     is_whole = rendered.startswith(_CONTINUE_HERE, at)
-    # A template that trims messages has also trimmed the blank at the tag's end. Then the text ends without blanks.
+    # If the template trimmed the space at the end of the tag, it trims messages: trim the end of this message, too.
     return rendered[:at] if is_whole else rendered[:at].rstrip()

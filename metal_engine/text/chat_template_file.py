@@ -13,7 +13,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.text.template_sandbox import syntax_tree
 
 # Limits on the characters of all chat templates of a tokenizer, and on the nodes of a template's syntax tree. Published
-# templates have a third at most. The compiler needs up to 10 KiB of memory for each node.
+# templates reach at most a third of either limit. The compiler needs up to 10 KiB of memory for each node.
 _MAX_SOURCE, _MAX_NODES = 1 << 17, 1 << 14
 
 
@@ -35,7 +35,7 @@ def read_chat_template(given: str) -> str:
         # Extensions that templates of published models use.
         jinja2.Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(text)
     except jinja2.TemplateSyntaxError as error:
-        if "generation" not in str(error):  # a tag of transformers' own
+        if "generation" not in str(error):  # a tag that only transformers defines
             raise ConfigError("--chat-template", f"is not valid Jinja: line {error.lineno}: {error.message}") from error
     except RecursionError as error:
         raise ConfigError("--chat-template", "is nested too deeply") from error

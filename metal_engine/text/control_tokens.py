@@ -30,9 +30,9 @@ from metal_engine.text.template_sandbox import STAND_INS
 
 # Characters searched in one call, because a search holds the GIL.
 _WINDOW = 1 << 17
-# Characters at which small pieces are joined. Each piece takes 60 bytes in addition.
+# Number of characters after which small pieces are joined, because each piece takes 60 bytes more than its text.
 _JOINED_AT_ONCE = 1 << 16
-# Length from which a replaced text is reused if it occurs under several names, such as a message's reasoning.
+# Minimum length of a text that is replaced only once if several names refer to it, as for a message's reasoning.
 _LONG = 1 << 10
 # Spelling of control tokens, and the HTML tags of the same form, which some tokenizers add for speed.
 _LIKE_MARK = re.compile(r"[<\[].+[>\]]", re.DOTALL)
@@ -73,7 +73,7 @@ class ControlTokens:
         self._taken = written  # its characters cannot be stand-ins
         self._signs = "".join(sorted({sign for content in self._contents for sign in _signs_of(content)}))
         self._mark = _any_of(self._contents)
-        # Texts that the template searches for stay. In assistant messages, the model's own marks stay, too.
+        # Texts that the template searches for stay unchanged. In assistant messages, the model's own marks do, too.
         plain = {one for one in sought if not any(one in mark or mark in one for mark in self._contents)}
         self._seen = _any_of(one for one in plain if any(sign in one for sign in self._signs))
         models_own = {token.content for token in marks if not token.special}
@@ -115,7 +115,7 @@ class ControlTokens:
         hidden = _Hidden(self._signs, self._stand_ins(given))
         has_marks = any(self._found(self._mark, text) for text in given)
         text = self._rendered(messages, variables, render, self._marks_hidden if has_marks else None, hidden)
-        # Rendered without any signs from the request, every mark is the template's own.
+        # In this rendering, the signs of the request's texts are hidden, so the marks are the template's own.
         certain = self._rendered(messages, variables, render, self._signs_hidden, hidden)
         if list(self._marks_in(text)) != list(self._marks_in(certain)):
             text, has_marks = certain, True
@@ -127,7 +127,7 @@ class ControlTokens:
         return [moved.get(token_id, token_id) for token_id in encode(literal, text)]
 
     def _moved_ids(self, literal: BackendTokenizer) -> dict[int, int]:
-        """Return the ids of added tokens that differ: id in ``literal`` -> id in the original tokenizer."""
+        """Map the ids of added tokens that differ: id in ``literal`` -> id in the original tokenizer."""
         added = self._backend.get_added_tokens_decoder()
         found: dict[Any, int] = {literal.token_to_id(token.content): token_id for token_id, token in added.items()}
         return {here: there for here, there in found.items() if here != there}
@@ -169,7 +169,7 @@ class ControlTokens:
             raise ValueError(hidden.shown(str(error))) from error
 
     def _marks_hidden(self, text: str, is_answer: bool, hidden: _Hidden) -> str:
-        """Return the text with the signs of its marks replaced. Marks that the model writes in answers stay."""
+        """Return the text with the signs of its marks replaced, except marks that the model writes in answers."""
         if not self._has_signs(text) or not self._found(self._mark, text):
             return text
         return _joined(self._with_marks_hidden(text, is_answer, hidden))
@@ -185,7 +185,7 @@ class ControlTokens:
     def _signs_hidden(self, text: str, is_answer: bool, hidden: _Hidden) -> str:
         """Return the text with all signs replaced.
 
-        Texts that the template searches for stay, and so do marks that the model writes in answers.
+        Texts that the template searches for stay unchanged, and so do marks that the model writes in answers.
         """
         if not self._has_signs(text):
             return text
@@ -261,7 +261,7 @@ class ControlTokens:
         literal.normalizer = normalizers.Sequence(steps + ([backend.normalizer] if backend.normalizer else []))
         if backend.pre_tokenizer is not None:
             literal.pre_tokenizer = backend.pre_tokenizer
-        # Fillers for model ids beyond the vocabulary size. Without them, added tokens would get these ids.
+        # Fillers for ids of the model beyond the vocabulary size. Without fillers, added tokens would get these ids.
         fillers = 0
         while literal.model.id_to_token(literal.get_vocab_size()) is not None:
             literal.add_tokens([AddedToken(f"\uf8ff{fillers}", normalized=False)])
@@ -341,7 +341,7 @@ def _changed(value: Any, change: Callable[[str, bool], str], is_answer: bool) ->
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds the longest of some texts. Its matching time does not grow with their number."""
+    """Return a pattern that finds the longest of some texts. Matching time does not grow with the number of texts."""
     trie: dict[str, Any] = {}
     for text in texts:
         node = trie

@@ -10,10 +10,10 @@ from tokenizers.decoders import DecodeStream
 
 logger = logging.getLogger(__name__)
 
-# Tokens of the prompt that the decoder sees first, so that the first new token is decoded in context (a
-# leading space depends on it).
+# Number of prompt tokens that the decoder processes first, so that the first new token is decoded in context: its
+# leading space depends on the token before it.
 _CONTEXT_TOKENS = 4
-# A character is at most four bytes, so at most three of its tokens can end a prompt.
+# A character has at most four bytes, so a prompt can end with at most three tokens of an incomplete character.
 _MAX_INCOMPLETE_TOKENS = 3
 
 
@@ -45,7 +45,7 @@ class Detokenizer:
             self.add(token_id)
 
     def _end_of_text(self, token_ids: Sequence[int]) -> int:
-        """Return the number of leading tokens that make whole characters."""
+        """Return the number of leading tokens whose text ends with a whole character."""
         shortest = max(len(token_ids) - _MAX_INCOMPLETE_TOKENS, 0)
         for end in range(len(token_ids), shortest, -1):
             if not self._decode(token_ids[max(end - _CONTEXT_TOKENS, 0) : end]).endswith(_INCOMPLETE):
@@ -76,7 +76,7 @@ class Detokenizer:
         return text
 
     def _whole_characters(self, token_id: int) -> str:
-        """Return the whole characters of a token whose text the stream holds back.
+        """Return the new whole characters after a token for which the stream has returned no text.
 
         The stream holds back all text while the last character is incomplete.
         """

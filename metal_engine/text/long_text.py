@@ -1,7 +1,7 @@
 """Encodes long texts in pieces.
 
 No call holds the GIL for long or takes much memory, and a text that is too long is detected before all of it is
-encoded. A tokenizer needs up to 260 bytes for each byte of its text. Its batch functions release the GIL.
+encoded. A tokenizer needs up to 260 bytes of memory for each byte of text. Its batch functions release the GIL.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_CACHED_WORDS = 1 << 10
 
 
 class TextTooLongError(ValueError):
-    """Raised for a text that does not fit into the context, whatever its tokens are.
+    """Raised for a text that does not fit into the context, however it is tokenized.
 
     Attributes:
         name: name of the argument with the text, if there were several arguments.
@@ -109,10 +109,11 @@ def _pieces(backend: Any, text: str, at_once: int) -> Iterator[str]:
 
 
 def _cut(backend: Any, text: str, end: int) -> int | None:
-    """Return a place up to ``end`` that no token crosses, or None. Prefer places before white space, then late places.
+    """Return the position of a cut up to ``end`` that no token crosses. Return None if no position is suitable.
 
-    The texts on both sides of the place must encode the same alone as together. Only boundaries of words, numbers,
-    signs or white space are tried, because within such a run, distant characters can influence the tokens.
+    The texts on both sides of a cut must encode the same alone as together. The function tries positions before white
+    space first, and later positions before earlier positions. It tries only boundaries between characters of different
+    kinds, such as a letter and a digit. Within a run of one kind, distant characters can influence the tokens.
     """
     places = [i for i in range(end, end - _PLACES_LOOKED_AT, -1) if _kind(text[i - 1]) != _kind(text[i])]
     places.sort(key=lambda i: not text[i].isspace())  # most tokenizers put the space at the start of a word's token

@@ -1,4 +1,4 @@
-"""Determines the orders of message roles that a chat template supports. Other orders are refused or lose messages."""
+"""Determines the orders of message roles that a chat template accepts without dropping or moving messages."""
 
 from __future__ import annotations
 

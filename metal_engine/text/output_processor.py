@@ -19,7 +19,7 @@ class _Node:
 
     Attributes:
         depth: length of the prefix.
-        longer: prefixes that are one character longer, by that character.
+        longer: prefixes that are one character longer, keyed by their last character.
         shorter: longest proper suffix of this prefix that is also a prefix of a stop string; None for the root.
         stop: longest stop string that this prefix ends with, if there is one.
     """

@@ -31,7 +31,7 @@ class PromptBoundaries:
         self._turn = array("i", self._beginning_of_turn()).tobytes()
 
     def _ending(self, variables: dict[str, bool]) -> tuple[int, ...]:
-        """Return the tokens of the generation prompt; empty if it is not at the end."""
+        """Return the tokens of the generation prompt; empty if the template does not write it at the end."""
         full, bare = (self._rendered(None, "x", add_generation_prompt=asks, **variables) for asks in (True, False))
         return tuple(full[len(bare) :]) if full[: len(bare)] == bare else ()
 
@@ -51,7 +51,7 @@ class PromptBoundaries:
             return []
 
     def marked(self, request: PreparedRequest) -> PreparedRequest:
-        """Return the request with the places filled in, as numbers of prompt tokens before them."""
+        """Return the request with both boundaries set: the number of prompt tokens before each."""
         prompt = request.prompt_token_ids
         return replace(
             request,

@@ -66,7 +66,7 @@ class Budget:
             self.spend(STEP)
 
     def glance(self, value: Any) -> None:
-        """Spend the length of a value without its contents. This is the cost of copying or searching the value."""
+        """Spend the cost of copying or searching a value: its length, without the sizes of its items."""
         if isinstance(value, int):
             return self.read(value)
         self.spend(STEP + (1 if isinstance(value, str | bytes) else 8) * length(value))

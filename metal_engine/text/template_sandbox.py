@@ -84,7 +84,7 @@ def _bounded(name: str, function: Callable[..., Any], growth: Callable[..., int]
 
 
 def _paid(result: Any) -> Any:
-    """Return the value after spending the length of a text: escaping may write 12 characters for one."""
+    """Return ``result``. Spend the length of a text first: escaping can write 12 characters for one."""
     if isinstance(result, str):
         current_budget().spend(2 * len(result))
     return result
@@ -136,7 +136,7 @@ class _Counted(NodeTransformer):
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
         operands = [node.expr, *(operand.expr for operand in node.ops)]
-        # Comparing with a constant reads no more than its length. Searching for a constant reads the length of the
+        # A comparison with a constant reads at most the length of the constant. A search for a constant reads the whole
         # text.
         name = "_glanced" if any(isinstance(one, nodes.Const) for one in operands[:-1]) else "_weighed"
         if isinstance(operands[-1], nodes.Const) and len(operands) == 2 and node.ops[0].op not in ("in", "notin"):

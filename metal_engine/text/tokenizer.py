@@ -32,12 +32,12 @@ def _byte_of_char() -> dict[str, int]:
 
 _BYTE_OF_CHAR = _byte_of_char()
 
-# A longer text is refused if it has more than the second number of characters for each token that is allowed, because
-# each call on such a text takes long.
+# A text of more than ``_MAX_CHARACTERS`` is refused if it also has more than ``_CHARACTERS_PER_TOKEN`` characters for
+# each allowed token. Every operation on such a text takes long.
 _MAX_CHARACTERS = 1 << 22
 _CHARACTERS_PER_TOKEN = 8
 
-# Length from which a text that occurs under several names is counted once.
+# Minimum length of a text that is counted only once if it occurs under several names.
 _LONG = 1 << 10
 
 # A character that is always a separate token. Text encoded after it is not at the start of a text.
@@ -53,8 +53,8 @@ class Tokenizer:
     Args:
         hf_tokenizer: tokenizer from ``transformers``. Must be a fast one, since text is decoded incrementally.
         eos_token_ids: all ids that end generation, from the checkpoint's configuration.
-        allow_special_tokens_in_content: True if control tokens that are spelled in a conversation's texts become
-            control tokens. By default they stay text.
+        allow_special_tokens_in_content: True to encode control tokens that are spelled out in a conversation's texts as
+            control tokens. By default, they are encoded as plain text.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Tokenizer:
         """Encode a text to token ids.
 
         Args:
-            add_special_tokens: True if the ids that the tokenizer puts around a raw prompt (BOS) are added.
+            add_special_tokens: True to add the ids that the tokenizer puts around a raw prompt, such as BOS.
 
         Raises:
             ValueError: the text is not valid Unicode.
@@ -186,7 +186,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes that a token adds to a text.
 
-        They may be part of a character; empty for an unknown id.
+        The bytes may be an incomplete character. They are empty for an unknown id.
         """
         found = self._token_bytes.get(token_id)
         if found is None:

@@ -132,13 +132,19 @@ def metaspace(replacement: str) -> dict[str, Any]:
 
 DOUBLE = replace({"String": "a"}, "aa")
 PADDED = {"direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "!", "pad_to_multiple_of": None}
-# A template with a special token that is missing from its table.
-BROKEN_TEMPLATE = {
-    "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "<none>", "type_id": 0}}],
-    "pair": [],
-    "special_tokens": {},
-}
+# A table of characters whose trie refers to an entry beyond its end.
+BROKEN_TABLE = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(b"\4\0\0\0\0\0\0\0abc\0").decode()}
+
+
+def template(**pieces: Any) -> dict[str, Any]:
+    """A post-processor with one template that differs from the text alone."""
+    text = [{"Sequence": {"id": "A", "type_id": 0}}]
+    known = {"<a>": {"id": "<a>", "ids": [1], "tokens": ["a"]}}
+    return {"type": "TemplateProcessing", "single": text, "pair": text, "special_tokens": known, **pieces}
+
+
+SECOND_TEXT = [{"Sequence": {"id": "B", "type_id": 0}}]
+UNKNOWN_TOKEN = [{"SpecialToken": {"id": "<none>", "type_id": 0}}]
 
 CASES: dict[str, tuple[Damage, str]] = {
     "deep config": (write("config.json", f'{{"model_type": "llama", "x": {DEEP}}}'), "nested more than 64 deep"),
@@ -254,7 +260,25 @@ CASES: dict[str, tuple[Damage, str]] = {
         edit_tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
         "not a valid model (PanicException",
     ),
-    "tokenizer that panics when used": (edit_tokenizer(post_processor=BROKEN_TEMPLATE), "(PanicException"),
+    "tokenizer that panics when used": (edit_tokenizer(normalizer=BROKEN_TABLE), "(PanicException"),
+    "a template with an unknown token": (
+        edit_tokenizer(post_processor=template(single=UNKNOWN_TOKEN)),
+        "a post_processor whose 'single' uses '<none>', which is not among its special_tokens",
+    ),
+    "a template of two texts with an unknown token": (
+        edit_tokenizer(post_processor={"type": "Sequence", "processors": [template(pair=UNKNOWN_TOKEN)]}),
+        "a post_processor whose 'pair' uses '<none>', which is not among its special_tokens",
+    ),
+    "a template of one text with a second": (
+        edit_tokenizer(post_processor=template(single=SECOND_TEXT)),
+        "a post_processor whose 'single' uses a second text (B)",
+    ),
+    "a template with an id of 2^31": (
+        edit_tokenizer(
+            post_processor=template(special_tokens={"<a>": {"id": "<a>", "ids": [1 << 31], "tokens": ["a"]}})
+        ),
+        "has the token id 2147483648",
+    ),
 }
 
 

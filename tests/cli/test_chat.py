@@ -349,6 +349,7 @@ def test_a_model_that_is_loaded_here_is_announced(
     choose: Callable[..., Any], served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = port_of(served.url)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     other = str(tmp_path)
     assert choose(other, port=port) == other
     announced = capsys.readouterr().err

@@ -67,6 +67,27 @@ def test_what_is_wrong_is_said_before_anything_slow_is_imported() -> None:
         assert slow == [], arguments
 
 
+def test_paths_that_are_no_models_are_refused_before_anything_slow_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "weights_only").mkdir()
+    (tmp_path / "weights_only" / "model.gguf").touch()
+    (tmp_path / "no_type").mkdir()
+    (tmp_path / "no_type" / "config.json").write_text("{}")
+    (tmp_path / "text.gguf").write_text("no model")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\3\0\0\0")
+    wrong = {
+        "empty": "has no config.json: not a model directory",
+        "weights_only": "name the file itself",
+        "no_type": "names no model_type",
+        "text.gguf": "text.gguf is not a GGUF file",
+        "cut.gguf": "cut.gguf is truncated or corrupted",
+    }
+    done = run([["serve", str(tmp_path / name), "--port", "0"] for name in wrong])
+    for (name, message), (status, error, slow) in zip(wrong.items(), done, strict=True):
+        assert status == 1 and message in error, (name, error)
+        assert slow == [], name
+
+
 def test_a_taken_port_is_noticed_before_anything_slow_is_imported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -85,6 +106,7 @@ def test_names_from_ollamas_registry(tmp_path: Path, monkeypatch: pytest.MonkeyP
         check_model_name("qwen3:8b")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "qwen3:8b").mkdir()
+    (tmp_path / "qwen3:8b" / "config.json").write_text('{"model_type": "qwen3"}')
     check_model_name("qwen3:8b")  # a folder may have such a name
 
 

@@ -1,6 +1,6 @@
 """Measures the cost of LoRA adapters: steps with adapters, steps without, and steps of an engine without LoRA support.
 
-python -m tools.benchmarks.lora [--rounds 7] [--rows 16] [--adapters 8] [--rank 16] [--model demo]
+    python -m tools.benchmarks.lora [--rounds 7] [--rows 16] [--adapters 8] [--rank 16] [--model demo]
 
 Each round has three kinds of steps in rotation:
 

@@ -1,7 +1,7 @@
 """Measures the cost of the web page: throughput with and without viewers, and the CPU time of an open, idle page.
 
-python -m tools.benchmarks.page viewers [--rounds 7] [--streams 64] [--viewers 3] [--step-ms 12] python -m
-tools.benchmarks.page idle [--seconds 30]
+    python -m tools.benchmarks.page viewers [--rounds 7] [--streams 64] [--viewers 3] [--step-ms 12]
+    python -m tools.benchmarks.page idle [--seconds 30]
 
 `viewers` runs a server on a runner that makes up tokens and takes a fixed time per step, as a device does. Additional
 work of the host then shows in the throughput. Rounds with viewers, which read `/watch` as browsers do, alternate with

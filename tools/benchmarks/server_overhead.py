@@ -1,7 +1,7 @@
 """Measures the cost of the server: streamed tokens per second over HTTP with a free model, and CPU time per token.
 
-python -m tools.benchmarks.server_overhead --rate 20000 [--streams 64] [--tokens 500] [--endpoint chat|completions|...]
-python -m tools.benchmarks.server_overhead --overload --rate 5000
+    python -m tools.benchmarks.server_overhead --rate 20000 [--streams 64] [--tokens 500] [--endpoint chat|...]
+    python -m tools.benchmarks.server_overhead --overload --rate 5000
 
 A real server, engine thread and scheduler run in one process, on a runner that makes up tokens. The client in another
 process uses a plain socket for each stream and counts tokens. Prints one line of JSON.

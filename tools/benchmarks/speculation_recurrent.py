@@ -6,9 +6,9 @@
 After a rejected draft, such a model recomputes the accepted drafts from the state before them. Two engines in one
 process, one of them with speculation, alternate on the same requests. A first run gives the outputs. Drafts are the
 known outputs, each token right with a given probability, so the drafts are synthetic. Without ``--model``, the weights
-are synthetic too: random numbers in Qwen 3.5's architecture. The number of drafts that pay off is measured, as in a
-server. With ``--async-scheduling``, both engines plan steps asynchronously, the second one only if that is faster than
-drafts.
+are synthetic too: random numbers in Qwen 3.5's architecture. As in a server, measured step times determine how many
+drafts are tried. With ``--async-scheduling``, both engines plan steps asynchronously, the second one only
+if that is faster than drafts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CONFIG = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max":
 
 
 class KnownAnswers:
-    """Drafts of known outputs (:class:`metal_engine.scheduling.speculation.speculation.Proposer`).
+    """Drafts of known outputs (:class:`metal_engine.scheduling.speculation.proposals.Proposer`).
 
     Args:
         answers: output tokens by prompt.

@@ -71,7 +71,7 @@ PEERS = {
         Peer(
             "rapid-mlx",
             ("rapid-mlx", "mlx[cpu]; sys_platform == 'linux'"),
-            # Prompts that one round left on disk would be read in the next.
+            # Without disk caches: a round would otherwise find the prompts of the previous round.
             (
                 *("{bin}/rapid-mlx", "serve", "{model}", "--port", "{port}"),
                 *("--yes", "--no-preflight", "--disable-disk-caches"),

@@ -19,14 +19,14 @@ HIGHLIGHT, GREY = "#2463b0", "#b9bec6"
 
 @dataclass(frozen=True)
 class Figure:
-    """A row of the notes' table, as readers see it.
+    """A row of the notes' table, and its description on the page.
 
     Attributes:
-        scenario: how the row's first cell begins.
-        measure: its second cell.
-        title: the scenario in words.
-        unit: of the figures, and what they are.
-        more_is_better: else less.
+        scenario: number of the scenario, with which the row's first cell begins.
+        measure: text of the row's second cell.
+        title: scenario in words.
+        unit: unit and kind of the row's values.
+        more_is_better: True if larger values are better, False if smaller values are.
     """
 
     scenario: str
@@ -50,14 +50,14 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Figures as the notes spell them: one for each server, ours first, and what ours is to the best of the others."""
+    """Values as written in the notes: one for each server, metal-engine's first, and its ratio to the best peer's."""
 
     values: tuple[str, ...]
     ratio: str
 
 
 def rows_of(notes: str) -> tuple[list[str], dict[tuple[str, str], Row]]:
-    """The servers' names, and the rows by (scenario, measure); rows with a gap are left out."""
+    """Return the servers' names, and the rows by (scenario, measure). Rows without a value for a server are skipped."""
     lines = [line for line in notes[notes.index(SECTION) :].splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     servers = cells[0][2:6]
@@ -71,13 +71,13 @@ def rows_of(notes: str) -> tuple[list[str], dict[tuple[str, str], Row]]:
 
 
 def chosen(notes: str) -> tuple[list[str], list[tuple[Figure, Row]]]:
-    """The servers' names, and the figures that the page shows."""
+    """Return the servers' names, and the figures that the page shows."""
     servers, rows = rows_of(notes)
     return servers, [(figure, rows[figure.scenario, figure.measure]) for figure in FIGURES]
 
 
 def table(notes: str) -> str:
-    """The figures as Markdown."""
+    """Return the figures as a Markdown table."""
     servers, figures = chosen(notes)
     lines = [f"| | | {' | '.join(servers)} | against the best of the others |", f"|{' --- |' * 7}"]
     for figure, row in figures:
@@ -86,7 +86,7 @@ def table(notes: str) -> str:
 
 
 def with_table(page: str, notes: str) -> str:
-    """The page with its table as it should be."""
+    """Return the page with its table replaced by a new one."""
     before, found, rest = page.partition(BEGIN)
     assert found, f"{PAGE} has no place for the table"
     _, end, after = rest.partition(END)
@@ -94,7 +94,7 @@ def with_table(page: str, notes: str) -> str:
 
 
 def draw(notes: str, path: Path) -> None:
-    """The figures as small bar charts, each with its own scale: above, more is better; below, less."""
+    """Draw a bar chart for each figure, each with its own scale. Longer bars are better above, shorter bars below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,7 +110,7 @@ def draw(notes: str, path: Path) -> None:
 
 
 def draw_bars(axis: Any, figure: Figure, servers: list[str], spelled: tuple[str, ...], *, named: bool) -> None:
-    """A bar for each server with its value; ours first, in colour."""
+    """Draw a bar with its value for each server. metal-engine's bar comes first and is coloured."""
     values = [float(value) for value in spelled]
     bars = axis.barh(range(len(values)), values, color=[HIGHLIGHT, *[GREY] * (len(values) - 1)])
     axis.bar_label(bars, spelled, padding=3, fontsize=10)

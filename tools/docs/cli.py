@@ -59,7 +59,7 @@ def _marked(one: Setting, cls: type) -> str:
 
 
 def tables() -> dict[str, str]:
-    """Every generated part of the page, by the name in its markers."""
+    """Return the text of each generated part of the page, by the name in the part's markers."""
     others = ["| variable | |", "| --- | --- |"]
     others += [f"| `{name}` | {text} |" for name, text in OTHER_VARIABLES.items()]
     return {
@@ -75,7 +75,7 @@ def tables() -> dict[str, str]:
 
 
 def with_tables(page: str) -> str:
-    """The page with its generated parts as they should be."""
+    """Return the page with its generated parts replaced by new ones."""
     for name, text in tables().items():
         begin = f"<!-- {name}: made by tools/docs/cli.py -->\n"
         before, found, rest = page.partition(begin)

@@ -1,4 +1,4 @@
-"""Makes the table of docs/mac.md: how many tokens of KV fit beside a model, by the engine's own accounting.
+"""Makes the table of docs/mac.md: the number of tokens whose KV fits beside a model, by the engine's own formula.
 
 python -m tools.docs.mac
 """
@@ -14,14 +14,15 @@ from metal_engine.settings.config import GIB, MARGIN_BYTES
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "mac.md"
 BEGIN, END = "<!-- memory: made by tools/docs/mac.py -->\n", "<!-- end -->"
 MACS = (8, 16, 24, 32, 64, 128)
-# What a step may take beside weights and KV; the engine measures it at the start. About this for the models below.
+# Memory of a step in addition to weights and KV, in bytes, approximately for the models below. The engine measures this
+# memory at its start.
 STEP_BYTES = GIB
 KIB = 1024
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model on the hub: parameters in billions, bits a weight, and KV in bytes a token (bfloat16)."""
+    """A model on the hub: billions of parameters, bits per weight, and bytes of KV per token in bfloat16."""
 
     name: str
     params: float
@@ -33,7 +34,7 @@ class Model:
         return int(self.params * 1e9 * self.bits / 8)
 
 
-# 4 bits in groups of 64 with a scale and a bias of 16 bits each are 4.5 bits a weight.
+# Quantization to 4 bits takes 4.5 bits per weight: each group of 64 weights has a scale and a bias of 16 bits.
 MODELS = (
     Model("Qwen3-0.6B, bfloat16", 0.60, 16, 112 * KIB),
     Model("Qwen3-4B, 4 bits", 4.02, 4.5, 144 * KIB),
@@ -48,18 +49,18 @@ MODELS = (
 
 
 def gpu_bytes(gib: int) -> int:
-    """What macOS lets a GPU use of so much memory: two thirds to 32 GiB, three quarters beyond."""
+    """Return how much of a Mac's memory macOS lets the GPU use: two thirds up to 32 GiB, three quarters above."""
     return gib * GIB * 2 // 3 if gib <= 32 else gib * GIB * 3 // 4
 
 
 def kv_tokens(model: Model, gib: int) -> int:
-    """Tokens of KV that the engine keeps beside a model on a Mac with so much memory; below 1: it does not fit."""
+    """Return how many tokens the KV cache holds on a Mac with ``gib`` GiB. Below 1, the model does not fit."""
     budget = int(gpu_bytes(gib) * EngineArgs(model="").gpu_memory_utilization)
     return (budget - model.weight_bytes - STEP_BYTES - MARGIN_BYTES) // model.kv_bytes
 
 
 def table() -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     rows = [f"| | weights | {' | '.join(f'{gib} GiB' for gib in MACS)} |", f"|{' --- |' * (len(MACS) + 2)}"]
     for model in MODELS:
         counts = [kv_tokens(model, gib) for gib in MACS]
@@ -69,7 +70,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with its table as it should be."""
+    """Return the page with its table replaced by a new one."""
     before, found, rest = page.partition(BEGIN)
     assert found, f"{PAGE} has no place for the table"
     _, end, after = rest.partition(END)

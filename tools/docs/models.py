@@ -85,7 +85,7 @@ _REFUSED = {
     "phi3small": "attends to blocks in a pattern of its own",
     "plamo2": "calls MLX's attention itself, and passes mlx-lm's by",
 }
-# Names that users know; the rest of the table is the code's own.
+# GGUF architecture -> (models as users name them, remarks). The rest of the table comes from the engine's own data.
 _GGUF_MODELS = {
     "llama": ("Llama, Mistral, Mixtral, SmolLM2", "with experts as `mixtral`"),
     "qwen2": ("Qwen2, Qwen2.5", ""),
@@ -103,7 +103,7 @@ _GGUF_MODELS = {
 
 
 def models_doc() -> str:
-    """The text of docs/models-table.md."""
+    """Return the text of docs/models-table.md."""
     from metal_engine.checkpoints.gguf.tokenizer import PRE_TOKENIZERS
     from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED
 

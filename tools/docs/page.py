@@ -27,7 +27,7 @@ QUESTION = "What is the capital of France?"
 FOLLOW_UP = "Why is the sky blue?"
 DESK: ViewportSize = {"width": 1360, "height": 850}
 PHONE: ViewportSize = {"width": 390, "height": 800}
-# Milliseconds: the model runs on a CPU.
+# Maximum wait for the page, in milliseconds. The model runs on a CPU.
 PATIENCE = 300_000
 
 
@@ -42,7 +42,7 @@ def ask(page: object, text: str, number: int) -> None:
 
 
 def pictures(browser: Browser, url: str) -> None:
-    """Take all pictures of one moment: the page follows a change of the theme and of the window."""
+    """Take all screenshots of one open page, whose theme and window size are changed in between."""
     page = browser.new_page(viewport=DESK, color_scheme="light")
     page.set_default_timeout(PATIENCE)
     page.goto(url)
@@ -52,7 +52,7 @@ def pictures(browser: Browser, url: str) -> None:
     page.click("#demo-eight")
     page.wait_for_selector("#demo-stop", state="hidden")
     page.click("#demo-fill")
-    # When the cache is full, the latest have been preempted, and the others have gone on for a while.
+    # Wait until the cache is full and the latest requests have been preempted, and then some seconds more.
     page.wait_for_function("() => document.querySelector('#blocks-text').textContent.includes(' 0 free')")
     page.wait_for_function("() => /· [2-9]/.test(document.querySelector('.chart .value').textContent)")
     page.wait_for_timeout(4000)

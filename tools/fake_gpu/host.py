@@ -136,7 +136,7 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     """Print the report. Return the exit status of the process: 1 if a figure is missed."""
     workload = workload_of(args)
     limits = command_buffer_limits([workload.model], mx.device_info()["memory_size"], allows_queued_dispatch=True)
-    assert limits.max_ops is not None  # the model is known
+    assert limits.max_ops is not None  # limits exist for this model
     gpu.configure(FakeGpuSettings(max_ops=limits.max_ops, max_mb=limits.max_mb, kernel_us=args.kernel_us))
     steppers: dict[str, Any] = {
         "built": Ours(workload, replay=False),

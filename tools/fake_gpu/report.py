@@ -56,7 +56,7 @@ class ReportCase:
 
 def measure_case(gpu: FakeGpu, case: ReportCase, workload: Workload, gpu_ms: float, num_steps: int) -> Measured:
     """Run an engine for a case. The kernels of a step take ``gpu_ms`` in total."""
-    if case.is_mixed:  # arrivals and ends balance
+    if case.is_mixed:  # the number of requests stays constant
         workload = replace(workload, max_tokens=_MIXED_EVERY * workload.num_requests)
     max_ops, max_mb = case.limits
     settings = FakeGpuSettings(max_ops=max_ops, max_mb=max_mb)

@@ -16,7 +16,7 @@ BUILD = ROOT / "build" / "metal"
 REGISTERS = ROOT / "docs" / "dev" / "kernel_registers.md"
 TIMES = ROOT / "docs" / "dev" / "kernel_times.md"
 DTYPES = ("float16", "bfloat16", "float32")
-GENERATIONS = (13, 14)  # of Apple GPUs: M1, M2
+GENERATIONS = (13, 14)  # generations of Apple GPUs: M1, M2
 
 
 def report(write: bool) -> int:

@@ -9,7 +9,7 @@ only Xcode, and no package of this project.
 
 Variants on Metal's tensor operations need the SDK of macOS 26.2. --tensor-ops compiles only these variants.
 
-It was written from Apple's documentation and has not run on a Mac yet.
+This script was written from Apple's documentation and has not run on a Mac yet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Changes the attention kernels in one place at a time and sees whether the checks notice.
+"""Changes the attention kernels in one place at a time and tests whether the checks detect it.
 
 ``python -m tools.metal_sim.kernel_mutants`` runs all mutants; a number runs that one. A mutant counts as caught
-when a step through the simulator raises, differs from the float64 reference, or reads more of K and V than the bound.
-Mutants that cannot matter are listed with the reason.
+when a step through the simulator raises, differs from the float64 reference, or reads other amounts of K and V
+than its work items name. Mutants that no check can detect are listed with the reason.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant(ROWS, "row / 8 / STRIPS) * share.parts", "row / 8) * share.parts"),
     Mutant(ROWS, "/ G * uint(tile.num_kv_heads) +", "/ G +"),
     Mutant(ROWS, "* G + flat % G;", "* G + uint(row) % G;"),
-    # Direct: who takes which keys, and which rows see them.
+    # Direct: distribution of the keys, and the rows that see them.
     Mutant(DIRECT, "position - window + 1)", "position - window)"),
     Mutant(DIRECT, "position - window + 1)", "position - window + 2)"),
     Mutant(DIRECT, "min(key_end, position + 1)", "min(key_end, position + 2)"),
@@ -240,7 +240,7 @@ MUTANTS = (
 
 @dataclass(frozen=True)
 class MutantCase:
-    """A step, and how to attend over it."""
+    """A step, and the options of its attention."""
 
     segments: list[tuple[int, int]]  # (query_len, kv_len)
     num_heads: int
@@ -255,42 +255,42 @@ class MutantCase:
     is_latent: bool = False
     quantized: tuple[int, int] | None = None  # bits and group size
     scale: float = 0.2
-    scores: tuple[float, float] | None = None  # of the first key of each request, and of all others; scale 1
+    scores: tuple[float, float] | None = None  # scores of each request's first key and of all other keys, at scale 1
     tolerance: float = 1e-5
 
 
 CASES = (
-    # Of the chunk of 10 the first row sees all keys of a stage but the last.
+    # In the chunk of 10, the first row sees all keys of a stage except the last key.
     MutantCase([(1, 1), (1, 7), (5, 18), (33, 33), (1, 130), (40, 200), (10, 72)], 8, 2),
-    # The window begins where a fragment does.
+    # The window begins at the start of a fragment.
     MutantCase([(1, 300), (9, 18), (5, 76), (2, 73), (33, 150), (17, 130)], 1, 1, window=64, softcap=15.0, sinks=True),
     MutantCase([(1, 1500), (6, 1300), (3, 20)], 2, 1, target_threadgroups=1000, sinks=True),
     MutantCase([(11, 1700)], 3, 1, target_threadgroups=1000, window=1690),
     # More splits than the merge has threads.
     MutantCase([(1, 8448)], 1, 1, target_threadgroups=1000),
-    # Parts that add their scores; scores far apart, so that a wrong peak overflows.
+    # Parts whose scores are added. The scores are far apart, so that a wrong peak overflows.
     MutantCase([(1, 520)] * 8 + [(40, 90)], 2, 1, target_threadgroups=1000, head_dim=256, scale=100.0, tolerance=1e-4),
     # All scores far below zero.
     MutantCase([(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), tolerance=5e-4),
     MutantCase(
         [(1, 1100), (20, 90)], 2, 1, target_threadgroups=1000, scores=(-9_997.0, -10_000.0), sinks=True, tolerance=5e-4
     ),
-    # Half precision: other widths of loads and rows, rounded weights. Split, and with a tail of whole rows.
+    # Half precision: other widths of loads and rows, rounded weights. Splits, and a tail of whole rows.
     MutantCase([(1, 1300), (3, 1100), (20, 90)], 4, 2, mx.float16, 1000, window=1250, tolerance=7e-4),
     MutantCase([(1, 1200), (2, 1030), (30, 90)], 3, 1, mx.bfloat16, 1000, head_dim=128, sinks=True, tolerance=4e-3),
-    # Sinks that count, among weights that are shifted.
+    # Sinks large enough to change the output, with shifted weights.
     MutantCase([(1, 1100), (1, 300), (20, 90)], 2, 1, mx.float16, 1000, sinks=True, tolerance=7e-4),
-    # Weights that float16 would not hold.
+    # Weights outside the range of float16.
     MutantCase([(1, 3000), (20, 2000)], 2, 1, mx.float16, 1000, sinks=True, scores=(17.0, 0.0), tolerance=7e-4),
     MutantCase([(1, 3000), (20, 2000)], 2, 1, mx.float16, scores=(17.0, 0.0), tolerance=7e-4),
-    # Rows of the cache that are no multiple of 16 bytes; tiles that end within a token.
+    # Cache rows whose size is not a multiple of 16 bytes. Tiles that end inside a token.
     MutantCase([(1, 77), (7, 30), (1, 9)], 40, 2, mx.float16, head_dim=100, tolerance=7e-4),
     MutantCase([(1, 77), (3, 30)], 4, 2, mx.float16, head_dim=100, tolerance=7e-4),
     MutantCase([(1, 77), (7, 30)], 4, 2, mx.float16, head_dim=100, tolerance=7e-4),
-    # An odd number of rows, the last of all; columns that leave in pieces of unequal width, from two parts.
+    # An odd number of rows at the end of the output. Two parts write columns in pieces of unequal width.
     MutantCase([(1, 77), (1, 30)], 3, 1, mx.float16, head_dim=100, tolerance=7e-4),
     MutantCase([(1, 77), (20, 40)], 2, 1, head_dim=208),
-    # A stage that fills its memory, and whose last loads are not all of its keys.
+    # A stage that fills its memory. Its last loads cover fewer keys than the other loads.
     MutantCase([(1, 30), (20, 40)], 2, 1, head_dim=96),
     # Three row fragments in a SIMD group, and a fourth that is staged.
     MutantCase([(1, 77), (2, 600), (1, 9)], 24, 1, mx.float16, head_dim=128, window=550, tolerance=7e-4),
@@ -303,7 +303,7 @@ CASES = (
     ),
     # A position part that does not fill its chunk.
     MutantCase([(1, 77), (3, 33)], 12, 1, head_dim=44, v_head_dim=32, is_latent=True),
-    # Tiles that begin within one token and end in another, at the edge of the window.
+    # Tiles that begin inside one token and end inside another, at the edge of the window.
     MutantCase([(3, 74), (1, 9)], 20, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
     MutantCase([(3, 74), (1, 9)], 28, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
     MutantCase([(1, 300), (2, 33)], 20, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, tolerance=7e-4),
@@ -311,7 +311,7 @@ CASES = (
 
 
 def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
-    """None, or what is wrong."""
+    """Return a description of the first error, or None."""
     step = make_step(
         [(n, kv - n) for n, kv in case.segments],
         num_heads=case.num_heads,
@@ -326,7 +326,7 @@ def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
     )
     options: dict[str, Any] = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
     if case.scores is not None:
-        # Of one sign, so that they add up; the key with another score has none.
+        # Values of one sign, so that they add up. The first key, which has another score, has the value 0.
         values = np.abs(np.array(step.v_cache.astype(mx.float32))) * 100
         values[step.rows.block_table[:, 0], 0] = 0.0
         step = replace(step, v_cache=mx.array(values).astype(case.dtype)).with_scores(*case.scores)
@@ -340,7 +340,7 @@ def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
         return str(error)
     expected = step.reference(sinks=None if sinks is None else np.array(sinks), **options)
     got = np.array(out.astype(mx.float32))
-    # A sink may leave nothing.
+    # A large sink can make the output almost zero.
     sizes = np.maximum(np.linalg.norm(expected, axis=-1), 1e-6)
     errors = np.linalg.norm(got - expected, axis=-1) / sizes
     if not errors.max() <= case.tolerance:
@@ -349,14 +349,14 @@ def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
 
 
 def _wrong_reads(backend: MetalBackend, step: PackedStep, case: MutantCase, launch: LaunchCounts) -> str | None:
-    """A tile reads no key twice and none outside its range; the planner's table says how many that are."""
+    """Return a description of wrong reads, or None. Each work item must read each key of its range exactly once."""
     shape = shape_of(step.q, step.state)
     variant = variant_of(shape)
     items = backend.for_step(step.rows)._items(shape, variant, case.window)
     table = np.array(items.table)[: items.num_items]
     begins, ends = table[:, 3], table[:, 4]
     buffers = launch.buffers
-    # Keys of the items that go the staged way, and of the direct ones.
+    # Number of keys of the staged items, and of the direct items.
     is_direct = table[:, 1] <= variant.strips * 8
     keys = [int((ends - begins)[is_direct == way].sum()) * shape.num_kv_heads for way in (False, True)]
     bits = shape.bits or case.dtype.size * 8
@@ -367,7 +367,7 @@ def _wrong_reads(backend: MetalBackend, step: PackedStep, case: MutantCase, laun
             numbers = sum(n * group_reads(shape, is_direct=bool(way))[i] for way, n in enumerate(keys))
             if any(buffers[f"{name}_{what}"].read != numbers * case.dtype.size for what in ("scales", "biases")):
                 return "reads more or fewer scales and biases than its items have"
-    # A staged item looks up each key once, a direct one a fragment in every lane of each part.
+    # A staged item looks up each key once. In a direct item, every lane of each part looks up each fragment.
     fragments = -(-ends // 8) - begins // 8
     lookups = np.where(is_direct, fragments * variant.parts * 32, ends - begins).sum() * shape.num_kv_heads
     if buffers["block_table"].read != lookups * 4:
@@ -376,7 +376,7 @@ def _wrong_reads(backend: MetalBackend, step: PackedStep, case: MutantCase, laun
 
 
 def caught(mutant: Mutant | None) -> str | None:
-    """What noticed the mutant, or None."""
+    """Return the check's message if the mutant was caught, or None."""
     backend = MetalBackend(factory_of(mutant))
     for case in CASES:
         if found := run_case(backend, case):

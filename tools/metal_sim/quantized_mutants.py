@@ -103,7 +103,7 @@ MUTANTS = (
 )  # fmt: skip
 
 CASES = (
-    # Direct and staged; several heads, a part of a fragment and of a stage.
+    # Direct and staged items, several heads, and an incomplete fragment and stage.
     MutantCase([(1, 70), (5, 40), (20, 90)], 4, 2, mx.float16, head_dim=128, quantized=(8, 64), scale=0.09,
          tolerance=7e-4),
     # Two parts with half of a group of K each.

@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant(DELTA, "int t = cu_seqlens[segment]", "int t = cu_seqlens[segment] + 1"),
     Mutant(DELTA, "int t = cu_seqlens[segment]", "int t = 0"),
     Mutant(DELTA, "(ulong(segment) * Hv + v_head)", "(ulong(max(read, 0)) * Hv + v_head)"),
-    # Mamba2's rule, and its heads
+    # Mamba2's rule and heads
     Mutant(SSM, "state[i] * decay", "state[i]"),
     Mutant(SSM, "rate * step", "rate"),
     Mutant(SSM, "-precise::exp(float(A_log", "precise::exp(float(A_log"),
@@ -79,7 +79,7 @@ MUTANTS = (
     Mutant(SSM, "row < Dh", "true"),
     Mutant(SSM, "if (row_exists && lane", "if (lane"),
     Mutant(SSM, "state[i] = row_exists && read", "state[i] = read"),
-    # its segments and states
+    # Mamba2's segments and states
     Mutant(SSM, "reads[segment]", "reads[max(segment, 1) - 1]"),
     Mutant(SSM, "read >= 0 ?", "read > 0 ?"),
     Mutant(SSM, "read >= 0 ?", "true ?"),
@@ -125,7 +125,8 @@ MUTANTS = (
     Mutant(CONVOLUTION, "ulong(segment) *", "ulong(max(read, 0)) *"),
 )
 
-# Fresh prompts, chunks and decodes, and one segment without rows. Some states are read twice, one by no segment.
+# Fresh prompts, chunks and decodes, and one segment without rows. Two states are read
+# by two segments each, and one state by no segment.
 LENGTHS, READS = (1, 9, 17, 1, 0, 8, 2, 3), (2, -1, 0, 0, 3, -1, -1, 2)
 Step = GatedDeltaStep | SSMStep | ConvolutionStep
 CASES: tuple[Step, ...] = (

@@ -139,6 +139,9 @@ SHAPES = (
                   in_groups_of_32, head_dim=96, quantized=(bits, 32)),
             SimShape(f"decode at 4,096, latent of 512 + 64, 16 heads, int{bits}", ((1, 4096),), 16, allowed,
                   head_dim=576, v_head_dim=512, is_latent=True, quantized=(bits, 64)),
+            # Items of 16 rows, so two items read the latent: of 24 rows, registers would spill in the loop.
+            SimShape(f"decode at 4,096, latent of 512 + 64, 20 heads, int{bits}", ((1, 4096),), 20, 2 * allowed,
+                  head_dim=576, v_head_dim=512, is_latent=True, quantized=(bits, 64)),
             SimShape(f"prefill 512 on 512, group 4, head_dim 256, int{bits}", ((512, 512),), 4, allowed * 0.55 * 64,
                   head_dim=256, quantized=(bits, 64)),
         )

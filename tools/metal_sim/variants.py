@@ -35,10 +35,9 @@ from .kernel import SimulatedKernel
 from .shapes import Attention, Convolution, GatedDelta, Layer, Mamba2
 
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
-# Values of --kv-cache-dtype, tested with the type of most checkpoints. Other types change the kernel in the same way as
-# without quantization.
+# Values of --kv-cache-dtype, and the types of checkpoints that are compiled with them. float32 only compares results.
 QUANTIZED = ("int8", "int4")
-QUANTIZED_DTYPE = mx.bfloat16
+QUANTIZED_DTYPES = (mx.float16, mx.bfloat16)
 # Steps as (rows, context) of each request, in all kinds that plans can distinguish. Some contexts are split.
 STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((1, 4),),
@@ -50,8 +49,8 @@ STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
     ((64, 0),),
     ((300, 20_000), (1, 9_000), (17, 0)),
 )
-# Users can set --block-size. The layer of most models is compiled for each block size of the kernels, other layers for
-# the default.
+# Users can set --block-size. The most common layer is compiled for each block size of the kernels. Other layers are
+# compiled only for the default block size.
 COMMON_LAYER = Attention(32, 8, 128, 128)
 BLOCK_SIZES = (8, 16, 32)
 WINDOW, SOFTCAP = 1024, 50.0
@@ -154,7 +153,7 @@ class Recorder:
         for block_size in _block_sizes(layer):
             self._record_attention(layer, dtype, block_size, tensor_ops=True)
 
-    def record_quantized(self, layer: Attention, models: set[str], kv_cache_dtype: str) -> None:
+    def record_quantized(self, layer: Attention, models: set[str], dtype: mx.Dtype, kv_cache_dtype: str) -> None:
         """Record the variants for quantized K and V on both kinds of GPU.
 
         Records nothing if the server rejects quantization.
@@ -163,11 +162,11 @@ class Recorder:
         block_size = EngineArgs(model="").block_size
         try:
             for tensor_ops in (False, True):
-                self._record_attention(layer, QUANTIZED_DTYPE, block_size, tensor_ops, kv_cache_dtype)
+                self._record_attention(layer, dtype, block_size, tensor_ops, kv_cache_dtype)
         except ConfigError:
             return
         except UnsupportedAttentionError as error:
-            self.refused.append((sorted(models), f"{layer} {kv_cache_dtype}", str(error)))
+            self.refused.append((sorted(models), f"{layer} {dtype} {kv_cache_dtype}", str(error)))
 
     def record_tried_cuts(self, layer: Attention, models: set[str], dtype: mx.Dtype, kv_cache_dtype: str) -> None:
         """Record the variants of all tried cuts of a layer, unless a recorded layer has the same work.
@@ -181,7 +180,7 @@ class Recorder:
                 try:
                     self._record_attention(layer, dtype, block_size, tensor_ops, kv_cache_dtype, cut)
                 except (ConfigError, UnsupportedAttentionError):
-                    return  # noted with the default
+                    return  # recorded when the default cut was refused
 
     def _record_attention(
         self,
@@ -224,6 +223,10 @@ class Recorder:
                 softcap=SOFTCAP if layer.softcap else None,
                 sinks=mx.zeros((layer.num_heads,), dtype) if layer.sinks else None,
             )
+
+
+def _quantized(dtype: mx.Dtype) -> tuple[str, ...]:
+    return QUANTIZED if dtype in QUANTIZED_DTYPES else ()
 
 
 def _block_sizes(layer: Attention) -> Sequence[int]:
@@ -281,12 +284,11 @@ def record_variants(layers: dict[str, list[Layer]], dtypes: Sequence[mx.Dtype] =
             recorder.record(layer, needed_by, dtype)
             if isinstance(layer, Attention):
                 recorder.record_tensor_ops(layer, needed_by, dtype)
-        for kv_cache_dtype in QUANTIZED if isinstance(layer, Attention) and QUANTIZED_DTYPE in dtypes else ():
-            recorder.record_quantized(layer, needed_by, kv_cache_dtype)
+                for kv_cache_dtype in _quantized(dtype):
+                    recorder.record_quantized(layer, needed_by, dtype, kv_cache_dtype)
     # After all defaults: a cut with the work of another layer's default adds nothing. Tests alone use float32.
     for layer, needed_by in models.items():
         for dtype in dtypes if isinstance(layer, Attention) else ():
-            kv_cache_dtypes = ("auto", *QUANTIZED) if dtype == QUANTIZED_DTYPE else ("auto",)
-            for kv_cache_dtype in kv_cache_dtypes if dtype != mx.float32 else ():
+            for kv_cache_dtype in ("auto", *_quantized(dtype)) if dtype != mx.float32 else ():
                 recorder.record_tried_cuts(layer, needed_by, dtype, kv_cache_dtype)
     return recorder

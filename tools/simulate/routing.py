@@ -62,7 +62,7 @@ class Policy(Protocol):
 
 
 class RoundRobin:
-    """Replicas in rotation."""
+    """Chooses the replicas in rotation."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -85,7 +85,7 @@ def _weight(user: int, replica: int) -> bytes:
 
 
 class LeastLoaded:
-    """The replica with the fewest requests. Ties: the replica with the fewest requests so far."""
+    """Chooses the replica with the lowest load. Among equal loads, chooses the replica that got the fewest requests."""
 
     def __init__(self, num_replicas: int) -> None:
         self._num_sent = [0] * num_replicas
@@ -102,7 +102,9 @@ class LeastLoaded:
 
 
 class CacheAware:
-    """The replica that got most of the prompt before, or the least loaded replica if that one is overloaded or lost.
+    """Chooses the replica that got the longest prefix of the prompt before.
+
+    If that prefix is too short, or that replica is overloaded or lost, chooses the least loaded replica.
 
     If several replicas got the same share of the prompt, the most recent one is chosen. smg's help does not describe
     the routing of prompts whose replica is lost. Here they go to the least loaded replica, like unknown prompts.
@@ -123,7 +125,7 @@ class CacheAware:
 
 
 class Exact:
-    """The replica with the largest part of the prompt in its cache now. Ties: the least loaded replica.
+    """Chooses the replica whose cache holds most of the prompt now. Among equal replicas, chooses the least loaded.
 
     Args:
         num_cached: returns how many leading blocks a replica has cached. smg gets this from engines that publish it.

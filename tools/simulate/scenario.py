@@ -137,7 +137,7 @@ class SimulatedFleet:
         self._is_polling = False
         self._in_flight: list[dict[str, Served]] = [{} for _ in range(count)]
         self._policy = make_policy(scenario.policy, count, scenario.router, self._num_cached)
-        self._known: set[bytes] = set()  # blocks that some replica was sent for computation
+        self._known: set[bytes] = set()  # blocks of all prompts that have been sent to any replica
         for chat in chats:
             self._at(chat.at, _COMES, self._ask, chat, 0, [], [])
         if scenario.loss is not None:

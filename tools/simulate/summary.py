@@ -21,8 +21,7 @@ class SimulationSummary:
 
     Attributes:
         tokens_per_second: throughput of a replica: prompt tokens (cached or not) and output tokens of requests that
-            ended
-            in the period.
+            ended in the period.
         token_seconds: mean time between two tokens, for each finished request with more than one output token.
         hit_rate: share of prompt tokens found in the replica's cache or in the store.
         from_store: share of prompt tokens loaded from the store.

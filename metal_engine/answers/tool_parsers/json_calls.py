@@ -13,7 +13,7 @@ JSON_CALL_HEAD = re.compile(
 _BETWEEN = re.compile(r"[\s,;]*")
 # Closing braces that models append to a complete call.
 _STRAY_END = re.compile(r"[\s}]*+\Z")
-# Keys that an object without arguments may have.
+# Keys that a call without arguments may have.
 _LABELS = frozenset({"name", "id", "type", "index"})
 _DECODER = json.JSONDecoder()
 
@@ -52,7 +52,7 @@ def decoded_calls(text: str, at: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def _call(given: Any) -> dict[str, Any]:
-    """Return a call with its arguments under one key. Models take the key ``parameters`` from JSON schemas."""
+    """Return a call with its arguments under ``arguments``. Some models write ``parameters``, as in JSON schemas."""
     keys = [key for key in ("arguments", "parameters") if key in given]
     if len(keys) > 1:
         raise ValueError("the call has both arguments and parameters")

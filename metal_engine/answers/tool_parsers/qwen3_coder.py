@@ -24,10 +24,10 @@ _OPENING, _CLOSING, _FUNCTION_END = "<parameter=", "</parameter>", "</function>"
 _UNCLOSED_END = re.compile(r"(?=<parameter=\s*[^\s<>]+\s*>|</function>|\Z)")
 _TWO_CLOSINGS = re.compile(r"</parameter>\s*</parameter>")
 _PAIRS = ((_OPENING, _CLOSING), ("<function=", _FUNCTION_END))
-# Text after a tag that really ends a function. Elsewhere, the tag is part of a value.
+# Text that must follow ``</function>``. Otherwise, the tag does not end a function and is part of a value.
 _AFTER_FUNCTION = r"\s*(?:<function=|</?tool_call>|\Z)"
 
-# Maps type names that clients take from Python to the names of JSON Schema.
+# Maps Python's type names, which some clients send, to the names of JSON Schema.
 _ALIASES = {
     "str": "string", "text": "string", "int": "integer", "float": "number", "bool": "boolean",
     "dict": "object", "list": "array",
@@ -141,7 +141,10 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Any) -> set[str]:
-    """Return the JSON types that a schema allows, as far as it names them."""
+    """Return the JSON types that a schema names; string, object and array if it names none.
+
+    Returns string if there is no schema.
+    """
     if not isinstance(schema, dict):
         return {"string"}
     named = schema.get("type")

@@ -1,6 +1,6 @@
 """Checks the input of mlx-lm's parsers, which search a text for known patterns and ignore all other text.
 
-A value whose closing mark is missing, or a second call in a block, would be lost, and the call would look right.
+The parsers alone would silently lose a value without a closing mark, or a second call in a block.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class WholeCalls:
 
 
 def _text_without(*marks: str) -> str:
-    """Return a pattern for text that has none of some marks. All marks begin with the same ``<``."""
+    """Return a pattern for text that contains none of ``marks``, which all begin with ``<``."""
     return rf"[^<]*+(?:<(?!{'|'.join(re.escape(mark[1:]) for mark in marks)})[^<]*+)*+"
 
 
 def _tagged_pairs(prefix: str) -> re.Pattern[str]:
-    """Return the shape of a name and pairs of ``<arg_key>`` and ``<arg_value>``, whose tags have a prefix."""
+    """Return a pattern for a name and pairs of ``<arg_key>`` and ``<arg_value>``. Tag names begin with ``prefix``."""
     key, value = f"{prefix}arg_key>", f"{prefix}arg_value>"
     marks = (f"<{key}", f"</{key}", f"<{value}", f"</{value}")
     pair = rf"<{key}{_text_without(*marks)}</{key}(?:\\n|\s)*<{value}{_text_without(*marks)}</{value}\s*"
@@ -55,7 +55,12 @@ def _tagged_pairs(prefix: str) -> re.Pattern[str]:
 
 
 def _invocations(prefix: str, name: str) -> re.Pattern[str]:
-    """Return the shape of ``<invoke>`` elements with ``<parameter>`` elements, whose tags have a prefix."""
+    """Return a pattern for ``<invoke>`` elements that contain ``<parameter>`` elements.
+
+    Args:
+        prefix: start of all tag names.
+        name: pattern for the attribute that names the tool or the parameter.
+    """
     invoke, parameter = f"{prefix}invoke", f"{prefix}parameter"
     value = _text_without(f"<{parameter}", f"</{parameter}>", f"<{invoke}", f"</{invoke}>")
     one = rf"<{parameter}{name}>{value}</{parameter}>\s*"
@@ -94,7 +99,7 @@ def _gemma4() -> re.Pattern[str]:
     quote = re.escape('<|"|>')
     text = rf"{quote}{_text_without('<|' + chr(34) + '|>')}{quote}"
     inner = plain = rf'(?:[^{{}}<]++|<(?!\|"\|>)|{text})*+'
-    for _ in range(8):  # values may be nested that deeply
+    for _ in range(8):  # maximum depth of nested values
         inner = rf"{plain}(?:\{{{inner}\}}{plain})*+"
     return re.compile(rf"\s*(?:call:[\w-]+\{{{inner}\}}\s*)++")
 

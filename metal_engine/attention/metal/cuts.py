@@ -14,14 +14,15 @@ THREADGROUPS_PER_CORE = 8
 class Cut:
     """A cut of the kernel's work for one kind of layer. Layers without tuning have the defaults.
 
-    All steps of a kind of layer have one cut, because cuts round differently.
+    All steps of a kind of layer have one cut, because cuts round differently. ``variants`` defines the terms.
 
     Attributes:
         threadgroups_per_core: threadgroups for each core of the GPU into which a request is split.
-        most_held: most key fragments that a SIMD group loads together.
-        most_strips: most row fragments of a direct item. Tiles of more rows are staged, if the kind has a staged way.
-        staged_parts: fewest SIMD groups that share the columns of a staged row; 2 halves the rows of a tile. 0: no item
-            is staged.
+        most_held: maximum number of key fragments that a SIMD group loads together.
+        most_strips: maximum number of row fragments of a direct item. Items with more rows are staged, if the shape can
+            be staged.
+        staged_parts: minimum number of SIMD groups that share the columns of a staged item; 0 if no item is staged. 2
+            halves the rows of a tile.
         tensor_ops: True if the kernel may use the GPU's tensor operations.
     """
 

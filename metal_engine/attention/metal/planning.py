@@ -34,17 +34,17 @@ from metal_engine.kv_cache.rows import StepRows
 # A row is (packed token) * group + (query head of the group), so a tile may begin and end within a token.
 ITEM_FIELDS = 7
 
-# Merging is one more launch in every layer, which fewer keys are not worth.
+# Minimum keys of a tile that is split. Fewer keys are not worth the merge, which is one more launch per layer.
 MIN_KEYS_TO_SPLIT = 512
-# A split writes its rows' outputs in float32, and the merge reads them. Per row, both transfer as many bytes as K and V
-# of 2 keys in half precision. That is a sixteenth of the K and V that a split with KEYS_PER_ROW keys per row reads,
+# A split writes its rows' outputs in float32, and the merge reads them. Per row, this is as much data as K and V of 2
+# keys in half precision. That is a sixteenth of the K and V that a split with KEYS_PER_ROW keys per row reads,
 # and an eighth for 16 rows and SHORT_ENOUGH_KEYS. With more rows, the fraction grows.
 # The shortest split has KEYS_PER_ROW keys per row, but at least MIN_SPLIT_KEYS, because fewer are not worth a
 # threadgroup, and at most SHORT_ENOUGH_KEYS, because computation dominates the time of a split with many rows.
 KEYS_PER_ROW = 32
 MIN_SPLIT_KEYS = 128
 SHORT_ENOUGH_KEYS = 256
-# A request is split only if its longest item becomes at most this fraction of its longest item before.
+# A request is split only if that shortens its longest item to at most this fraction.
 WORTH_MERGING = 0.75
 # Maximum splits of a tile, which a thread of the merge reads in sequence. Reaches the merge as a template argument.
 MAX_SPLITS = 128

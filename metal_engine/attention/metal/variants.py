@@ -1,7 +1,11 @@
-"""Which attention shapes the kernel does, and how it shares out the work of one.
+"""Attention shapes that the kernel supports, and the variant of the kernel that computes each shape.
 
-A shape is what a layer's kind of attention is made of; a variant is one compilation of the kernel for it: the template
-arguments of ``paged_attention.metal`` that say who does what.
+A shape has the dimensions and types of a layer's attention. A variant is one compilation of the kernel for a shape: the
+template arguments of ``paged_attention.metal`` that divide the work among SIMD groups and lanes.
+
+A work item takes one of two ways through the kernel (docs/dev/kernels.md). A *direct* item has few rows, and each SIMD
+group loads its keys into registers. A *staged* item has more rows, and its threadgroup loads keys into threadgroup
+memory. SIMD groups multiply 8x8 matrices, called *fragments*. A row fragment is 8 rows, and a key fragment is 8 keys.
 """
 
 from __future__ import annotations
@@ -15,46 +19,51 @@ import mlx.core as mx
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, Cut
 from metal_engine.device.metal_kernels import DTYPES
 
-HEAD_DIMS = range(8, 513, 4)  # of K and of V
-MAX_LATENT = 640  # of a latent with its position part
+HEAD_DIMS = range(8, 513, 4)  # supported columns of K and of V
+MAX_LATENT = 640  # maximum columns of a latent with its position part
 BLOCK_SIZES = (8, 16, 32)
 QUANTIZED_BITS = (8, 4)
 QUANTIZED_GROUPS = (64, 32)
 GROUPS = 8  # SIMD groups of a threadgroup, as in attention_rows.metal
 THREADS = GROUPS * 32
-STAGE_BYTES = 26 << 10  # most threadgroup memory for staged keys and their sums, of Metal's 32 KiB
-# Most fragments of the output in a SIMD group, and of the queries: each is two registers of every lane in float32.
+STAGE_BYTES = 26 << 10  # maximum threadgroup memory for staged keys and the parts' scores, of Metal's 32 KiB
+# Maximum fragments of the output in a SIMD group, and also of the queries, if all SIMD groups share the columns. In
+# float32, a fragment takes two registers of every lane.
 MANY_FRAGMENTS = 20
-# As many, where more SIMD groups could share them: so head dims from 148 on are shared out.
+# The same maximum if more SIMD groups could share the columns. Head dims from 148 on are therefore divided.
 SHARED_FRAGMENTS = 18
-# As many, in 16 bits and with the head shared out as far as it goes, for heads that would be read twice otherwise.
+# MANY_FRAGMENTS for 16-bit types. It is larger, so that items of wide heads can have more rows. With fewer rows, the
+# keys would be read twice.
 MANY_FRAGMENTS_OF_16_BITS = 27
 TOO_WIDE_TO_STAGE = 256
-QUANTIZED_COLUMNS = (8, 4)  # that a lane may load at a time
-MAX_STRIPS = 3  # row fragments of a direct item: all of them leave through threadgroup memory together
-# A lane has 128 registers. Two threadgroups run on a core if it takes at most 104. Addresses and the like take 35 of
-# them, as compiled for M1 (docs/dev/kernels.md), and more for each key fragment and for each row fragment.
+QUANTIZED_COLUMNS = (8, 4)  # possible numbers of quantized columns that a lane loads at a time
+# Maximum row fragments of a direct item. The results of all of them are in threadgroup memory together.
+MAX_STRIPS = 3
+# A lane has 128 registers. Two threadgroups run on a core if a lane takes at most 104. Addresses and similar values
+# take 35 of them, as compiled for M1 (docs/dev/kernels.md). They take REGISTERS_OF_HELD more for each key fragment, and
+# REGISTERS_OF_STRIP more for each row fragment after the first.
 MOST_REGISTERS = 104 - 35
 REGISTERS_OF_HELD = 5
 REGISTERS_OF_STRIP = 12
-ROWS_REGISTERS = 78  # most for queries and output where SIMD groups are to have whole groups of quantized columns
-HELD_FRAGMENTS = 6  # key fragments times row fragments, which the exchange between parts has room for
+# Maximum registers for queries and output if SIMD groups get more columns to have whole groups of quantized columns.
+ROWS_REGISTERS = 78
+HELD_FRAGMENTS = 6  # maximum of key fragments times row fragments: the size of the exchange of scores between parts
 
 
 class UnsupportedAttentionError(ValueError):
-    """An attention shape that the kernel cannot compute; the message names it."""
+    """The kernel does not support an attention shape. The message names the shape."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What one kind of attention layer computes.
+    """Dimensions and types of one kind of attention layer.
 
     Attributes:
-        dtype: of queries, K, V and the output.
-        head_dim: of queries and K, a latent's position part included.
-        v_head_dim: of V and the output. With ``is_latent``, V is so many first columns of K.
-        bits: of the integers that K and V are kept as; 0: they are kept as they are. ``group_size`` columns of a row
-            share a scale and a bias.
+        dtype: type of queries, K, V and the output.
+        head_dim: columns of queries and K, including a latent's position part.
+        v_head_dim: columns of V and the output. With ``is_latent``, V is the first ``v_head_dim`` columns of K.
+        bits: bits of the integers in which K and V are stored; 0 if they are not quantized.
+        group_size: number of columns of a row that share a scale and a bias.
     """
 
     dtype: mx.Dtype
@@ -69,12 +78,12 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Number of query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def template(self) -> list[tuple[str, mx.Dtype | int]]:
-        """The kernel's template arguments that say what it computes."""
+        """Template arguments of the kernel that describe the shape."""
         quantized = [("BITS", self.bits), ("GROUP_SIZE", self.group_size)] if self.bits else []
         return [
             ("T", self.dtype),
@@ -98,16 +107,17 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class KernelVariant:
-    """How the kernel shares out the work of a shape; the names are those of its template arguments, in lower case.
+    """Division of a shape's work in the kernel. The fields are template arguments, in lower case.
 
     Attributes:
-        strips: most row fragments (8 rows) of an item that goes the direct way.
-        parts: SIMD groups among which the columns of such an item are shared out.
-        held: key fragments that a SIMD group loads together.
-        k_columns: elements that a lane loads at a time of a key; ``rest_columns`` of a latent's position part;
-            ``v_columns`` of a value.
-        staged_parts: as ``parts``, for items that go the staged way; 0: the variant has none.
-        bk: splits of a context begin at multiples of this number of keys. A stage has :func:`stage_keys` of them.
+        strips: maximum number of row fragments of a direct item.
+        parts: number of SIMD groups that share the columns of a direct item.
+        held: number of key fragments that a SIMD group loads together.
+        k_columns: number of columns of a key that a lane loads at a time.
+        rest_columns: the same for a latent's position part.
+        v_columns: the same for a value.
+        staged_parts: number of SIMD groups that share the columns of a staged item; 0 if no item is staged.
+        bk: splits of a context begin at multiples of this number of keys. A stage has :func:`stage_keys` keys.
     """
 
     strips: int
@@ -121,17 +131,17 @@ class KernelVariant:
 
     @property
     def tile_rows(self) -> int:
-        """Most rows of an item."""
+        """Maximum rows of an item."""
         return GROUPS * 8 // self.staged_parts if self.staged_parts else self.strips * 8
 
     @property
     def template(self) -> list[tuple[str, int]]:
-        """The template arguments."""
+        """Template arguments of the kernel for this variant."""
         return [(name.upper(), value) for name, value in vars(self).items()]
 
 
 def check_supported(shape: AttentionShape) -> None:
-    """Raise UnsupportedAttentionError, naming the shape, unless the kernel covers it."""
+    """Raise UnsupportedAttentionError if the kernel does not support a shape. The message names the shape."""
 
     def refuse(why: str) -> None:
         raise UnsupportedAttentionError(
@@ -155,7 +165,7 @@ def check_supported(shape: AttentionShape) -> None:
 
 
 def _check_quantized(shape: AttentionShape, refuse: Callable[[str], None]) -> None:
-    """Groups must not begin or end within what lanes load together (attention_quantized.metal)."""
+    """Refuse shapes in which a group would begin or end within a chunk of loads (attention_quantized.metal)."""
     if shape.bits not in QUANTIZED_BITS or shape.group_size not in QUANTIZED_GROUPS:
         refuse(f"integers must have {' or '.join(map(str, QUANTIZED_BITS))} bits, in groups of 64 or 32")
     if shape.head_dim % shape.group_size or (not shape.is_latent and shape.v_head_dim % shape.group_size):
@@ -166,12 +176,13 @@ def _check_quantized(shape: AttentionShape, refuse: Callable[[str], None]) -> No
 
 @cache
 def variant_of(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> KernelVariant:
-    """How the kernel computes a shape that :func:`check_supported` lets pass."""
+    """Return the kernel variant for a shape that :func:`check_supported` accepts."""
     widest = max(shape.head_dim, shape.v_head_dim)
     can_stage = cut.staged_parts and not shape.is_latent and widest <= TOO_WIDE_TO_STAGE
     staged_parts = max(_parts(widest, 1), cut.staged_parts) if can_stage else 0
     strips = _strips(shape, widest, min(MAX_STRIPS, cut.most_strips), is_staged=staged_parts > 0)
-    parts = _parts(widest, strips)  # a SIMD group has all row fragments of a direct item: more of them, fewer columns
+    # A SIMD group has all row fragments of a direct item. With more row fragments, it has fewer columns.
+    parts = _parts(widest, strips)
     if shape.bits and shape.dtype.size == 2:
         parts = _parts_of_groups(shape, strips, parts)
     rest = shape.head_dim - shape.v_head_dim if shape.is_latent else 0
@@ -182,7 +193,8 @@ def variant_of(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> KernelVariant:
         k_columns = rest_columns = _columns_of_load(shape.head_dim, shape, parts)
         v_columns = _columns_of_load(shape.v_head_dim, shape, parts)
     fragments = _fragments(shape.head_dim - rest, k_columns, parts) + _fragments(rest, rest_columns, parts)
-    registers = fragments * shape.dtype.size // 2  # of the queries or keys; a fragment of the output has two
+    # Registers of a lane for one row fragment of queries, or for one key fragment. A fragment of the output takes two.
+    registers = fragments * shape.dtype.size // 2
     rows_registers = strips * (registers + 2 * _fragments(shape.v_head_dim, v_columns, parts))
     counts = (n for n in (2, 1) if n <= cut.most_held)
     held = next(n for n in counts if n == 1 or _can_hold(n, shape, strips, registers, rows_registers))
@@ -199,18 +211,19 @@ def variant_of(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> KernelVariant:
 
 
 def _can_hold(n: int, shape: AttentionShape, strips: int, registers: int, rows_registers: int) -> bool:
-    """Whether a SIMD group has room for ``n`` fragments of keys that it loads together.
+    """Return True if a SIMD group has enough registers to load ``n`` key fragments together.
 
     Args:
-        registers: of a lane for a fragment's columns, unpacked.
-        rows_registers: for the queries and the output.
+        registers: registers of a lane for an unpacked key fragment.
+        rows_registers: registers of a lane for the queries and the output.
     """
     loaded = held = n * registers
     if shape.bits:
-        # With a scale and a bias, and those of a latent's position part.
+        # A packed key fragment with a scale and a bias. A latent's position part has its own scale and bias.
         one = -(-registers * shape.bits // (8 * shape.dtype.size)) + (4 if shape.is_latent else 2)
         loaded = n * one
-        # One is unpacked at a time, but where they are multiplied again.
+        # Key fragments are unpacked one by one. Latents, and keys for several row fragments, are multiplied more than
+        # once, so all unpacked fragments stay in registers.
         held = one + n * registers if shape.is_latent or strips > 1 else loaded + registers
     beside = n * REGISTERS_OF_HELD + (strips - 1) * REGISTERS_OF_STRIP
     return n * strips <= HELD_FRAGMENTS and rows_registers + held + beside <= MOST_REGISTERS
@@ -218,8 +231,9 @@ def _can_hold(n: int, shape: AttentionShape, strips: int, registers: int, rows_r
 
 @cache
 def fits_tensor_ops(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> bool:
-    """Whether the staged way can compute a shape on matrix units (attention_tensor.metal): in products of 16 columns of
-    K and 32 of V, by SIMD groups that have all of them.
+    """Return True if staged items of a shape can be computed on matrix units (attention_tensor.metal).
+
+    A product has 16 columns of K, or 32 columns of V. Each SIMD group must have all columns of its rows.
     """
     is_half = shape.dtype in (mx.float16, mx.bfloat16)
     has_whole_products = shape.head_dim % 16 == 0 and shape.v_head_dim % 32 == 0
@@ -227,9 +241,10 @@ def fits_tensor_ops(shape: AttentionShape, cut: Cut = DEFAULT_CUT) -> bool:
 
 
 def _strips(shape: AttentionShape, widest: int, most_strips: int, *, is_staged: bool) -> int:
-    """Row fragments of a direct item: all query heads of a KV head, so that a decode reads each key once.
+    """Return the maximum number of row fragments of a direct item.
 
-    As far as registers reach. More heads go the staged way, where there is one, and else as several items.
+    If registers allow it, an item has all query heads of a KV head, so that a decode reads each key once. Otherwise the
+    item is staged, or the heads are divided among several items if the shape cannot be staged.
     """
     wanted = -(-shape.group // 8)
     if is_staged:
@@ -241,15 +256,18 @@ def _strips(shape: AttentionShape, widest: int, most_strips: int, *, is_staged: 
 
 
 def _parts(dim: int, strips: int) -> int:
-    """SIMD groups among which ``dim`` columns of so many row fragments are shared out."""
+    """Return the number of SIMD groups that share ``dim`` columns of ``strips`` row fragments."""
     few_enough = (parts for parts in (1, 2, 4) if strips * -(-dim // (8 * parts)) <= SHARED_FRAGMENTS)
     return next(few_enough, GROUPS)
 
 
 def _parts_of_groups(shape: AttentionShape, strips: int, parts: int) -> int:
-    """Fewer SIMD groups, where several would have columns of one group and read its scale, if registers allow it."""
+    """Reduce ``parts`` until each SIMD group has whole groups of quantized columns, if registers allow it.
 
-    def registers(parts: int) -> int:  # of the queries and the output
+    If SIMD groups share a group of columns, each of them reads the group's scale.
+    """
+
+    def registers(parts: int) -> int:  # registers of a lane for the queries and the output
         return strips * (-(-shape.head_dim // (8 * parts)) + 2 * -(-shape.v_head_dim // (8 * parts)))
 
     while parts > 1 and shape.v_head_dim % (parts * shape.group_size) and registers(parts // 2) <= ROWS_REGISTERS:
@@ -258,19 +276,19 @@ def _parts_of_groups(shape: AttentionShape, strips: int, parts: int) -> int:
 
 
 def _fragments(dim: int, columns: int, parts: int) -> int:
-    """Fragments of ``dim`` columns in each part, if lanes load so many columns at a time."""
+    """Return the number of fragments of ``dim`` columns in each part, if a lane loads ``columns`` at a time."""
     return -(-dim // (4 * columns * parts)) * columns // 2
 
 
 def _columns_of_load(dim: int, shape: AttentionShape, parts: int) -> int:
-    """Elements of a lane's loads from ``dim`` columns of a row.
+    """Return the number of columns that a lane loads at a time from ``dim`` columns of a row.
 
-    As many as every row of the cache can be cut into, at most 16 bytes, unless that means many more fragments, for a
-    SIMD group has whole chunks of four loads.
+    This is the largest load, up to 16 bytes, that divides every row of the cache. A smaller load is used if the largest
+    takes over 10% more fragments than necessary, because a SIMD group has whole chunks of four loads.
     """
     rows = (dim, shape.head_dim, shape.v_head_dim) if shape.is_latent else (dim,)
     if shape.bits:
-        # A chunk of four loads lies in one group, the first one of a latent's position part, too.
+        # A chunk of four loads must lie in one group. A latent's position part must therefore begin with a new chunk.
         choices = [n for n in QUANTIZED_COLUMNS if not (shape.is_latent and shape.v_head_dim % (4 * n))]
     else:
         choices = [n for n in (8, 4, 2) if n * shape.dtype.size <= 16 and not any(row % n for row in rows)]
@@ -279,13 +297,13 @@ def _columns_of_load(dim: int, shape: AttentionShape, parts: int) -> int:
 
 
 def stage_keys(shape: AttentionShape, variant: KernelVariant) -> int:
-    """Keys that are staged at a time, without tensor operations: STAGE_KEYS in paged_attention.metal."""
+    """Return the number of keys of a stage without tensor operations: STAGE_KEYS in paged_attention.metal."""
     is_wide = variant.staged_parts > 1 or (shape.bits > 0 and shape.head_dim > 64)
     return min(variant.bk, 16 if is_wide else 32)
 
 
 def _keys_that_fit(shape: AttentionShape, staged_parts: int) -> int:
-    """Keys that threadgroup memory has room for in one stage, at most 64."""
+    """Return the number of keys of a stage that fit into threadgroup memory, at most 64."""
     row_bytes = -(-max(shape.head_dim, shape.v_head_dim) // 8) * 8 * shape.dtype.size + 16
     if staged_parts > 1:
         row_bytes += GROUPS * 32  # the parts' scores

@@ -73,7 +73,8 @@ class PortableStep:
         # Base 2: e^s = 2^(s * log2(e)), with the factor folded into q, or into the softcap.
         queries = q.astype(mx.float32) * (scale / softcap if softcap else scale * LOG2E)
         outputs: list[mx.array] = []
-        # Last arrays of each lane. They chain the tiles: if evaluated concurrently, each tile would hold its scores.
+        # Arrays that each lane computes last. The next tile is computed after them, because concurrent tiles would each
+        # hold their scores in memory.
         lasts: list[list[mx.array]] = [[], []]
         for unit in work.units:
             with mx.stream(second_stream()) if unit.lane else nullcontext():
@@ -113,7 +114,7 @@ class PortableStep:
                     scores = (scores.reshape(by_row) + bias).reshape(scores.shape)
                 seen = values[:, :, tile.lo : tile.hi]  # [T, Hkv, L, Dv]
                 running = update(states[tile.query], scores, seen, self.weights)
-                # Includes the sum: computed later, it would keep the tile's weights in memory until the end.
+                # The next tile must also wait for the total, which would otherwise keep this tile's weights in memory.
                 states[tile.query], last = running, [running.out, running.total]
         num_heads = queries.shape[1]
         return [_finish(s, t, num_heads) for s, t in zip(states, unit.queries, strict=True)], last

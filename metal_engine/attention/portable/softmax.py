@@ -21,7 +21,7 @@ Weights = Callable[[mx.array, mx.array], mx.array]
 
 
 class SoftmaxState(NamedTuple):
-    """State of each row (row, head of the group) of a tile after some keys. Leading dimensions may differ."""
+    """State of each of a tile's R * G rows (packed row, query head) after some keys. Leading dimensions may differ."""
 
     peak: mx.array  # [T, Hkv, R * G, 1] largest score
     total: mx.array  # [T, Hkv, R * G, 1] sum of 2^(score - peak)

@@ -1,4 +1,4 @@
-"""Supported architectures of GGUF files: mlx-lm's module for each, the places of tensors, and settings.
+"""Supported architectures of GGUF files. For each: mlx-lm's module, the names of tensors, and settings.
 
 Names, units and permutations follow llama.cpp's ``convert_hf_to_gguf.py``. Values that it omits from a file are
 llama.cpp's defaults. An architecture is supported if mlx-lm's module computes the same as llama.cpp.
@@ -32,7 +32,7 @@ _GEMMA = {**_DENSE, **_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
 
 
 def _experts(router: str, experts: str) -> dict[str, str]:
-    """Return the modules of the experts' tensors. One tensor holds all experts of a layer."""
+    """Return tensor name -> module, for the tensors of experts. One tensor holds all experts of a layer."""
     stacked = {f"ffn_{part}_exps": f"{experts}.{part}_proj" for part in ("gate", "up", "down")}
     return {"ffn_gate_inp": router, **stacked}
 

@@ -108,7 +108,7 @@ class GgufHeader:
 
     @property
     def head_dim(self) -> int:
-        """Size of query and key heads. Default: the heads divide the hidden size evenly."""
+        """Size of query and key heads. Default: the hidden size divided by the number of heads."""
         shared = self.require_value("embedding_length") // self.require_value("attention.head_count")
         size: int = self.value("attention.key_length", shared)
         return size

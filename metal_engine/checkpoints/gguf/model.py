@@ -166,7 +166,7 @@ def _load(
 
 
 def _halves(rows: mx.array, num_heads: int) -> mx.array:
-    """Convert interleaved rows to Hugging Face's order, which has the rows of a head's first half first.
+    """Convert interleaved rows to Hugging Face's order: in each head, first the even rows, then the odd rows.
 
     Args:
         rows: rows of all heads, [num_heads * head_dim, ...].

@@ -52,13 +52,13 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
 
 def _pattern(digits: str) -> Callable[[], list[Any]]:
-    """Return the split of GPT-4 and its descendants, which differ in the number of digits per piece."""
+    """Return the pre-tokenizer of GPT-4 and its descendants, which differ in the number of digits per piece."""
     words = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
     return _split(rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 def _cased_pattern(digits: str, endings: str) -> Callable[[], list[Any]]:
-    """Return the split of GPT-4o: a capital inside a word starts a new piece, and marks stay with their letters."""
+    """Return GPT-4o's pre-tokenizer: a capital inside a word starts a new piece, and marks stay with their letters."""
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     start = r"[^\r\n\p{L}\p{N}]?"
     words = f"{start}{upper}*{lower}+{endings}|{start}{upper}+{lower}*{endings}"
@@ -92,12 +92,11 @@ PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3,
     "qwen2": _Bpe(_pattern(r"\p{N}"), nfc=True),
     "deepseek-r1-qwen": _Bpe(_pattern(r"\p{N}"), add_bos=True),
-    # Used by Phi-4 and OLMo 2, SmolLM3, Granite 3, gpt-oss and Phi-4 mini, Mistral Nemo, in this order.
-    "dbrx": _GPT4,
-    "smaug-bpe": _GPT4,
-    "refact": _Bpe(_gpt2_single_digits),
-    "gpt-4o": _Bpe(_cased_pattern(r"\p{N}{1,3}", f"{_ENDINGS}?")),
-    "tekken": _Bpe(_cased_pattern(r"\p{N}", ""), ignore_merges=True, add_bos=True),
+    "dbrx": _GPT4,  # Phi-4, OLMo 2
+    "smaug-bpe": _GPT4,  # SmolLM3
+    "refact": _Bpe(_gpt2_single_digits),  # Granite 3
+    "gpt-4o": _Bpe(_cased_pattern(r"\p{N}{1,3}", f"{_ENDINGS}?")),  # gpt-oss, Phi-4 mini
+    "tekken": _Bpe(_cased_pattern(r"\p{N}", ""), ignore_merges=True, add_bos=True),  # Mistral Nemo
 }
 
 

@@ -1,9 +1,9 @@
 """Installs our caches in a model's recurrent layers: by function if their functions are known, else by module.
 
 By function, a module runs once over all packed rows, so its weights are read once. Only its convolutions and
-recurrences process segments. This requires that one of them stores each array. A convolution stores an array if the
-array was the end of its input while the model was recorded. A recurrence, known by name, stores an array that it
-received unchanged as its state.
+recurrences process segments. This requires that each array of the module's cache belongs to a convolution or a
+recurrence. While the model was recorded, a convolution's array was equal to the end of the convolution's input. A
+recurrence's array was passed unchanged, as the state, to a recurrence that is known by name.
 """
 
 from __future__ import annotations

@@ -143,9 +143,9 @@ class RecordingState(ArraysCache):
         return RecurrentSpec(tuple(ArraySpec(tuple(entry.shape[1:]), entry.dtype) for entry in self.cache))
 
     def kept_by_convolutions(self, trace: CallTrace) -> dict[int, nn.Conv1d]:
-        """Return the arrays that convolutions store, by index: the input without its first row, [b, K-1, C].
+        """Return index of an array -> convolution that stores it: the input without its first row, [b, K-1, C].
 
-        Computes the arrays. An array that could belong to several convolutions is left out.
+        Evaluates the arrays. A convolution that matches several arrays is left out.
         """
         kept: dict[int, nn.Conv1d] = {}
         for conv in trace.convolutions:

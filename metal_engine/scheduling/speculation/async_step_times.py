@@ -46,7 +46,7 @@ class AsyncStepTimes:
         self._last_end = None
 
     def seconds(self, num_rows: int) -> float | None:
-        """Return the duration of a step of ``num_rows`` rows; None if no step of this size or less was measured."""
+        """Return the duration of a step of ``num_rows`` rows; None if no step of at most this size was measured."""
         times = self._times.times(num_rows, 0)
         return times[0] if times else None
 

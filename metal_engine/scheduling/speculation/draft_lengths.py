@@ -3,8 +3,8 @@
 A step of n rows takes T(n) seconds. Each request that samples yields one token plus its accepted drafts. The number of
 drafts maximizes expected tokens / T(n). If an additional row costs as much as it yields, no drafts are used.
 
-All requests in a step wait for the time that drafts add, including requests without drafts, whose outputs do not need
-fewer steps. The added time is therefore weighted more if the step has other requests.
+All requests in a step wait for the time that drafts add, even requests that have no drafts and gain nothing. The added
+time is therefore weighted more if the step has other requests.
 
 A recurrent state cannot return to the last accepted draft. If a draft is rejected, the next step recomputes the
 accepted drafts and the rows before them. The cost of this is added to T(n).
@@ -28,7 +28,8 @@ _HALF_LIFE = 512
 _HELD_UP = 1.5
 # Steps of up to this many rows are tried without a measurement of a similar size.
 _ALWAYS_TRIED = 8
-# Weights of one draft in the acceptance of its request and of new requests, and the initial acceptance.
+# Weight of one draft's result in the estimated acceptance of its request, its weight in the estimate for new requests,
+# and the initial value of both estimates.
 _DRAFT_WEIGHT = 0.2
 _SHARED_WEIGHT = 0.02
 _FIRST_GUESS = 0.7
@@ -55,8 +56,8 @@ class _Size:
 class StepTimes:
     """Durations of steps that only decode, by number of rows including drafts.
 
-    An old measurement loses weight against the time of a step without drafts. A size that looked too slow is therefore
-    tried again, about once in a thousand steps.
+    The older the measurement of a size, the closer its estimate is to the time of a step without drafts. A size that
+    looked too slow is therefore tried again, about once in a thousand steps.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -269,7 +270,7 @@ def choose_lengths(
 
 
 def _cost(times: Sequence[float], num_rows: float) -> float:
-    """Return how much longer a step takes with ``num_rows`` more rows, which is an expected value."""
+    """Return how much longer a step takes with ``num_rows`` more rows. ``num_rows`` is an expected value."""
     most = len(times) - 1
     if num_rows >= most:
         return (times[most] - times[0]) * num_rows / most

@@ -14,7 +14,7 @@ from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 # Maximum number of steps over which the time to catch up with a request is spread, because a request may end long
 # before ``max_tokens``.
 _CATCHING_UP_STEPS = 128
-# Fraction of the total step time for probes, which test whether drafts that were not worth their cost are now.
+# Fraction of the total step time for probes. A probe tests whether drafts have become worth their cost.
 _PROBE_FRACTION = 0.02
 # Weight of a new measurement, and limit on a measurement relative to the known value, because other load may have
 # delayed a longer measurement.

@@ -13,8 +13,8 @@ from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import UNKNOWN_DRAFT
 
-# Maximum number of requests per step whose drafts are not worth their cost, but are recorded to compare them with the
-# generated tokens. Finding a draft takes the host some microseconds.
+# Maximum number of requests per step whose next draft is only recorded, to compare it with the generated token. Finding
+# a draft takes the host some microseconds.
 _MAX_NOTED = 4
 # Acceptance probabilities are ranked in steps of 1 / _LEVELS: requests of the same rank rotate.
 _LEVELS = 8
@@ -96,8 +96,8 @@ class Proposals:
         Args:
             num_sampling: number of requests that sample in the step.
             times: result of :meth:`StepTimes.times`.
-            num_planned: number of each request's unknown tokens that this step samples: 1, or 0 if the step is not
-                planned yet. Drafts begin with guesses of the other unknown tokens.
+            num_planned: 1 if the step is planned, so that each request has a placeholder for the token that this step
+                samples; 0 if the step is not planned yet. Drafts begin with guesses for all other placeholders.
         """
         least = least_gain(num_sampling, times, self.draft_seconds)
         if times and num_planned and self._costs_are_known:

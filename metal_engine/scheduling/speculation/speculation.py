@@ -26,8 +26,8 @@ from metal_engine.scheduling.speculation.proposals import Proposals, Proposer
 from metal_engine.settings.config import SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, ModelOutput, SchedulerOutput
 
-# Maximum number of rows of a recurrent request in a step, without its drafts. With more rows to recompute, it gets no
-# drafts, because its state advances only if no draft is rejected.
+# Maximum number of rows, without drafts, of a recurrent request in a step with drafts. If a draft is rejected, the
+# state does not advance, and the next step must recompute these rows.
 _MAX_ROWS_AGAIN = 16
 
 
@@ -83,8 +83,8 @@ class Speculation:
         - The step has capacity for drafts.
         - With drafts, the step is expected to yield more tokens per second, or a probe of the draft model is due.
 
-        The expectation uses the drafts for the tokens known now, of which the first ones guess the tokens in flight. A
-        draft model will run when all tokens are known, so its drafts include no such guesses.
+        The expectation is computed with drafts that follow the tokens known now. The first of these drafts are guesses
+        for the tokens in flight. A draft model runs when all tokens are known, so its drafts include no such guesses.
 
         Args:
             running: all running requests.
@@ -181,7 +181,8 @@ class Speculation:
             return
         if self._config.async_scheduling:
             self._steps.add(plan.step_id)
-        # Otherwise the time runs from the end of the previous step, and includes the host's work between the steps.
+        # If timing does not start here, it started at the end of the previous step, and so includes the host's work
+        # between the steps.
         if not self._config.async_scheduling or len(plan.new_requests) == len(scheduled):
             self._times.start()
         self._is_probe = False

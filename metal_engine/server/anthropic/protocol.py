@@ -80,7 +80,7 @@ class AnthropicOutputTokens(BaseModel):
 class AnthropicUsage(BaseModel):
     """Token counts. ``input_tokens`` excludes tokens from the prefix cache.
 
-    In the event ``message_start`` it has all prompt tokens, because the number of cached tokens is not known yet.
+    In the event ``message_start``, it includes cached tokens, because their number is not known yet.
     """
 
     input_tokens: int

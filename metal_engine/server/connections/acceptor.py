@@ -1,4 +1,4 @@
-"""Accepts connections up to their limit. TLS handshakes count as connections."""
+"""Accepts connections up to a limit. Connections in the TLS handshake count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of connections accepted in one call.
 _MOST_AT_ONCE = 64
-# Seconds until the next attempt if descriptors or memory ran out, or if the number of connections is at its limit.
+# Seconds until the next attempt to accept: after descriptors or memory ran out, and at the limit of connections.
 _SHORTAGE_SECONDS = 0.2
 _FULL_SECONDS = 0.05
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)

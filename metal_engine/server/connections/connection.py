@@ -42,7 +42,7 @@ class Connection(HttpToolsProtocol):
         self._phase: Literal["idle", "head", "body"] = "idle"
         self._num_answering = 0  # number of requests whose responses are incomplete
         self._num_head_bytes = 0
-        # Bytes since the parser last reported the start of a request, a complete head, data of a body, or the end.
+        # Bytes since the parser last reported the start or end of a request, a complete head, or data of a body.
         self._num_unreported_bytes = 0
         self._has_reported = False  # True if the parser reported any of these during the current call
         self._refused = False

@@ -23,7 +23,7 @@ def _now() -> float:
 
 
 class Closable(Protocol):
-    """Interface to a connection that the registry needs."""
+    """Interface that the registry needs from a connection."""
 
     is_spare: bool
 
@@ -56,9 +56,9 @@ class Connections:
         return len(self._open)
 
     def add(self, connection: Closable) -> bool:
-        """Add a new connection, evicting a waiting one if necessary. Use a spare place if none waits.
+        """Add a new connection. If all places are taken, evict a waiting connection. If none waits, use a spare place.
 
-        Return False if there is no place yet.
+        Return False if there is no place for the new connection yet.
         """
         if len(self._open) - self._num_spare >= self._limits.max_connections:
             connection.is_spare = not self._waiting
@@ -114,7 +114,7 @@ class Connections:
     # --- time limits ---
 
     def _schedule(self) -> None:
-        # Much shorter than any limit, so that short limits in tests work too.
+        # At most half of the shortest of these limits, so that short limits in tests work too.
         shortest = min(self._limits.read_seconds, self._limits.write_seconds, self._limits.spare_seconds)
         self._timer = asyncio.get_running_loop().call_later(min(_SWEEP_SECONDS, shortest / 2), self._sweep)
 

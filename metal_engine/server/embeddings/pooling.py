@@ -1,4 +1,4 @@
-"""Pools prompts to vectors for all pooling endpoints. Prompts of a request run concurrently, and fail together."""
+"""Pools prompts to vectors for all pooling endpoints. Prompts of a request run concurrently. If one fails, all fail."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class PoolingTask:
     """Pooling task of one client request.
 
     Attributes:
-        tokenize: function that returns the prompts' token ids. Runs in a thread. Its ValueError is reported for
-            ``field``.
+        tokenize: function that returns the prompts' token ids. Runs in a thread. The client receives its ValueError as
+            an error of ``field``.
         params: function that returns the pooling parameters. Runs in a thread, and may raise ParameterError.
         field: field of the body that contains the prompts.
         max_values: maximum number of elements of all vectors together.
@@ -89,7 +89,7 @@ async def pooling_request(served: ServedModel, request: Request, body: RequestMo
     """Check the parameters of a client request, and read the options for the engine.
 
     Raises:
-        APIError: status 400, for a parameter that would change the response.
+        APIError: status 400, for an unsupported parameter that would change the response.
     """
     num_bytes = len(await request.body())
     await served.workers.run_if_large(num_bytes, served.parameters.check, body)

@@ -49,7 +49,7 @@ async def score(pooling: PoolingRequest, pairs: Pairs, id_prefix: str) -> Scores
     """Score each pair: 0 to 1 with a reranker, -1 to 1 with an embedding model.
 
     Raises:
-        APIError: the model is neither, or the pairs cannot be served.
+        APIError: the model is neither a reranker nor an embedding model, or the pairs cannot be served.
     """
     served = pooling.served
     model = served.engine.config.model

@@ -1,4 +1,4 @@
-"""Limits how many requests wait. Requests beyond the limit are rejected at once with ``Retry-After``."""
+"""Limits the number of waiting requests. Requests beyond the limit are rejected at once with ``Retry-After``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Admission:
 
     Attributes:
         max_requests: maximum number of waiting requests; 0 for no limit.
-        max_tokens: maximum number of prompt tokens of requests without output; 0 for no limit.
+        max_tokens: maximum number of prompt tokens of all requests that have no output yet; 0 for no limit.
         request_timeout: maximum duration of a request in seconds; 0 for no limit.
     """
 
@@ -38,7 +38,7 @@ class Admission:
             raise overloaded(f"{queued} prompt tokens are waiting (setting max-num-queued-tokens)")
 
     def admit(self, prompt_lens: list[int]) -> Reservation:
-        """Reserve places for sequences with these prompt lengths. The limits on later requests count them at once.
+        """Reserve queue places for sequences with these prompt lengths. Checks of later requests count these places.
 
         Raises as :meth:`check`.
         """

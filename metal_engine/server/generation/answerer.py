@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds between two comments that say that a model is being loaded.
 _LOADING_SECONDS = 2.0
-# Header of a stream with the id of its response. Otherwise, clients get the id only with the first token.
+# Response header with the response's id. Without it, clients of a stream get the id only with the first token.
 GENERATION_ID = "x-generation-id"
 # OpenAPI description of the response of a route that can stream.
 EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}

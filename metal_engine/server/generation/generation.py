@@ -1,4 +1,4 @@
-"""A client's request in the engine, as all generating endpoints use it: its sequences, their outputs and its usage."""
+"""A client's request in the engine: its sequences, outputs and token usage. Used by all generating endpoints."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def completion_logprobs_json(
     *,
     spells_ids: bool = False,
 ) -> bytes:
-    """Encode the result of :func:`completion_logprobs` as JSON, in pieces for any number of tokens."""
+    """Encode the result of :func:`completion_logprobs` as JSON, a slice of the tokens at a time to limit memory."""
     names = list(CompletionLogprobs.model_fields)
     parts: dict[str, list[bytes]] = {name: [] for name in names}
     for part in _slices(tokens):

@@ -1,4 +1,4 @@
-"""Models of a server, as its routes use them: one permanent model, or several that are loaded and unloaded."""
+"""Models of a server: one permanent model, or several models that are loaded and unloaded. Used by the routes."""
 
 from __future__ import annotations
 
@@ -97,14 +97,14 @@ class Models(ABC):
 
     @abstractmethod
     def find_loaded(self, model: str | None) -> ServedModel | None:
-        """Return the model if it is loaded.
+        """Return the model; None if it is not loaded.
 
-        Use it only to read its state, not for requests. Raises as :meth:`check`.
+        Use the result only to read the model's state, not for requests. Raises as :meth:`check`.
         """
 
     @abstractmethod
     async def use(self, request: Request, model: str | None) -> ServedModel:
-        """Return the model that a request names, with the named LoRA adapter.
+        """Return the model that a request names. If the name is a LoRA adapter's, return its model with the adapter.
 
         The model stays loaded during the request.
 
@@ -234,7 +234,7 @@ class MultiModel(Models):
     async def unload(self, entry: ModelEntry) -> None:
         """Unload a model after its requests have ended.
 
-        Raises APIError, a 504, if the requests take too long. The model is unloaded nevertheless when they have ended.
+        Raises APIError, a 504, if the requests take too long. Even then, the model is unloaded when they have ended.
         """
         async with self._in_time(entry, "unloaded"):
             await self.registry.unload(entry)

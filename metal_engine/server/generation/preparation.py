@@ -36,8 +36,8 @@ MAX_SEQUENCES = 2048
 MAX_STREAMED_ENTRIES = 1 << 12
 # Maximum number of a prompt's token ids in a stream. One event contains all of them, and takes 10 ms to encode.
 MAX_STREAMED_IDS = 1 << 18
-# Limits for a text that is only counted or truncated: four times the context plus ``_MORE_TOKENS``, but at most
-# ``MAX_TOKENS`` tokens or the context, whichever is larger.
+# Limits for a text that is only counted or truncated. It may have four times the context plus ``_MORE_TOKENS`` tokens,
+# up to a cap. The cap is ``MAX_TOKENS``, or the context if that is larger.
 _MORE_TOKENS = 1 << 16
 MAX_TOKENS = 1 << 20
 # Maximum number of prompt tokens of all sequences. Each sequence has its own list, with 8 bytes for each token.
@@ -121,7 +121,7 @@ class Endpoint(ABC, Generic[BodyT]):
         return []
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters with the prompt's changes, such as a grammar of tool calls.
+        """Return the sampling parameters with changes for this prompt, such as a grammar of tool calls.
 
         Returns the same object if there are no changes.
 
@@ -216,13 +216,13 @@ def _options(body: GenerationBody, predicted_token_ids: list[int]) -> RequestOpt
 class _Preparation(Generic[BodyT]):
     """Work for a request in threads: :meth:`begin`, and with a grammar also :meth:`compile` and :meth:`finish`.
 
-    Compiling is a separate step because it has many threads, while only few threads work on prompts.
+    Compiling is a separate step because many threads may compile, but only few threads may work on prompts.
 
     Attributes:
         needs_grammar: True if there is a grammar to compile. Valid after :meth:`begin`.
         predicted_token_ids: predicted output of the client, if speculation is enabled. Valid after :meth:`begin`.
-        requests: one prepared request for each prompt. Valid at the end.
-        echoes: texts of the prompts, if the client wants them back. Valid at the end.
+        requests: one prepared request for each prompt. Valid after the last step.
+        echoes: texts of the prompts, if the client wants them back. Valid after the last step.
     """
 
     def __init__(self, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -> None:

@@ -84,8 +84,8 @@ class EventStreamResponse(Response):
     """Response that sends events as they arrive, and closes their generator when the client disconnects.
 
     It also detects a disconnect between two events. Starlette's own response leaves the generator suspended when a
-    write is interrupted. With newer ASGI servers, it detects a disconnect only at the next write, which is too late for
-    a request that waits in a queue.
+    write is interrupted. With newer ASGI servers, Starlette's response detects a disconnect only at the next write,
+    which is too late for a request that waits in a queue.
 
     Args:
         keep_alive: period in seconds. After a whole period without events, a comment is sent. 0 for no comments.
@@ -95,7 +95,7 @@ class EventStreamResponse(Response):
     def __init__(
         self, events: AsyncGenerator[bytes, None], *, keep_alive: float = 0.0, media_type: str = EVENT_STREAM
     ) -> None:
-        # Without a body: `Response` would send a Content-Length.
+        # `Response.__init__` is not called: it would set a body, and therefore a Content-Length.
         self.status_code = 200
         self.media_type = media_type
         self.background = None

@@ -1,4 +1,4 @@
-"""Host names that a server without a key accepts, so that web pages cannot reach it under a name of their own."""
+"""Checks the ``Host`` header, so that web pages cannot reach a server without a key under their own host names."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def checks_hosts(args: ServerArgs) -> bool:
 def allow_hosts(app: ASGIApp, args: ServerArgs) -> ASGIApp:
     """Wrap ``app``: reject requests whose ``Host`` is not known.
 
-    Known are all IP addresses, loopback names, names of this machine, ``--host`` and ``--allowed-hosts``.
+    All IP addresses, loopback names, names of this machine, ``--host`` and ``--allowed-hosts`` are known.
 
-    Requests without a ``Host`` pass, because browsers always send one.
+    Requests without a ``Host`` header pass, because browsers always send the header.
     """
     known = _known_names(args)
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from metal_engine.server.errors import APIError, error_response
 from metal_engine.settings.args import ServerArgs
 
-# In --allowed-origins: every origin.
+# Value in --allowed-origins that allows every origin.
 ANY = "*"
 # Header of all requests of the server's own page. A page of another origin cannot send it without a CORS preflight.
 FROM_OWN_PAGE = "x-metal-engine-page"
@@ -44,7 +44,7 @@ def own_origins_only(app: ASGIApp, args: ServerArgs, guarded_paths: Collection[s
 
 
 def _is_own(scope: Scope, allowed: Collection[str], is_read: bool) -> bool:
-    """Return True unless the request comes from a web page of an origin that is not allowed."""
+    """Return False if the request comes from a web page of an origin that is not allowed."""
     headers = Headers(scope=scope)
     if ANY in allowed or headers.get("origin") in allowed:
         return True

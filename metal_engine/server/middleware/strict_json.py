@@ -71,7 +71,8 @@ class _StrictRequest(Request):
     """Request that reads its body with :func:`loads`.
 
     Args:
-        model: model of the body. Validates the body here, because FastAPI would do it in the event loop.
+        model: pydantic model of the body. A large body is validated in a thread. FastAPI would validate it in the event
+            loop.
     """
 
     def __init__(self, request: Request, model: type[BaseModel] | None) -> None:

@@ -75,8 +75,8 @@ def without_billing_line(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
     """Return a chat without the billing line at the start of its system text; the same object if there is none.
 
     The line differs in each request, so the prefix cache could not match anything after it. Clients of Anthropic's API
-    send it as the first block of the system text. Proxies that convert their requests for OpenAI's API put it at the
-    start of the first message. An empty message is removed, unless the chat has no other.
+    send it as the first block of the system text. Proxies that convert these requests for OpenAI's API put it
+    at the start of the first message. A message without other text is removed, except the only message of a chat.
 
     Args:
         messages: at least one message, in the format of chat templates.
@@ -173,8 +173,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
     def chat_finish_reason(self, num_calls: int, reason: ChatFinishReason) -> ChatFinishReason:
         """Return OpenAI's finish reason.
 
-        It is ``tool_calls`` if there are calls, except after a call that the client forced by name, or if the text was
-        cut off.
+        It is ``tool_calls`` if there are calls, except if the client forced the call by name or the text was cut off.
         """
         is_call = reason == "stop" and num_calls > 0 and self._answers.plan.name is None
         return "tool_calls" if is_call else reason

@@ -28,7 +28,7 @@ class ResponseItems:
     """Output items, built from deltas. One item is open at a time. Each change is an event.
 
     Args:
-        namespaces: map from the full name of each function in a namespace to the namespace and its name there.
+        namespaces: map from the full name of a function in a namespace to the pair (namespace, name in that namespace).
 
     Attributes:
         items: output items so far. Complete after :meth:`close`.

@@ -55,7 +55,7 @@ def read_request(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompl
     """Convert a request to a chat and its additional data.
 
     Args:
-        earlier: messages of the conversation before ``previous_response_id``, including that response.
+        earlier: messages of the conversation up to ``previous_response_id``, including that response.
 
     Raises:
         APIError: :func:`to_chat` failed, or the fields to repeat or the conversation are too large.
@@ -145,7 +145,7 @@ class ResponseStore:
 
 
 def responses_error(error: APIError) -> bytes:
-    """Return the event for an error before there is a response."""
+    """Return the event for an error that occurs before the response is created."""
     fields = {"code": error.code or "server_error", "message": error.message, "param": error.param}
     return named_sse({"type": "error", **fields, "sequence_number": 0})
 

@@ -103,7 +103,7 @@ class DeletedResponse(BaseModel):
     deleted: Literal[True] = True
 
 
-# Maps a field of the chat to the field of the request that it is made from.
+# Maps a field of the chat to the field of the request that it is converted from.
 RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -118,7 +118,9 @@ _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user
 
 
 def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletionBody, list[Message]]:
-    """Convert a request to a chat. Also return its messages without instructions, which apply to this request only.
+    """Convert a request to a chat. Return the chat, and its messages without the instructions.
+
+    The instructions apply to this request only.
 
     Args:
         earlier: messages of the conversation up to ``previous_response_id``.
@@ -175,14 +177,14 @@ def _function(place: str, tool: ResponseTool) -> dict[str, Any]:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Return the model's name for a function that may have a namespace."""
+    """Return the model's name of a function: ``name``, with the namespace as a prefix if there is one."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 def namespaces(tools: list[ResponseTool] | None) -> dict[str, tuple[str, str]]:
-    """Map the full name of each function in a namespace to the namespace and its name there."""
+    """Map the full name of each function in a namespace to the pair (namespace, name in that namespace)."""
     return {
         full_name(tool.name, inner.name): (tool.name, inner.name)
         for tool in tools or ()

@@ -45,8 +45,9 @@ class RegistryList(BaseModel):
 
 
 class Health(BaseModel):
-    """Response of ``/health``. Counts are requests, and ``kv_cache_usage`` is the used share of the pool, from 0 to 1.
+    """Response of ``/health``. ``running`` and ``waiting`` are numbers of requests.
 
+    - ``kv_cache_usage``: used share of the block pool, from 0 to 1.
     - ``num_unknown_parameters``: number of request parameters that the server ignored because it does not know them.
     - ``unknown_parameters``: the same by name. Empty for clients without the server's key or, if there is no key,
       for clients on other machines.
@@ -78,8 +79,8 @@ class Health(BaseModel):
 class ModelHealth(BaseModel):
     """Health of one of several models.
 
-    ``memory_bytes`` is the memory reserved for it, ``requests`` counts current requests, and ``loads`` counts loads so
-    far. ``attention`` and ``kv_cache_dtype`` are as in :class:`Health`, and null while the model is not loaded.
+    ``memory_bytes`` is the memory reserved for the model. ``requests`` counts current requests. ``loads`` counts loads
+    so far. ``attention`` and ``kv_cache_dtype`` are as in :class:`Health`, and null while the model is not loaded.
     ``error`` is the reason why the last load failed, or why the engine has stopped.
     """
 
@@ -99,7 +100,7 @@ class ModelHealth(BaseModel):
 
 
 class RegistryHealth(BaseModel):
-    """Response of ``/health`` with several models: the fields of :class:`Health` for all models, and each model's own.
+    """Response of ``/health`` with several models: counts for all models together, and the health of each model.
 
     ``kv_cache_usage`` is the usage of the fullest cache. ``used_bytes`` is the used part of ``memory_bytes``.
     ``models`` is empty for clients that have not sent the server's key.

@@ -187,7 +187,7 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
 
     @get_and_head(app, "/ready", tags=["status"], responses={503: {"model": Ready}})
     async def ready() -> JSONResponse:
-        """Respond with status 200 if the server accepts new requests, otherwise 503: it drains, or its engine died."""
+        """Respond with status 200 if the server accepts new requests; 503 if it drains or its engine has died."""
         is_ready = models.error is None and not lifecycle.draining
         return JSONResponse(Ready(ready=is_ready).model_dump(), status_code=200 if is_ready else 503)
 

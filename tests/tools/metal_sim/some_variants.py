@@ -23,7 +23,8 @@ SOME: tuple[tuple[Layer, mx.Dtype], ...] = (
     (Mamba2(128, 8, 64, 128), mx.float16),
     (Convolution(4, bias=True), mx.bfloat16),
 )
-QUANTIZED = (Attention(32, 8, 128, 128), "int8"), (Attention(32, 8, 128, 128), "int4")
+QUANTIZED = (mx.bfloat16, "int8"), (mx.float16, "int4")
+QUANTIZED_LAYER = Attention(32, 8, 128, 128)
 TENSOR = Attention(16, 4, 128, 128)
 
 
@@ -32,8 +33,8 @@ def some_variants() -> list[Variant]:
     recorder = Recorder()
     for layer, dtype in SOME:
         recorder.record(layer, {"some"}, dtype)
-    for layer, kv_cache_dtype in QUANTIZED:
-        recorder.record_quantized(layer, {"some"}, kv_cache_dtype)
+    for dtype, kv_cache_dtype in QUANTIZED:
+        recorder.record_quantized(QUANTIZED_LAYER, {"some"}, dtype, kv_cache_dtype)
     recorder.record_tensor_ops(TENSOR, {"some"}, mx.float16)
     # Merging depends little on the layer.
     merges = [v for v in recorder.variants.values() if v.kernel == "merge_splits"]

@@ -239,7 +239,7 @@ def test_every_kernel_becomes_ptx_that_assembles(kernel: str, dtype: str) -> Non
 @pytest.mark.parametrize("kv_cache_dtype", ["int4", pytest.param("int8", marks=pytest.mark.full)])
 def test_the_kernel_over_quantized_keys_becomes_ptx(kv_cache_dtype: str) -> None:
     recorder = Recorder()
-    recorder.record_quantized(Attention(8, 2, 96, 64, sinks=True), {"model"}, kv_cache_dtype)
+    recorder.record_quantized(Attention(8, 2, 96, 64, sinks=True), {"model"}, mx.bfloat16, kv_cache_dtype)
     (variant,) = (v for v in recorder.variants.values() if v.kernel == "paged_attention_quantized")
     made = ptx_of(variant.text, variant.function, list(variant.template.values()))
     verify(made.text, len(made.buffers))

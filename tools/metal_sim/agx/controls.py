@@ -35,7 +35,7 @@ class Control:
 
     @property
     def unit(self) -> str:
-        """Its translation unit."""
+        """Translation unit of the kernel."""
         text = with_includes(f"{_KERNELS}/{self.header}", behind=f"{_KERNELS}/utils.h")
         for old, new in _TWEAKS if self.generic else ():
             if old not in text:

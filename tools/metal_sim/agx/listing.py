@@ -11,7 +11,7 @@ _STATISTICS = re.compile(r"^CS shader: (\d+) instrs, .* (\d+) code size, (\d+) g
 _SPILLS = re.compile(r"(\d+):(\d+) spills:fills")
 _SHARED = re.compile(r"^shared_size: (\d+)$", re.M)
 _INSTRUCTION = re.compile(r"^ *([0-9a-f]+): ([0-9a-f]+) +(\S+) *(.*)$")
-# A spilled register goes to the thread's stack, and a fill is its way back.
+# Instructions that spill a register to the thread's stack, and that load it back (a fill).
 _STORE, _FILL = "stack_store", "stack_load"
 
 
@@ -40,14 +40,14 @@ class Loop:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one generation of GPU.
+    """Figures of one kernel, compiled for one generation of GPUs.
 
     Attributes:
-        registers: 32-bit registers of a thread, of which there are 128.
-        threads: largest number of threads that a core keeps resident with so many registers, at most 1,024.
+        registers: number of 32-bit registers that a thread uses, at most 128.
+        threads: largest number of threads that a core keeps resident with these registers, at most 1,024.
         stores, fills: stores and loads of spilled registers in the whole code.
         loop_stores, loop_fills: stores and loads of spilled registers inside loops.
-        threadgroup_memory: bytes.
+        threadgroup_memory: size of the threadgroup memory in bytes.
     """
 
     registers: int
@@ -63,12 +63,12 @@ class Compiled:
 
     @property
     def loop_size(self) -> int:
-        """Bytes of the largest loop, which is the one over keys or rows."""
+        """Size of the largest loop in bytes. The largest loop iterates over keys or rows."""
         return max((loop.size for loop in self.loops), default=0)
 
 
 def instructions(printed: str) -> list[Instruction]:
-    """Return the machine code of a kernel, without its preamble, a program that runs once per launch."""
+    """Return the machine code of a kernel, without the preamble, which runs once per launch."""
     found: list[Instruction] = []
     for line in printed.splitlines():
         if m := _INSTRUCTION.match(line):
@@ -115,7 +115,7 @@ def read(printed: str) -> Compiled:
     loops = loops_of(code)
     in_loop = [i.name for i in code if any(loop.start <= i.at < loop.start + loop.size for loop in loops)]
     return Compiled(
-        registers=-(-int(statistics[3]) // 2),  # the compiler counts halves
+        registers=-(-int(statistics[3]) // 2),  # the compiler counts 16-bit halves
         threads=int(statistics[4]),
         instructions=int(statistics[1]),
         code_size=int(statistics[2]),

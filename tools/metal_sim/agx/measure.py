@@ -20,7 +20,8 @@ from .mesa import GENERATIONS, compile_together, compiled
 from .packages import packages
 from .spirv import spirv_of, unit_of
 
-# paged_attention.metal has two ways through a threadgroup. The replacement of a line removes the other way.
+# A threadgroup of paged_attention.metal computes in one of two ways. Name of a way -> source line to replace, and a
+# replacement that removes the other way.
 WAYS = {
     "direct": ("} else if (STAGED_PARTS > 0) {", "} else if (false) {"),
     "staged": ("if (num_rows <= STRIPS * 8) {", "if (false) {"),
@@ -36,7 +37,7 @@ class Row:
     Attributes:
         label: shape, as "128, group 4, window".
         way: "direct" or "staged" if only that way of paged_attention was compiled.
-        made: machine code's figures by generation of GPU.
+        made: figures of the machine code, by generation of GPU.
         error: the compiler's message if it refuses the variant.
     """
 
@@ -52,12 +53,12 @@ class Row:
 
     @property
     def description(self) -> str:
-        """Kernel, dtype and shape: the text that patterns select by."""
+        """Kernel, dtype and shape. The command's patterns are matched against this text."""
         return f"{self.kernel} {self.dtype} {self.label}" + (f", {self.way}" if self.way else "")
 
     @property
     def threads(self) -> int:
-        """Threads of a threadgroup."""
+        """Number of threads in a threadgroup."""
         return math.prod(self.threadgroup)
 
 
@@ -87,7 +88,7 @@ def label_of(variant: Variant) -> str:
 
 
 def uses_tensor_ops(variant: Variant) -> bool:
-    """True for a variant that only GPUs with matrix units run. M1 and M2 have none."""
+    """Return True if only GPUs with matrix units can run a variant. M1 and M2 have no matrix units."""
     return TENSOR_OPS_HEADER in variant.text
 
 
@@ -130,7 +131,7 @@ def jobs_for(variants: Iterable[Variant], by_way: bool = False) -> list[Job]:
     """Return jobs for the variants that M1 and M2 run, sorted, with MLX's kernels first.
 
     Args:
-        by_way: compile each way of paged_attention by itself, and no other kernel.
+        by_way: True to compile each way of paged_attention by itself, and none of the engine's other kernels.
     """
     kept = [v for v in variants if not uses_tensor_ops(v)]
     jobs = [job_of(v, way) for v in kept for way in (ways_of(v) if by_way else [None])]
@@ -182,7 +183,7 @@ def measure(
 
 
 def to_json(rows: Iterable[Row]) -> str:
-    """Return all figures as JSON, those of each loop included."""
+    """Return all figures as JSON, including the figures of each loop."""
     found = []
     for row in rows:
         fields = dataclasses.asdict(row)

@@ -18,9 +18,9 @@ from .listing import Compiled, Loop, read
 from .packages import Packages
 
 HERE = Path(__file__).parent
-GENERATIONS = (13, 14)  # of the GPU: M1, M2
+GENERATIONS = (13, 14)  # generations of Apple GPUs: M1, M2
 _ICD = "libRusticlOpenCL.so.1"
-# Files that shape what this module keeps in the cache.
+# Files on which the cached results of this module depend.
 _SOURCES = ("device.h", "device.c", "compile.c", "mesa.py", "listing.py")
 
 
@@ -34,13 +34,14 @@ def _key(packages: Packages, *parts: object) -> str:
 
 @cache
 def _program(packages: Packages) -> Path:
-    """The program that compiles."""
+    """Return the program that compiles SPIR-V with Mesa. Build the program at first use."""
     out = cache_dir() / f"agx-compile-{_key(packages)}"
     if out.exists():
         return out
     headers = [f"-I{packages.root / 'usr/include'}", f"-I{packages.root / 'usr/include/libdrm'}"]
     libraries = [f"-L{packages.libraries}", "-l:libOpenCL.so.1", "-ldl"]
-    # Those libraries want a newer C library than this machine's, and get it when the program runs.
+    # The packages' libraries need a newer C library than this machine may have. They find it when the program runs, so
+    # their unresolved symbols are ignored here.
     link = ["-rdynamic", "-Wl,--unresolved-symbols=ignore-in-shared-libs"]
     with tempfile.TemporaryDirectory(dir=cache_dir()) as tmp:
         made = Path(tmp) / "compile"
@@ -77,7 +78,7 @@ def _printed_by(spirvs: Sequence[Path], generation: int, packages: Packages) -> 
 
 
 def printed(spirv: Path, generation: int, packages: Packages) -> str:
-    """Return the compiler's output for a kernel: statistics and machine code, as the functions of listing.py take it.
+    """Return the compiler's output for a kernel: statistics and machine code, in the format that listing.py parses.
 
     Raises:
         CheckError: the compiler refuses the kernel.
@@ -93,7 +94,7 @@ def _kept(spirv: Path, generation: int, packages: Packages) -> Path:
 
 
 def compile_together(spirvs: Sequence[Path], generation: int, packages: Packages) -> None:
-    """Compile kernels in one process, which is quicker, into the cache. Refused kernels are left out."""
+    """Compile kernels and cache the results. One process for all kernels saves time. Refused kernels are skipped."""
     missing = [spirv for spirv in dict.fromkeys(spirvs) if not _kept(spirv, generation, packages).exists()]
     while missing:
         found, _ = _printed_by(missing, generation, packages)
@@ -103,7 +104,7 @@ def compile_together(spirvs: Sequence[Path], generation: int, packages: Packages
 
 
 def compiled(spirv: Path, generation: int, packages: Packages) -> Compiled:
-    """Return a kernel's figures for a generation of GPU, out of the cache if they are there.
+    """Return a kernel's figures for a generation of GPU, from the cache if possible.
 
     Raises:
         CheckError: the compiler refuses the kernel.

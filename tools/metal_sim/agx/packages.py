@@ -24,7 +24,7 @@ SUITE = "trixie"
 BACKPORTS = f"{SUITE}-backports"
 # Packages to install with their dependencies.
 WITH_DEPENDENCIES = ("mesa-opencl-icd", "ocl-icd-libopencl1", "llvm-spirv-19", "opencl-c-headers", "linux-libc-dev")
-# Packages without their dependencies. Those of clang include a C library to develop with.
+# Packages to install without their dependencies: clang's dependencies include the development files of a C library.
 ALONE = ("clang-19", "libdrm-dev")
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 _LIBRARIES = "usr/lib/x86_64-linux-gnu"
@@ -47,7 +47,7 @@ class Packages:
         return self.root / _LIBRARIES
 
     def command(self, program: Path | str) -> list[str]:
-        """A program of this root, or one that is linked with its libraries, run with its dynamic linker."""
+        """Return the command that runs a program with this root's dynamic linker and libraries."""
         loader = self.libraries / "ld-linux-x86-64.so.2"
         paths = f"{self.libraries}:{self.root / 'usr/lib/llvm-19/lib'}"
         return [str(loader), "--library-path", paths, str(self.root / program)]
@@ -63,7 +63,7 @@ class Packages:
 
 
 def _mirror() -> str:
-    """The Debian mirror of this machine's apt."""
+    """Return the URL of the Debian mirror in this machine's apt configuration."""
     done = subprocess.run(["apt-get", "indextargets", "--format", "$(REPO_URI)"], capture_output=True, text=True)
     for line in done.stdout.splitlines():
         if re.search(r"/debian/?$", line):
@@ -72,7 +72,7 @@ def _mirror() -> str:
 
 
 def _fetch(folder: Path) -> list[Path]:
-    """Download the packages and what they depend on into ``folder``."""
+    """Download the packages into ``folder``, and the dependencies of ``WITH_DEPENDENCIES``. Return their paths."""
     for name in ("lists/partial", "archives/partial", "sources"):
         (folder / name).mkdir(parents=True)
     (folder / "status").touch()
@@ -104,7 +104,7 @@ def _fetch(folder: Path) -> list[Path]:
         done = subprocess.run(
             ["apt-get", "-q", *options, *command], capture_output=True, text=True, cwd=folder / "archives"
         )
-        # apt-get update ends well where it reached no server.
+        # apt-get update exits with status 0 even if it reached no server.
         if done.returncode or re.search(r"^(E|W|Err)\b.*(Failed to fetch|Could not)", done.stderr + done.stdout, re.M):
             raise ToolchainError(f"apt-get {command[0]} failed: {done.stderr.strip() or done.stdout.strip()}")
     return sorted((folder / "archives").glob("*.deb"))
@@ -140,5 +140,5 @@ def _make_root(root: Path, listing: str) -> None:
         try:
             os.rename(made, root)
         except OSError:
-            if not (root / listing).exists():  # another process was not faster
+            if not (root / listing).exists():  # otherwise another process has made it first
                 raise

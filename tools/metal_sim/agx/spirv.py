@@ -20,7 +20,7 @@ from .packages import Packages
 
 HERE = Path(__file__).parent
 ENTRY = "metal_kernel"
-_SOURCES = ("lanes.h", "math.h", "matrix.h", "spirv.py")  # files that shape what the cache keeps
+_SOURCES = ("lanes.h", "math.h", "matrix.h", "spirv.py")  # files on which cached results depend
 _IDS = {
     "thread_position_in_grid": "uint(get_global_id({}))",
     "thread_position_in_threadgroup": "uint(get_local_id({}))",
@@ -37,7 +37,7 @@ _IDS = {
     "threads_per_simdgroup": "32u",
 }
 _TARGET = ["-O2", "-fno-vectorize", "-fno-slp-vectorize", "-w", "-target", "spir64", "-Xclang", "-cl-ext=+all"]
-# Without builtins a loop that sets an array does not become a memset, which llvm-spirv makes a constant array of.
+# If builtins are enabled, clang turns a loop that sets an array into a memset, and llvm-spirv adds a constant array.
 _TARGET += ["-ffp-contract=on", "-fno-builtin"]
 # Version 1.4 is the first with a select of vectors by a scalar condition.
 _TRANSLATE = ["--spirv-max-version=1.4"]

@@ -24,7 +24,7 @@ Kernels = Mapping[str, Kernel]
 
 @dataclass(frozen=True)
 class Workload:
-    """A step: requests with ``query`` new tokens each, and ``keys`` tokens that the last of them sees."""
+    """A step. Each request has ``query`` new tokens, and its last new token sees ``keys`` tokens."""
 
     name: str
     requests: int
@@ -75,7 +75,7 @@ def ours(work: Workload, model: Model, chip: Chip, kernels: Kernels) -> list[Lau
             kernel, loops = kernels["direct"], -(-keys // (kernels["direct"].keys * 8 // variant.parts))
         else:
             kernel, loops = kernels["staged"], -(-keys // kernels["staged"].keys)
-        share = 1.0 if is_direct else -(-rows // 8) * 8 / variant.tile_rows  # of a full tile's products
+        share = 1.0 if is_direct else -(-rows // 8) * 8 / variant.tile_rows  # computed share of a full tile's products
         groups += [
             RequestGroup(kernel.simds * (kernel.outside + loops * share * kernel.cycles), loops)
         ] * model.kv_heads

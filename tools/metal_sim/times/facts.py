@@ -41,17 +41,18 @@ CYCLES = {
 }  # fmt: skip
 PRODUCT_CYCLES = 18  # cycles of a product of 8 x 8 matrices with float32 sums
 SUM_CYCLES = 14.5  # cycles of a simd_sum
-# SIMD groups on a core, and the share of the peak that the core issues. Float32 instructions, four of them independent.
+# (SIMD groups on a core, the core's issue rate as a share of its peak), for float32 code with four independent
+# instructions at a time.
 ISSUE_RATES = ((0, 0.0), (4, 1 / 2.75), (8, 1 / 1.60), (24, 1 / 1.02))
-CACHE_BYTES = 32  # per core and cycle, from the cache that cores share
-CORE_BYTES = 64  # per core and cycle, into a core
+CACHE_BYTES = 32  # bytes per core and cycle from the cache that cores share
+CORE_BYTES = 64  # bytes per core and cycle into a core
 LAST_LEVEL_RATE = 2  # bandwidth of the system level cache, in bandwidths of the memory
 BANDWIDTH_SHARE = 0.87  # share of the stated bandwidth that a long read attains
 PRODUCT_SHARE = 0.80  # share of the peak that large products attain
 DISPATCH = 2.05e-6  # seconds between dependent launches
 LAUNCHES = 15  # launches of a layer, attention excluded
 LATENCY = 400e-9  # seconds from a load to its value: an assumption
-THREADGROUP_MEMORY = 60 << 10  # bytes of a core
+THREADGROUP_MEMORY = 60 << 10  # bytes per core
 
 FACTS = (
     ("bandwidth", "68.25 GB/s (M1), 102.4 (M2), 546 (M4 Max), 819 (M3 Ultra)", "Apple's specifications, collected in "
@@ -83,7 +84,7 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes that a step's time depends on. ``weights`` and ``head``: numbers of the layers, and of the last product."""
+    """Sizes that a step's time depends on. ``weights``: weights of all layers. ``head``: weights of the LM head."""
 
     name: str
     layers: int
@@ -101,11 +102,11 @@ QWEN_4B = Model("Qwen3-4B", 36, 32, 8, 128, 3.63e9, 0.389e9)
 
 @dataclass(frozen=True)
 class Published:
-    """A published speed in tokens per second. ``tokens``: of the prompt, or the context of a decode."""
+    """A published speed in tokens per second. ``tokens``: length of the prompt, or of a decode's context."""
 
     chip: Chip
     model: Model
-    bits: float  # of a weight, scales included
+    bits: float  # bits per weight, including scales
     is_prompt: bool
     tokens: int
     speed: float

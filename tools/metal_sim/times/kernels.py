@@ -15,20 +15,20 @@ from ..shapes import Attention
 from ..variants import Recorder
 from .facts import CYCLES, LLAMA_8B, PRODUCT_CYCLES, SUM_CYCLES, THREADGROUP_MEMORY
 
-PRODUCTS = 2 * LLAMA_8B.head_dim // 8  # products of a fragment of 8 keys with K and V
-# The stand-in for simd_sum: 5 steps of 18 instructions, and a last shuffle.
+PRODUCTS = 2 * LLAMA_8B.head_dim // 8  # matrix products with K and V for a fragment of 8 keys
+# Instructions that replace a simd_sum in the compiled code: 5 steps of 18 instructions, and a last shuffle.
 _SUM_SHUFFLES, _SUM_INSTRUCTIONS = 21, 91
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel as compiled.
+    """Figures of a compiled kernel.
 
     Attributes:
         simds: SIMD groups of a threadgroup.
         resident: threadgroups that a core has registers and threadgroup memory for.
-        keys: keys that a SIMD group takes in an iteration of its main loop.
-        cycles: issue cycles of such an iteration.
+        keys: keys that a SIMD group processes in an iteration of its main loop.
+        cycles: issue cycles of one iteration of the main loop.
         outside: issue cycles of all other instructions.
     """
 
@@ -40,14 +40,14 @@ class Kernel:
 
 
 def cycles_of(code: Sequence[Instruction]) -> float:
-    """Return the issue cycles of instructions. A stand-in for simd_sum counts as the instruction."""
+    """Return the issue cycles of instructions. The instructions that replace a simd_sum count as one simd_sum."""
     total = sum(CYCLES.get(i.name, 1) for i in code)
     sums = sum(i.name == "shuffle" for i in code) // _SUM_SHUFFLES if not _products(code) else 0
     return total - sums * (_SUM_INSTRUCTIONS + _SUM_SHUFFLES * (CYCLES["shuffle"] - 1) - SUM_CYCLES)
 
 
 def _products(code: Sequence[Instruction]) -> int:
-    """Return the products of matrices in a loop over keys. The stand-in for one is two multiply-adds."""
+    """Return the number of matrix products in a loop over keys. Two multiply-adds stand for one product."""
     return sum(i.name == "ffma" for i in code) // 2 // PRODUCTS * PRODUCTS
 
 

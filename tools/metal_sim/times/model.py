@@ -30,7 +30,7 @@ class Launch:
         memory: bytes that cross the memory's bus.
         last_level: bytes that cross the system level cache only.
         cache: bytes that cores read from their shared cache.
-        threadgroup_memory: bytes that cores read and write there.
+        threadgroup_memory: bytes that cores read and write in threadgroup memory.
     """
 
     groups: Sequence[RequestGroup] = ()
@@ -43,7 +43,7 @@ class Launch:
 
 
 def issue_rate(simds: float) -> float:
-    """Return the share of the peak that a core issues with so many SIMD groups."""
+    """Return the share of the peak rate at which a core issues instructions of ``simds`` SIMD groups."""
     for (few, low), (many, high) in pairwise(facts.ISSUE_RATES):
         if simds <= many:
             return low + (high - low) * (simds - few) / (many - few)
@@ -70,14 +70,14 @@ def limits(launch: Launch, chip: Chip) -> dict[str, float]:
     found["issue"] = busiest_core(launch.groups, chip.cores) / per_second
     found["cache"] = launch.cache / (used * facts.CACHE_BYTES * chip.clock)
     found["core"] = (launch.cache + launch.threadgroup_memory) / (used * facts.CORE_BYTES * chip.clock)
-    # A SIMD group waits in each iteration for its loads and issues an instruction in a cycle at most.
+    # In each iteration, a SIMD group waits for its loads. It issues at most one instruction per cycle.
     waits = [g.loops * facts.LATENCY + g.cycles / launch.simds / chip.clock for g in launch.groups]
     found["latency"] = max(max(waits), sum(waits) / (chip.cores * launch.resident))
     return found
 
 
 def seconds(launch: Launch, chip: Chip) -> float:
-    """Return the time of a launch: the resource that needs the longest."""
+    """Return the time that the slowest resource needs for a launch."""
     return max(limits(launch, chip).values())
 
 

@@ -1,4 +1,4 @@
-"""docs/dev/kernel_times.md: the model's predictions, and published speeds beside them."""
+"""Makes docs/dev/kernel_times.md: the model's predictions, and a comparison with published speeds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def step_seconds(work: Workload, model: Model, chip: Chip, attention: float, bit
 
 
 def predicted(published: Published, kernels: Kernels) -> tuple[float, float]:
-    """Return tokens per second for a published speed with MLX's attention, and the share of attention."""
+    """Return the predicted tokens per second for a published speed, and attention's share of the step.
+
+    The prediction is for MLX's attention over contiguous K and V.
+    """
     query = published.tokens if published.is_prompt else 1
     work = Workload("", 1, query, published.tokens)
     attention = attention_seconds(mlx(work, published.model, published.chip, kernels), published.chip)
@@ -51,7 +54,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], text_columns: 
 
 
 def _predictions(kernels: Kernels) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the rows of a layer's attention, and the rows of a step."""
+    """Return the rows of two tables: the attention of one layer, and a whole step."""
     layers, steps = [], []
     for chip in CHIPS:
         for work in WORKLOADS:

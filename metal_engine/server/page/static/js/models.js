@@ -1,5 +1,5 @@
-// Selection of a model for the chat and the live view, if the server has several models; or of a model or adapter for the
-// chat, if the server has one model with adapters, which share its engine.
+// Selection of a model. With several models, it is for the chat and the live view. With one model and its adapters, which
+// share the model's engine, it is for the chat only.
 
 import { request, useModel } from "./api.js";
 import { byId, el, size } from "./dom.js";

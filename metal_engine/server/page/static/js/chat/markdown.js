@@ -1,5 +1,6 @@
 // Converts a model's Markdown to elements. The text is untrusted: HTML in it stays text, only the tags listed here survive,
-// and nothing is loaded. Some texts take marked quadratic time or overflow its stack: length and time have limits.
+// and nothing is loaded. Length and time have limits, because the library "marked" takes quadratic time for some texts or
+// overflows its stack.
 
 import { copyButton, el } from "../dom.js";
 import DOMPurify from "../../vendor/purify.es.mjs";
@@ -33,7 +34,7 @@ const TOKENIZERS = [
 let deadline = Infinity;
 let depth = 0;
 
-/** Throw if the time for the current text has passed. Returns false, which lets marked go on with its own function. */
+/** Throw if the time for the current text has passed. Returning false makes marked call its own function. */
 function checkTime() {
   if (performance.now() > deadline) throw new Error("this Markdown takes too long");
   return false;
@@ -54,7 +55,7 @@ function nested(name) {
   };
 }
 
-/** Return undefined, which means "not a table", for a table of too many cells: marked fills every row up. */
+/** Return undefined, which means "not a table", for a table of too many cells, because marked fills up every row. */
 function checkTable(source) {
   checkTime();
   const columns = source.split("\n", 1)[0].split("|").length;
