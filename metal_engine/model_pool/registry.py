@@ -109,7 +109,7 @@ class ModelRegistry:
         Raises:
             ModelLoadError: loading failed, or failed recently and the model's files have not changed since.
             LoadCancelledError: the model was unloaded while the request waited.
-            NoRoomError: other models would have to be unloaded, and ``may_evict`` is False.
+            InsufficientMemoryError: other models would have to be unloaded, and ``may_evict`` is False.
             ModelTooLargeError: the model exceeds the memory budget.
             RegistryClosedError: the server is shutting down.
         """

@@ -179,7 +179,7 @@ class CacheConfig:
             prefixes.
         num_state_slots: number of slots for recurrent states of requests and of state checkpoints; 0 for models
             without recurrent layers.
-        kv_room_bytes: memory available for the blocks in bytes, including an unused rest; 0 if ``num_blocks`` was
+        kv_available_bytes: memory available for the blocks in bytes, including an unused rest; 0 if ``num_blocks`` was
             given.
         num_padding_blocks: number of padding blocks after the other blocks, within the same memory. Replayed decode
             steps write the KV of padding rows there. If it is 0, no step is replayed.

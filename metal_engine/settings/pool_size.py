@@ -36,7 +36,7 @@ class PoolSize:
     """Number of KV cache blocks and recurrent state slots. Models without recurrent state have no slots.
 
     Attributes:
-        kv_room_bytes: memory available for the blocks in bytes; 0 if the number of blocks was given.
+        kv_available_bytes: memory available for the blocks in bytes; 0 if the number of blocks was given.
     """
 
     num_blocks: int
