@@ -70,7 +70,7 @@ def build_engine(args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE) -> Built
         import mlx_lm.utils  # noqa: F401
 
     from metal_engine.device.compiled import keep_kernels_private
-    from metal_engine.device.streams import end_streams_of_thread, settle_streams
+    from metal_engine.device.streams import drain_streams, end_streams_of_thread
     from metal_engine.distributed.ranks import starting_ranks
 
     keep_kernels_private()
@@ -81,7 +81,7 @@ def build_engine(args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE) -> Built
         if access is WHOLE_DEVICE:
             end_streams_of_thread()
         else:  # this thread will serve other models
-            settle_streams()
+            drain_streams()
         raise
 
 
@@ -101,12 +101,12 @@ def _build(
     from metal_engine.device.info import device_info
     from metal_engine.models.paged_model import release_weights
 
-    with access.turn():
+    with access.hold_device():
         choice = choose_backend(args.attention_backend, args.block_size, args.attention_tuning)
     before = ranks.device(access.unlimited(device_info(blas)))
 
     def check(facts: CheckpointRequirements) -> None:
-        with access.turn():
+        with access.hold_device():
             check_before_loading(args, facts, before, ranks.divide)
             kv_bytes = 0 if access is WHOLE_DEVICE else _expected_bytes(args, facts, before)[0]
             mx.random.seed(args.seed)
@@ -148,12 +148,12 @@ def _assemble(
 
     opened = _open(args, loaded, choice, ranks, access)
     paged = opened.paged
-    with access.turn():
+    with access.hold_device():
         adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
     draft = _load_draft(args, loaded, device_info(blas), choice, access)
     models = [opened] if draft is None else [opened, draft]
     device = ranks.device(device_info(blas))
-    with access.turn():
+    with access.hold_device():
         config = resolve_config(
             args,
             replace(opened.info, adapter_bytes=0 if paged.adapters is None else paged.adapters.nbytes),
@@ -170,7 +170,7 @@ def _assemble(
     access.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
     config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.facts)
-    limit_device_memory(config, *access.settle(config))
+    limit_device_memory(config, *access.record_step_bytes(config))
     scheduler_side, runner_side = None, None
     if transfer is not None:
         from metal_engine.kv_transfer.connect import connect_kv
@@ -182,7 +182,7 @@ def _assemble(
         # Prefix hashes use the fingerprint of the KV store, so that other processes find the prefixes.
         cache = replace(config.cache, model_fingerprint=fingerprint)
         config = replace(config, cache=cache, kv_role=transfer.kv_role)
-    with access.turn():
+    with access.hold_device():
         outlives_model = access is not WHOLE_DEVICE  # a process with a single model ends with it
         draft_model = None if draft is None else _draft_model(draft, config)
         runner = ModelRunner(
@@ -198,7 +198,7 @@ def _assemble(
         if runner.replay is not None:
             check_replay(paged, opened.attention.backend, runner.replay, config.scheduler, config.cache)
         if config.scheduler.async_scheduling:
-            config = replace(config, dispatch=choose_dispatch(runner, paged.pool, config))
+            config = replace(config, dispatch=choose_dispatch(runner, config))
     ranks.follow(runner)
     try:
         tokenizer = Tokenizer(
@@ -206,8 +206,7 @@ def _assemble(
         )
     except RecursionError as error:
         raise ModelLoadError(f"the control tokens of {loaded.name} are too long or too many to search for") from error
-    leader = ranks.lead(runner)
-    core = EngineCore(config, leader or runner, tokenizer, scheduler_side, leader)
+    core = EngineCore(config, ranks.lead(runner) or runner, tokenizer, scheduler_side)
     return BuiltEngine(core, RequestPreparer(config, tokenizer), adapters)
 
 
@@ -264,7 +263,7 @@ def _claim_for_loading(
     access: DeviceAccess, args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo
 ) -> None:
     """Reserve the memory for reading the weights and measuring a step. The final memory is reserved after that."""
-    with access.turn():
+    with access.hold_device():
         kv_bytes, step_bytes = _expected_bytes(args, facts, device)
     access.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
 
@@ -300,18 +299,18 @@ def _open(
 
     logger.info("checking that %s computes correctly with a paged KV cache", loaded.name)
     try:
-        with access.turn():
+        with access.hold_device():
             recurrence = MetalRecurrence() if choice.metal is not None else None
             paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
             info = ranks.sync_model_info(model_info(loaded, paged))
             kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
             attention = choice.for_layers(kinds, args.block_size)
         attention = choice.tuned(
-            attention, args.block_size, decide=ranks.decided, agree=ranks.largest, turn=access.turn
+            attention, args.block_size, decide=ranks.decided, agree=ranks.largest, hold_device=access.hold_device
         )
         # Larger blocks need longer test requests. Only compiled kernels depend on the block size.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
-        with access.turn():
+        with access.hold_device():
             _with_recurrence(
                 paged, ranks, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest)
             )

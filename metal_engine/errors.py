@@ -47,7 +47,7 @@ class ModelTooLargeError(ModelLoadError):
         self.missing_bytes = missing_bytes
 
 
-class NoRoomError(ModelLoadError):
+class InsufficientMemoryError(ModelLoadError):
     """There is no memory for the model, because the loaded models are in use or must stay loaded."""
 
 

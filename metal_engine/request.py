@@ -20,7 +20,6 @@ class RequestOptions:
 
     Attributes:
         priority: lower numbers go first with ``--scheduling-policy priority``; ignored otherwise.
-        cache_salt: requests share cached prefixes only with requests that have the same salt.
         do_remote_prefill: True if another engine computes the prompt's KV: wait until it arrives from the store.
         do_remote_decode: True if another engine waits for the prompt's KV: save all of it, including cached prefixes.
         use_speculation: False disables drafts for the request. No effect unless the engine speculates.
@@ -28,7 +27,6 @@ class RequestOptions:
     """
 
     priority: int = 0
-    cache_salt: str = ""
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
     use_speculation: bool = True
@@ -131,7 +129,8 @@ class Request:
         adapter: LoRA adapter of the request; None: no adapter.
         rules: ``sampling_params`` resolved for the model's vocabulary.
         seed: seed of this output's random draws.
-        block_hashes: hashes of the full blocks of ``token_ids``, as far as they have been computed.
+        cache_salt: requests share cached prefixes only with requests that have the same salt.
+        block_hashes: hashes of the full blocks of ``token_ids``, with this salt, as far as they have been computed.
         num_cached_tokens: number of prompt tokens found in the prefix cache at the first admission; -1 before it.
         num_external_tokens: number of these tokens whose KV came from a store.
         num_registered_blocks: number of leading blocks that are registered in the prefix cache.
@@ -157,6 +156,7 @@ class Request:
     num_instruction_tokens: int = 0
     pooling_params: PoolingParams | None = None
     adapter: Adapter | None = None
+    cache_salt: str = ""
     block_hashes: list[bytes] = field(default_factory=list)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)

@@ -272,12 +272,11 @@ class Runner(Protocol):
         Never raises: an error is raised by the step's result.
         """
 
+    def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
+        """Set a callback for the loss of another rank, after which a step may hang. It is called in another thread.
+
+        Does nothing with one rank.
+        """
+
     def close(self) -> None:
         """Free the resources of the calling thread. This is the last call, in the thread that ran the steps."""
-
-
-class RankFailureSource(Protocol):
-    """The other ranks, which compute their shards of every step."""
-
-    def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
-        """Set a callback for the loss of a rank, after which a step may hang. It is called in another thread."""

@@ -121,11 +121,11 @@ def watched_memory(registry: ModelRegistry) -> Iterator[list[int]]:
 async def ask(registry: ModelRegistry, name: str, prompt: list[int], request_id: str) -> list[int]:
     entry = registry.find(name)
     assert entry is not None
-    running = await registry.use(entry)
+    loaded = await registry.use(entry)
     try:
-        (prepared,) = running.engine.preparer.prepare_all([prompt], GREEDY)
+        (prepared,) = loaded.engine.preparer.prepare_all([prompt], GREEDY)
         tokens = []
-        async for output in running.engine.generate(request_id, prepared):
+        async for output in loaded.engine.generate(request_id, prepared):
             assert output.error is None, output.error
             tokens += output.token_ids
         return tokens
@@ -158,7 +158,7 @@ def test_three_hundred_requests_with_room_for_two(folder: Path, own: dict[str, A
                 asked = [ask(registry, NAMES[i % 3], prompts[i], str(i)) for i in wanted]
                 answers.extend(await asyncio.gather(*asked))
         assert 0 < max(seen) <= registry.memory_bytes, (max(seen), registry.memory_bytes)
-        assert sum(one.running is not None for one in registry.entries) == 2
+        assert sum(one.loaded_engine is not None for one in registry.entries) == 2
         return registry
 
     registry = asyncio.run(main())

@@ -56,7 +56,7 @@ WORTH_CHANGING = 0.97
 # Largest such ratio for MLX's operations. They exclude replay of decode steps, and their rounding depends on the batch.
 WORTH_LEAVING_KERNEL = 0.5
 
-Turn = Callable[[], AbstractContextManager[None]]
+HoldDevice = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Tuner:
         block_size: int,
         *,
         may_use_mlx: bool,
-        turn: Turn = nullcontext,
+        hold_device: HoldDevice = nullcontext,
     ) -> dict[str, TunedChoice]:
         """Return the choice for each kind of layer, by name. Add measured choices to the file.
 
@@ -100,7 +100,7 @@ class Tuner:
             kinds: kinds of layers that the kernel computes, the most important first.
             block_size: tokens of a block.
             may_use_mlx: True if MLX's operations may be chosen.
-            turn: returns a context manager for exclusive use of the device. Each candidate
+            hold_device: returns a context manager for exclusive use of the device. Each candidate
                 enters a new one.
         """
         kept = self.file.read()
@@ -112,7 +112,7 @@ class Tuner:
         measured = {}
         for index, kind in enumerate(missing):
             seconds = self._left / (len(missing) - index)
-            of_kind = _OfKind(metal, kind, block_size, self._clock, seconds, turn)
+            of_kind = _OfKind(metal, kind, block_size, self._clock, seconds, hold_device)
             choice = of_kind.choose(may_use_mlx=may_use_mlx)
             self._left -= of_kind.spent
             measured[name_of(kind, block_size)] = choice
@@ -141,14 +141,14 @@ class _OfKind:
         block_size: int,
         clock: Callable[[], float],
         seconds: float,
-        turn: Turn,
+        hold_device: HoldDevice,
     ) -> None:
         self._metal = metal
         self._kind = kind
         self._block_size = block_size
         self._clock = clock
         self._most_seconds = seconds
-        self._turn = turn
+        self._hold_device = hold_device
         self._steps: list[_Step] = []
         self._state = make_state(kind.spec)
         self._sinks = random_sinks(kind)
@@ -188,7 +188,7 @@ class _OfKind:
 
     def _timed(self, what: str, measure: Callable[..., float], *arguments: Any) -> float | None:
         """Run ``measure`` and return its ratio. Log an error and return None if the candidate fails."""
-        with self._turn():
+        with self._hold_device():
             self._began = self._clock()
             try:
                 ratio = measure(*arguments)

@@ -45,7 +45,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
             raise ModelLoadError(f"cannot load the tokenizer of {folder}: {one_line(error)}{hint}") from error
     if not tokenizer.is_fast:
         raise ModelLoadError(f"the tokenizer of {folder} has no fast version: name another with --tokenizer")
-    _settle_chat_template(tokenizer, folder)
+    _set_chat_template(tokenizer, folder)
     return tokenizer
 
 
@@ -71,7 +71,7 @@ def _content(token: Any) -> Any:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _settle_chat_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def _set_chat_template(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Give a tokenizer a chat template that can be used without a name.
 
     A tokenizer without a template gets the one in ``chat_template.json``. If there are several named templates without

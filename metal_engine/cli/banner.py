@@ -75,8 +75,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
 
 def registry_facts(registry: ModelRegistry, url: str) -> dict[str, str]:
     """Return the facts about several models, by label."""
-    loaded = [_loaded(one, one.running) for one in registry.entries if one.running is not None]
-    others = [one.name for one in registry.entries if one.running is None]
+    loaded = [_loaded(one, one.loaded_engine) for one in registry.entries if one.loaded_engine is not None]
+    others = [one.name for one in registry.entries if one.loaded_engine is None]
     facts = {
         "loaded": ", ".join(loaded) or "none yet",
         "on demand": ", ".join(others),

@@ -10,7 +10,7 @@ from pathlib import Path
 from metal_engine.cli.models_dir import models_in
 from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
-from metal_engine.errors import NoRoomError
+from metal_engine.errors import InsufficientMemoryError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource, Start
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.listen import Listener
@@ -146,7 +146,7 @@ async def load_named(registry: ModelRegistry, names: tuple[str, ...], kv_flag: s
         assert entry is not None
         try:
             await registry.load(entry, may_evict=False)
-        except NoRoomError as error:
+        except InsufficientMemoryError as error:
             change = f"to load it at the start, raise --models-memory or lower {kv_flag}"
             logger.warning("%s; it is loaded on its first request; %s", error, change)
         await asyncio.sleep(0)

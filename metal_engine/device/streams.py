@@ -31,7 +31,7 @@ def synchronize() -> None:
             mx.synchronize(_of_thread.second)
 
 
-def settle_streams() -> None:
+def drain_streams() -> None:
     """Wait until the thread's streams have completed all work, and discard their errors.
 
     Call it in a thread whose later work must not raise these errors.

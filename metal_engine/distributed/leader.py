@@ -49,7 +49,7 @@ class LeaderRunner:
         return self._runner.replay_refusal
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
-        """See :class:`metal_engine.step.RankFailureSource`."""
+        """See :meth:`metal_engine.step.Runner.on_rank_lost`."""
         self._monitor.add_callback(callback)
 
     def execute(self, plan: SchedulerOutput) -> LeaderStep:

@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.step_observer import FrameSink, StepObserver
@@ -19,7 +20,7 @@ from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
-from metal_engine.step import KVCacheLostError, RankFailureSource, Runner, RunnerLostError, SchedulerOutput, StepHandle
+from metal_engine.step import KVCacheLostError, Runner, RunnerLostError, SchedulerOutput, StepHandle
 from metal_engine.text.output_processor import OutputProcessor, under_client_ids
 from metal_engine.text.tokenizer import Tokenizer
 
@@ -39,7 +40,6 @@ class EngineCore:
         runner: executes plans. Tests pass a runner that computes nothing.
         tokenizer: decodes text and provides the end-of-sequence ids.
         kv_connector: scheduler half of the KV connector, which loads and saves KV. The runner has the other half.
-        ranks: other processes that share the model with the runner; None if there are none.
     """
 
     def __init__(
@@ -48,9 +48,8 @@ class EngineCore:
         runner: Runner,
         tokenizer: Tokenizer,
         kv_connector: KVConnectorScheduler | None = None,
-        ranks: RankFailureSource | None = None,
     ) -> None:
-        self.config, self.ranks = config, ranks
+        self.config = config
         self._eos_token_ids = tokenizer.eos_token_ids
         proposer = None if (given := config.scheduler.speculative) is None else make_proposer(given)
         self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector, proposer)
@@ -102,8 +101,8 @@ class EngineCore:
             seed=seed,
             eos_token_ids=self._eos_token_ids,
             options=options,
-            # Hashes with another salt would let the request share blocks that it must not share.
-            block_hashes=list(prepared.block_hashes) if prepared.cache_salt == options.cache_salt else [],
+            cache_salt=prepared.cache_salt,
+            block_hashes=list(prepared.block_hashes),
             needs_prompt_rows=params.prompt_logprobs is not None,
             num_lasting_tokens=prepared.num_lasting_tokens,
             num_instruction_tokens=prepared.num_instruction_tokens,
@@ -155,6 +154,10 @@ class EngineCore:
     def flush_frames(self) -> bool:
         """Send a pending frame to the callback. Call it while the engine is idle. Return True if more is pending."""
         return self._observer is not None and self._observer.flush_frames()
+
+    def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
+        """Set a callback for the loss of another rank (:meth:`metal_engine.step.Runner.on_rank_lost`)."""
+        self._runner.on_rank_lost(callback)
 
     # --- a step ---
 

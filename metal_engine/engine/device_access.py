@@ -1,4 +1,4 @@
-"""Access of a model to the device: a lock that models hold in turn, and a reserved part of the memory."""
+"""Access of a model to the device: a lock that one model holds at a time, and a reserved part of the memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class FairDeviceLock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_taken = False
-        self._waiting: deque[threading.Lock] = deque()  # one held lock per waiting thread, released when its turn comes
+        self._waiting: deque[threading.Lock] = deque()  # one held lock per waiting thread, released to resume it
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Return a context manager that holds exclusive use of the device."""
         with self._lock:
             own = threading.Lock() if self._is_taken else None
@@ -47,14 +47,14 @@ class FairDeviceLock:
 
     def run(self, step: Callable[[], T]) -> T:
         """Call ``step`` while holding the device. Return its result."""
-        with self.turn():
+        with self.hold():
             return step()
 
 
 class DeviceAccess(Protocol):
     """Interface through which a model uses the device while it is being loaded. Called in the model's thread."""
 
-    def turn(self) -> AbstractContextManager[None]:
+    def hold_device(self) -> AbstractContextManager[None]:
         """Return a context manager that holds exclusive use of the device. Do not call :meth:`claim` inside it."""
 
     def limited(self, device: DeviceInfo) -> DeviceInfo:
@@ -83,14 +83,14 @@ class DeviceAccess(Protocol):
             ModelLoadError: the load was cancelled.
         """
 
-    def settle(self, config: EngineConfig) -> tuple[int, int]:
+    def record_step_bytes(self, config: EngineConfig) -> tuple[int, int]:
         """Record the model's step size. Return the memory of all models and the largest step of any model, in bytes."""
 
 
 class ExclusiveDeviceAccess:
     """Device access of the only model of a process."""
 
-    def turn(self) -> AbstractContextManager[None]:
+    def hold_device(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def limited(self, device: DeviceInfo) -> DeviceInfo:
@@ -105,7 +105,7 @@ class ExclusiveDeviceAccess:
     def claim(self, num_bytes: int, loading_bytes: int = 0, step_bytes: int | None = 0) -> None:
         pass
 
-    def settle(self, config: EngineConfig) -> tuple[int, int]:
+    def record_step_bytes(self, config: EngineConfig) -> tuple[int, int]:
         return config.peak_bytes, config.step_bytes
 
 

@@ -173,8 +173,7 @@ class EngineThread:
         finally:
             self._ready.set()
         core = self._engine.core
-        if core.ranks is not None:
-            core.ranks.on_rank_lost(self._lose)
+        core.on_rank_lost(self._lose)
         message = "the engine was shut down"
         try:
             self._loop(core)
@@ -185,7 +184,7 @@ class EngineThread:
         try:
             # Close before clients are notified, because the notification may end the process. Closing holds the device,
             # because another model's memory may be being measured.
-            with nullcontext() if self._device_lock is None else self._device_lock.turn():
+            with nullcontext() if self._device_lock is None else self._device_lock.hold():
                 self._engine.close()
         finally:
             self._fail_everything(core, message)

@@ -107,10 +107,10 @@ class RequestPreparer:
         """End the processes that compile grammars."""
         self._rules.close()
 
-    def _truncated(self, prompt_token_ids: list[int], limit: int | None, room: int) -> list[int]:
+    def _truncated(self, prompt_token_ids: list[int], limit: int | None, num_new_tokens: int) -> list[int]:
         """Return the last ``limit`` tokens of the prompt.
 
-        None keeps all tokens. -1 keeps the tokens that fit into the context together with ``room`` more tokens.
+        None keeps all tokens. -1 keeps the tokens that fit into the context beside ``num_new_tokens`` new tokens.
         """
         max_model_len = self._config.scheduler.max_model_len
         if limit is None:
@@ -119,7 +119,7 @@ class RequestPreparer:
             message = f"{limit} is more than the maximum context length {max_model_len}"
             raise ParameterError("truncate_prompt_tokens", message)
         if limit == -1:
-            limit = max(max_model_len - room, 1)
+            limit = max(max_model_len - num_new_tokens, 1)
         return prompt_token_ids[-limit:]
 
     def _max_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:

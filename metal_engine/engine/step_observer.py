@@ -328,7 +328,7 @@ class StepObserver:
                 num_registered = watched.request.num_registered_blocks
                 self._to_look_up += watched.table[watched.num_registered : num_registered]
                 watched.num_registered = num_registered
-        # The drafts of a plan are settled before the second plan after it.
+        # The result of a plan's drafts is recorded before the second plan after it.
         self._drafted = {r: plan for r, plan in self._drafted.items() if self._num_plans - plan < 2}
         if not self._is_whole:
             self._report_more()

@@ -182,7 +182,7 @@ class GrammarCompiler:
                 if not self._waiting[key]:
                     del self._waiting[key]
 
-    def _make_room(self) -> None:
+    def _free_process(self) -> None:
         if self._num_processes >= _MAX_PROCESSES:
             self._drop_oldest(0)
             for one in list(self._in_use.values()):
@@ -195,7 +195,7 @@ class GrammarCompiler:
     def _reopened(self, wanted: bytes) -> socket.socket:
         """Return a socket to a new process that compiles a grammar again."""
         with self._lock:
-            self._make_room()
+            self._free_process()
         channel = self._process.connect()
         with contextlib.suppress(OSError):  # if the process has ended, reading the answer fails
             channel.sendall(framed(wanted))
@@ -203,7 +203,7 @@ class GrammarCompiler:
 
     def _compile(self, wanted: bytes) -> CompiledGrammar:
         with self._lock:
-            self._make_room()
+            self._free_process()
             if self._num_processes >= _MAX_PROCESSES:
                 message = f"cannot be served now: {_MAX_PROCESSES} requests with other grammars are waiting or running"
                 raise ParameterError("structured_outputs", message)

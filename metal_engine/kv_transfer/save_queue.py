@@ -55,11 +55,11 @@ class SaveQueue:
         self._thread.start()
 
     def grant(self, num_blocks: int, layout: BlockLayout) -> int:
-        """Return how many of these blocks the queue has room for now. The remaining blocks count as dropped."""
-        room = 0
+        """Return how many of these blocks fit into the queue now. The remaining blocks count as dropped."""
+        capacity = 0
         if self._pause.is_over and not self._closing:
-            room = max(0, self._max_bytes - self._num_bytes) // layout.nbytes
-        granted = min(num_blocks, room)
+            capacity = max(0, self._max_bytes - self._num_bytes) // layout.nbytes
+        granted = min(num_blocks, capacity)
         if granted < num_blocks:
             self._stats.add(blocks_dropped=num_blocks - granted)
         return granted

@@ -86,6 +86,9 @@ class KVTransfer:
         config: limits on memory and time.
         stats: counters to update.
         clock: returns seconds, for deadlines.
+
+    Attributes:
+        num_reserved_bytes: host memory reserved for loads in bytes.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class KVTransfer:
         self._due: list[tuple[float, int, LoadTicket]] = []  # heap, ordered by the time at which a load continues
         self._sequence = itertools.count()
         self._deferred: deque[LoadTicket] = deque()
-        self._num_reserved_bytes = 0
+        self.num_reserved_bytes = 0
         self._closed = False
         self._load_threads = [
             threading.Thread(target=self._run_loads, name=f"kv-load-{i}", daemon=True) for i in range(config.io_threads)
@@ -145,8 +148,8 @@ class KVTransfer:
         """
         nbytes = self.layout.nbytes
         state_bytes = 0 if self.state_layout is None else self.state_layout.nbytes
-        room = (self.config.max_load_bytes - state_bytes) // nbytes
-        wanted = list(hashes[: max(1, room)])
+        max_blocks = (self.config.max_load_bytes - state_bytes) // nbytes
+        wanted = list(hashes[: max(1, max_blocks)])
         ticket = LoadTicket(request_id, wanted, follow, num_reserved_bytes=len(wanted) * nbytes + state_bytes)
         ticket.prefix, ticket.min_state_blocks = list(prefix), min_state_blocks
         if not self._pause.is_over:
@@ -196,11 +199,11 @@ class KVTransfer:
     # --- for the engine thread: saves -----------------------------------------------------------------------
 
     def grant_saves(self, num_blocks: int) -> int:
-        """Return how many of these blocks the queue has room for now. The remaining blocks count as dropped."""
+        """Return how many of these blocks fit into the queue now. The remaining blocks count as dropped."""
         return self._save_queue.grant(num_blocks, self.layout)
 
     def grant_state_saves(self, num_states: int) -> int:
-        """Return how many of these recurrent states the queue has room for now, as :meth:`grant_saves` does."""
+        """Return how many of these recurrent states fit into the queue now, as :meth:`grant_saves` does."""
         return 0 if self.state_layout is None else self._save_queue.grant(num_states, self.state_layout)
 
     def save(self, hashes: Sequence[bytes], data: np.ndarray) -> None:
@@ -237,16 +240,16 @@ class KVTransfer:
         The caller holds the lock.
         """
         wanted = ticket.num_reserved_bytes
-        if self._num_reserved_bytes and self._num_reserved_bytes + wanted > self.config.max_load_bytes:
+        if self.num_reserved_bytes and self.num_reserved_bytes + wanted > self.config.max_load_bytes:
             return False
-        self._num_reserved_bytes += wanted
+        self.num_reserved_bytes += wanted
         ticket.started = ticket.last_arrival = self.clock()
         self._queue_load(ticket, 0.0)
         return True
 
     def _unreserve(self, ticket: LoadTicket, still_needed: int) -> None:
         """Release the memory that a load no longer needs, and start deferred loads. The caller holds the lock."""
-        self._num_reserved_bytes -= ticket.num_reserved_bytes - still_needed
+        self.num_reserved_bytes -= ticket.num_reserved_bytes - still_needed
         ticket.num_reserved_bytes = still_needed
         while self._deferred and self._reserve(self._deferred[0]):
             self._deferred.popleft()

@@ -60,14 +60,14 @@ class LoadQueue:
             return False
         if first is not None and load is not first and (first.is_due or entry in first.victims):
             return False
-        return not self._lacks_room(load)
+        return not self._lacks_memory(load)
 
-    def _lacks_room(self, load: Load) -> bool:
+    def _lacks_memory(self, load: Load) -> bool:
         """Return True if the memory of a load is known and not available at once.
 
         False for a load that may not evict: it fails when it claims its memory.
         """
-        return bool(load.num_bytes) and load.may_evict and not self._budget.has_room(load.entry, load.num_bytes)
+        return bool(load.num_bytes) and load.may_evict and not self._budget.can_free(load.entry, load.num_bytes)
 
     def _are_closing(self) -> bool:
         return self.first is not None and any(one.is_closing for one in self.first.victims)
@@ -78,10 +78,10 @@ class LoadQueue:
         Return an empty list if no model is to be closed now.
         """
         if self.first is None:
-            lacking = (one for one in self._loads if one.entry.state is ModelState.UNLOADED and self._lacks_room(one))
+            lacking = (one for one in self._loads if one.entry.state is ModelState.UNLOADED and self._lacks_memory(one))
             self.first = next(lacking, None)
         first = self.first
-        if first is None or self._are_closing() or not self._lacks_room(first):
+        if first is None or self._are_closing() or not self._lacks_memory(first):
             return []
         # No victims are found if a model that is being loaded holds too much memory. After its load, this is retried.
         found = self._budget.victims(first.entry, first.num_bytes, also_used=True) or []

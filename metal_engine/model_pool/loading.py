@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.errors import (
+    InsufficientMemoryError,
     LoadCancelledError,
     ModelLoadError,
     ModelTooLargeError,
-    NoRoomError,
     clear_traceback_frames,
     one_line,
 )
@@ -44,9 +44,9 @@ class RegistryDeviceAccess:
         self._loop = loop
         self.signature: object = None
 
-    def turn(self) -> AbstractContextManager[None]:
+    def hold_device(self) -> AbstractContextManager[None]:
         self._registry.check_wanted(self._load)
-        return self._registry.device_lock.turn()
+        return self._registry.device_lock.hold()
 
     def limited(self, device: DeviceInfo) -> DeviceInfo:
         return replace(device, memory_bytes=self._registry.memory_bytes)
@@ -71,8 +71,8 @@ class RegistryDeviceAccess:
                 if self._registry.is_closed:  # the event loop has ended
                     raise ModelLoadError(f"the load of {self._load.entry.name} was cancelled") from None
 
-    def settle(self, config: EngineConfig) -> tuple[int, int]:
-        return self._registry.settle(self._load.entry, config.step_bytes)
+    def record_step_bytes(self, config: EngineConfig) -> tuple[int, int]:
+        return self._registry.record_step_bytes(self._load.entry, config.step_bytes)
 
 
 def load_in_thread(
@@ -96,7 +96,7 @@ def to_model_load_error(error: Exception) -> ModelLoadError:
     """Return a new ModelLoadError, or subclass, with an error's message. It has no traceback."""
     if isinstance(error, ModelTooLargeError):
         return ModelTooLargeError(str(error), error.missing_bytes)
-    for kind in (NoRoomError, LoadCancelledError):
+    for kind in (InsufficientMemoryError, LoadCancelledError):
         if isinstance(error, kind):
             return kind(str(error))
     return ModelLoadError(one_line(error, 1000))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from metal_engine.errors import ModelTooLargeError, NoRoomError
+from metal_engine.errors import InsufficientMemoryError, ModelTooLargeError
 from metal_engine.model_pool.model_entry import ModelEntry, ModelState
 from metal_engine.settings.fields import format_size
 
@@ -43,13 +43,13 @@ class MemoryBudget:
             )
             raise ModelTooLargeError(message, missing)
 
-    def out_of_memory_error(self, entry: ModelEntry, num_bytes: int) -> NoRoomError:
+    def out_of_memory_error(self, entry: ModelEntry, num_bytes: int) -> InsufficientMemoryError:
         """Return the error for a model that does not fit beside the loaded models. It states the missing memory.
 
         ``num_bytes`` is an estimate, because the model's largest step has not been measured yet.
         """
         free = self.free_for(entry)
-        return NoRoomError(
+        return InsufficientMemoryError(
             f"{entry.name} takes up to {format_size(num_bytes)} during loading (an estimate, since its largest step is "
             f"not measured yet), and {format_size(free)} are available while the loaded models stay in memory: "
             f"{format_size(num_bytes - free)} are missing"
@@ -84,7 +84,7 @@ class MemoryBudget:
                 missing += one.num_bytes
         return found
 
-    def has_room(self, entry: ModelEntry, num_bytes: int) -> bool:
+    def can_free(self, entry: ModelEntry, num_bytes: int) -> bool:
         """Return True if free memory and the memory of idle models together are enough."""
         return self.victims(entry, num_bytes, also_used=False) is not None
 

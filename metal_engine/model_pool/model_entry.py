@@ -73,7 +73,7 @@ class Load:
         num_waiting: number of callers that await the load.
         is_cancelled: True if the model was unloaded in the meantime.
         was_given_up: True if the load ended early, because it was cancelled or its waiters have left.
-        lacks_room: True if the load's thread found that models in use have to be unloaded first.
+        lacks_memory: True if the load's thread found that models in use have to be unloaded first.
         victims: models in use that were closed for this load.
         is_due: True once the victims are unloaded. Then no other load may start before this load.
         asked_at: time of the request in seconds of ``time.monotonic``.
@@ -86,7 +86,7 @@ class Load:
     num_waiting: int = 0
     is_cancelled: bool = False
     was_given_up: bool = False
-    lacks_room: bool = False
+    lacks_memory: bool = False
     victims: tuple[ModelEntry, ...] = ()
     is_due: bool = False
     asked_at: float = field(default_factory=time.monotonic)
@@ -103,7 +103,7 @@ class ModelEntry:
 
     Attributes:
         name: name under which the model was registered. Additional names may refer to the same entry.
-        running: engine and response format while the model is loaded.
+        loaded_engine: engine and response format while the model is loaded.
         num_bytes: device memory reserved for the model so far, in bytes.
         step_bytes: part of ``num_bytes`` that the model's largest step takes.
         num_leases: number of requests that use the model.
@@ -127,7 +127,7 @@ class ModelEntry:
     name: str
     source: ModelSource
     state: ModelState = ModelState.UNLOADED
-    running: LoadedEngine | None = None
+    loaded_engine: LoadedEngine | None = None
     num_bytes: int = 0
     step_bytes: int = 0
     num_leases: int = 0
@@ -160,7 +160,7 @@ class ModelEntry:
     @property
     def failure(self) -> BaseException | None:
         """Error that ended the engine; None while the engine runs, or if the model is not loaded."""
-        return None if self.running is None else self.running.engine.error
+        return None if self.loaded_engine is None else self.loaded_engine.engine.error
 
     def touch(self) -> None:
         """Update the event behind :meth:`becomes_idle`."""

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
-from metal_engine.errors import LoadCancelledError, NoRoomError, one_line
+from metal_engine.errors import InsufficientMemoryError, LoadCancelledError, one_line
 from metal_engine.model_pool.load_queue import LoadQueue
 from metal_engine.model_pool.loading import RegistryDeviceAccess, load_in_thread, to_model_load_error
 from metal_engine.model_pool.memory_budget import MemoryBudget
@@ -109,7 +109,7 @@ class ModelRegistry:
         Raises:
             ModelLoadError: loading failed, or failed recently and the model's files have not changed since.
             LoadCancelledError: the model was unloaded while the request waited.
-            NoRoomError: other models would have to be unloaded, and ``may_evict`` is False.
+            InsufficientMemoryError: other models would have to be unloaded, and ``may_evict`` is False.
             ModelTooLargeError: the model exceeds the memory budget.
             RegistryClosedError: the server is shutting down.
         """
@@ -117,12 +117,12 @@ class ModelRegistry:
         while True:
             # A model loaded for this request serves the request, even if an unload is pending.
             if self.is_ready(entry) or (load is not None and load is entry.loaded_by and entry.failure is None):
-                assert entry.running is not None
+                assert entry.loaded_engine is not None
                 entry.num_leases += 1
                 entry.last_used = time.monotonic()
                 self._stop_timer(entry)
                 entry.touch()
-                return entry.running
+                return entry.loaded_engine
             if entry.failed is not None and entry.load is None:
                 await self._check_failed(entry, entry.failed)
                 continue
@@ -175,7 +175,7 @@ class ModelRegistry:
             self._start_next_load()
         if self._loading is not None and self._loading[0].entry is entry:
             await asyncio.wait([self._loading[1]])
-        await self._unloaded(entry)
+        await self._close_and_wait(entry)
 
     # --- loading, one after the other ---
 
@@ -220,7 +220,7 @@ class ModelRegistry:
 
     async def _run(self, load: Load) -> None:
         """Run a load. Requeue the load if it has to wait for memory."""
-        load.lacks_room = load.was_given_up = False
+        load.lacks_memory = load.was_given_up = False
         error: Exception | None = None
         try:
             await self._load(load)
@@ -228,7 +228,7 @@ class ModelRegistry:
             error = problem
         self._loading = None
         # A cancelled load may have new waiters that came before its thread ended.
-        if error is not None and load.is_wanted and (load.lacks_room or load.was_given_up):
+        if error is not None and load.is_wanted and (load.lacks_memory or load.was_given_up):
             self._queue.add(load)
         else:
             self._finish(load, error)
@@ -243,10 +243,10 @@ class ModelRegistry:
             load_in_thread, entry.source, access, self.device_lock, self.engine_threads
         )
         try:
-            running = await asyncio.wrap_future(entry.starting)
+            loaded = await asyncio.wrap_future(entry.starting)
         except Exception as error:
             entry.state, entry.num_bytes, entry.step_bytes, entry.starting = ModelState.UNLOADED, 0, 0, None
-            if not (load.is_cancelled or isinstance(error, NoRoomError | LoadCancelledError)):
+            if not (load.is_cancelled or isinstance(error, InsufficientMemoryError | LoadCancelledError)):
                 entry.error = one_line(error)
                 entry.failed = FailedLoad(
                     to_model_load_error(error), access.signature, time.monotonic() + RETRY_SECONDS
@@ -254,9 +254,9 @@ class ModelRegistry:
                 logger.error("cannot load %s: %s", entry.name, entry.error)
             raise
         entry.starting = None  # only now: shutdown() waits for this future
-        entry.running, entry.state, entry.error, entry.loaded_by = running, ModelState.LOADED, None, load
+        entry.loaded_engine, entry.state, entry.error, entry.loaded_by = loaded, ModelState.LOADED, None, load
         entry.num_loads += 1
-        entry.max_model_len = running.engine.config.scheduler.max_model_len
+        entry.max_model_len = loaded.engine.config.scheduler.max_model_len
         entry.last_used = time.monotonic()
         size = format_size(entry.num_bytes)
         logger.info("loaded %s in %.1f s; it takes %s at most", entry.name, time.monotonic() - started, size)
@@ -288,9 +288,9 @@ class ModelRegistry:
                 raise self.budget.out_of_memory_error(entry, num_bytes)
             victims = self.budget.victims(entry, num_bytes, also_used=False)
             if victims is None:
-                load.lacks_room = True
-                raise NoRoomError(f"{entry.name} has to wait for models in use")
-            await asyncio.gather(*(self._unloaded(one) for one in victims))
+                load.lacks_memory = True
+                raise InsufficientMemoryError(f"{entry.name} has to wait for models in use")
+            await asyncio.gather(*(self._close_and_wait(one) for one in victims))
         self.check_wanted(load)
         entry.num_bytes = num_bytes
 
@@ -300,8 +300,8 @@ class ModelRegistry:
             load.was_given_up = True
             raise LoadCancelledError(_unwanted(load.entry))
 
-    def settle(self, entry: ModelEntry, step_bytes: int) -> tuple[int, int]:
-        """Record the size of a model's largest step and return the totals, as :meth:`DeviceAccess.settle` does.
+    def record_step_bytes(self, entry: ModelEntry, step_bytes: int) -> tuple[int, int]:
+        """Record the size of a model's largest step. Return the totals, as :meth:`DeviceAccess.record_step_bytes` does.
 
         Called in the model's thread, while no other model is loaded or given memory.
         """
@@ -310,7 +310,7 @@ class ModelRegistry:
 
     # --- unloading ---
 
-    async def _unloaded(self, entry: ModelEntry) -> None:
+    async def _close_and_wait(self, entry: ModelEntry) -> None:
         """Unload a model, or wait for its unload to finish. No effect if the model is not loaded."""
         if entry.unloading is not None or entry.state is ModelState.LOADED:
             self._close(entry)
@@ -327,7 +327,7 @@ class ModelRegistry:
         if entry.unloading is None:
             entry.is_closing, entry.closed_for = True, load
             self._stop_timer(entry)
-            entry.unloading = asyncio.ensure_future(self._unload(entry))
+            entry.unloading = asyncio.ensure_future(self._shut_down_when_idle(entry))
         elif load is None:
             entry.closed_for = None
 
@@ -341,19 +341,19 @@ class ModelRegistry:
                 self._start_timer(entry)
         load.victims = ()
 
-    async def _unload(self, entry: ModelEntry) -> None:
+    async def _shut_down_when_idle(self, entry: ModelEntry) -> None:
         await entry.becomes_idle()
-        running, failure = entry.running, entry.failure
-        assert running is not None
+        loaded, failure = entry.loaded_engine, entry.failure
+        assert loaded is not None
         for callback in self.at_unload:
             try:
-                callback(running)
+                callback(loaded)
             except Exception:
                 logger.exception("a callback failed while %s was being unloaded", entry.name)
         entry.state = ModelState.UNLOADING
-        entry.running, entry.loaded_by, entry.ending = None, None, running.engine
+        entry.loaded_engine, entry.loaded_by, entry.ending = None, None, loaded.engine
         entry.error = None if failure is None else f"its engine has stopped: {one_line(failure)}"
-        del running
+        del loaded
         try:
             await asyncio.get_running_loop().run_in_executor(self._threads, entry.ending.shutdown, None)
         except Exception as error:
@@ -391,8 +391,8 @@ class ModelRegistry:
             if entry.load is not None and not entry.load.done.done():
                 entry.load.done.set_exception(RegistryClosedError(message))
                 entry.load.done.exception()
-            if entry.running is not None:
-                entry.running.engine.cut_requests(message)
+            if entry.loaded_engine is not None:
+                entry.loaded_engine.engine.cut_requests(message)
 
     def shutdown(self, timeout: float) -> bool:
         """Stop all engines after the event loop has ended. Return True if all stopped within ``timeout`` seconds."""
@@ -400,7 +400,7 @@ class ModelRegistry:
         deadline = time.monotonic() + timeout
         stopped = True
         for entry in self._entries:
-            engine = entry.ending if entry.running is None else entry.running.engine
+            engine = entry.ending if entry.loaded_engine is None else entry.loaded_engine.engine
             try:
                 if entry.starting is not None:  # ends at its next claim of memory or of the device
                     engine = entry.starting.result(max(deadline - time.monotonic(), 0.0)).engine

@@ -60,20 +60,20 @@ class StepPositions(mx.array):
         self.tables: dict[tuple[object, ...], tuple[mx.array, mx.array]] = {}
 
 
-def _turn_neighbours(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+def _rotate_neighbours(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     dims = 2 * cos.shape[-1]
     a, b = x[..., 0:dims:2], x[..., 1:dims:2]
     turned = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(*x.shape[:-1], dims)
     return mx.concatenate([turned, x[..., dims:]], axis=-1) if x.shape[-1] > dims else turned
 
 
-def _turn_halves(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+def _rotate_halves(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return mx.concatenate([a * cos - b * sin, a * sin + b * cos, *([rest] if rest.size else [])], axis=-1)
 
 
-_turned_neighbours, _turned_halves = CompiledByShape(_turn_neighbours), CompiledByShape(_turn_halves)
+_rotated_neighbours, _rotated_halves = CompiledByShape(_rotate_neighbours), CompiledByShape(_rotate_halves)
 
 
 class TableRoPE(nn.RoPE):
@@ -87,7 +87,7 @@ class TableRoPE(nn.RoPE):
         if key not in offset.tables:
             offset.tables[key] = self._table(offset)
         cos, sin = offset.tables[key]
-        return (_turned_neighbours if self.traditional else _turned_halves)(x, cos, sin)
+        return (_rotated_neighbours if self.traditional else _rotated_halves)(x, cos, sin)
 
     def _table(self, positions: mx.array) -> tuple[mx.array, mx.array]:
         """Return cosines and sines, each [N, 1, 1, dims / 2]: MLX's rotation of the vector (1, 0) of each pair."""

@@ -201,7 +201,7 @@ class RequestTable:
         """
         for request_id, num_accepted in output.num_accepted_tokens.items():
             if request_id in self._index_of:
-                self._settle_drafts(self._index_of[request_id], num_accepted)
+                self._append_accepted(self._index_of[request_id], num_accepted)
         indices = np.fromiter((self._index_of.get(r, -1) for r in request_ids), np.int32, len(request_ids))
         token_ids = np.array(output.sampled_token_ids, np.int32)
         is_held = indices >= 0
@@ -232,7 +232,7 @@ class RequestTable:
                 self._constrained[request_id] = output.constrained[request_id] = is_constrained
         return waiting
 
-    def _settle_drafts(self, index: int, num_accepted: int) -> None:
+    def _append_accepted(self, index: int, num_accepted: int) -> None:
         """Append the accepted drafts to a request's tokens. Drop the rejected drafts and the blocks used only by them.
 
         If a draft was rejected, a recurrent state returns to the state before all drafts.

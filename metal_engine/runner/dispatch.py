@@ -21,7 +21,6 @@ import numpy as np
 
 from metal_engine.device.streams import synchronize
 from metal_engine.errors import one_line
-from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
@@ -45,7 +44,7 @@ _BUSY_PRODUCTS = 32
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=_NUM_STEPS + 1, ignore_eos=True)
 
 
-def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) -> str:
+def choose_dispatch(runner: ModelRunner, config: EngineConfig) -> str:
     """Enable queued dispatch in a runner if the device is a GPU and nothing is copied. Call it before the first step.
 
     Returns:
@@ -55,7 +54,7 @@ def choose_dispatch(runner: ModelRunner, pool: StatePool, config: EngineConfig) 
         return f"{SEQUENTIAL}: a CPU gains nothing from queued steps"
     if config.ranks:
         return f"{SEQUENTIAL}: several ranks share the model"
-    scheduler, cache = config.scheduler, config.cache
+    scheduler, cache, pool = config.scheduler, config.cache, runner.pool
     num_steps = min(_NUM_STEPS, scheduler.max_model_len, cache.num_blocks * cache.block_size)
     if num_steps < 2:
         return f"{SEQUENTIAL}: a request fits only one step"

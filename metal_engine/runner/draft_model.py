@@ -161,7 +161,7 @@ class DraftModel:
     def _tasks(self, table: RequestTable, plan: SchedulerOutput, drafting: Drafting) -> list[_DraftTask]:
         """Return the work for each request within the limits of a step. Fill in ``drafting.token_ids``."""
         tasks = []
-        room, work = self._config.max_num_batched_tokens, self._config.max_attention_work
+        num_tokens_left, work = self._config.max_num_batched_tokens, self._config.max_attention_work
         wanted = {r: len(d) for r, d in plan.scheduled_spec_decode_tokens.items() if d[0] == UNKNOWN_DRAFT}
         drafting.token_ids = {request_id: [] for request_id in wanted}
         for request_id in [*wanted, *plan.draft_model_req_ids]:
@@ -176,10 +176,10 @@ class DraftModel:
             # The target has sampled the newest token, which may differ from the draft in its place.
             end = num_known - 1 if num_drafts else table.num_computed_tokens(index)
             start = min(self._first_missing(table, request_id, index, end), num_known - 1)
-            num_rows = min(num_known - start, room, max(1, work // num_known))
+            num_rows = min(num_known - start, num_tokens_left, max(1, work // num_known))
             if num_rows <= 0 or work <= 0:
                 continue
-            room, work = room - num_rows, work - num_rows * num_known
+            num_tokens_left, work = num_tokens_left - num_rows, work - num_rows * num_known
             self._claim(table.slots(index, start, start + num_rows))
             is_behind = start + num_rows < num_known
             tasks.append(_DraftTask(request_id, index, start, start + num_rows, 0 if is_behind else num_drafts))

@@ -25,7 +25,7 @@ from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import DecodeForward, DecodeOutcome, Drafting, ModelOutput, SchedulerOutput
+from metal_engine.step import DecodeForward, DecodeOutcome, Drafting, ModelOutput, RunnerLostError, SchedulerOutput
 
 
 class ModelRunner:
@@ -50,6 +50,7 @@ class ModelRunner:
         in_parts: True to dispatch steps in two parts. None: only on a GPU, with async scheduling and one rank.
 
     Attributes:
+        pool: KV cache and recurrent states of the model.
         allow_queued_dispatch: see above; may change between steps.
         replay: traces of decode steps; None if steps are never replayed.
         replays: True to replay decode steps if possible; may change between steps.
@@ -72,7 +73,7 @@ class ModelRunner:
         self._broadcast = broadcast
         self.allow_queued_dispatch = allow_queued_dispatch
         self._model = model
-        self._pool = model.pool
+        self.pool = model.pool
         self._backend = backend
         self._num_blocks = cache_config.num_blocks
         self._kv_connector = kv_connector
@@ -98,7 +99,7 @@ class ModelRunner:
                 model, backend, padding_block=cache_config.num_blocks, max_num_seqs=scheduler_config.max_num_seqs
             )
         num_blocks = cache_config.num_blocks + cache_config.num_padding_blocks
-        self._pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
+        self.pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
     def execute(self, plan: SchedulerOutput, on_built: Callable[[], None] = lambda: None) -> PendingStep:
         """Build and start a step: one forward over every packed row and one sampling pass.
@@ -109,12 +110,12 @@ class ModelRunner:
         if self._steps and not self._is_async:
             raise RuntimeError("without async scheduling, finish a step before starting the next step")
         self.dispatch_second_part()
-        before = self._pool.snapshot()
+        before = self.pool.snapshot()
         try:
             step, logits = self._build_step(plan, before)
         except BaseException as error:
             self._table.forget_samples()
-            self._pool.restore(before)
+            self.pool.restore(before)
             del before
             clear_traceback_frames(error)
             raise
@@ -138,13 +139,16 @@ class ModelRunner:
         """See :class:`metal_engine.step.Runner`."""
         return None if self.replay is None else self.replay.refusal
 
+    def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
+        """Ignore the callback. Only :class:`metal_engine.distributed.leader.LeaderRunner` calls it."""
+
     def _build_step(self, plan: SchedulerOutput, before: PoolSnapshot) -> tuple[PendingStep, mx.array | None]:
         """Build a step's graph on the current cache.
 
         Returns the step, and the logits that it samples from if its sampling has not been built yet.
         """
         self._table.update(plan)
-        self._pool.begin_step()
+        self.pool.begin_step()
         drafting = self._draft(plan)
         drafted = plan if drafting is None else plan.with_drafts(drafting)
         sampling, pooling, logits, decode_forward = self._build(drafted)
@@ -156,10 +160,10 @@ class ModelRunner:
         loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
         step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
         step.decode_forward = decode_forward
-        step.moves_states = self._pool.has_moved_states
+        step.moves_states = self.pool.has_moved_states
         step.shared = logits if self._broadcast is not None else None
         if self._in_parts and is_built:
-            step.first_part = self._pool.half_done_marker()
+            step.first_part = self.pool.half_done_marker()
         return step, None if is_built else logits
 
     def _draft(self, plan: SchedulerOutput) -> Drafting | None:
@@ -180,12 +184,12 @@ class ModelRunner:
         if self._draft_model is not None:
             self._draft_model.packed(batch.rows)
         # A recurrent state that has advanced past a token cannot go back.
-        allow_late_masks = not self._pool.is_recurrent
+        allow_late_masks = not self.pool.is_recurrent
         sampling = StepSampling(self._table, plan, batch, allow_late_masks=allow_late_masks, broadcast=self._broadcast)
         if self._kv_connector is not None:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:
-                self._pool.forget_states(set(plan.kv_connector_metadata.state_loads))
+                self.pool.forget_states(set(plan.kv_connector_metadata.state_loads))
         attention = self._backend.for_step(batch.rows)
         adapters = self._adapter_rows(batch)
         if not self._table.pooling:
@@ -242,7 +246,7 @@ class ModelRunner:
         """Return the blocks that the newly built step saves to a store; None without KV transfer."""
         if self._kv_connector is None:
             return None
-        for index, state in enumerate(self._pool.states):
+        for index, state in enumerate(self.pool.states):
             self._kv_connector.save_kv_layer(index, state)
         return self._kv_connector.take_saves()
 
@@ -293,9 +297,9 @@ class ModelRunner:
     def _remaining_writes(self, step: PendingStep) -> list[mx.array]:
         """Return arrays whose evaluation completes the step's writes to the cache, if its results do not."""
         if not step.results or step.moves_states:  # only intermediate chunks, or copied states
-            return [self._pool.writes_done_marker()]
+            return [self.pool.writes_done_marker()]
         # Results depend on the recurrent states that a step reads, but not on the states that it writes.
-        return [self._pool.states_done_marker()] if self._pool.is_recurrent else []
+        return [self.pool.states_done_marker()] if self.pool.is_recurrent else []
 
     def _load(self, step: PendingStep) -> None:
         """Write the KV that a step loads from a store to the arrays of the cache after the previous step."""
@@ -354,8 +358,8 @@ class ModelRunner:
         self._table.forget_samples()
         if step.is_async:
             # An asynchronous evaluation may stop anywhere and raise its error again, so its arrays are unreliable.
-            self._pool.renew(error)
-        self._pool.recover(error)
+            self.pool.renew(error)
+        self.pool.recover(error)
 
     def forget(self, req_ids: list[str]) -> None:
         """Drop requests between steps, as the next plan would. Unknown ids are ignored."""
@@ -377,7 +381,7 @@ class ModelRunner:
             self._kv_connector.close()
         if self.replay is not None:
             self.replay.drop_traces()
-        self._pool.release()
+        self.pool.release()
         if self._outlives_model:
             self._model.release_weights()
             mx.clear_cache()

@@ -215,8 +215,8 @@ class DecodeReplay:
         if not _are_alike(rows):
             return None
         # Padding requests have one row each, so a step whose requests have several rows gets no padding.
-        room = self._max_num_seqs if rows.num_requests == rows.num_tokens else rows.num_requests
-        return padded(rows, self._padding_block, room)
+        max_requests = self._max_num_seqs if rows.num_requests == rows.num_tokens else rows.num_requests
+        return padded(rows, self._padding_block, max_requests)
 
     def _function(self, tables: StepTables, rows: StepRows) -> _Trace:
         """Return the function to trace: a forward whose arguments are all arrays, including the pool's arrays."""

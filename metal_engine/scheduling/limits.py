@@ -120,8 +120,8 @@ class PrefillAllocator:
 
     Args:
         step: budget left by decodes. Allotted tokens are subtracted from it.
-        prefills: running requests with more than one token left to compute, for :meth:`take_turns`.
-        room: returns how many tokens of a request may follow a number of computed tokens in one chunk.
+        prefills: running requests with more than one token left to compute, for :meth:`add_running`.
+        max_chunk_tokens: returns how many tokens of a request may follow a number of computed tokens in one chunk.
         take_at_once: plans a whole prompt if no prefill slot is free. Returns how many of its tokens to compute in this
             step.
 
@@ -137,14 +137,14 @@ class PrefillAllocator:
         prefills: list[Request],
         config: SchedulerConfig,
         block_size: int,
-        room: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
+        max_chunk_tokens: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
         take_at_once: Callable[[Request, int], int] = lambda request, num_computed: request.num_tokens,
     ) -> None:
         self.step = step
         self.allotments: dict[Request, int] = {}
         self._config = config
         self._block_size = block_size
-        self._room = room
+        self._max_chunk_tokens = max_chunk_tokens
         self._take_at_once = take_at_once
         self._unit = chunk_unit(config, block_size)
         self._unfinished: list[Request] = []  # added requests whose allotments do not complete their prompts
@@ -152,11 +152,11 @@ class PrefillAllocator:
         self._left_out = sorted(prefills, key=lambda r: (r.last_step, r.arrival))
         self.num_long = sum(is_long(num_remaining(r, config), config) for r in prefills)
 
-    def take_turns(self) -> None:
+    def add_running(self) -> None:
         """Add the running prefills whose minimum allotment fits, the longest waiting first."""
         left_out, self._left_out = self._left_out, []
         for request in left_out:
-            if self.has_room(request, request.num_computed_tokens, num_remaining(request, self._config)):
+            if self.fits_minimum(request, request.num_computed_tokens, num_remaining(request, self._config)):
                 self._take(request)
             else:
                 self._left_out.append(request)
@@ -185,7 +185,7 @@ class PrefillAllocator:
         """Requests whose prefill is in progress, including requests admitted in this step."""
         return [*self.allotments, *self._left_out]
 
-    def has_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
+    def fits_minimum(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Return True if the minimum allotment of a request fits.
 
         The first request always fits if the budget has one :func:`chunk_unit` left.
@@ -193,7 +193,7 @@ class PrefillAllocator:
         smallest = min(num_remaining_tokens, self._block_size)
         return self.fits(request, num_computed_tokens, smallest) or self._is_first
 
-    def has_some_room(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
+    def fits_any(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Return True if the request can have any tokens, even fewer than the minimum allotment."""
         some = min(num_remaining_tokens, self._block_size, self.step.tokens)
         return (some > 0 and self.fits(request, num_computed_tokens, some)) or self._is_first
@@ -211,7 +211,7 @@ class PrefillAllocator:
         )
 
     def take(self, request: Request, *, whole: bool = False) -> None:
-        """Add a new request that passed :meth:`has_room`, with the minimum allotment.
+        """Add a new request that passed :meth:`fits_minimum`, with the minimum allotment.
 
         With ``whole``, the request gets no prefill slot, and its whole prompt must pass :meth:`fits`. The allotment is
         then the whole prompt, or the prompt up to its last state checkpoint. A request without a slot must complete its
@@ -227,7 +227,9 @@ class PrefillAllocator:
         if whole:
             allotment = min(remaining, self._take_at_once(request, num_computed))
         else:
-            allotment = min(remaining, self._block_size, self.step.tokens, self._room(request, num_computed))
+            allotment = min(
+                remaining, self._block_size, self.step.tokens, self._max_chunk_tokens(request, num_computed)
+            )
         self._give(request, allotment)
         if self.allotments[request] < remaining:
             self._unfinished.append(request)
@@ -237,10 +239,10 @@ class PrefillAllocator:
         self._unfinished.sort(key=self._missing)  # smallest need first, so that later requests get the unused tokens
         served = self._unfinished
         while served and self.step.tokens:
-            in_turn, served = served, []
-            for i, request in enumerate(in_turn):
-                num_asking = sum(r.needs_prompt_rows for r in in_turn[i:])
-                extra = self._extra(request, len(in_turn) - i, num_asking)
+            candidates, served = served, []
+            for i, request in enumerate(candidates):
+                num_asking = sum(r.needs_prompt_rows for r in candidates[i:])
+                extra = self._extra(request, len(candidates) - i, num_asking)
                 if extra:
                     self._give(request, extra)
                     served.append(request)
@@ -258,17 +260,17 @@ class PrefillAllocator:
             num_asking: number of these requests that also share the prompt rows.
         """
         missing = self._missing(request)
-        room = max(0, self._room(request, request.num_computed_tokens) - self.allotments[request])
+        chunk_left = max(0, self._max_chunk_tokens(request, request.num_computed_tokens) - self.allotments[request])
         context_len = request.num_computed_tokens + self.allotments[request]
         extra = min(
             missing,
-            room,
+            chunk_left,
             self._aligned(self.step.tokens // num_parts),
             rows_for_work(context_len, self.step.attention_work // num_parts),
         )
         if request.needs_prompt_rows:
             extra = min(extra, self.step.prompt_rows // num_asking)
-        return extra if extra in (missing, room) else self._aligned(extra)
+        return extra if extra in (missing, chunk_left) else self._aligned(extra)
 
     def _give(self, request: Request, num_tokens: int) -> None:
         context_len = request.num_computed_tokens + self.allotments[request]

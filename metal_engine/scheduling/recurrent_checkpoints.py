@@ -10,7 +10,7 @@ State checkpoints are taken at block boundaries, where prefixes are cached:
 - after the last full block of the output while it is decoded. Each new checkpoint replaces the previous one, because
   the end of the output is unknown.
 
-Chunks are cut at these positions (:meth:`RequestStates.room`), because only the end of a chunk writes a state.
+Chunks are cut at these positions (:meth:`RequestStates.max_chunk_tokens`): only the end of a chunk writes a state.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class RequestStates:
         held = self._held.get(request.request_id)
         return held is None or position in held.stops or position % held.interval == 0
 
-    def room(self, request: Request, num_computed: int) -> int:
+    def max_chunk_tokens(self, request: Request, num_computed: int) -> int:
         """Return how many tokens may follow ``num_computed`` in one chunk: up to the next checkpoint position."""
         if not self._keeps_checkpoints:
             return request.num_tokens
@@ -223,7 +223,7 @@ class RequestStates:
         held = self._held.get(request.request_id)
         if held is None:
             return
-        assert not held.has_drafts, f"{request.request_id} is planned again before its drafts are settled"
+        assert not held.has_drafts, f"{request.request_id} is planned again before the result of its drafts is recorded"
         held.is_recomputing = (
             held.is_rejected or held.is_recomputing
         ) and request.num_tokens > request.num_computed_tokens + 1
@@ -280,7 +280,7 @@ class RequestStates:
             return True
         return held.is_written and (num_spare > 0 or held.before not in (None, *(slot for _, slot in held.unpublished)))
 
-    def settle_drafts(self, request: Request, *, is_rejected: bool) -> None:
+    def record_draft_result(self, request: Request, *, is_rejected: bool) -> None:
         """Record the result of a running request's drafts. ``is_rejected``: at least one draft was rejected."""
         held = self._held.get(request.request_id)
         if held is not None:
@@ -308,7 +308,7 @@ class RequestStates:
         held = self._held.get(request.request_id)
         return held is not None and held.before is not None
 
-    def draft_room(self, request: Request, num_computed: int) -> int:
+    def max_drafts(self, request: Request, num_computed: int) -> int:
         """Return how many drafts may follow the first ``num_computed`` tokens, which are planned.
 
         If the request's last checkpoint is far back, the drafts may only fill the current block, so that the step ends

@@ -124,12 +124,12 @@ class Scheduler:
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work, prompt_rows)
         num_preemptions = self.num_preemptions
         partial = self._schedule_decodes(plan, budget)
-        rooms = self.states.room, self.states.take_at_once
-        prefills = PrefillAllocator(budget, partial, self.config, self.blocks.block_size, *rooms)
+        chunk_limits = self.states.max_chunk_tokens, self.states.take_at_once
+        prefills = PrefillAllocator(budget, partial, self.config, self.blocks.block_size, *chunk_limits)
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
         if not pool_is_full and prefills.should_admit_first(self._last_admission):
             self._fill_slots(plan, prefills, at_most=1)
-        prefills.take_turns()
+        prefills.add_running()
         if not pool_is_full:
             self._fill_slots(plan, prefills)
         prefills.spread()
@@ -175,7 +175,7 @@ class Scheduler:
         num_free = self.config.max_num_partial_prefills - prefills.num_in_progress
         for _ in range(num_free if at_most is None else min(at_most, num_free)):
             candidate = self._next_candidate(prefills)
-            if candidate is None or not prefills.has_room(candidate.request, *candidate.extent):
+            if candidate is None or not prefills.fits_minimum(candidate.request, *candidate.extent):
                 break
             if not self._admit(plan, candidate):
                 break
@@ -188,8 +188,8 @@ class Scheduler:
         """
         while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
-            has_room = prefills.has_some_room if has_slot else prefills.fits
-            if not has_room(candidate.request, *candidate.extent) or not self._admit(plan, candidate):
+            fits = prefills.fits_any if has_slot else prefills.fits
+            if not fits(candidate.request, *candidate.extent) or not self._admit(plan, candidate):
                 break
             prefills.take(candidate.request, whole=not has_slot)
             prefills.spread()
@@ -353,7 +353,9 @@ class Scheduler:
         for request_id, is_constrained in model_output.constrained.items():
             if (request := self.requests.get(request_id)) is not None:
                 request.is_constrained = is_constrained
-        accepted = {} if self.speculation is None else self.speculation.settle(plan, model_output, self.requests)
+        accepted = (
+            {} if self.speculation is None else self.speculation.process_results(plan, model_output, self.requests)
+        )
         for request_id, token_id in zip(plan.sampled_req_ids, model_output.sampled_token_ids, strict=True):
             request = self.requests.get(request_id)
             if request is None:
@@ -388,11 +390,7 @@ class Scheduler:
         """Schedule recomputation of a request's last token, because its grammar mask was late. Suspend its drafts."""
         if self.speculation is not None:
             self.speculation.suspend_drafts(request.request_id)
-        if request.status is not RequestStatus.RUNNING:
-            return
-        if self.states.is_used:
-            self._preempt(request)  # a recurrent state can only return to a checkpoint
-        else:
+        if request.status is RequestStatus.RUNNING:
             request.num_computed_tokens -= 1
 
     def _finish_pooled(self, model_output: ModelOutput) -> list[RequestOutput]:

@@ -179,7 +179,7 @@ class CacheConfig:
             prefixes.
         num_state_slots: number of slots for recurrent states of requests and of state checkpoints; 0 for models
             without recurrent layers.
-        kv_room_bytes: memory available for the blocks in bytes, including an unused rest; 0 if ``num_blocks`` was
+        kv_available_bytes: memory available for the blocks in bytes, including an unused rest; 0 if ``num_blocks`` was
             given.
         num_padding_blocks: number of padding blocks after the other blocks, within the same memory. Replayed decode
             steps write the KV of padding rows there. If it is 0, no step is replayed.
@@ -190,7 +190,7 @@ class CacheConfig:
     enable_prefix_caching: bool = False
     model_fingerprint: str = ""
     num_state_slots: int = 0
-    kv_room_bytes: int = 0
+    kv_available_bytes: int = 0
     num_padding_blocks: int = 0
 
     @property
@@ -317,9 +317,9 @@ class EngineConfig:
             return None
         bytes_per_token = sum(model.unquantized_kv_bytes_per_token or model.kv_bytes_per_token for model in models)
         cache = self.cache
-        if not cache.kv_room_bytes:
+        if not cache.kv_available_bytes:
             return self._request_kv_bytes // (bytes_per_token * cache.block_size) * cache.block_size
-        num_blocks = cache.kv_room_bytes // (bytes_per_token * cache.block_size)
+        num_blocks = cache.kv_available_bytes // (bytes_per_token * cache.block_size)
         return max(0, num_blocks - cache.num_padding_blocks) * cache.block_size
 
     @property

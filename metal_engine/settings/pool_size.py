@@ -36,12 +36,12 @@ class PoolSize:
     """Number of KV cache blocks and recurrent state slots. Models without recurrent state have no slots.
 
     Attributes:
-        kv_room_bytes: memory available for the blocks in bytes; 0 if the number of blocks was given.
+        kv_available_bytes: memory available for the blocks in bytes; 0 if the number of blocks was given.
     """
 
     num_blocks: int
     num_state_slots: int
-    kv_room_bytes: int
+    kv_available_bytes: int
 
 
 def requested_context_length(args: EngineArgs, model: ModelInfo) -> int:
@@ -90,11 +90,11 @@ def pool_size(
         num_states = max_num_seqs * _states_per_request(args) + 1
         state_bytes = num_states * model.state_bytes_per_request
         if state_bytes >= pool_bytes:
-            room, more = _room(args, pool_bytes, model, step_bytes), _raise_flag(args, device)
+            available, more = _available(args, pool_bytes, model, step_bytes), _raise_flag(args, device)
             raise ConfigError(
                 "--max-num-seqs",
                 f"the recurrent states of {max_num_seqs} concurrent requests take {format_size(state_bytes)} "
-                f"({format_size(model.state_bytes_per_request)} each, and copies during a step), and {room}; "
+                f"({format_size(model.state_bytes_per_request)} each, and copies during a step), and {available}; "
                 f"lower --max-num-seqs, or raise {more}",
             )
         num_checkpoints = 0
@@ -133,7 +133,7 @@ def _num_blocks(
         raise ConfigError(
             None,
             f"no memory for the KV cache: one block of {args.block_size} tokens takes {format_size(block_bytes)}"
-            f"{padding}, and {_room(args, pool_bytes, model, step_bytes)}; raise {_raise_flag(args, device)}",
+            f"{padding}, and {_available(args, pool_bytes, model, step_bytes)}; raise {_raise_flag(args, device)}",
         )
     return num_blocks
 
@@ -156,14 +156,14 @@ def _raise_flag(args: EngineArgs, device: DeviceInfo) -> str:
     return "--gpu-memory-utilization, or lower --max-num-batched-tokens"
 
 
-def _room(args: EngineArgs, pool_bytes: int, model: ModelInfo, step_bytes: int) -> str:
+def _available(args: EngineArgs, pool_bytes: int, model: ModelInfo, step_bytes: int) -> str:
     """Describe how much memory there is for the KV cache, and why."""
-    room = format_size(max(pool_bytes, 0))
+    available = format_size(max(pool_bytes, 0))
     if args.kv_cache_memory_bytes is not None:
-        return f"{room} are given"
+        return f"{available} are given"
     step = f" and a step ({format_size(step_bytes)})" if step_bytes else ""
     adapters = f", adapters ({format_size(model.adapter_bytes)})" if model.adapter_bytes else ""
-    return f"{room} remain beside the weights ({format_size(model.weight_bytes)}){adapters}{step}"
+    return f"{available} remain beside the weights ({format_size(model.weight_bytes)}){adapters}{step}"
 
 
 def _check_pool_fits(args: EngineArgs, pool_bytes: int, device: DeviceInfo) -> None:

@@ -68,7 +68,7 @@ def resolve_config(
         enable_prefix_caching=args.enable_prefix_caching,
         model_fingerprint=_fingerprint(args, model),
         num_state_slots=pool.num_state_slots,
-        kv_room_bytes=pool.kv_room_bytes,
+        kv_available_bytes=pool.kv_available_bytes,
         num_padding_blocks=num_padding_blocks,
     )
     return EngineConfig(

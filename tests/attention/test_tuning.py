@@ -303,23 +303,23 @@ def test_models_of_a_start_share_the_time(on: Any, tmp_path: Path) -> None:
     assert gpu.now - first <= 1  # a first run
 
 
-def test_each_candidate_has_a_turn_of_its_own(on: Any, tmp_path: Path) -> None:
+def test_each_candidate_holds_the_device_separately(on: Any, tmp_path: Path) -> None:
     """Steps of other models run between candidates."""
     gpu = on(same)
-    turns: list[int] = []
+    holds: list[int] = []
     is_open = False
 
     @contextmanager
-    def turn() -> Iterator[None]:
+    def hold_device() -> Iterator[None]:
         nonlocal is_open
         before, is_open = len(gpu.launched), True
         yield
         is_open = False
-        turns.append(len(gpu.launched) - before)
+        holds.append(len(gpu.launched) - before)
 
-    gpu.cost = lambda *_: MS if is_open else pytest.fail("a kernel runs in another model's turn")
-    choose(gpu, tmp_path, turn=turn)
-    assert len(turns) == 7 and sum(turns) == len(gpu.launched)
+    gpu.cost = lambda *_: MS if is_open else pytest.fail("a kernel runs while another model holds the device")
+    choose(gpu, tmp_path, hold_device=hold_device)
+    assert len(holds) == 7 and sum(holds) == len(gpu.launched)
 
 
 # --- the file ---

@@ -234,7 +234,7 @@ def test_leaving_an_answer_ends_the_request(served: Served) -> None:
     answer = RemoteModel(served.url, {"model": MODEL}).answer([user("Hi")])
     next(answer)
     answer.close()
-    served.settle()
+    served.wait_until_idle()
 
 
 class OddServer(BaseHTTPRequestHandler):

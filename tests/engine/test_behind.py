@@ -59,7 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def allow_queued_dispatch(engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that records for each new step whether it was dispatched while another step was in flight."""
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     execute = runner.execute
     seen: list[bool] = []
 
@@ -105,7 +105,7 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
     requests = asked(seed)
     expected = [token_ids(run_all(tiny_engine(), [request])[0]) for request in requests]
     engine = tiny_engine(behind=True, replay=replay, **SIZES["chunks"])
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     seen = allow_queued_dispatch(engine, monkeypatch)
     rng = random.Random(seed)
     plans, execute, wait = {}, runner.execute, PendingStep.wait
@@ -125,8 +125,8 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(runner, "execute", executed)
     monkeypatch.setattr(PendingStep, "wait", fails)
-    allocate, allocations = runner._pool.allocate, []
-    monkeypatch.setattr(runner._pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
+    allocate, allocations = runner.pool.allocate, []
+    monkeypatch.setattr(runner.pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
     for i, (prompt, params) in enumerate(requests):
         engine.add_request(str(i), engine.prepare(prompt, params))
     found: list[list[int]] = [[] for _ in requests]
@@ -156,7 +156,7 @@ def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.Mon
 
 def test_tokens_are_told_between_the_parts_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(behind=True)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     told_with_rest = []
     for i in range(2):
         engine.add_request(str(i), engine.prepare(byte_ids("abc"), SamplingParams(max_tokens=8, ignore_eos=True)))
@@ -168,7 +168,7 @@ def test_tokens_are_told_between_the_parts_of_the_next_step(monkeypatch: pytest.
 
 def test_masks_are_made_while_no_other_step_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(behind=True)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     dispatch = runner._dispatch
 
     def checked(step: PendingStep, *args: Any) -> None:
@@ -187,8 +187,8 @@ def test_masks_are_made_while_no_other_step_is_behind(monkeypatch: pytest.Monkey
 def test_writes_stay_in_place() -> None:
     """Writes stay in place even on MLX's CPU backend, which releases the inputs of an operation after it has run."""
     engine = tiny_engine(behind=True, num_blocks=8192)
-    runner: Any = engine._runner
-    array_bytes = min(a.nbytes for state in runner._pool.states for a in state.arrays.values())
+    runner: Any = engine.runner
+    array_bytes = min(a.nbytes for state in runner.pool.states for a in state.arrays.values())
     run_all(engine, [(byte_ids("abc"), SamplingParams(max_tokens=5, ignore_eos=True))])
     mx.synchronize()
     mx.clear_cache()
@@ -219,9 +219,9 @@ def test_where_no_step_goes_behind_another(
     given: dict[str, Any], model: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiny_engine(ahead=True, **model)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     monkeypatch.setattr(ModelRunner, "execute", None)  # the choice must not run a step
-    dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, **{"device": METAL, **given}))
+    dispatch = choose_dispatch(runner, replace(engine.config, **{"device": METAL, **given}))
     assert dispatch.startswith("each step is dispatched after the end of the previous step: ") and reason in dispatch
     assert not runner.allow_queued_dispatch
 
@@ -236,7 +236,7 @@ def short_check(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(1, 2), (1, 3), (2, 1), (64, 8)])
 def test_a_check_in_a_small_cache(num_blocks: int, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_engine(ahead=True, num_blocks=num_blocks, block_size=block_size)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     execute, num_rows = runner.execute, []
 
     def counted(plan: Any) -> PendingStep:
@@ -245,7 +245,7 @@ def test_a_check_in_a_small_cache(num_blocks: int, block_size: int, monkeypatch:
         return step
 
     monkeypatch.setattr(runner, "execute", counted)
-    dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, device=METAL))
+    dispatch = choose_dispatch(runner, replace(engine.config, device=METAL))
     assert "failed" not in dispatch
     assert len(num_rows) >= 4 and min(num_rows) > 0
 
@@ -260,7 +260,7 @@ def test_a_check_that_fails_is_no_end(where: str, at: int, monkeypatch: pytest.M
     ]
     expected = list(map(token_ids, run_all(tiny_engine(), requests)))
     engine = tiny_engine(ahead=True, num_blocks=64)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     count = itertools.count()
     with monkeypatch.context() as patch:
         owner = {"execute": ModelRunner, "wait": PendingStep, "result": PendingStep}[where]
@@ -274,7 +274,7 @@ def test_a_check_that_fails_is_no_end(where: str, at: int, monkeypatch: pytest.M
             return original(*args, **kwargs)
 
         patch.setattr(owner, where, failing)
-        dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, device=METAL))
+        dispatch = choose_dispatch(runner, replace(engine.config, device=METAL))
     assert dispatch.startswith(
         "each step is dispatched after the end of the previous step: the trial of queued steps failed: "
     )
@@ -289,7 +289,7 @@ def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.M
     requests = [(byte_ids("ab"), SamplingParams(max_tokens=8, ignore_eos=True, temperature=0.0))]
     expected = list(map(token_ids, run_all(tiny_engine(), requests)))
     engine = tiny_engine(ahead=True, num_blocks=64, replay=True)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     refusals: list[str] = []
     with monkeypatch.context() as patch:
         wait = PendingStep.wait
@@ -306,7 +306,7 @@ def test_a_check_that_fails_says_nothing_against_replaying(monkeypatch: pytest.M
         patch.setattr(PendingStep, "wait", failing)
         reset_traces = runner.replay.reset_traces
         patch.setattr(runner.replay, "reset_traces", lambda: (refusals.append(runner.replay_refusal), reset_traces()))
-        dispatch = choose_dispatch(runner, runner._pool, replace(engine.config, device=METAL))
+        dispatch = choose_dispatch(runner, replace(engine.config, device=METAL))
     assert "the trial of queued steps failed" in dispatch
     assert "failed that was replayed for the first time" in refusals[0]
     assert runner.replay_refusal is None and runner.replay.num_traces == 0

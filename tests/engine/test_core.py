@@ -68,10 +68,10 @@ class FailingStep:
 
     def __init__(self, runner: FailingRunner, error: Exception) -> None:
         self.runner, self.error = runner, error
-        self.before = deepcopy(runner._held)
+        self.before = deepcopy(runner.held)
 
     def result(self) -> ModelOutput:
-        for request_id, held in self.runner._held.items():
+        for request_id, held in self.runner.held.items():
             before = self.before.get(request_id)
             held.num_computed = -1 if before is None else before.num_computed
             if before is not None:
@@ -100,7 +100,7 @@ def make_core(*, ahead: bool, next_token: NextToken = hash_chain, **config: int)
 
 
 def runner_of(engine: SteppedEngine) -> FailingRunner:
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, FailingRunner)
     return runner
 

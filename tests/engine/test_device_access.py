@@ -1,4 +1,4 @@
-"""Exclusive turns on the device: first come, first served. Steps of two models alternate."""
+"""Exclusive use of the device: first come, first served. Steps of two models alternate."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from tests.support.serving import serve, wait_until
 
 
 def test_who_comes_first_is_first() -> None:
-    turns, order = FairDeviceLock(), []
+    lock, order = FairDeviceLock(), []
 
     def take(name: str) -> None:
-        with turns.turn():
+        with lock.hold():
             order.append(name)
 
     threads = []
-    with turns.turn():
+    with lock.hold():
         for number, name in enumerate("abcde", start=1):
             threads.append(threading.Thread(target=take, args=(name,)))
             threads[-1].start()
-            wait_until(lambda number=number: len(turns._waiting) == number, name)  # type: ignore[misc]
+            wait_until(lambda number=number: len(lock._waiting) == number, name)  # type: ignore[misc]
         order.append("holder")
     for thread in threads:
         thread.join()
     assert order == ["holder", *"abcde"]
-    assert not turns._is_taken
+    assert lock.run(lambda: 3) == 3, "the lock is free"
 
 
-def test_a_turn_ends_with_what_fails_in_it() -> None:
-    turns = FairDeviceLock()
+def test_an_error_releases_the_lock() -> None:
+    lock = FairDeviceLock()
 
     def fail() -> None:
         raise ValueError
 
     for _ in range(2):
         with contextlib.suppress(ValueError):
-            turns.run(fail)
-        assert turns.run(lambda: 3) == 3
+            lock.run(fail)
+        assert lock.run(lambda: 3) == 3
 
 
 class BusyCore:
@@ -53,7 +53,6 @@ class BusyCore:
 
     alone = threading.Lock()
     overlaps = 0
-    ranks = None
 
     @property
     def core(self) -> Any:
@@ -78,6 +77,9 @@ class BusyCore:
         self.alone.release()
         return []
 
+    def on_rank_lost(self, callback: object) -> None:
+        pass
+
     def flush_frames(self) -> bool:
         return False
 
@@ -86,11 +88,11 @@ class BusyCore:
 
 
 def test_two_busy_models_alternate() -> None:
-    turns = FairDeviceLock()
+    lock = FairDeviceLock()
     log: list[str] = []
     both = threading.Barrier(2)
     cores: list[Any] = [BusyCore(name, log, both) for name in "ab"]
-    threads = [EngineThread(lambda core=core: core, lambda outputs: None, turns) for core in cores]  # type: ignore[misc]
+    threads = [EngineThread(lambda core=core: core, lambda outputs: None, lock) for core in cores]  # type: ignore[misc]
     for thread in threads:
         thread.start()
         thread.submit("r", PreparedRequest([1], SamplingParams(), 16, NO_RULES))
@@ -105,15 +107,15 @@ def test_two_busy_models_alternate() -> None:
     assert abs(seen.count("a") - seen.count("b")) <= 5 and max(runs) <= 3, runs
 
 
-def test_one_model_takes_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_model_takes_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one model, the thread calls the engine's step directly."""
 
     def forbidden(*args: Any) -> None:
-        raise AssertionError("a turn")
+        raise AssertionError("the lock is held")
 
-    monkeypatch.setattr(FairDeviceLock, "turn", forbidden)
+    monkeypatch.setattr(FairDeviceLock, "hold", forbidden)
     monkeypatch.setattr(FairDeviceLock, "run", forbidden)
     with serve() as served:
         answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 8})
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
-        served.settle()
+        served.wait_until_idle()

@@ -24,8 +24,6 @@ from tools.fixtures.stepped_engine import SteppedEngine
 class SlowCore:
     """Engine that takes 4 ms to add a request, and never finishes a request."""
 
-    ranks = None
-
     @property
     def core(self) -> Any:
         return self
@@ -47,6 +45,9 @@ class SlowCore:
 
     def dispatch_second_part(self) -> None:
         """Does nothing, because no device is used."""
+
+    def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
+        """Ignore the callback, because the engine has one rank."""
 
     def step(self) -> list[RequestOutput]:
         self.log.append("step")
@@ -87,7 +88,7 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
         return core
 
     def look() -> None:
-        runner: Any = core._runner
+        runner: Any = core.runner
         found.extend((step.is_dispatched, step.has_second_part) for step in runner._steps)
 
     def on_outputs(outputs: list[RequestOutput]) -> None:
@@ -109,28 +110,19 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
     assert len(found) > 8 and set(found) == {(True, False)}
 
 
-class LostRanks:
-    """Ranks that a test can report as lost."""
-
-    tell: Callable[[RunnerLostError], None]
-
-    def on_rank_lost(self, tell: Callable[[RunnerLostError], None]) -> None:
-        self.tell = tell
-
-
 def test_requests_are_told_of_a_lost_rank_though_the_step_never_ends() -> None:
-    config, ranks = fake_config(), LostRanks()
+    config = fake_config()
     runner = FakeRunner(config.cache.block_size)
     runner.running.clear()
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
-    thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer(), ranks=ranks), outputs.put)
+    thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer()), outputs.put)
     core = thread.start()
     prepared = core.prepare([1, 2, 3], SamplingParams(max_tokens=4))
     thread.submit("a", prepared)
     wait_until(lambda: runner.has_arrived, "the step")
     thread.submit("b", prepared)
     error = RunnerLostError("rank 1 (here) has gone")
-    threading.Thread(target=ranks.tell, args=(error,)).start()
+    threading.Thread(target=runner.lose_rank, args=(error,)).start()
     told = outputs.get(timeout=60)
     message = "the engine has stopped: rank 1 (here) has gone"
     assert {output.request_id: output.error for output in told} == dict.fromkeys("ab", message)

@@ -221,7 +221,7 @@ def test_what_a_step_has_computed_cannot_be_taken_over(
 ) -> None:
     """The step's requests fail. Nothing remains of it or of the steps built on it. All other outputs are complete."""
     engine = tiny_engine(**dispatch, max_num_batched_tokens=16, max_num_seqs=4)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     requests: list[Any] = [([70] * 40, PoolingParams(pooling_type="MEAN")), *((prompt, GREEDY) for prompt in PROMPTS)]
     expected = run_pooling(engine, requests)
     with monkeypatch.context() as patch:
@@ -259,8 +259,8 @@ FAULTS: dict[str, list[tuple[Any, str]]] = {
 def test_there_is_one_cache_at_a_time(where: str, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the cache is reallocated, neither the failed steps nor their errors reference the old cache."""
     engine = tiny_engine(behind=True, num_blocks=8192, replay=replay)
-    runner: Any = engine._runner
-    pool = runner._pool
+    runner: Any = engine.runner
+    pool = runner.pool
     pool_bytes = sum(array.nbytes for state in pool.states for array in state.arrays.values())
     expected = run(engine, PROMPTS, GREEDY)
     allocations = []
@@ -325,7 +325,7 @@ def test_nothing_cached_outlives_a_failed_step(fault: Fault, monkeypatch: pytest
 @on_device
 def test_a_lost_cache_is_computed_again(engine: SteppedEngine, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
-    pool = engine._runner._pool  # type: ignore[attr-defined]
+    pool = engine.runner.pool  # type: ignore[attr-defined]
     evaluate = pool.evaluate
 
     def broken() -> None:
@@ -423,7 +423,7 @@ def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch
         max_num_seqs=3,
         ahead=True,
     )
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     expected = run(engine, [[11] * 3], GREEDY)[0]
     engine.add_request("fails", engine.prepare([5, 7, 9, 3, 4], GREEDY))
     engine.add_request("again", engine.prepare([11] * 3, GREEDY))
@@ -448,7 +448,7 @@ def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPa
     sizes = {"vocab_size": VOCAB_SIZE, "budget": 5, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
     model = PagedModel(tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE))
     engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     expected = run(engine, [[11] * 3], GREEDY)[0]
     engine.add_request("fails", engine.prepare([5, 7, 9, 3, 4], GREEDY))
     engine.add_request("again", engine.prepare([11] * 3, GREEDY))
@@ -464,8 +464,8 @@ def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(PendingStep, "wait", fails)
     monkeypatch.setattr(runner, "execute", lambda plan: started.append(execute(plan)) or started[-1])
     allocations = []
-    allocate = runner._pool.allocate
-    monkeypatch.setattr(runner._pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
+    allocate = runner.pool.allocate
+    monkeypatch.setattr(runner.pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
     (output,) = engine.step()
     assert output.request_id == "fails" and output.error is not None
     assert len(started) == 2 and started[1].is_dispatched and started[0].has_queued_successor

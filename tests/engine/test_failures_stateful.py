@@ -151,7 +151,7 @@ class FailureMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
         )
-        self.runner: Any = self.engine._runner
+        self.runner: Any = self.engine.runner
         self.config = self.engine.scheduler.config
         for where in POINTS:
             self._install(where)

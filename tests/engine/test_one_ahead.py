@@ -114,7 +114,7 @@ def test_samples_of_a_mixed_step_are_gathered_on_the_device(
 ) -> None:
     """A step with decodes and chunks is built before any token of the previous step is on the host."""
     engine = make_engine(budget=24, ahead=True)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     built: list[tuple[int, int]] = []  # number of rows with pending tokens, and number of all rows
     input_ids = type(runner)._input_ids
 

@@ -66,14 +66,14 @@ def test_packed_with_chats_whose_answers_do_not_change(reference: nn.Module, ahe
     mixed = [one for pair in zip(pooled, [*chats, *chats, chats[0]], strict=True) for one in pair]
     engine = tiny_engine(ahead=ahead, max_num_batched_tokens=37, max_num_seqs=12)
     shared_steps = 0
-    execute = engine._runner.execute
+    execute = engine.runner.execute
 
     def spy(plan: Any) -> Any:
         nonlocal shared_steps
         shared_steps += bool(plan.sampled_req_ids) and bool(plan.pooled_req_ids)
         return execute(plan)
 
-    engine._runner.execute = spy  # type: ignore[method-assign]
+    engine.runner.execute = spy  # type: ignore[method-assign]
     found = run_pooling(engine, mixed)
     assert shared_steps, "no step had both kinds of requests"
     for (tokens, params), vector in zip(pooled, found[::2], strict=True):
@@ -163,7 +163,7 @@ def test_logits_of_two_tokens(reference: nn.Module) -> None:
 def test_pooled_rows_do_not_go_through_the_head() -> None:
     engine = tiny_engine()
     trunk_and_head: list[int] = []
-    embedding = type(engine._runner._model.model.model.embed_tokens)  # type: ignore[attr-defined]
+    embedding = type(engine.runner._model.model.model.embed_tokens)  # type: ignore[attr-defined]
     as_linear = embedding.as_linear
     try:
 
@@ -185,15 +185,15 @@ def test_a_failed_step_leaves_no_half_sums(reference: nn.Module) -> None:
         engine = tiny_engine(ahead=ahead, max_num_batched_tokens=10, max_num_seqs=4)
         tokens = prompt(35)
         engine.add_request("lost", engine.prepare_pooling([tokens], PoolingParams(pooling_type="MEAN"))[0])
-        build = engine._runner._build  # type: ignore[attr-defined]
+        build = engine.runner._build  # type: ignore[attr-defined]
         outputs = engine.step() + engine.step()
 
         def failing(plan: Any) -> Any:
             raise RuntimeError("as asked")
 
-        engine._runner._build = failing  # type: ignore[attr-defined]
+        engine.runner._build = failing  # type: ignore[attr-defined]
         outputs += engine.step()
-        engine._runner._build = build  # type: ignore[attr-defined]
+        engine.runner._build = build  # type: ignore[attr-defined]
         assert [output.finish_reason for output in outputs] == ["error"]
         while engine.has_requests:
             engine.step()

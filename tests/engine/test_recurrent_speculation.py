@@ -160,14 +160,14 @@ def test_a_next_turn_goes_on_from_a_state_near_the_end(ahead: bool) -> None:
 
 def going_on_from_the_wrong_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: continue from a state that includes rejected drafts."""
-    settle = RequestTable._settle_drafts
+    append_accepted = RequestTable._append_accepted
 
     def wrong(self: RequestTable, index: int, num_accepted: int) -> None:
         read = self._state_reads[index]
-        settle(self, index, num_accepted)
+        append_accepted(self, index, num_accepted)
         self._state_reads[index] = read
 
-    monkeypatch.setattr(RequestTable, "_settle_drafts", wrong)
+    monkeypatch.setattr(RequestTable, "_append_accepted", wrong)
 
 
 def keeping_no_state(monkeypatch: pytest.MonkeyPatch) -> None:

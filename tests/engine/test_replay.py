@@ -50,7 +50,7 @@ def tiny(model: nn.Module, *, kv_cache_dtype: str = "auto", replay: bool = True,
 
 
 def replay_of(engine: SteppedEngine) -> DecodeReplay:
-    found = engine._runner.replay  # type: ignore[attr-defined]
+    found = engine.runner.replay  # type: ignore[attr-defined]
     assert isinstance(found, DecodeReplay)
     return found
 
@@ -331,7 +331,7 @@ def test_a_trace_is_not_blamed_for_the_step_before(
     """The step after the failed step was traced. It may be the cause only if it ran behind a replayed step."""
     engine = tiny(model_of("llama"), ahead=True, behind=behind)
     expected = run(engine, PROMPTS, EACH)
-    kept, runner = replay_of(engine), engine._runner
+    kept, runner = replay_of(engine), engine.runner
     kept.drop_traces()
     if outcome == "untraced":
         kept._trace_at = 2
@@ -541,7 +541,7 @@ def memory_after_close(drop: Callable[[DecodeReplay], None], monkeypatch: pytest
     mx.clear_cache()
     before = mx.get_active_memory()
     engine = tiny(tiny_model(vocab_size=VOCAB_SIZE, hidden_size=256, intermediate_size=1024))
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     runner._outlives_model = True
     decode(engine, 12)
     assert replay_of(engine).num_traces > 1
@@ -562,8 +562,8 @@ def test_nothing_is_left_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failure_leaves_no_pool_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """With async scheduling, the pool is reallocated after a failure. The old arrays must be freed."""
     engine = tiny(tiny_model(vocab_size=VOCAB_SIZE), num_blocks=8192, ahead=True)
-    runner: Any = engine._runner
-    array_bytes = runner._pool.states[0].keys.nbytes
+    runner: Any = engine.runner
+    array_bytes = runner.pool.states[0].keys.nbytes
     decode(engine, 8)
     before = mx.get_active_memory()
     wait = PendingStep.wait
@@ -609,9 +609,9 @@ def test_writes_stay_in_place(ahead: bool) -> None:
     peaks = []
     for kind in (StatePool, Keeps):
         engine = tiny(tiny_model(vocab_size=VOCAB_SIZE), num_blocks=8192, ahead=ahead)
-        runner: Any = engine._runner
-        runner._pool.__class__ = kind
-        array_bytes = runner._pool.states[0].keys.nbytes
+        runner: Any = engine.runner
+        runner.pool.__class__ = kind
+        array_bytes = runner.pool.states[0].keys.nbytes
         assert array_bytes >= 4 << 20
         peaks.append(peak_of_decoding(engine))
     assert peaks[0] < array_bytes / 2 < array_bytes <= peaks[1]

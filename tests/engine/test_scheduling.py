@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.text.tokenizer import Tokenizer
@@ -90,13 +89,10 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(
     engine = with_knobs(make_engine(), caching=True)
     messages = [{"role": "user", "content": "Name three rivers, with a sentence about each of them."}]
 
-    def turn(
-        request_id: str, max_tokens: int = 1, options: RequestOptions | None = None
-    ) -> tuple[list[int], list[int], int]:
+    def turn(request_id: str, max_tokens: int = 1, cache_salt: str = "") -> tuple[list[int], list[int], int]:
         prompt = demo_tokenizer.apply_chat_template(messages)
-        engine.add_request(
-            request_id, engine.prepare(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens)), options
-        )
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        engine.add_request(request_id, engine.prepare(prompt, params, cache_salt))
         outputs = []
         while engine.has_requests:
             outputs += engine.step()
@@ -112,4 +108,4 @@ def test_the_second_turn_of_a_chat_computes_only_what_is_new(
     common = next((i for i, (a, b) in enumerate(zip(seen, second_prompt, strict=False)) if a != b), len(seen))
     assert cached == common // 16 * 16
     assert cached > len(prompt) // 16 * 16, "a part of the output is cached, too"
-    assert turn("other tenant", options=RequestOptions(cache_salt="other"))[2] == 0
+    assert turn("other tenant", cache_salt="other")[2] == 0

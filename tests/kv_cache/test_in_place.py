@@ -343,7 +343,7 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
         scheduler.speculation = Speculation(
             config, scheduler.blocks, proposer, times, states=scheduler.states, async_times=ahead
         )
-        proposer.settled = lambda request, n, right: are_accepted.add(n == right)  # type: ignore[method-assign]
+        proposer.record_result = lambda request, n, right: are_accepted.add(n == right)  # type: ignore[method-assign]
     _add(scheduler, [20, 27, 80], NUM_STEPS, repeats=has_drafts)
     mx.synchronize()
     mx.clear_cache()

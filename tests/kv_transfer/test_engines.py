@@ -243,7 +243,7 @@ def test_steps_that_load_or_save_run_alone(make: MakeEngine, monkeypatch: pytest
     """A step that loads or saves is not dispatched behind another step, and no step behind one that saves."""
     make().run(PROMPTS)
     engine = make(ahead=True, behind=True)
-    runner: Any = engine.core._runner
+    runner: Any = engine.core.runner
     dispatch, num_loading, num_saving, num_missing_tokens = runner._dispatch, 0, 0, 0
 
     def saves(step: PendingStep) -> bool:

@@ -291,7 +291,7 @@ def test_a_producer_hands_over_what_it_had_cached() -> None:
 
 def test_a_full_queue_drops_saves_and_counts_them() -> None:
     transfer = FakeTransfer()
-    transfer.room = 3
+    transfer.capacity = 3
     harness = make_harness(transfer)
     harness.submit("r", make_prompt(0, 41), 1)
     transfer.answer_at_once()

@@ -112,9 +112,9 @@ class KVMachine(SchedulerMachine):
             if kept == 0 or i % (kept + 1) == 0:
                 del self.transfer.store[block_hash]
 
-    @rule(room=st.sampled_from([0, 1, 3, 1 << 30]))
-    def queue_of_saves_fills(self, room: int) -> None:
-        self.transfer.room = room
+    @rule(capacity=st.sampled_from([0, 1, 3, 1 << 30]))
+    def queue_of_saves_fills(self, capacity: int) -> None:
+        self.transfer.capacity = capacity
 
     @rule()
     def step_fails(self) -> None:

@@ -513,14 +513,14 @@ def test_loads_take_turns_for_host_memory(transfer: KVTransfer, store: MemorySto
     for ticket in (second, third):
         assert len(transfer.end_load(ticket)) == 2
         transfer.release(ticket)
-    assert transfer._num_reserved_bytes == 0
+    assert transfer.num_reserved_bytes == 0
 
 
 def test_a_miss_keeps_no_memory(transfer: KVTransfer) -> None:
     for i in range(10):
         ticket = transfer.start_load(f"r{i}", hashes(1, 2, 3, 4), follow=False)
         wait_until(lambda ticket=ticket: ticket.is_done, "the answer")  # type: ignore[misc]
-    assert transfer._num_reserved_bytes == 0 and transfer.stats.loads_deferred == 0
+    assert transfer.num_reserved_bytes == 0 and transfer.stats.loads_deferred == 0
 
 
 def test_a_load_cancelled_in_the_middle_gives_its_memory_back(transfer: KVTransfer, store: MemoryStore) -> None:
@@ -529,13 +529,13 @@ def test_a_load_cancelled_in_the_middle_gives_its_memory_back(transfer: KVTransf
     ticket = transfer.start_load("r", hashes(1, 2), follow=False)
     wait_until(lambda: store.num_calls == 2, "the thread in the store")
     transfer.end_load(ticket)
-    assert transfer._num_reserved_bytes == 0
+    assert transfer.num_reserved_bytes == 0
     store.open.set()
     after = transfer.start_load("s", hashes(1), follow=False)
     wait_until(lambda: after.is_done, "the next load")
     assert len(transfer.end_load(after)) == 1
     transfer.release(after)
-    assert transfer._num_reserved_bytes == 0
+    assert transfer.num_reserved_bytes == 0
 
 
 def test_closing_writes_what_waits(store: MemoryStore) -> None:

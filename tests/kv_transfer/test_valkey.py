@@ -111,7 +111,7 @@ def test_killed_and_back_again(server: ValkeyServer, monkeypatch: pytest.MonkeyP
             assert (data == block(int.from_bytes(block_hash, "big"))[1]).all()
         transfer.end_load(ticket)
         transfer.release(ticket)
-    assert transfer.flush(DEADLINE) and transfer._num_reserved_bytes == 0
+    assert transfer.flush(DEADLINE) and transfer.num_reserved_bytes == 0
     server.start()
     clock.now += 60
     transfer.save(hashes(1), block(1)[1][np.newaxis])

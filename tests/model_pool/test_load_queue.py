@@ -123,7 +123,7 @@ def test_those_with_room_go_before_one_that_waits_until_its_room_is_made(made: M
     assert made.queue.next() is None
     # u is unloaded: from now on, no load goes before the large one, neither u nor a load that fits.
     unload(used)
-    assert made.budget.has_room(other, 40)
+    assert made.budget.can_free(other, 40)
     assert made.queue.next() is None
     assert made.close() == "s", "s was loaded in the meantime and is in use"
     unload(small)

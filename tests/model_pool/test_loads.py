@@ -162,7 +162,7 @@ def test_small_ones_are_loaded_while_a_large_one_waits_for_room() -> None:
         await until(lambda: made["u"].is_closing, "u to be marked")
         for name in "sts":  # both fit, one after the other if the other is idle
             assert await made.ask(name, [2]) == made.answer(name, [2])
-        assert not large.done() and made["u"].running is used
+        assert not large.done() and made["u"].loaded_engine is used
         held = await made.registry.use(made["s"])
         late = asyncio.ensure_future(made.ask("u", [3]))
         made.registry.release(made["u"])
@@ -170,7 +170,7 @@ def test_small_ones_are_loaded_while_a_large_one_waits_for_room() -> None:
         assert await made.ask("s", [9]) == made.answer("s", [9]), "50 of 200 bytes are free, so no model is unloaded"
         made.models["l"].gate.set()
         assert await large == made.answer("l", [1])
-        assert made["s"].running is held, "s was not unloaded"
+        assert made["s"].loaded_engine is held, "s was not unloaded"
         assert not late.done() or made["u"].num_loads == 2
         made.registry.release(made["s"])
         assert await late == made.answer("u", [3])
@@ -252,14 +252,14 @@ def test_a_model_that_could_not_be_loaded_is_not_read_again_at_once(monkeypatch:
     run_with_fakes(test)
 
 
-def test_memory_is_given_back_in_a_turn_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_back_while_the_device_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is released while holding the device. It must not change while another model's step is measured."""
 
     async def test(made: RegistryOfFakes) -> None:
         await made.ask("a", [1])
         closed: list[bool] = []
         monkeypatch.setattr(made.models["a"].runners[-1], "close", lambda: closed.append(True))
-        with made.registry.device_lock.turn():
+        with made.registry.device_lock.hold():
             unloading = asyncio.ensure_future(made.registry.unload(made["a"]))
             await asyncio.wait([unloading], timeout=0.1)
             assert made["a"].state is ModelState.UNLOADING and not closed

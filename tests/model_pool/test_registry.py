@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.errors import ModelLoadError, ModelTooLargeError, NoRoomError
+from metal_engine.errors import InsufficientMemoryError, ModelLoadError, ModelTooLargeError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelState
 from metal_engine.model_pool.registry import RegistryClosedError
 from tests.support.registry import RegistryOfFakes, run_with_fakes, until
@@ -112,7 +112,7 @@ def test_where_none_is_to_go_none_goes() -> None:
     async def test(made: RegistryOfFakes) -> None:
         for name in "ab":
             await made.registry.load(made[name], may_evict=False)
-        with pytest.raises(NoRoomError):
+        with pytest.raises(InsufficientMemoryError):
             await made.registry.load(made["c"], may_evict=False)
         assert made.loaded == "ab" and made["c"].error is None
 
@@ -122,10 +122,10 @@ def test_where_none_is_to_go_none_goes() -> None:
 def test_idle_models_are_unloaded_after_a_while() -> None:
     async def test(made: RegistryOfFakes) -> None:
         await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
-        running = await made.registry.use(made["b"])
+        loaded = await made.registry.use(made["b"])
         await until(lambda: made.loaded == "b", "a to go")
         await asyncio.sleep(0.1)
-        assert made.loaded == "b" and made["b"].running is running, "b is in use"
+        assert made.loaded == "b" and made["b"].loaded_engine is loaded, "b is in use"
         made.registry.release(made["b"])
         await until(lambda: made.loaded == "", "b to go")
         assert await made.ask("a", [1]) == made.answer("a", [1])
@@ -146,21 +146,21 @@ def test_one_whose_clients_have_all_left_when_it_was_loaded_is_unloaded_too() ->
 
 def test_an_unload_that_fails_holds_up_nobody() -> None:
     async def test(made: RegistryOfFakes) -> None:
-        def fail(running: LoadedEngine) -> None:
+        def fail(loaded: LoadedEngine) -> None:
             raise ValueError("who counts requests has a mistake")
 
         made.registry.at_unload.append(fail)
         for name in "abcabc":
             assert await made.ask(name, [1]) == made.answer(name, [1])
-        running = made["c"].running
-        assert running is not None
-        shutdown = running.engine.shutdown
+        loaded = made["c"].loaded_engine
+        assert loaded is not None
+        shutdown = loaded.engine.shutdown
 
         def fails_late(timeout: float | None) -> bool:
             shutdown(timeout)
             raise OSError("no")
 
-        running.engine.shutdown = fails_late  # type: ignore[method-assign, assignment]
+        loaded.engine.shutdown = fails_late  # type: ignore[method-assign, assignment]
         await made.registry.unload(made["c"])
         assert "unloaded properly: no" in (made["c"].error or "")
         assert await made.ask("c", [1]) == made.answer("c", [1])
@@ -172,7 +172,7 @@ def test_an_unload_that_fails_holds_up_nobody() -> None:
 def test_an_engine_that_has_died_is_made_anew() -> None:
     async def test(made: RegistryOfFakes) -> None:
         await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
-        core: Any = made["a"].running.engine._started.core  # type: ignore[union-attr]
+        core: Any = made["a"].loaded_engine.engine._started.core  # type: ignore[union-attr]
         core.scheduler.schedule = core.scheduler.check_integrity = lambda: 1 / 0
         with pytest.raises(AssertionError, match="stopped"):
             await made.ask("a", [2])
@@ -186,9 +186,9 @@ def test_an_engine_that_has_died_is_made_anew() -> None:
 
 def test_nothing_is_kept_of_what_was_unloaded() -> None:
     async def test(made: RegistryOfFakes) -> None:
-        running = await made.registry.use(made["a"])
-        engine, core = weakref.ref(running.engine), weakref.ref(running.engine._started.core)  # type: ignore[type-var]
-        del running
+        loaded = await made.registry.use(made["a"])
+        engine, core = weakref.ref(loaded.engine), weakref.ref(loaded.engine._started.core)  # type: ignore[type-var]
+        del loaded
         made.registry.release(made["a"])
         await made.registry.unload(made["a"])
         made.models["a"].runners.clear()

@@ -207,7 +207,7 @@ def test_shares_are_even_and_nothing_is_wasted(
     )
     requests = [Request(str(i), [1] * n, SamplingParams(), max_tokens=1) for i, n in enumerate(remaining)]
     prefills = PrefillAllocator(StepBudget(budget, 1 << 62), requests, config, block_size)
-    prefills.take_turns()
+    prefills.add_running()
     prefills.spread()
     unit = block_size if aligned else 1
     charged = sum(-(-share // unit) * unit for share in prefills.allotments.values())

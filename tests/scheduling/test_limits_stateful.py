@@ -71,7 +71,8 @@ class KnobsMachine(SchedulerMachine):
     def submit(self, prompt: list[int], max_tokens: int, **kwargs: object) -> None:  # type: ignore[override]
         # Derived from the request's arguments, so that the rules of the state machine need not pass options.
         digest = len(prompt) * 31 + max_tokens * 7 + self.num_requests
-        options = RequestOptions(priority=digest % 3 - 1, cache_salt="other" if digest % 5 == 0 else "")
+        options = RequestOptions(priority=digest % 3 - 1)
+        kwargs["cache_salt"] = "other" if digest % 5 == 0 else ""
         request_id = f"r{self.num_requests}"
         self.num_requests += 1
         needs_rows = digest % 11 == 0

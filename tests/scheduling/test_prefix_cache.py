@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from metal_engine.request import Request, RequestOptions
+from metal_engine.request import Request
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling import prefix_cache
 from metal_engine.scheduling.block_manager import BlockManager
@@ -32,7 +32,7 @@ def cached_tokens(harness: SchedulerHarness, *request_ids: str) -> list[int]:
 
 
 def hashes(prompt: list[int], *, salt: str = "", model: str = "m") -> list[bytes]:
-    request = Request("r", prompt, SamplingParams(), max_tokens=1, options=RequestOptions(cache_salt=salt))
+    request = Request("r", prompt, SamplingParams(), max_tokens=1, cache_salt=salt)
     return extend_block_hashes(request, 4, model)
 
 
@@ -123,7 +123,7 @@ def test_the_output_says_what_was_cached() -> None:
 def test_salts_keep_requests_apart() -> None:
     harness = make_harness()
     for name, salt in (("a", ""), ("b", "x"), ("c", "y"), ("d", "x")):
-        harness.submit(name, make_prompt(0, 20), 1, options=RequestOptions(cache_salt=salt))
+        harness.submit(name, make_prompt(0, 20), 1, cache_salt=salt)
         harness.run()
     assert cached_tokens(harness, *"abcd") == [0, 0, 0, 16]
 

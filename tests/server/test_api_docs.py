@@ -48,7 +48,7 @@ def test_the_commands_print_what_the_page_says(demo_server: Served) -> None:
             printed = run(demo_server, command)
             assert as_pattern(expected).search(printed), f"$ {command}\n{printed}\nexpected:\n{expected}"
             num_commands += 1
-    demo_server.settle()
+    demo_server.wait_until_idle()
     assert num_commands >= 9
 
 

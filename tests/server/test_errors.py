@@ -352,7 +352,7 @@ def test_a_step_that_raises_fails_its_requests_only(
         assert other.result().json()["choices"][0]["text"] == expected
         assert served.post(COMPLETIONS, {"prompt": "more"}).status_code == 200
         assert httpx.get(served.url + "/health").status_code == 200
-        served.settle()
+        served.wait_until_idle()
     assert "step 0 failed" in caplog.text
 
 
@@ -363,7 +363,7 @@ def test_an_error_within_a_stream_reaches_the_official_client() -> None:
         served.runner.raise_next = RuntimeError("no more")
         with pytest.raises(openai.APIError, match="no more"):
             list(stream)
-        served.settle()
+        served.wait_until_idle()
 
 
 class Death(BaseException):

@@ -44,6 +44,6 @@ def test_random_bodies(number: int) -> None:
             return counts
 
         counts = asyncio.run(run())
-        served.settle()
+        served.wait_until_idle()
         # Both accepted and rejected mutants must be common.
         assert counts[200] > number / 20 and counts[400] > number / 4, counts

@@ -202,7 +202,7 @@ def served() -> Iterator[Served]:
     )
     with serve(config=config) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 IDS = list(range(150_000))
@@ -314,7 +314,7 @@ def trivial(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Holds:
     file.write_text(json.dumps({"prompt": "a", "max_tokens": 2}))
     with watched() as holds:
         assert send(served, "completions", file).startswith("200")
-    served.settle()
+    served.wait_until_idle()
     return holds
 
 
@@ -327,7 +327,7 @@ def test_nobody_is_held_up(served: Served, trivial: Holds, tmp_path: Path, name:
     for _ in range(4):  # other load on the machine can disturb a measurement
         with watched() as holds:
             answer = send(served, path, file)
-            served.settle()
+            served.wait_until_idle()
         assert answer.startswith(str(status)) and message in answer, answer
         best = holds if best is None else best.within(holds)
         if best.loop < 0.02 and best.steps < 0.02 and best.lock < 0.02:

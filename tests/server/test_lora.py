@@ -59,7 +59,7 @@ def served(root: Path) -> Iterator[Served]:
     engine.start()
     with serve(engine=engine, names=("base",), args=ServerArgs(lora_dir=str(root), shutdown_timeout=1)) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 def ask(served: Served, model: str | None, **more: Any) -> Any:
@@ -268,7 +268,7 @@ def test_clients_may_not_without_the_setting() -> None:
     with serve() as served:
         assert load(served, "x", "x").status_code == 404
         assert unload(served, "x").status_code == 404
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_settings_that_cannot_work(tmp_path: Path, root: Path) -> None:

@@ -11,11 +11,11 @@ from metal_engine.errors import ConfigError
 from metal_engine.model_pool.model_entry import ModelSource, ModelState
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import DEADLINE, wait_until
-from tests.support.several import ROOM_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
+from tests.support.several import MEMORY_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
 
 
 def test_clients_load_nothing_unless_they_may() -> None:
-    with serve_models({"b": FakeModel(1).source}, ROOM_FOR_TWO) as served:
+    with serve_models({"b": FakeModel(1).source}, MEMORY_FOR_TWO) as served:
         for path in ("load", "unload"):
             assert served.post(f"/v1/models/{path}", {"model": "b"}).status_code in (404, 405)
         assert served.states() == {"b": "unloaded"}
@@ -27,7 +27,7 @@ def test_clients_load_and_unload() -> None:
     def discover(name: str) -> ModelSource | None:
         return models["c"].source if name == "c" else None
 
-    with serve_models({name: models[name].source for name in "ab"}, ROOM_FOR_TWO, discover=discover) as served:
+    with serve_models({name: models[name].source for name in "ab"}, MEMORY_FOR_TWO, discover=discover) as served:
         made = SeveralFakes(served, models)
         card = served.post("/v1/models/load", {"model": "a"}).json()
         assert (card["id"], card["state"], card["loaded"]) == ("a", "loaded", True)

@@ -43,7 +43,7 @@ def finish(served: Served, streams: list[openai.Stream[Any]]) -> None:
     served.runner.running.set()
     for stream in streams:
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
-    served.settle()
+    served.wait_until_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -116,7 +116,7 @@ def test_timeout(stream: bool) -> None:
             assert events and last["error"]["code"] == "timeout" and "[DONE]" not in response.text
         else:
             assert "--request-timeout" in check_error(response, 504, code="timeout")["message"]
-        served.settle()
+        served.wait_until_idle()
         assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3}).status_code == 200
 
 
@@ -249,4 +249,4 @@ def test_overload_is_answered_at_once() -> None:
 
         statuses = asyncio.run(run())
         assert set(statuses) == {200, 503} and statuses.count(503) >= 188
-        served.settle()
+        served.wait_until_idle()

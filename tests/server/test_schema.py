@@ -57,4 +57,4 @@ def test_api(_small_server: Served, num_examples: int) -> None:
             case.call_and_validate(checks=CHECKS)
 
         check()
-    _small_server.settle()
+    _small_server.wait_until_idle()

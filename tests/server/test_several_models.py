@@ -14,19 +14,19 @@ import pytest
 from metal_engine.model_pool.model_entry import ModelState
 from metal_engine.settings.args import ServerArgs
 from tests.support.serving import DEADLINE, wait_until
-from tests.support.several import ROOM_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
+from tests.support.several import MEMORY_FOR_TWO, FakeModel, SeveralFakes, events, serve_models
 from tools.fixtures.fake_engine import byte_ids
 
 
 @pytest.fixture
 def several() -> Iterator[SeveralFakes]:
     models = {name: FakeModel(salt) for salt, name in enumerate(["org/a", "b", "c"])}
-    with serve_models({name: one.source for name, one in models.items()}, ROOM_FOR_TWO) as served:
+    with serve_models({name: one.source for name, one in models.items()}, MEMORY_FOR_TWO) as served:
         made = SeveralFakes(served, models)
         yield made
         for one in models.values():
             one.gate.set()
-        made.settle()
+        made.wait_until_idle()
 
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -60,7 +60,7 @@ def test_every_api_picks_by_name(several: SeveralFakes) -> None:
         assert several.served.get(f"/tokenizer_info?model={name}").json()["eos_token"] == "<|im_end|>"
         rerank = {"model": name, "query": "a", "documents": ["b"]}
         assert "neither a reranker" in post("/v1/rerank", rerank).json()["error"]["message"]
-        several.settle()
+        several.wait_until_idle()
         assert several.served.states()[name] == "loaded"
     assert sorted(several.served.states().values()) == ["loaded", "loaded", "unloaded"]
 
@@ -127,7 +127,7 @@ def test_what_goes_wrong_in_such_a_stream_is_its_last_event(several: SeveralFake
 
 
 def test_what_never_fits(several: SeveralFakes) -> None:
-    several.models["c"].num_bytes = ROOM_FOR_TWO + 50
+    several.models["c"].num_bytes = MEMORY_FOR_TWO + 50
     answer = several.complete("c", "x")
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "model_too_large", "model")
@@ -140,7 +140,7 @@ def test_many_clients_and_room_for_two(several: SeveralFakes) -> None:
     def ask(i: int) -> None:
         several.check(names[i % 3], f"number {i}")
         taken = sum(one.num_bytes for one in several.served.registry.entries)
-        assert taken <= ROOM_FOR_TWO
+        assert taken <= MEMORY_FOR_TWO
 
     with ThreadPoolExecutor(12) as pool:
         for done in [pool.submit(ask, i) for i in range(60)]:
@@ -156,18 +156,18 @@ def test_a_client_that_leaves_holds_no_model(several: SeveralFakes) -> None:
     model.gate.set()
     with httpx.stream("POST", several.served.url + "/v1/completions", json=body, timeout=DEADLINE) as stream:
         next(line for line in stream.iter_lines() if line.startswith("data: "))
-    several.settle()
+    several.wait_until_idle()
 
 
 def test_what_is_shown_of_them(several: SeveralFakes) -> None:
     several.check("b", "x")
-    several.settle()
+    several.wait_until_idle()
     cards = {one["id"]: one for one in several.served.get("/v1/models").json()["data"]}
     assert [one["loaded"] for one in cards.values()] == [False, True, False]
     assert cards["b"]["max_model_len"] == several.models["b"].config.scheduler.max_model_len
     assert cards["b"]["memory_bytes"] == 100 and cards["c"]["max_model_len"] is None
     health = several.served.get("/health").json()
-    assert (health["status"], health["memory_bytes"], health["used_bytes"]) == ("ok", ROOM_FOR_TWO, 100)
+    assert (health["status"], health["memory_bytes"], health["used_bytes"]) == ("ok", MEMORY_FOR_TWO, 100)
     assert [one["state"] for one in health["models"]] == ["unloaded", "loaded", "unloaded"]
     assert [one.get("kv_cache_dtype") for one in health["models"]] == [
         None,
@@ -266,8 +266,8 @@ def test_requests_that_wait_for_a_model_are_told_of_the_end() -> None:
 def test_a_model_whose_engine_dies_is_made_anew_and_others_go_on(several: SeveralFakes) -> None:
     for name in ("b", "c"):
         several.check(name, "x")
-    running = several.served.registry.find("b").running  # type: ignore[union-attr]
-    core: Any = running.engine._engine.core  # type: ignore[union-attr]
+    loaded_engine = several.served.registry.find("b").loaded_engine  # type: ignore[union-attr]
+    core: Any = loaded_engine.engine._engine.core  # type: ignore[union-attr]
     core.scheduler.schedule = core.scheduler.check_integrity = lambda: 1 / 0
     answer = several.complete("b", "x")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")

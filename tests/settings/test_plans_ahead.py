@@ -31,7 +31,7 @@ def test_on_metal_unless_it_may_win_nothing(given: dict[str, Any], on_metal: boo
 
 @pytest.mark.parametrize("kind", ["metal", "cpu"])
 @pytest.mark.parametrize("given", [True, False])
-def test_the_flag_settles_it(kind: str, given: bool) -> None:
+def test_the_flag_decides(kind: str, given: bool) -> None:
     args = EngineArgs(model="model", async_scheduling=given, **DRAFT_MODEL)
     assert plans_ahead(args, kind) == given
 

@@ -19,7 +19,7 @@ SETTINGS = settings_of(ServerArgs, EngineArgs)
 BY_NAME = {one.name: one for one in SETTINGS}
 
 
-def settle(
+def resolve(
     command_line: dict[str, Any] | None = None,
     environ: dict[str, str] | None = None,
     yaml: str | None = None,
@@ -36,7 +36,7 @@ def settle(
 def test_precedence(tmp_path: Path) -> None:
     environ = {"METAL_ENGINE_PORT": "2", "METAL_ENGINE_HOST": "env", "HOME": "/"}
     yaml = "port: 1\nhost: file\nmax-num-seqs: 5\n"
-    values = settle({"port": "3"}, environ, yaml, tmp_path)
+    values = resolve({"port": "3"}, environ, yaml, tmp_path)
     assert values == {"port": 3, "host": "env", "max_num_seqs": 5}
     args = make_args(ServerArgs, values)
     assert (args.port, args.host, args.api_key) == (3, "env", ())
@@ -62,13 +62,13 @@ def test_every_setting_from_everywhere(one: Any, tmp_path: Path) -> None:
         given = wanted = one.choices[-1]
     key = one.flag.removeprefix("--")
     if one.has_flag:
-        assert settle({one.name: given}) == {one.name: wanted}
+        assert resolve({one.name: given}) == {one.name: wanted}
     else:
         with pytest.raises(ConfigError, match=f"^{one.flag} is now a field of the config file: {key}: "):
-            settle({one.name: given})
-    assert settle(None, {one.variable: given}) == {one.name: wanted}
-    assert settle(None, None, f"{key}: {given}", tmp_path) == {one.name: wanted}
-    assert settle(None, None, f"{one.name}: {given}", tmp_path) == {one.name: wanted}
+            resolve({one.name: given})
+    assert resolve(None, {one.variable: given}) == {one.name: wanted}
+    assert resolve(None, None, f"{key}: {given}", tmp_path) == {one.name: wanted}
+    assert resolve(None, None, f"{one.name}: {given}", tmp_path) == {one.name: wanted}
     assert one.help.endswith(".")
 
 
@@ -79,7 +79,7 @@ def test_a_removed_flag_shows_the_line_of_the_config_file() -> None:
         ({"ssl_keyfile_password": "hidden"}, "ssl-keyfile-password: TEXT"),
     ):
         with pytest.raises(ConfigError, match=f"{line}$"):
-            settle(given)
+            resolve(given)
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
@@ -90,7 +90,7 @@ def test_a_former_setting_is_a_constant(name: str, tmp_path: Path) -> None:
         ((None, None, f"{name}: 8"), f"config.yaml: {name} is now a constant: "),
     ):
         with pytest.raises(ConfigError, match=place):
-            settle(*given, tmp_path)
+            resolve(*given, tmp_path)
 
 
 def test_every_setting_without_a_flag_names_its_key() -> None:
@@ -108,18 +108,18 @@ def test_every_field_is_a_setting() -> None:
 
 
 def test_lists(tmp_path: Path) -> None:
-    assert settle({"served_model_name": ["a", "b,c"]}) == {"served_model_name": ("a", "b,c")}
-    assert settle(None, {"METAL_ENGINE_SERVED_MODEL_NAME": "a, b"}) == {"served_model_name": ("a", "b")}
-    assert settle(None, None, "served_model_name: [a, b]", tmp_path) == {"served_model_name": ("a", "b")}
+    assert resolve({"served_model_name": ["a", "b,c"]}) == {"served_model_name": ("a", "b,c")}
+    assert resolve(None, {"METAL_ENGINE_SERVED_MODEL_NAME": "a, b"}) == {"served_model_name": ("a", "b")}
+    assert resolve(None, None, "served_model_name: [a, b]", tmp_path) == {"served_model_name": ("a", "b")}
 
 
 def test_another_commands_settings_are_no_error(tmp_path: Path) -> None:
-    assert settle(None, {"METAL_ENGINE_SYSTEM": "x"}, "temperature: 0.5", tmp_path) == {}
+    assert resolve(None, {"METAL_ENGINE_SYSTEM": "x"}, "temperature: 0.5", tmp_path) == {}
 
 
 def test_nothing_given(tmp_path: Path) -> None:
-    assert settle(None, {"METAL_ENGINE_PORT": ""}, "# nothing\n", tmp_path) == {}
-    assert settle(None, None, "port:\n", tmp_path) == {}
+    assert resolve(None, {"METAL_ENGINE_PORT": ""}, "# nothing\n", tmp_path) == {}
+    assert resolve(None, None, "port:\n", tmp_path) == {}
 
 
 BAD_FILES = [
@@ -146,7 +146,7 @@ BAD_FILES = [
 @pytest.mark.parametrize(("yaml", "message"), BAD_FILES)
 def test_bad_files(yaml: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as info:
-        settle(None, None, yaml, tmp_path)
+        resolve(None, None, yaml, tmp_path)
     assert message in str(info.value)
 
 
@@ -162,13 +162,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_bad_variables_and_flags() -> None:
     with pytest.raises(ConfigError, match="METAL_ENGINE_PROT; did you mean METAL_ENGINE_PORT"):
-        settle(None, {"METAL_ENGINE_PROT": "1"})
+        resolve(None, {"METAL_ENGINE_PROT": "1"})
     with pytest.raises(ConfigError, match="environment variable METAL_ENGINE_PORT must be a whole number"):
-        settle(None, {"METAL_ENGINE_PORT": "tcp://10.0.0.1:80"})
+        resolve(None, {"METAL_ENGINE_PORT": "tcp://10.0.0.1:80"})
     with pytest.raises(ConfigError, match="--port must be a whole number, got 'x'") as caught:
-        settle({"port": "x"})
+        resolve({"port": "x"})
     assert caught.value.flag == "--port"
-    assert settle(None, {"METAL_ENGINE_CACHE": "x", "METAL_ENGINE_BLAS": "none", "OTHER": ""}) == {}
+    assert resolve(None, {"METAL_ENGINE_CACHE": "x", "METAL_ENGINE_BLAS": "none", "OTHER": ""}) == {}
 
 
 def test_secrets_stay_secret() -> None:
@@ -178,7 +178,7 @@ def test_secrets_stay_secret() -> None:
     assert "hidden" not in str(info.value)
     # Set but empty is a mistake, which must not leave the server open.
     with pytest.raises(ConfigError, match="--api-key"):
-        make_args(ServerArgs, settle(None, {"METAL_ENGINE_API_KEY": ""}))
+        make_args(ServerArgs, resolve(None, {"METAL_ENGINE_API_KEY": ""}))
 
 
 @pytest.mark.parametrize(

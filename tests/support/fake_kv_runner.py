@@ -25,7 +25,14 @@ from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import UNKNOWN_DRAFT, Drafting, KVConnectorMetadata, ModelOutput, SchedulerOutput
+from metal_engine.step import (
+    UNKNOWN_DRAFT,
+    Drafting,
+    KVConnectorMetadata,
+    ModelOutput,
+    RunnerLostError,
+    SchedulerOutput,
+)
 from tests.support.fake_kv_transfer import FakeTransfer
 from tests.support.scheduling_checks import (
     check_drafts,
@@ -122,7 +129,8 @@ class FakeKVRunner:
 
     Attributes:
         draft_model: produces the drafts that plans leave to a draft model.
-        num_late: number of coming samples of requests with grammars to skip, because their masks are late.
+        num_late: number of coming samples of requests with grammars to skip, because their masks are late. No
+            sample is skipped for models with recurrent states.
     """
 
     def __init__(
@@ -146,6 +154,9 @@ class FakeKVRunner:
     @property
     def replay_refusal(self) -> None:
         """None: replay is not refused."""
+
+    def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
+        """Ignore the callback, because the engine has one rank."""
 
     def close(self) -> None:
         """Do nothing: no resource here belongs to a thread."""
@@ -212,6 +223,7 @@ class FakeKVRunner:
             self.save(state_key(block_hash), np.array([self.states[slot]], np.uint64).view(np.uint8))
 
         output = ModelOutput([], drafting=drafting)
+        has_states = len(self.states) > 1  # steps then wait for masks
         for request_id, (start, stop) in ranges.items():
             held = self.held[request_id]
             held.num_computed_tokens = stop
@@ -220,12 +232,12 @@ class FakeKVRunner:
             if held.pooling_params is not None:
                 output.pooled[request_id] = np.array([_sampled(self._digest(held, stop))])
                 continue
-            is_late = held.has_grammar and self.num_late > 0
+            is_late = held.has_grammar and self.num_late > 0 and not has_states
             if held.drafts or (drafting is not None and request_id in drafting.token_ids):
-                output.num_accepted_tokens[request_id] = self._settle_drafts(request_id, none=is_late)
+                output.num_accepted_tokens[request_id] = self._verify_drafts(request_id, none=is_late)
             # Digest of all rows that are not void, as this step has written them.
             output.sampled_token_ids.append(_sampled(self._kv_digest(held, len(held.token_ids))))
-            if len(self.states) > 1 and len(held.token_ids) < stop:  # the state has advanced too far
+            if has_states and len(held.token_ids) < stop:  # the state has advanced too far
                 held.num_computed_tokens, held.state_slots = start, (reads[request_id], held.state_slots[1])
             if is_late:
                 self.num_late -= 1
@@ -236,7 +248,7 @@ class FakeKVRunner:
         self.num_steps += 1
         return FakeStep(output)
 
-    def _settle_drafts(self, request_id: str, *, none: bool) -> int:
+    def _verify_drafts(self, request_id: str, *, none: bool) -> int:
         """Turn the drafts that equal the sampled tokens into tokens of the request. Return their number."""
         held = self.held[request_id]
         drafts, held.drafts = held.drafts, []
@@ -377,7 +389,7 @@ class SomeRightDrafts:
         self.num_wrong += num_wrong
         return right + [self._random.randrange(VOCAB_SIZE) for _ in range(num_wrong)]
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Do nothing: results are not counted."""
 
     def forget(self, request_id: str) -> None:
@@ -467,6 +479,7 @@ class SchedulerHarness:
         stop_after: int | None = None,
         ignore_eos: bool = False,
         options: RequestOptions | None = None,
+        cache_salt: str = "",
         needs_prompt_rows: bool = False,
         needs_token_on_host: bool = False,
         pooling_type: str | None = None,
@@ -495,6 +508,7 @@ class SchedulerHarness:
             rules=_GRAMMAR if needs_token_on_host else NO_RULES,
             eos_token_ids=eos,
             options=options or RequestOptions(),
+            cache_salt=cache_salt,
             needs_prompt_rows=needs_prompt_rows,
             pooling_params=None if pooling_type is None else PoolingParams(pooling_type=pooling_type),
         )

@@ -29,7 +29,7 @@ class FakeTransfer:
         self.store: dict[bytes, np.ndarray] = {}
         self.tickets: list[LoadTicket] = []
         self.held: list[LoadTicket] = []
-        self.room = 1 << 30
+        self.capacity = 1 << 30
         self.now = 0.0
         self.stats = KVTransferStats()
         self._at_once = False
@@ -76,12 +76,12 @@ class FakeTransfer:
         pass
 
     def grant_saves(self, num_blocks: int) -> int:
-        granted = min(num_blocks, self.room)
+        granted = min(num_blocks, self.capacity)
         self.stats.add(blocks_dropped=num_blocks - granted)
         return granted
 
     def grant_state_saves(self, num_states: int) -> int:
-        return min(num_states, self.room)
+        return min(num_states, self.capacity)
 
     # --- for tests ---
 

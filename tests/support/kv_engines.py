@@ -66,7 +66,7 @@ class KVEngine:
             self.core.scheduler.check_integrity()
         assert self.core.stats.num_used_blocks == 0
         if self.transfer is not None:
-            assert self.transfer._num_reserved_bytes == 0, "host memory leaked"
+            assert self.transfer.num_reserved_bytes == 0, "host memory leaked"
             assert not flush or self.transfer.flush(60.0)
         return outputs
 

@@ -70,7 +70,7 @@ class ProbedServer:
     def health(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/health", timeout=DEADLINE).raise_for_status().json()
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no request runs or waits and no block is in use."""
         deadline = time.monotonic() + DEADLINE
         while any((health := self.health())[name] for name in ("running", "waiting", "kv_cache_usage")):

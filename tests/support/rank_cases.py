@@ -16,7 +16,7 @@ from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.token_broadcast import TokenBroadcast
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import EngineConfig
-from metal_engine.step import RankFailureSource, Runner
+from metal_engine.step import Runner
 from tests.support.tiny_engine import with_vocabulary
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import VOCAB_SIZE, fake_config, tiny_tokenizer
@@ -129,9 +129,9 @@ def make_runner(
     return ModelRunner(paged, PortableBackend(), config.scheduler, config.cache, broadcast=broadcast)
 
 
-def run_case(case: RankCase, runner: Runner, ranks: RankFailureSource | None = None) -> dict[str, Any]:
+def run_case(case: RankCase, runner: Runner) -> dict[str, Any]:
     """Run a case's requests, adding one request per step. Return the outputs in JSON's types."""
-    engine = SteppedEngine(config_of(case), runner, tiny_tokenizer(), ranks=ranks)
+    engine = SteppedEngine(config_of(case), runner, tiny_tokenizer())
     asked = requests_of(case)
     outputs: list[list[RequestOutput]] = [[] for _ in asked]
     num_asked = num_steps = 0

@@ -42,7 +42,7 @@ def _run(case: RankCase, group: RankGroup) -> Any:
     if case.refused is not None:
         _refuse(runner, case.refused)
     leader = group.lead(runner, 600)
-    result = run_case(case, leader, leader)
+    result = run_case(case, leader)
     for link in group._links:
         link.send(Kind.FIGURES)  # marks the end of this case
     return {**result, "memory": group.exchange("memory", memory.held())}
@@ -52,7 +52,7 @@ class Memory:
     """Memory that a rank allocates after this point, in addition to its cache and weights."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        states = runner._pool.states
+        states = runner.pool.states
         self._array_bytes = [array.nbytes for state in states for array in state.arrays.values()]
         mx.eval([state.writes_done_marker() for state in states])
         gc.collect()
@@ -72,7 +72,7 @@ def _follow(runner: ModelRunner, group: RankGroup, *, keeps: bool) -> None:
     kept: list[mx.array] = []
     while (frame := leader.receive())[0] is not Kind.FIGURES:
         if keeps:
-            kept = [array for state in runner._pool.states for array in state.block_arrays().values()]
+            kept = [array for state in runner.pool.states for array in state.block_arrays().values()]
         run_frame(runner, steps, leader, *frame)
     del kept
     # All steps have completed. Only requests that rank 0 has not reported as dropped remain.

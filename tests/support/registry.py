@@ -47,13 +47,13 @@ class RegistryOfFakes:
 
     async def ask(self, name: str, prompt: list[int], num_tokens: int = 6) -> list[int]:
         """Return the tokens that a model generates for a request."""
-        running = await self.registry.use(self[name])
+        loaded = await self.registry.use(self[name])
         try:
             self.check()
             params = PARAMS.changed(max_tokens=num_tokens)
-            (prepared,) = running.engine.preparer.prepare_all([prompt], params)
+            (prepared,) = loaded.engine.preparer.prepare_all([prompt], params)
             tokens = []
-            async for output in running.engine.generate(f"{name}{prompt}", prepared):
+            async for output in loaded.engine.generate(f"{name}{prompt}", prepared):
                 assert output.error is None, output.error
                 tokens += output.token_ids
             return tokens

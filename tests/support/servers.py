@@ -35,11 +35,11 @@ def _echo_server() -> Iterator[Served]:
 def served(_hash_server: Served) -> Iterator[Served]:
     """Yield a server that generates text without end. Each token depends on all earlier tokens."""
     yield _hash_server
-    _hash_server.settle()
+    _hash_server.wait_until_idle()
 
 
 @pytest.fixture
 def echoing(_echo_server: Served) -> Iterator[Served]:
     """Yield a server that repeats the tokens of the prompt, then generates EOS."""
     yield _echo_server
-    _echo_server.settle()
+    _echo_server.wait_until_idle()

@@ -64,7 +64,7 @@ class Served:
     def post(self, path: str, body: object) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=DEADLINE)
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until no state of any request is left in the server, the engine or the block pool."""
         wait_until(lambda: self.engine.num_open_requests == 0, "open requests")
         wait_until(lambda: not self.core.has_requests, "requests in the engine")

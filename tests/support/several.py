@@ -69,23 +69,23 @@ class FakeModel:
         """Return a source whose file identity is ``problem``."""
         return ModelSource(self.start, lambda: self.problem)
 
-    def start(self, share: DeviceAccess, turns: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
+    def start(self, access: DeviceAccess, device_lock: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
         def build() -> SteppedEngine:
             self.began.set()
-            with share.turn():
+            with access.hold_device():
                 pass
-            share.claim(self.num_bytes)
+            access.claim(self.num_bytes)
             while not self.gate.wait(0.005):
-                with share.turn():
+                with access.hold_device():
                     pass
             if self.problem is not None:
                 raise ModelLoadError(self.problem)
-            share.settle(self.config)
+            access.record_step_bytes(self.config)
             runner = FakeRunner(self.config.cache.block_size, salted(self.salt), self.step_time)
             self.runners.append(runner)
             return SteppedEngine(self.config, runner, TOKENIZER)
 
-        engine = AsyncEngine(build, turns, threads)
+        engine = AsyncEngine(build, device_lock, threads)
         engine.start()
         return LoadedEngine(engine, AnswerFormat())
 
@@ -159,7 +159,7 @@ def serve_models(
         assert not thread.is_alive()
 
 
-ROOM_FOR_TWO = 200
+MEMORY_FOR_TWO = 200
 
 
 class SeveralFakes:
@@ -185,12 +185,12 @@ class SeveralFakes:
         assert answer.status_code == 200, answer.text
         assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == (name, self.text(name, prompt))
 
-    def settle(self) -> None:
-        def is_settled() -> bool:
+    def wait_until_idle(self) -> None:
+        def is_idle() -> bool:
             entries = self.served.registry.entries
             return all(not one.num_leases and one.load is None and one.unloading is None for one in entries)
 
-        wait_until(is_settled, "requests to end")
+        wait_until(is_idle, "requests to end")
 
 
 def events(text: str) -> list[Any]:

@@ -16,13 +16,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from metal_engine.server.listen import listen
 from metal_engine.server.run import run_server
 from metal_engine.settings.args import ServerArgs
-from metal_engine.step import ModelOutput, SchedulerOutput
+from metal_engine.step import ModelOutput, RunnerLostError, SchedulerOutput
 from tools.fixtures.fake_engine import FakeStep, fake_config, fake_engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +66,9 @@ class FreeRunner:
 
     def dispatch_second_part(self) -> None:
         """Do nothing: a step is dispatched whole."""
+
+    def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
+        """Ignore the callback, because the engine has one rank."""
 
     def close(self) -> None:
         """Do nothing: this runner holds no resources."""

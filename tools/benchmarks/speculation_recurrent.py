@@ -54,7 +54,7 @@ class KnownAnswers:
         drafts = answer[request.num_output_tokens : request.num_output_tokens + num_tokens]
         return [token_id ^ (self._random.random() > self._rightness) for token_id in drafts]
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Do nothing: results are not counted."""
 
     def forget(self, request_id: str) -> None:

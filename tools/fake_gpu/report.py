@@ -63,7 +63,7 @@ def measure_case(gpu: FakeGpu, case: ReportCase, workload: Workload, gpu_ms: flo
     gpu.configure(settings)
     engine = make_engine(workload, ahead=case.ahead, replay=case.replay, allow_queued_dispatch=case.behind)
     try:
-        pool_bytes = engine._runner._pool.smallest_array_bytes
+        pool_bytes = engine.runner.pool.smallest_array_bytes
         kernel_us = 1e3 * gpu_ms / count_kernels(gpu, engine)
         costs = replace(settings, encode_us=case.encode_us, view_us=0.15 * case.encode_us, kernel_us=kernel_us)
         gpu.configure(replace(costs, pool_array_bytes=pool_bytes))

@@ -8,9 +8,7 @@ from metal_engine.scheduling.limits import attention_work, rows_for_work
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 
 
-def room_for_drafts(
-    request: Request, num_computed: int, work: int, num_tokens: int, states: RequestStates | None
-) -> int:
+def max_drafts(request: Request, num_computed: int, work: int, num_tokens: int, states: RequestStates | None) -> int:
     """Return how many drafts may follow a running request's first ``num_computed`` tokens.
 
     Args:
@@ -19,8 +17,8 @@ def room_for_drafts(
         num_tokens: token capacity of the request's blocks plus all free blocks, counted from the request's first token.
         states: recurrent states; None for models without recurrent layers.
     """
-    room = min(num_tokens - num_computed, rows_for_work(num_computed, work))
-    return room if states is None else min(room, states.draft_room(request, num_computed))
+    limit = min(num_tokens - num_computed, rows_for_work(num_computed, work))
+    return limit if states is None else min(limit, states.max_drafts(request, num_computed))
 
 
 class DraftCapacity:
@@ -48,7 +46,7 @@ class DraftCapacity:
         start, block_size = request.num_computed_tokens + 1, self._blocks.block_size
         held = max(self._blocks.num_held_tokens(request.request_id), self._blocks.blocks_for(start) * block_size)
         num_tokens = held + self._num_free_blocks * block_size
-        num_taken = max(0, min(num_drafts, room_for_drafts(request, start, self._work, num_tokens, self._states)))
+        num_taken = max(0, min(num_drafts, max_drafts(request, start, self._work, num_tokens, self._states)))
         if num_taken:
             self._work -= attention_work(start, num_taken)
             self._num_free_blocks -= max(0, self._blocks.blocks_for(start + num_taken) - held // block_size)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from metal_engine.request import Request
-from metal_engine.scheduling.speculation.ngram import TOKENS_PER_STEP, PredictedTexts
-from metal_engine.settings.config import SpeculativeConfig
+from metal_engine.scheduling.speculation.ngram import PredictedTextProposer
 from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 
 # Maximum number of steps over which the time to catch up with a request is spread, because a request may end long
@@ -23,31 +22,11 @@ _WEIGHT = 0.25
 _HELD_UP = 1.5
 
 
-class DraftModelProposer:
-    """Proposer of drafts that the draft model fills in.
+class DraftModelProposer(PredictedTextProposer):
+    """Proposer of drafts that the draft model fills in."""
 
-    Implements :class:`metal_engine.scheduling.speculation.proposals.Proposer`.
-
-    While a request follows the text that its client has predicted, the drafts are tokens of that text instead.
-    """
-
-    def __init__(self, config: SpeculativeConfig) -> None:
-        self._predicted_texts = PredictedTexts(config)
-        self._room = 0
-
-    def begin_step(self) -> None:
-        self._room = TOKENS_PER_STEP
-
-    def propose(self, request: Request, num_tokens: int) -> list[int]:
-        drafts, num_indexed = self._predicted_texts.propose(request, num_tokens, self._room)
-        self._room -= num_indexed
-        return drafts or [UNKNOWN_DRAFT] * num_tokens
-
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        self._predicted_texts.settled(request, num_drafts, num_accepted)
-
-    def forget(self, request_id: str) -> None:
-        self._predicted_texts.forget(request_id)
+    def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
+        return [UNKNOWN_DRAFT] * num_tokens
 
 
 class _Seconds:
@@ -131,7 +110,7 @@ class DraftCosts:
         num_steps = min(_CATCHING_UP_STEPS, request.max_tokens - request.num_output_tokens)
         return max(0, self.num_missing_tokens(request)) * self._token_seconds / max(1, num_steps)
 
-    def settled(self, request_id: str, num_tokens: int) -> None:
+    def record_num_tokens(self, request_id: str, num_tokens: int) -> None:
         """Record that a request has ``num_tokens`` tokens with its accepted drafts.
 
         The draft model's KV of later positions belongs to rejected drafts.

@@ -5,6 +5,7 @@ Each request has an index of its tokens that grows with them. No step scans a se
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
 
@@ -143,32 +144,45 @@ class PredictedText:
         return [] if self._place is None else self._token_ids[self._place : self._place + num_tokens]
 
 
-class PredictedTexts:
-    """Drafts from the texts that clients predict, for requests that follow their text."""
+class PredictedTextProposer(ABC):
+    """Base class of proposers (:class:`metal_engine.scheduling.speculation.proposals.Proposer`).
+
+    While a request follows the text that its client has predicted, the drafts come from that text.
+    """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
         self._predicted_texts: dict[str, PredictedText] = {}
         self._followed: set[str] = set()  # requests whose last proposal came from their predicted text
+        self._index_budget = 0  # number of tokens that may still be indexed in this step
 
-    def propose(self, request: Request, num_tokens: int, room: int) -> tuple[list[int], int]:
-        """Return drafts, and the number of places of the text that were indexed, at most ``room``."""
+    def begin_step(self) -> None:
+        self._index_budget = TOKENS_PER_STEP
+
+    def propose(self, request: Request, num_tokens: int) -> list[int]:
+        return self._from_predicted_text(request, num_tokens) or self._from_elsewhere(request, num_tokens)
+
+    @abstractmethod
+    def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
+        """Return drafts for a request that does not follow a predicted text."""
+
+    def _from_predicted_text(self, request: Request, num_tokens: int) -> list[int]:
         if not request.options.predicted_token_ids:
-            return [], 0
+            return []
         predicted = self._predicted_texts.get(request.request_id)
         if predicted is None:
             text = request.options.predicted_token_ids
             predicted = PredictedText(text, self._config, request.num_prompt_tokens)
             self._predicted_texts[request.request_id] = predicted
-        num_indexed = predicted.index(room)
+        self._index_budget -= predicted.index(self._index_budget)
         drafts = predicted.propose(request.token_ids, num_tokens)
         if drafts:
             self._followed.add(request.request_id)
         else:
             self._followed.discard(request.request_id)
-        return drafts, num_indexed
+        return drafts
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Count accepted and rejected drafts of the last proposal if it came from a predicted text."""
         if request.request_id in self._followed:
             accepted, rejected = request.num_predicted_tokens
@@ -179,42 +193,26 @@ class PredictedTexts:
         self._followed.discard(request_id)
 
 
-class NgramProposer:
-    """Proposer of drafts by prompt lookup (:class:`metal_engine.scheduling.speculation.proposals.Proposer`).
-
-    While a request follows the text that its client has predicted, the drafts come from that text.
-    """
+class NgramProposer(PredictedTextProposer):
+    """Proposer of drafts by prompt lookup."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        self._config = config
+        super().__init__(config)
         self._indexes: dict[str, NgramIndex] = {}
-        self._predicted_texts = PredictedTexts(config)
-        self._room = 0
 
-    def begin_step(self) -> None:
-        self._room = TOKENS_PER_STEP
-
-    def propose(self, request: Request, num_tokens: int) -> list[int]:
-        drafts, num_indexed = self._predicted_texts.propose(request, num_tokens, self._room)
-        self._room -= num_indexed
-        return drafts or self._repeated(request, num_tokens)
-
-    def _repeated(self, request: Request, num_tokens: int) -> list[int]:
+    def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
         index = self._indexes.get(request.request_id)
         if index is None or index.is_outgrown:
             config = self._config
             index = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max, request.num_tokens)
             self._indexes[request.request_id] = index
         num_missing = index.num_missing(request.token_ids)
-        index.extend(request.token_ids, self._room)
-        self._room -= min(num_missing, self._room)
+        index.extend(request.token_ids, self._index_budget)
+        self._index_budget -= min(num_missing, self._index_budget)
         if index.num_missing(request.token_ids):
             return []  # the remaining tokens of a long prompt are indexed in the next steps
         return index.propose(request.token_ids, num_tokens)
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        self._predicted_texts.settled(request, num_drafts, num_accepted)
-
     def forget(self, request_id: str) -> None:
+        super().forget(request_id)
         self._indexes.pop(request_id, None)
-        self._predicted_texts.forget(request_id)

@@ -32,7 +32,7 @@ class Proposer(Protocol):
         If the draft model is to fill in the drafts, all returned tokens are :data:`UNKNOWN_DRAFT`.
         """
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Record the result of the last proposal, of which the first ``num_drafts`` tokens were tried."""
 
     def forget(self, request_id: str) -> None:
@@ -63,7 +63,7 @@ class Proposals:
         self._least_gain = math.inf  # threshold of the last step with decoding requests
         self._held_up: set[str] = set()
         self._noted: dict[str, tuple[int, int]] = {}  # request id -> index of a token, and its untried draft
-        self._turn = 0
+        self._rotation = 0
         self._first = 0  # rotation of requests with equally likely drafts
 
     @property
@@ -110,28 +110,28 @@ class Proposals:
             ):
                 self._compare(request)
                 (others if self.acceptance.of(request.request_id) < least else likely).append(request)
-        room = len(times) - 1
-        most = room if self._costs_are_known else min(room, 1)
+        num_rows_left = len(times) - 1
+        most = num_rows_left if self._costs_are_known else min(num_rows_left, 1)
         proposals: dict[Request, list[int]] = {}
-        for request in self._in_turn(likely):
-            if len(proposals) >= most or room <= 0:
+        for request in self._by_acceptance(likely):
+            if len(proposals) >= most or num_rows_left <= 0:
                 others.append(request)
             elif drafts := self._drafts(request, self._most(request, request.num_output_placeholders - num_planned)):
                 proposals[request] = drafts
                 # The draft model catches up with a request first, so do not request more drafts than the step can have.
-                room -= len(drafts) if self._costs is not None else 0
+                num_rows_left -= len(drafts) if self._costs is not None else 0
         self._first += num_planned
         return proposals, others
 
-    def _in_turn(self, requests: list[Request]) -> list[Request]:
+    def _by_acceptance(self, requests: list[Request]) -> list[Request]:
         """Return requests ordered by acceptance probability, highest first. Equally likely requests rotate."""
         if len(requests) <= 1:
             return requests
         if self._costs is not None and not self._costs.are_known:
             return sorted(requests, key=self._costs.num_missing_tokens)
         first = self._first % len(requests)
-        turns = [*requests[first:], *requests[:first]]
-        return sorted(turns, key=lambda request: -round(_LEVELS * self.acceptance.of(request.request_id)))
+        rotated = [*requests[first:], *requests[:first]]
+        return sorted(rotated, key=lambda request: -round(_LEVELS * self.acceptance.of(request.request_id)))
 
     def _may_have_drafts(self, request: Request, num_pending: int, *, is_planned: bool) -> bool:
         if request.request_id in self._held_up:
@@ -171,15 +171,15 @@ class Proposals:
     def record_untried_drafts(self, others: list[Request]) -> None:
         """Record the next draft of up to ``_MAX_NOTED`` requests, in rotation. See :meth:`note`."""
         for i in range(min(_MAX_NOTED, len(others))):
-            request = others[(self._turn + i) % len(others)]
+            request = others[(self._rotation + i) % len(others)]
             self.note(request, self._drafts(request, 1))
-        self._turn += _MAX_NOTED
+        self._rotation += _MAX_NOTED
 
     def pick_probe_request(self, requests: list[Request]) -> Request | None:
         """Return one of ``requests`` to probe: it gets a draft that is not expected to be worth its cost."""
         if self._costs is None or not requests:
             return None
-        request = requests[self._turn // _MAX_NOTED % len(requests)]
+        request = requests[self._rotation // _MAX_NOTED % len(requests)]
         is_unknown = self._drafts(request, 1) == [UNKNOWN_DRAFT]
         return request if is_unknown and self._costs.may_probe(request) else None
 
@@ -189,12 +189,12 @@ class Proposals:
         if index < request.num_tokens:
             self.acceptance.tried(request.request_id, 1, int(request.token_ids[index] == draft))
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Update acceptance and costs with the result of tried drafts."""
         self.acceptance.tried(request.request_id, num_drafts, num_accepted)
         if self._costs is not None:
-            self._costs.settled(request.request_id, request.num_tokens + num_accepted)
-        self._proposer.settled(request, num_drafts, num_accepted)
+            self._costs.record_num_tokens(request.request_id, request.num_tokens + num_accepted)
+        self._proposer.record_result(request, num_drafts, num_accepted)
 
     def admitted(self, request_id: str) -> None:
         """Reset the draft model's progress with a newly admitted or resumed request: its KV may be gone."""

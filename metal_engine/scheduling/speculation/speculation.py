@@ -19,7 +19,7 @@ from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.limits import StepBudget, num_remaining
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
-from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity, room_for_drafts
+from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity, max_drafts
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes, choose_lengths
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import Proposals, Proposer
@@ -113,20 +113,20 @@ class Speculation:
         self._proposals.record_untried_drafts(others)
         for request, drafts in proposals.items():
             self._proposals.note(request, drafts)
-        room = self._room_after(requests)
-        limits = [room.take(r, len(drafts) - r.num_output_placeholders) for r, drafts in proposals.items()]
+        capacity = self._capacity_after(requests)
+        limits = [capacity.take(r, len(drafts) - r.num_output_placeholders) for r, drafts in proposals.items()]
         self._was_worth_waiting = any(limits) and (
             not times or self._beats_async(proposals, limits, requests, times, hoped)
         )
         if self._was_worth_waiting:
             return True
         tried = self._proposals.pick_probe_request([*proposals, *others])
-        if tried is None or not self._room_after(requests).take(tried, 1):
+        if tried is None or not self._capacity_after(requests).take(tried, 1):
             return False
         self._probe_request = tried
         return True
 
-    def _room_after(self, requests: list[Request]) -> DraftCapacity:
+    def _capacity_after(self, requests: list[Request]) -> DraftCapacity:
         return DraftCapacity(requests, self._config.max_attention_work, self._blocks, self._states)
 
     def _beats_async(
@@ -188,8 +188,8 @@ class Speculation:
         self._is_probe = False
         self._proposals.begin_step()
         most = min(budget.tokens, self._max_sample_rows - len(plan.sampled_req_ids))
-        has_room = decoding and most > 0 and budget.attention_work > 0
-        times = self._times.times(num_rows, most) if has_room else []
+        may_have_drafts = decoding and most > 0 and budget.attention_work > 0
+        times = self._times.times(num_rows, most) if may_have_drafts else []
         usable = [request for request in decoding if self._can_have_drafts(plan, request)]
         proposals, others = self._proposals.of(usable, len(decoding), times)
         # If all requests need their tokens on the host, no step could have been planned asynchronously instead.
@@ -279,8 +279,8 @@ class Speculation:
         """
         num_computed, blocks = request.num_computed_tokens, self._blocks
         num_tokens = blocks.num_held_tokens(request.request_id) + blocks.num_free_blocks * blocks.block_size
-        room = room_for_drafts(request, num_computed, budget.attention_work, num_tokens, self._states)
-        drafts = self._with_blocks(request, plan, drafts[:room])
+        limit = max_drafts(request, num_computed, budget.attention_work, num_tokens, self._states)
+        drafts = self._with_blocks(request, plan, drafts[:limit])
         if drafts:
             plan.scheduled_spec_decode_tokens[request.request_id] = drafts
             plan.num_scheduled_tokens[request.request_id] += len(drafts)
@@ -304,7 +304,7 @@ class Speculation:
 
     # --- results ---
 
-    def settle(
+    def process_results(
         self, plan: SchedulerOutput, model_output: ModelOutput, requests: Mapping[str, Request]
     ) -> dict[str, list[int]]:
         """Roll back rejected drafts: their rows are recomputed for other tokens.
@@ -332,7 +332,7 @@ class Speculation:
             before = request.num_draft_tokens
             request.num_draft_tokens = before[0] + len(drafts), before[1] + num_accepted
             if request_id not in model_output.late_req_ids and request_id not in model_output.errors:
-                self._proposals.settled(request, len(drafts), num_accepted)
+                self._proposals.record_result(request, len(drafts), num_accepted)
         return accepted
 
     def _end_step(self, plan: SchedulerOutput, output: ModelOutput, requests: Mapping[str, Request]) -> None:
@@ -353,7 +353,7 @@ class Speculation:
             return
         if num_rejected:
             request.num_computed_tokens -= num_rows
-        self._states.settle_drafts(request, is_rejected=num_rejected > 0)
+        self._states.record_draft_result(request, is_rejected=num_rejected > 0)
 
     def failed(self, plan: SchedulerOutput | None) -> None:
         """Void the drafts of a plan that has failed or will not run. None: the drafts of all steps in flight."""

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _MOST_AT_ONCE = 64
 # Seconds until the next attempt to accept: after descriptors or memory ran out, and at the limit of connections.
 _SHORTAGE_SECONDS = 0.2
-_NO_ROOM_SECONDS = 0.05
+_FULL_SECONDS = 0.05
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TLS_SHUTDOWN_SECONDS = 5.0
 
@@ -94,7 +94,7 @@ class Acceptor:
             connection = self._make()
             if not self._connections.add(connection):
                 self._held = accepted
-                self._wait(_NO_ROOM_SECONDS)
+                self._wait(_FULL_SECONDS)
                 return
             task = self._loop.create_task(self._connect(connection, accepted))
             connection.connecting = task

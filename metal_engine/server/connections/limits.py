@@ -51,15 +51,15 @@ def connection_limits(args: ServerArgs) -> ConnectionLimits:
     beside = RESERVED_DESCRIPTORS + ConnectionLimits.num_spare
     wanted = args.max_connections or DEFAULT_MAX_CONNECTIONS
     can_open = open_file_limit(wanted + beside)
-    room = can_open - beside
+    available = can_open - beside
     needed = args.max_connections or _FEWEST_CONNECTIONS
-    if room < needed:
-        lower = f" or lower max-connections to {room}" if room >= _FEWEST_CONNECTIONS else ""
+    if available < needed:
+        lower = f" or lower max-connections to {available}" if available >= _FEWEST_CONNECTIONS else ""
         problem = f"needs {needed + beside} open files at once, and the process may have {can_open}"
         message = f"max-connections {needed} {problem}: raise the limit (ulimit -n 8192){lower}"
         raise ConfigError("max-connections", message)
     return ConnectionLimits(
-        max_connections=min(wanted, room),
+        max_connections=min(wanted, available),
         read_seconds=args.timeout_read,
         write_seconds=args.timeout_write,
         keep_alive_seconds=args.timeout_keep_alive,

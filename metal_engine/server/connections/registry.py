@@ -64,8 +64,8 @@ class Connections:
             connection.is_spare = not self._waiting
             if connection.is_spare:
                 self._warn()
-            has_room = connection.is_spare and self._num_spare < self._limits.num_spare
-            if not has_room and not self._evict(self._spare_waiting if connection.is_spare else self._waiting):
+            has_spare_slot = connection.is_spare and self._num_spare < self._limits.num_spare
+            if not has_spare_slot and not self._evict(self._spare_waiting if connection.is_spare else self._waiting):
                 return False
             self._num_spare += connection.is_spare
         self._open.add(connection)

@@ -10,10 +10,9 @@ from typing import cast
 import numpy as np
 
 from metal_engine.cancellation import check_cancelled
-from metal_engine.server.embeddings.pooling import MAX_VALUES, Pooled, checked_options, embed
+from metal_engine.server.embeddings.pooling import MAX_VALUES, Pooled, PoolingRequest, embed
 from metal_engine.server.embeddings.protocol import EmbeddingBody, EmbeddingList, PoolingUsage
 from metal_engine.server.errors import APIError
-from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts
 from metal_engine.server.workers import Weight
 
@@ -29,19 +28,17 @@ def numbers(vector: np.ndarray) -> bytes:
     return b"[" + ",".join(["%.9g"] * len(vector)).encode() % tuple(vector.tolist()) + b"]"
 
 
-async def create_embeddings(served: ServedModel, body: EmbeddingBody, num_bytes: int) -> bytes:
+async def create_embeddings(pooling: PoolingRequest, body: EmbeddingBody) -> bytes:
     """Return the response as JSON. Raises APIError if the request cannot be served."""
-    options = await checked_options(served, body, num_bytes)
     as_base64 = body.encoding_format == "base64"
     pooled = await embed(
-        served,
+        pooling,
         _inputs(body),
-        num_bytes=num_bytes,
         dimensions=body.dimensions,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
-        options=options,
         max_values=MAX_VALUES if as_base64 else MAX_NUMBERS,
     )
+    served = pooling.served
     if sum(vector.size for vector in pooled.vectors) <= FEW:
         return _encoded(served.names[0], pooled, as_base64)
     return await served.workers.run(Weight.HEAVY, _encoded, served.names[0], pooled, as_base64)

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 import numpy as np
+from starlette.requests import Request
 
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
@@ -19,6 +20,7 @@ from metal_engine.server.errors import APIError, engine_dead, invalid, invalid_p
 from metal_engine.server.generation.generation import failure
 from metal_engine.server.generation.preparation import MAX_PROMPT_TOKENS, MAX_SEQUENCES, ServedModel
 from metal_engine.server.logs import note
+from metal_engine.server.protocol import RequestModel
 from metal_engine.server.workers import Weight
 from metal_engine.text.tokenizer import Tokenizer
 
@@ -30,6 +32,23 @@ MAX_VALUES = 1 << 22
 _AT_ONCE = 128
 
 TokenizePrompts = Callable[[Tokenizer], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class PoolingRequest:
+    """Client request to a pooling endpoint.
+
+    Attributes:
+        served: model that the request names.
+        num_bytes: size of the request body in bytes.
+        options: options for the engine.
+        cache_salt: see :attr:`PreparedRequest.cache_salt`.
+    """
+
+    served: ServedModel
+    num_bytes: int
+    options: RequestOptions
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,82 +74,78 @@ class PoolingTask:
         tokenize: function that returns the prompts' token ids. Runs in a thread. The client receives its ValueError as
             an error of ``field``.
         params: function that returns the pooling parameters. Runs in a thread, and may raise ParameterError.
-        num_bytes: size of the data that the prompts are made of, in bytes.
         field: field of the body that contains the prompts.
         max_values: maximum number of elements of all vectors together.
     """
 
     tokenize: TokenizePrompts
     params: Callable[[], PoolingParams]
-    num_bytes: int
     field: str
     id_prefix: str
-    options: RequestOptions
     max_values: int = MAX_VALUES
 
 
-async def checked_options(served: ServedModel, body: PoolingBody, num_bytes: int) -> RequestOptions:
-    """Check the fields that all pooling endpoints share, and return the options for the engine.
+async def pooling_request(served: ServedModel, request: Request, body: RequestModel) -> PoolingRequest:
+    """Check the parameters of a client request, and read the options for the engine.
 
     Raises:
         APIError: status 400, for an unsupported parameter that would change the response.
     """
+    num_bytes = len(await request.body())
     await served.workers.run_if_large(num_bytes, served.parameters.check, body)
-    return RequestOptions(priority=body.priority or 0, cache_salt=body.cache_salt or "")
+    if not isinstance(body, PoolingBody):
+        return PoolingRequest(served, num_bytes, RequestOptions())
+    return PoolingRequest(served, num_bytes, RequestOptions(priority=body.priority or 0), body.cache_salt or "")
 
 
 async def embed(
-    served: ServedModel,
+    pooling: PoolingRequest,
     inputs: Sequence[str | list[int]],
     *,
-    num_bytes: int,
     dimensions: int | None = None,
     truncate_prompt_tokens: int | None = None,
-    options: RequestOptions | None = None,
     field: str = "input",
     max_values: int = MAX_VALUES,
 ) -> Pooled:
     """Compute the vectors of texts or of lists of token ids, with the checkpoint's pooling.
 
     Args:
-        num_bytes: size of the request body in bytes.
         field: name of the body's field with the inputs, for errors.
 
     Raises:
         APIError: the inputs cannot be served: 4xx with the field at fault, or 503.
     """
     return await pool(
-        served,
+        pooling,
         PoolingTask(
             tokenize=lambda tokenizer: [tokenizer.encode(one) if isinstance(one, str) else one for one in inputs],
             params=lambda: PoolingParams(dimensions=dimensions, truncate_prompt_tokens=truncate_prompt_tokens),
-            num_bytes=num_bytes,
             field=field,
             id_prefix="embd",
-            options=options or RequestOptions(),
             max_values=max_values,
         ),
         num_prompts=len(inputs),
     )
 
 
-async def pool(served: ServedModel, task: PoolingTask, num_prompts: int) -> Pooled:
+async def pool(pooling: PoolingRequest, task: PoolingTask, num_prompts: int) -> Pooled:
     """Pool prompts concurrently. If one fails, or the client disconnects, the others are aborted.
 
     Raises:
         APIError: the prompts cannot be served: 4xx with the field at fault, or 503.
     """
+    served = pooling.served
     engine = served.engine
     served.admission.check(0)  # before the expensive work
     if engine.error is not None:
         raise engine_dead(engine.error)
     if not 1 <= num_prompts <= MAX_INPUTS:
         raise invalid(f" must have 1 to {MAX_INPUTS} entries", where=task.field)
-    requests = await served.workers.run(Weight.of(task.num_bytes), _prepared, served, task)
+    requests = await served.workers.run(Weight.of(pooling.num_bytes), _prepared, pooling, task)
     prompt_lens = [len(request.prompt_token_ids) for request in requests]
     reservation = served.admission.admit(prompt_lens)
     request_id = f"{task.id_prefix}-{uuid.uuid4().hex}"
-    run = _Run(engine, request_id, requests, task.options, reservation, served.admission.request_timeout)
+    run = _Run(engine, request_id, requests, pooling.options, reservation, served.admission.request_timeout)
     outputs = await run.outputs()
     num_tokens = sum(prompt_lens)
     num_cached = sum(output.num_cached_tokens for output in outputs)
@@ -138,8 +153,9 @@ async def pool(served: ServedModel, task: PoolingTask, num_prompts: int) -> Pool
     return Pooled(request_id, [output.pooled for output in outputs if output.pooled is not None], num_tokens)
 
 
-def _prepared(served: ServedModel, task: PoolingTask) -> list[PreparedRequest]:
-    engine, field = served.engine, task.field
+def _prepared(pooling: PoolingRequest, task: PoolingTask) -> list[PreparedRequest]:
+    served, field = pooling.served, task.field
+    engine = served.engine
     try:
         params = task.params()
         tokenizer = served.tokenizer_beyond_context
@@ -155,7 +171,7 @@ def _prepared(served: ServedModel, task: PoolingTask) -> list[PreparedRequest]:
         if num_tokens > MAX_PROMPT_TOKENS:
             raise invalid(f" has {num_tokens} tokens, but the limit is {MAX_PROMPT_TOKENS}", where=field)
         _check_num_values(served, task, params, len(prompts))
-        return engine.preparer.prepare_pooling(prompts, params, task.options.cache_salt, served.adapter)
+        return engine.preparer.prepare_pooling(prompts, params, pooling.cache_salt, served.adapter)
     except ParameterError as error:
         if error.name == "prompt":
             raise invalid(f" {error.message}", where=field) from error

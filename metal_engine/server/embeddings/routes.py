@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from metal_engine.server.embeddings.embeddings import create_embeddings
-from metal_engine.server.embeddings.pooling import checked_options
+from metal_engine.server.embeddings.pooling import PoolingRequest, pooling_request
 from metal_engine.server.embeddings.protocol import (
     EmbeddingBody,
     EmbeddingList,
@@ -24,7 +24,6 @@ from metal_engine.server.embeddings.protocol import (
 from metal_engine.server.embeddings.scoring import Pairs, Scores, score
 from metal_engine.server.errors import invalid
 from metal_engine.server.generation.models import Models
-from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts
 
 
@@ -32,25 +31,24 @@ def add_pooling_routes(app: FastAPI, models: Models) -> None:
     @app.post("/v1/embeddings", tags=["pooling"], response_model=EmbeddingList)
     async def create_embedding(body: EmbeddingBody, request: Request) -> Response:
         served = await models.use(request, body.model)
-        data = await create_embeddings(served, body, len(await request.body()))
+        data = await create_embeddings(await pooling_request(served, request, body), body)
         return Response(data, media_type="application/json")
 
     @app.post("/v1/rerank", tags=["pooling"], response_model=Reranking)
     @app.post("/rerank", tags=["pooling"], response_model=Reranking)
     async def rerank(body: RerankBody, request: Request) -> Response:
-        num_bytes = len(await request.body())
         served = await models.use(request, body.model)
-        return Response(await _rerank(served, body, num_bytes), media_type="application/json")
+        data = await _rerank(await pooling_request(served, request, body), body)
+        return Response(data, media_type="application/json")
 
     @app.post("/score", tags=["pooling"])
     @app.post("/v1/score", tags=["pooling"])
     async def create_score(body: ScoreBody, request: Request) -> ScoreList:
         served = await models.use(request, body.model)
-        return await _score(served, body, len(await request.body()))
+        return await _score(await pooling_request(served, request, body), body)
 
 
-async def _rerank(served: ServedModel, body: RerankBody, num_bytes: int) -> bytes:
-    options = await checked_options(served, body, num_bytes)
+async def _rerank(pooling: PoolingRequest, body: RerankBody) -> bytes:
     if body.top_n is not None and body.top_n < 1:
         raise invalid(f" must be at least 1, got {body.top_n}", where="top_n")
     documents = [one if isinstance(one, str) else one.text for one in body.documents]
@@ -60,12 +58,11 @@ async def _rerank(served: ServedModel, body: RerankBody, num_bytes: int) -> byte
         document_field="documents",
         instruction=body.instruction,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
-        options=options,
-        num_bytes=num_bytes,
     )
-    scores = await score(served, pairs, "rerank")
+    scores = await score(pooling, pairs, "rerank")
     shown = documents if body.return_documents is not False else None
-    return await served.workers.run_if_large(num_bytes, _ranked, served.names[0], scores, shown, body.top_n)
+    served = pooling.served
+    return await served.workers.run_if_large(pooling.num_bytes, _ranked, served.names[0], scores, shown, body.top_n)
 
 
 def _ranked(model: str, scores: Scores, documents: list[str] | None, top_n: int | None) -> bytes:
@@ -81,8 +78,7 @@ def _ranked(model: str, scores: Scores, documents: list[str] | None, top_n: int 
     return parts.encode(Reranking(id=scores.request_id, model=model, usage=_usage(scores), results=placeholder))
 
 
-async def _score(served: ServedModel, body: ScoreBody, num_bytes: int) -> ScoreList:
-    options = await checked_options(served, body, num_bytes)
+async def _score(pooling: PoolingRequest, body: ScoreBody) -> ScoreList:
     queries = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     documents = [body.text_2] if isinstance(body.text_2, str) else body.text_2
     if len(queries) == 1:
@@ -96,14 +92,12 @@ async def _score(served: ServedModel, body: ScoreBody, num_bytes: int) -> ScoreL
         document_field="text_2",
         instruction=body.instruction,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
-        options=options,
-        num_bytes=num_bytes,
     )
-    scores = await score(served, pairs, "score")
+    scores = await score(pooling, pairs, "score")
     return ScoreList(
         id=scores.request_id,
         created=int(time.time()),
-        model=served.names[0],
+        model=pooling.served.names[0],
         data=[Score(index=i, score=value) for i, value in enumerate(scores.values)],
         usage=_usage(scores),
     )

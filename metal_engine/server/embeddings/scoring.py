@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from metal_engine.pooling_params import PoolingParams
-from metal_engine.request import RequestOptions
-from metal_engine.server.embeddings.pooling import MAX_INPUTS, Pooled, PoolingTask, pool
+from metal_engine.server.embeddings.pooling import MAX_INPUTS, Pooled, PoolingRequest, PoolingTask, pool
 from metal_engine.server.errors import invalid
-from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.settings.config import RerankerConfig
 from metal_engine.text.tokenizer import Tokenizer
 
@@ -29,7 +27,6 @@ class Pairs:
         queries: one query for each document.
         document_field: field of the body that contains the documents.
         instruction: criterion for a reranker; None for the instruction of its model card.
-        num_bytes: size of the body in bytes.
     """
 
     queries: Sequence[str]
@@ -37,8 +34,6 @@ class Pairs:
     document_field: str
     instruction: str | None
     truncate_prompt_tokens: int | None
-    options: RequestOptions
-    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -50,12 +45,13 @@ class Scores:
     num_prompt_tokens: int
 
 
-async def score(served: ServedModel, pairs: Pairs, id_prefix: str) -> Scores:
+async def score(pooling: PoolingRequest, pairs: Pairs, id_prefix: str) -> Scores:
     """Score each pair: 0 to 1 with a reranker, -1 to 1 with an embedding model.
 
     Raises:
         APIError: the model is neither a reranker nor an embedding model, or the pairs cannot be served.
     """
+    served = pooling.served
     model = served.engine.config.model
     if not 1 <= len(pairs.documents) <= MAX_INPUTS:
         raise invalid(f" must have 1 to {MAX_INPUTS} entries", where=pairs.document_field)
@@ -63,7 +59,7 @@ async def score(served: ServedModel, pairs: Pairs, id_prefix: str) -> Scores:
         problem = f" with their queries have more than {MAX_PAIR_CHARACTERS} characters together"
         raise invalid(problem, where=pairs.document_field)
     if model.reranker is not None:
-        return await _by_reranker(served, model.reranker, pairs, id_prefix)
+        return await _by_reranker(pooling, model.reranker, pairs, id_prefix)
     if not model.pooler.is_embedder:
         raise invalid(
             f"{served.names[0]} is neither a reranker (Qwen3-Reranker) nor an embedding model (with a modules.json of "
@@ -72,13 +68,13 @@ async def score(served: ServedModel, pairs: Pairs, id_prefix: str) -> Scores:
         )
     if pairs.instruction is not None:
         raise invalid(" is for rerankers, and the model gives embeddings", where="instruction")
-    return await _by_cosine(served, pairs, id_prefix)
+    return await _by_cosine(pooling, pairs, id_prefix)
 
 
-async def _by_reranker(served: ServedModel, reranker: RerankerConfig, pairs: Pairs, id_prefix: str) -> Scores:
+async def _by_reranker(pooling: PoolingRequest, reranker: RerankerConfig, pairs: Pairs, id_prefix: str) -> Scores:
     if len(pairs.instruction or "") > MAX_INSTRUCTION:
         raise invalid(f" may have {MAX_INSTRUCTION} characters", where="instruction")
-    max_model_len = served.engine.config.scheduler.max_model_len
+    max_model_len = pooling.served.engine.config.scheduler.max_model_len
 
     def tokenize(tokenizer: Tokenizer) -> list[list[int]]:
         return _reranker_prompts(reranker, pairs, tokenizer, max_model_len)
@@ -91,12 +87,10 @@ async def _by_reranker(served: ServedModel, reranker: RerankerConfig, pairs: Pai
             # tokenizer accept texts longer than the context.
             truncate_prompt_tokens=None if pairs.truncate_prompt_tokens is None else -1,
         ),
-        num_bytes=pairs.num_bytes,
         field=pairs.document_field,
         id_prefix=id_prefix,
-        options=pairs.options,
     )
-    pooled = await pool(served, task, len(pairs.documents))
+    pooled = await pool(pooling, task, len(pairs.documents))
     values = [_sigmoid(float(yes) - float(no)) for no, yes in pooled.vectors]
     return Scores(pooled.request_id, values, pooled.num_prompt_tokens)
 
@@ -108,11 +102,11 @@ def _reranker_prompts(
     prefix = tokenizer.encode(reranker.prefix, add_special_tokens=False)
     suffix = tokenizer.encode(reranker.suffix, add_special_tokens=False)
     limit = pairs.truncate_prompt_tokens
-    room = None
+    max_pair_tokens = None
     if limit is not None:
         longest = max_model_len if limit == -1 else limit
-        room = longest - len(prefix) - len(suffix)
-        if not (limit == -1 or 1 <= limit <= max_model_len) or room < 1:
+        max_pair_tokens = longest - len(prefix) - len(suffix)
+        if not (limit == -1 or 1 <= limit <= max_model_len) or max_pair_tokens < 1:
             problem = f" must leave room for a document, and be {max_model_len} at most"
             raise invalid(problem, where="truncate_prompt_tokens")
     instruction = pairs.instruction or reranker.instruction
@@ -121,7 +115,7 @@ def _reranker_prompts(
         pair = tokenizer.encode_filled(
             reranker.pair, {"instruction": instruction, "query": query, "document": document}
         )
-        prompts.append([*prefix, *pair[:room], *suffix])
+        prompts.append([*prefix, *pair[:max_pair_tokens], *suffix])
     return prompts
 
 
@@ -129,19 +123,17 @@ def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-async def _by_cosine(served: ServedModel, pairs: Pairs, id_prefix: str) -> Scores:
+async def _by_cosine(pooling: PoolingRequest, pairs: Pairs, id_prefix: str) -> Scores:
     # Each text is pooled only once, even if it is in several pairs.
     place = {text: i for i, text in enumerate(dict.fromkeys([*pairs.queries, *pairs.documents]))}
     texts = list(place)
     task = PoolingTask(
         tokenize=lambda tokenizer: [tokenizer.encode(text) for text in texts],
         params=lambda: PoolingParams(normalize=True, truncate_prompt_tokens=pairs.truncate_prompt_tokens),
-        num_bytes=pairs.num_bytes,
         field=pairs.document_field,
         id_prefix=id_prefix,
-        options=pairs.options,
     )
-    pooled = await pool(served, task, len(texts))
+    pooled = await pool(pooling, task, len(texts))
     couples = zip(pairs.queries, pairs.documents, strict=True)
     values = [_dot(pooled, place[query], place[document]) for query, document in couples]
     return Scores(pooled.request_id, values, pooled.num_prompt_tokens)

@@ -207,7 +207,7 @@ class MultiModel(Models):
 
     def served(self, entry: ModelEntry) -> ServedModel | None:
         """Return the model; None if it is not loaded."""
-        return None if entry.running is None else self._of(entry, entry.running)
+        return None if entry.loaded_engine is None else self._of(entry, entry.loaded_engine)
 
     def find_loaded(self, model: str | None) -> ServedModel | None:
         return self.served(self.entry(model))
@@ -216,8 +216,8 @@ class MultiModel(Models):
         entry = self.entry(model)
         leases: list[ModelEntry] = request.scope[_LEASES]
         if entry in leases:
-            assert entry.running is not None  # a leased model is not unloaded
-            return self._of(entry, entry.running)
+            assert entry.loaded_engine is not None  # a leased model is not unloaded
+            return self._of(entry, entry.loaded_engine)
         request.scope[MODEL_NAME] = entry.name
         self.is_ready(model)
         async with self._in_time(entry, "loaded"):

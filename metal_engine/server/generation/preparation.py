@@ -206,7 +206,6 @@ def _options(body: GenerationBody, predicted_token_ids: list[int]) -> RequestOpt
     transfer = body.kv_transfer_params or KVTransferParams()
     return RequestOptions(
         priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
         do_remote_prefill=transfer.do_remote_prefill,
         do_remote_decode=transfer.do_remote_decode,
         use_speculation=body.use_speculation is not False,

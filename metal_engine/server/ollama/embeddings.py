@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 
 from metal_engine.server.embeddings.embeddings import FEW, MAX_NUMBERS, vectors_json
-from metal_engine.server.embeddings.pooling import Pooled, embed
-from metal_engine.server.generation.preparation import ServedModel
+from metal_engine.server.embeddings.pooling import Pooled, PoolingRequest, embed
 from metal_engine.server.json_parts import JSONParts
 from metal_engine.server.ollama.protocol import EmbedAnswer, EmbeddingsAnswer, OllamaEmbedBody, OllamaEmbeddingsBody
 from metal_engine.server.workers import Weight
 
 
-async def create_embed(served: ServedModel, body: OllamaEmbedBody, name: str, num_bytes: int) -> bytes:
+async def create_embed(pooling: PoolingRequest, body: OllamaEmbedBody, name: str) -> bytes:
     """Return the response of ``/api/embed`` as JSON. ``name`` is the client's name of the model.
 
     Raises:
@@ -20,7 +19,7 @@ async def create_embed(served: ServedModel, body: OllamaEmbedBody, name: str, nu
     """
     started = time.monotonic()
     inputs = [body.input] if isinstance(body.input, str) else body.input or []
-    vectors, num_tokens = await _vectors(served, body, inputs, "input", num_bytes)
+    vectors, num_tokens = await _vectors(pooling, inputs, "input", body.dimensions)
     parts = JSONParts()
     answer = EmbedAnswer(
         model=name,
@@ -31,31 +30,27 @@ async def create_embed(served: ServedModel, body: OllamaEmbedBody, name: str, nu
     return parts.encode(answer)
 
 
-async def create_embedding(served: ServedModel, body: OllamaEmbeddingsBody, num_bytes: int) -> bytes:
+async def create_embedding(pooling: PoolingRequest, body: OllamaEmbeddingsBody) -> bytes:
     """Return the response of ``/api/embeddings`` as JSON. Raises as :func:`create_embed`."""
     inputs = [] if body.prompt is None else [body.prompt]
-    vectors, _ = await _vectors(served, body, inputs, "prompt", num_bytes)
+    vectors, _ = await _vectors(pooling, inputs, "prompt")
     parts = JSONParts()
     return parts.encode(EmbeddingsAnswer(embedding=parts.add(vectors[0] if vectors else b"[]")))
 
 
 async def _vectors(
-    served: ServedModel, body: OllamaEmbedBody | OllamaEmbeddingsBody, inputs: list[str], field: str, num_bytes: int
+    pooling: PoolingRequest, inputs: list[str], field: str, dimensions: int | None = None
 ) -> tuple[list[bytes], int]:
     """Return the vectors as JSON, and the number of tokens.
 
     Empty inputs have no vectors. Clients send them only to load a model.
     """
-    await served.workers.run_if_large(num_bytes, served.parameters.check, body)
     if inputs in ([], [""]):
         return [], 0
-    dimensions = body.dimensions if isinstance(body, OllamaEmbedBody) else None
-    pooled = await embed(
-        served, list(inputs), num_bytes=num_bytes, dimensions=dimensions, field=field, max_values=MAX_NUMBERS
-    )
+    pooled = await embed(pooling, list(inputs), dimensions=dimensions, field=field, max_values=MAX_NUMBERS)
     if sum(vector.size for vector in pooled.vectors) <= FEW:
         return _encoded(pooled), pooled.num_prompt_tokens
-    return await served.workers.run(Weight.HEAVY, _encoded, pooled), pooled.num_prompt_tokens
+    return await pooling.served.workers.run(Weight.HEAVY, _encoded, pooled), pooled.num_prompt_tokens
 
 
 def _encoded(pooled: Pooled) -> list[bytes]:

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
+from metal_engine.server.embeddings.pooling import pooling_request
 from metal_engine.server.errors import APIError, renaming
 from metal_engine.server.generation.answerer import Answerer
 from metal_engine.server.generation.models import Models
@@ -69,14 +70,14 @@ def add_ollama_routes(app: FastAPI, all_models: Models, answer: Answerer) -> Non
     async def ollama_embed(body: protocol.OllamaEmbedBody, request: Request) -> Response:
         name = named(body)
         served = await all_models.use(request, body.model)
-        data = await create_embed(served, body, name, len(await request.body()))
+        data = await create_embed(await pooling_request(served, request, body), body, name)
         return Response(data, media_type="application/json")
 
     @app.post("/api/embeddings", tags=["ollama"], response_model=protocol.EmbeddingsAnswer, responses=_ERRORS)
     async def ollama_embeddings(body: protocol.OllamaEmbeddingsBody, request: Request) -> Response:
         named(body)
         served = await all_models.use(request, body.model)
-        data = await create_embedding(served, body, len(await request.body()))
+        data = await create_embedding(await pooling_request(served, request, body), body)
         return Response(data, media_type="application/json")
 
     _add_model_routes(app, all_models)

@@ -47,5 +47,5 @@ def add_page(app: FastAPI, models: Models, lifecycle: Lifecycle, keep_alive: flo
         request: Request, seconds: Annotated[float | None, Query(ge=0, le=_MAX_SECONDS)] = None
     ) -> Response:
         viewers = viewer_registry.of(request.query_params.get("model"))
-        viewers.check_room()
+        viewers.check_capacity()
         return EventStreamResponse(viewers.events(seconds), keep_alive=keep_alive)

@@ -85,7 +85,7 @@ class Viewers:
     def __len__(self) -> int:
         return len(self._viewers)
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raise APIError, a 503, if the number of viewers is at its limit."""
         if len(self._viewers) >= MAX_VIEWERS:
             problem = f"{MAX_VIEWERS} viewers are connected already"
@@ -103,7 +103,7 @@ class Viewers:
         Ends after ``seconds``, if given, or after :meth:`close`.
         """
         try:
-            self.check_room()
+            self.check_capacity()
         except APIError as error:  # other clients took the last place in the meantime
             yield sse(error.body)
             return
@@ -173,7 +173,7 @@ class ViewerRegistry:
         self._models = models
         self._viewers: dict[AsyncEngine, Viewers] = {}
         if isinstance(models, MultiModel):
-            models.registry.at_unload.append(self._unloaded)
+            models.registry.at_unload.append(self._close_viewers)
 
     def of(self, model: str | None) -> Viewers:
         """Return the viewers of a model. Without a name, the first loaded model is used.
@@ -194,7 +194,7 @@ class ViewerRegistry:
         for viewers in self._viewers.values():
             viewers.close()
 
-    def _unloaded(self, running: LoadedEngine) -> None:
-        viewers = self._viewers.pop(running.engine, None)
+    def _close_viewers(self, loaded: LoadedEngine) -> None:
+        viewers = self._viewers.pop(loaded.engine, None)
         if viewers is not None:
             viewers.close()

@@ -110,7 +110,12 @@ class _ModelsCollector(Collector):
 
 def _registry_families(models: MultiModel) -> Iterator[Metric]:
     kinds: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, Callable[[ModelEntry], float]], ...] = (
-        (GaugeMetricFamily, "model_loaded", "1 if the model is loaded, else 0.", lambda one: one.running is not None),
+        (
+            GaugeMetricFamily,
+            "model_loaded",
+            "1 if the model is loaded, else 0.",
+            lambda one: one.loaded_engine is not None,
+        ),
         (
             GaugeMetricFamily,
             "model_memory_bytes",

@@ -62,11 +62,11 @@ def _card(name: str, entry: ModelEntry, created: int) -> RegistryCard:
         created=created,
         root=entry.name,
         max_model_len=entry.max_model_len,
-        loaded=entry.running is not None,
+        loaded=entry.loaded_engine is not None,
         state=entry.state.value,
         memory_bytes=entry.num_bytes,
         requests=entry.num_leases,
-        idle_seconds=None if entry.running is None else round(time.monotonic() - entry.last_used, 1),
+        idle_seconds=None if entry.loaded_engine is None else round(time.monotonic() - entry.last_used, 1),
         error=entry.error,
     )
 
@@ -106,9 +106,9 @@ def _health(entry: ModelEntry) -> ModelHealth:
         loads=entry.num_loads,
         error=entry.error,
     )
-    if entry.running is None:
+    if entry.loaded_engine is None:
         return health
-    engine = entry.running.engine
+    engine = entry.loaded_engine.engine
     stats = engine.stats
     health.running, health.waiting, health.preemptions = stats.num_running, engine.num_waiting, stats.num_preemptions
     health.kv_cache_usage = stats.num_used_blocks / stats.num_blocks

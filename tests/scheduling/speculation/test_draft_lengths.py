@@ -245,7 +245,7 @@ class Drafts:
             num_tokens = 0 if int(request.request_id[1:]) % 2 else 1
         return expected[:num_tokens] if is_right else [token_id ^ 1 for token_id in expected[:num_tokens]]
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Do nothing: results are not counted."""
 
     def forget(self, request_id: str) -> None:

@@ -281,7 +281,7 @@ def test_what_is_known_of_a_request_ends_with_its_blocks() -> None:
         costs.measured(1.0, drafting, (), is_probe=False)
     costs.measured(1.0, Drafting(num_computed_tokens={"a": 404}), ("a",), is_probe=False)
     assert costs.catching_up_seconds(request) == 0
-    costs.settled("a", 400)
+    costs.record_num_tokens("a", 400)
     request.token_ids += [1] * 12
     assert costs.catching_up_seconds(request) == pytest.approx(10 * 0.01 / 128)
     plan = SchedulerOutput(1, {"a": 64}, new_requests=[NewRequestData.of(request, [])])

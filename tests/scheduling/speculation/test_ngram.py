@@ -173,14 +173,14 @@ def test_drafts_are_predicted_or_repeated_and_the_former_are_counted() -> None:
         return proposer.propose(request, 3)
 
     assert propose() == [20, 21, 22]
-    proposer.settled(request, 3, 2)
+    proposer.record_result(request, 3, 2)
     request.token_ids += [20, 21, 5, 6]
     assert propose() == [20, 21, 5]  # the latest place
-    proposer.settled(request, 3, 1)
+    proposer.record_result(request, 3, 1)
     assert request.num_predicted_tokens == (2, 1)
     request.token_ids += [21, 22]
     assert propose() == [23, 24]
-    proposer.settled(request, 1, 1)
+    proposer.record_result(request, 1, 1)
     assert request.num_predicted_tokens == (3, 1)
     proposer.forget("a")
-    assert not proposer._indexes and not proposer._predicted_texts._predicted_texts
+    assert not proposer._indexes and not proposer._predicted_texts

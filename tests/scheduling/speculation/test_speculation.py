@@ -37,7 +37,7 @@ class RightDrafts:
         drafts = expected[request.num_output_tokens : request.num_output_tokens + num_tokens]
         return [token_id ^ (i >= self._num_right) for i, token_id in enumerate(drafts)]
 
-    def settled(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Do nothing: results are not counted."""
 
     def forget(self, request_id: str) -> None:
@@ -319,20 +319,20 @@ def test_prompts_do_not_wait_for_drafts_that_may_come() -> None:
 # --- the harness must notice --------------------------------------------------------------------------------
 
 
-def _accept_one_more(settle: Any) -> Any:
+def _accept_one_more(process_results: Any) -> Any:
     def wrong(self: Speculation, plan: SchedulerOutput, output: ModelOutput, requests: Any) -> dict[str, list[int]]:
         for request_id, drafts in plan.scheduled_spec_decode_tokens.items():
             if output.num_accepted_tokens[request_id] < len(drafts):
                 output.num_accepted_tokens[request_id] += 1
-        return settle(self, plan, output, requests)
+        return process_results(self, plan, output, requests)
 
     return wrong
 
 
-def _keep_rejected_rows(settle: Any) -> Any:
+def _keep_rejected_rows(process_results: Any) -> Any:
     def wrong(self: Speculation, plan: SchedulerOutput, output: ModelOutput, requests: Any) -> dict[str, list[int]]:
         num_computed = {request_id: request.num_computed_tokens for request_id, request in requests.items()}
-        accepted = settle(self, plan, output, requests)
+        accepted = process_results(self, plan, output, requests)
         for request_id, drafts in accepted.items():
             request = requests[request_id]
             request.num_computed_tokens = min(num_computed[request_id], request.num_tokens + len(drafts) + 1)
@@ -353,7 +353,7 @@ def test_harness_notices(mutate: Callable[[Any], Any] | None, monkeypatch: pytes
     if mutate is None:  # keep the blocks of rejected drafts
         monkeypatch.setattr(BlockManager, "trim", lambda self, request_id, num_tokens: None)
     else:
-        monkeypatch.setattr(Speculation, "settle", mutate(Speculation.settle))
+        monkeypatch.setattr(Speculation, "process_results", mutate(Speculation.process_results))
     with pytest.raises((AssertionError, KeyError, IndexError)):
         run()
 
@@ -376,16 +376,16 @@ def test_harness_notices_a_step_on_top_of_drafts(monkeypatch: pytest.MonkeyPatch
 
 def _checkpoint_what_drafts_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a state with rejected drafts as the checkpoint after the last full block."""
-    settle = RequestStates.settle_drafts
+    record = RequestStates.record_draft_result
 
     def wrong(self: RequestStates, request: Request, *, is_rejected: bool) -> None:
-        settle(self, request, is_rejected=is_rejected)
+        record(self, request, is_rejected=is_rejected)
         num_blocks = request.num_registered_blocks
         if is_rejected and num_blocks * self._block_size > request.num_prompt_tokens:
             held = self._held[request.request_id]
             self._add(held, request, num_blocks, held.slot)
 
-    monkeypatch.setattr(RequestStates, "settle_drafts", wrong)
+    monkeypatch.setattr(RequestStates, "record_draft_result", wrong)
 
 
 def _give_the_state_before_away(monkeypatch: pytest.MonkeyPatch) -> None:

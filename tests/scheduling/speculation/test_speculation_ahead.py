@@ -93,18 +93,18 @@ def test_a_step_ahead_holds_nobody_up_any_more() -> None:
 
 # --- room ---
 
-NO_ROOM: dict[str, dict[str, Any]] = {
+NO_CAPACITY: dict[str, dict[str, Any]] = {
     "attention work": {"max_attention_work": 20},
     "slots": {"num_state_slots": 2, "max_num_seqs": 2},
     "rows that sample": {"max_num_batched_tokens": 2, "max_num_seqs": 2},
 }
 
 
-@pytest.mark.parametrize("name", NO_ROOM)
+@pytest.mark.parametrize("name", NO_CAPACITY)
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_steps_do_not_wait_for_drafts_that_there_is_no_room_for(name: str, method: str) -> None:
     """Steps do not wait for drafts that would be worth their cost, nor for a probe."""
-    limits: dict[str, Any] = {"num_blocks": 40, "block_size": 4, "num_state_slots": 0, **NO_ROOM[name]}
+    limits: dict[str, Any] = {"num_blocks": 40, "block_size": 4, "num_state_slots": 0, **NO_CAPACITY[name]}
     sizes = {key: limits.pop(key) for key in ("num_blocks", "block_size", "num_state_slots")}
     speculative = speculative_config(4) if method == "ngram" else draft_model_config(4)
     limits = {"max_num_batched_tokens": 32, "max_num_seqs": 2, "max_model_len": 100, **limits}
@@ -140,10 +140,10 @@ def test_room_is_taken_from_what_decodes_leave() -> None:
         assert blocks.allocate(request.request_id, request.num_tokens)
     # The next token of a is in a new block with capacity for 3 drafts. The block of b has capacity for 2. Two blocks
     # remain.
-    room = DraftCapacity(requests, 1000, blocks, None)
-    assert [room.take(request, 12) for request in requests] == [11, 2]
-    room = DraftCapacity(requests, 1000, blocks, None)
-    assert [room.take(request, n) for request, n in zip(requests, (4, 12), strict=True)] == [4, 6]
+    capacity = DraftCapacity(requests, 1000, blocks, None)
+    assert [capacity.take(request, 12) for request in requests] == [11, 2]
+    capacity = DraftCapacity(requests, 1000, blocks, None)
+    assert [capacity.take(request, n) for request, n in zip(requests, (4, 12), strict=True)] == [4, 6]
     # The rows attend to 9 + 10 keys; two drafts of a, to 10 + 11; one draft of b, to 11.
     for work, expected in (
         (19, [0, 0]),
@@ -152,9 +152,9 @@ def test_room_is_taken_from_what_decodes_leave() -> None:
         (19 + 10 + 11, [2, 0]),
         (19 + 32, [2, 1]),
     ):
-        room = DraftCapacity(requests, work, blocks, None)
-        assert [room.take(request, 2) for request in requests] == expected, work
-    assert room.take(requests[0], -1) == 0
+        capacity = DraftCapacity(requests, work, blocks, None)
+        assert [capacity.take(request, 2) for request in requests] == expected, work
+    assert capacity.take(requests[0], -1) == 0
 
 
 def test_steps_wait_for_drafts_that_there_is_room_for() -> None:

@@ -42,7 +42,7 @@ FORMS = {
 def server() -> Iterator[Served]:
     with serve(config=CONFIG) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 def cached(served: Served, system: Any, salt: str) -> tuple[int, int]:

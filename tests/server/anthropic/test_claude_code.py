@@ -51,7 +51,7 @@ def calling(request: pytest.FixtureRequest) -> Iterator[Served]:
     format_ = answer_format("json_tools")
     with serve(script(RECORDED[0].text), config=CONFIG, tokenizer=tokenizer, answer_format=format_) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_a_turn_and_the_next(calling: Served) -> None:
@@ -84,7 +84,7 @@ def test_the_text_of_a_system_message_is_in_its_place() -> None:
         assert counted["input_tokens"] == usage["input_tokens"]
         first = {**body, "messages": [{"role": "system", "content": "x"}]}
         assert "messages[0].role" in served.post("/v1/messages", first).json()["error"]["message"]
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_an_answer_by_a_schema(served: Served) -> None:
@@ -106,4 +106,4 @@ def test_templates_that_know_efforts_are_told(effort: str | None, told: str) -> 
         body = {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
         usage = served.post("/v1/messages", {**body, "output_config": {"effort": effort}}).json()["usage"]
         assert usage["input_tokens"] == len(tokenizer.encode(f"{told}:hi"))
-        served.settle()
+        served.wait_until_idle()

@@ -46,7 +46,7 @@ def _calling() -> Iterator[Served]:
 @pytest.fixture
 def calling(_calling: Served) -> Iterator[Served]:
     yield _calling
-    _calling.settle()
+    _calling.wait_until_idle()
 
 
 def expected_text(served: Served, messages: list[dict[str, str]], num_tokens: int) -> str:
@@ -138,7 +138,7 @@ def test_stop_sequences() -> None:
             assert message.stop_sequence == (stop[0] if reason == "stop_sequence" else None)
         params = served.runner.seen_params[-1]
         assert (params.temperature, params.top_k, params.top_p) == (0.5, 3, 0.9)
-        served.settle()
+        served.wait_until_idle()
 
 
 OK: dict[str, Any] = {"model": MODEL, "max_tokens": 5, "messages": USER}
@@ -188,7 +188,7 @@ def test_an_error_within_a_stream() -> None:
             client(served).messages.stream(model=MODEL, max_tokens=400, messages=USER) as stream,
         ):
             list(stream)
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_unicode_survives() -> None:
@@ -198,7 +198,7 @@ def test_unicode_survives() -> None:
         ) as stream:
             text = "".join(stream.text_stream)
         assert text == "é 日本語 😀\u2028 done" and len(byte_ids(text)) > len(text)
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_too_many_tools_are_refused_before_all_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:

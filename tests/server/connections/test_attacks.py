@@ -95,7 +95,7 @@ def test_those_that_make_room_are_told() -> None:
                 (answer,) = answers(rest(one))
                 assert answer.status == 503 and answer.json()["error"]["code"] == "overloaded"
                 assert "max-connections" in answer.json()["error"]["message"]
-        few.settle()
+        few.wait_until_idle()
 
 
 def test_busy_connections_keep_their_place() -> None:
@@ -208,14 +208,14 @@ def test_drips_do_not_keep_a_connection(hurried: Served, name: str) -> None:
             except ConnectionError:
                 break
     assert [answer.status for answer in answers(received)] == wanted
-    hurried.settle()
+    hurried.wait_until_idle()
 
 
 def test_a_body_that_pauses_is_a_408(hurried: Served) -> None:
     with crowd(hurried.url, 1, post(length=b"1000")) as (one,):
         (answer,) = answers(rest(one))
     assert answer.status == 408 and "(setting timeout-read)" in answer.json()["error"]["message"]
-    hurried.settle()
+    hurried.wait_until_idle()
 
 
 def test_a_slow_body_that_goes_on_is_served(hurried: Served) -> None:
@@ -246,7 +246,7 @@ def test_an_answer_that_is_not_read(hurried: Served) -> None:
         client.sendall(post(body=body))
         wait_until(lambda: hurried.engine.num_open_requests > 0, "the request to run")
         wait_until(lambda: len(hurried.server.connections) == 0, "the connection to be closed")
-    hurried.settle()
+    hurried.wait_until_idle()
 
 
 # --- descriptors ---
@@ -262,11 +262,11 @@ def test_too_few_descriptors() -> None:
 
 def test_more_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "open_file_limit", lambda wanted: min(wanted, 400))
-    room = 400 - RESERVED_DESCRIPTORS - ConnectionLimits.num_spare
-    assert limits.connection_limits(ServerArgs()).max_connections == room
-    assert limits.connection_limits(ServerArgs(max_connections=room)).max_connections == room
-    with pytest.raises(ConfigError, match=f"ulimit -n .* or lower max-connections to {room}"):
-        limits.connection_limits(ServerArgs(max_connections=room + 1))
+    available = 400 - RESERVED_DESCRIPTORS - ConnectionLimits.num_spare
+    assert limits.connection_limits(ServerArgs()).max_connections == available
+    assert limits.connection_limits(ServerArgs(max_connections=available)).max_connections == available
+    with pytest.raises(ConfigError, match=f"ulimit -n .* or lower max-connections to {available}"):
+        limits.connection_limits(ServerArgs(max_connections=available + 1))
 
 
 def test_limits_of_the_process() -> None:

@@ -78,7 +78,7 @@ def test_there_are_enough_shapes() -> None:
 
 def test_every_shape(hurried: Served) -> None:
     assert asyncio.run(send_all(hurried.server.port, SHAPES)) == []
-    hurried.settle()
+    hurried.wait_until_idle()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_in_pieces(hurried: Served, piece: int) -> None:
     """The parser's state and the server's counters do not depend on where the bytes are cut."""
     short = [shape for shape in SHAPES if shape.at_any_pace and len(shape.data) <= 60 * piece]
     assert asyncio.run(send_all(hurried.server.port, short, piece)) == []
-    hurried.settle()
+    hurried.wait_until_idle()
 
 
 @pytest.mark.full

@@ -18,7 +18,8 @@ import pytest
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.pooling_params import PoolingParams
-from metal_engine.server.embeddings.pooling import embed
+from metal_engine.request import RequestOptions
+from metal_engine.server.embeddings.pooling import PoolingRequest, embed
 from metal_engine.server.generation.admission import Admission
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.preparation import ServedModel
@@ -59,7 +60,7 @@ def test_the_official_client_is_content(served: Served) -> None:
         assert {entry.object for entry in found.data} == {"embedding"}
         for entry, text in zip(found.data, texts, strict=True):
             assert np.array_equal(np.array(entry.embedding, np.float32), vector(served.tokenizer.encode(text)))
-    served.settle()
+    served.wait_until_idle()
 
 
 @pytest.mark.parametrize("given", ["A fox", ["A fox"], byte_ids("A fox"), [byte_ids("A fox")]])
@@ -105,7 +106,7 @@ def test_beside_chats(served: Served) -> None:
     assert answers[0] == answers[2] == bytes(generated(prompts[0], 20)).decode()
     for found in answers[1::2]:
         assert all(np.array_equal(a, vector(b)) for a, b in zip(found, prompts, strict=True))
-    served.settle()
+    served.wait_until_idle()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_other_errors(served: Served) -> None:
         check_error(served.post("/v1/embeddings", {"input": given}), 400, param="input", code="context_length_exceeded")
     with served.client() as client, pytest.raises(openai.BadRequestError, match="context length"):
         client.embeddings.create(model=MODEL, input="x" * 600)
-    served.settle()
+    served.wait_until_idle()
 
 
 def test_the_tokens_of_all_prompts_are_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +158,7 @@ def test_a_whole_batch_and_a_whole_context(served: Served) -> None:
     assert all(np.array_equal(found[i], vector([i % 256, i // 256])) for i in range(0, 2048, 97))
     (long,) = embeddings(served, input=[9] * 512)
     assert np.array_equal(long, vector([9] * 512))
-    served.settle()
+    served.wait_until_idle()
 
 
 def test_unknown_parameters_are_as_elsewhere() -> None:
@@ -172,7 +173,7 @@ def test_a_client_that_leaves_is_forgotten(served: Served) -> None:
         httpx.post(served.url + "/v1/embeddings", json={"input": ["a", "b", "c"]}, timeout=0.3)
     wait_until(lambda: served.engine.num_open_requests == 0, "the requests to be dropped")
     served.runner.running.set()
-    served.settle()
+    served.wait_until_idle()
 
 
 def test_a_request_that_takes_too_long_is_cut() -> None:
@@ -180,13 +181,13 @@ def test_a_request_that_takes_too_long_is_cut() -> None:
         served.runner.running.clear()
         check_error(served.post("/v1/embeddings", {"input": ["a", "b"]}), 504, code="timeout")
         served.runner.running.set()
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_a_step_that_fails_is_an_error(served: Served) -> None:
     served.runner.raise_next = RuntimeError("as asked")
     check_error(served.post("/v1/embeddings", {"input": ["a", "b"]}), 500, code="generation_failed")
-    served.settle()
+    served.wait_until_idle()
     assert len(embeddings(served, input="a")) == 1
 
 
@@ -200,7 +201,7 @@ def test_requests_that_may_not_wait_are_told() -> None:
         assert "queued-tokens" in error["message"]
         served.runner.running.set()
         thread.join()
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_an_answer_has_a_largest_size() -> None:
@@ -258,7 +259,7 @@ def test_the_function_others_call_takes_texts_and_tokens() -> None:
     workers = Workers()
     served = ServedModel(engine, ("m",), ParameterPolicy(), AnswerFormat(), Admission(engine, 0, 0, 0.0), workers)
     try:
-        found = asyncio.run(embed(served, ["A fox", [1, 2, 3]], num_bytes=20))
+        found = asyncio.run(embed(PoolingRequest(served, 20, RequestOptions()), ["A fox", [1, 2, 3]]))
     finally:
         workers.close()
         engine.shutdown()

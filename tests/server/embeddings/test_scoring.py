@@ -85,7 +85,7 @@ def test_documents_come_best_first(judge: Served, path: str) -> None:
     num_tokens = sum(len(judge.tokenizer.encode(text)) for text in texts)
     assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     assert answer["model"] == MODEL
-    judge.settle()
+    judge.wait_until_idle()
 
 
 def test_the_best_alone_and_without_texts(judge: Served) -> None:
@@ -149,7 +149,7 @@ def test_an_embedding_model_gives_cosines(embedder: Served) -> None:
     (same,) = embedder.post("/score", {"text_1": "a", "text_2": "a"}).json()["data"]
     assert same["score"] == pytest.approx(1, abs=1e-6)
     check_error(embedder.post("/score", {"text_1": "a", "text_2": "b", "instruction": "c"}), 400, "instruction")
-    embedder.settle()
+    embedder.wait_until_idle()
 
 
 def test_other_models_have_no_scores() -> None:
@@ -189,4 +189,4 @@ def test_a_client_that_leaves_is_forgotten(judge: Served) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(judge.url + "/rerank", json={"query": "q", "documents": DOCUMENTS}, timeout=0.3)
     judge.runner.running.set()
-    judge.settle()
+    judge.wait_until_idle()

@@ -22,4 +22,4 @@ def _tiny() -> Iterator[Served]:
 @pytest.fixture
 def tiny(_tiny: Served) -> Iterator[Served]:
     yield _tiny
-    _tiny.settle()
+    _tiny.wait_until_idle()

@@ -38,7 +38,7 @@ def test_concurrent_streams(num_blocks: int) -> None:
 
         for i, text in enumerate(asyncio.run(stream_all())):
             assert text == expected_text(served, prompt_of(i), 50 + i)
-        served.settle()
+        served.wait_until_idle()
         assert (served.engine.stats.num_preemptions > 0) == (num_blocks == 60)
 
 
@@ -92,7 +92,7 @@ def test_half_of_the_clients_disconnect() -> None:
         for i, text in enumerate(asyncio.run(run())):
             if text is not None:
                 assert text == expected_text(served, prompt_of(i), num_tokens)
-        served.settle()
+        served.wait_until_idle()
 
 
 BODIES = [
@@ -127,7 +127,7 @@ def test_disconnect_aborts_at_once(body: dict[str, object]) -> None:
         wait_until(lambda: served.engine.num_open_requests == 0, "the abort")
         assert served.runner.num_steps == 0
         served.runner.running.set()
-        served.settle()
+        served.wait_until_idle()
         assert served.runner.num_steps == 1
 
 

@@ -84,9 +84,9 @@ def test_500_streams() -> None:
     args = ServerArgs(max_num_queued_reqs=NUM_STREAMS)
     with serve(next_letter, config=config, args=args) as served:
         asyncio.run(_all_finish(served))
-        served.settle()
+        served.wait_until_idle()
         asyncio.run(_all_leave(served))
-        served.settle()
+        served.wait_until_idle()
 
 
 async def _all_finish(served: Served) -> None:

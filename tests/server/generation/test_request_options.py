@@ -29,7 +29,7 @@ def test_usage_says_what_was_cached() -> None:
         )
         usage = [chunk.usage for chunk in stream if chunk.usage is not None][-1]
         assert usage.prompt_tokens_details.cached_tokens == 32  # type: ignore[union-attr]
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_cache_salt_keeps_tenants_apart() -> None:
@@ -59,11 +59,11 @@ def test_wrong_types_are_refused(served: Served, field: str) -> None:
 def test_priority_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(config=fake_config(scheduling_policy="priority")) as served:
         scheduler = served.core.scheduler
-        seen: list[RequestOptions] = []
+        seen: list[tuple[RequestOptions, str]] = []
         add = scheduler.add_request
-        monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append(r.options)))
+        monkeypatch.setattr(scheduler, "add_request", lambda r: (add(r), seen.append((r.options, r.cache_salt))))
         served.client().completions.create(model=MODEL, prompt="a", extra_body={"priority": -7, "cache_salt": "s"})
-        assert seen == [RequestOptions(priority=-7, cache_salt="s")]
+        assert seen == [(RequestOptions(priority=-7), "s")]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_who_computes_kv_for_others_says_so(role: str | None, asked: dict[str, b
             assert answer["choices"]
             wanted = {"kv_transfer_params": {"do_remote_prefill": True}} if told else {}
             assert {key: answer[key] for key in answer if key == "kv_transfer_params"} == wanted
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_kv_transfer_params_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_steps_planned_ahead_are_counted_apart(plain: Served) -> None:
         for text in (TEXT, "nothing: 0123456789"):
             texts = [s.client().completions.create(model=MODEL, prompt=text).choices[0].text for s in (plain, served)]
             assert texts[0] == texts[1]
-        served.settle()
+        served.wait_until_idle()
         found = scrape(served)
         assert found["steps_total"].keys() == {("ahead",), ("after",)} and min(found["steps_total"].values()) > 0
         assert sum(found["steps_total"].values()) == served.runner.num_steps
@@ -84,7 +84,7 @@ def test_steps_are_fewer_and_counted(plain: Served, speculating: Served) -> None
     counts = [served.runner.num_steps for served in (plain, speculating)]
     for served in (plain, speculating):
         served.client().completions.create(model=MODEL, prompt=TEXT, max_tokens=100)
-        served.settle()
+        served.wait_until_idle()
     steps = [s.runner.num_steps - n for s, n in zip((plain, speculating), counts, strict=True)]
     assert steps[1] < steps[0] / 2
     after = scrape(speculating)

@@ -27,7 +27,7 @@ def thinking() -> Iterator[Served]:
     known = answer_format("json_tools")
     with serve(script(ANSWER), config=CONFIG, tokenizer=tiny_tokenizer(TEMPLATE), answer_format=known) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 def events(served: Served, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

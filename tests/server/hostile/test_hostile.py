@@ -74,7 +74,7 @@ def server(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         over.set()
         watcher.join()
         assert statuses and set(statuses) == {200}
-        server.settle()
+        server.wait_until_idle()
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def check(server: ProbedServer, holds: dict[str, float], case: Case) -> None:
         time.sleep(attempt / 2)
         server.reset(trim=attempt == 0)
         answer = exchange(server.port, case, body)
-        server.settle()
+        server.wait_until_idle()
         measured = server.read()
         check_answer(case, answer)
         least = {name: min(value, least.get(name, value)) for name, value in measured.items()}

@@ -104,7 +104,7 @@ def resident_memory(server: ProbedServer) -> Iterator[list[int]]:
 
 def when_idle(server: ProbedServer) -> dict[str, int]:
     """Return the memory of the idle server in bytes: resident, and in use."""
-    server.settle()
+    server.wait_until_idle()
     held: list[dict[str, int]] = []
     for _ in range(5):  # a thread can still be working for a disconnected client
         time.sleep(1)
@@ -166,7 +166,7 @@ def test_answers_under_load_are_those_alone(
                 if has_seen_all(load, counts(server)):
                     break
                 asyncio.run(load.run(num_clients, seconds))
-        server.settle()
+        server.wait_until_idle()
         after = counts(server)
         print(f"{load.told.total()} answers, {load.num_left} clients left, {len(statuses)} hostile requests; {after}")
         assert not load.wrong, (len(load.wrong), load.wrong[:3])

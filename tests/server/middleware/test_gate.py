@@ -28,7 +28,7 @@ def _guarded_server() -> Iterator[Served]:
 @pytest.fixture
 def guarded(_guarded_server: Served) -> Iterator[Served]:
     yield _guarded_server
-    _guarded_server.settle()
+    _guarded_server.wait_until_idle()
 
 
 def auth(key: str = KEY) -> dict[str, str]:
@@ -225,4 +225,4 @@ def test_made_up_names_take_no_memory() -> None:
         counts = httpx.get(served.url + "/health").json()["unknown_parameters"]
         assert len(counts) <= 101 and all(len(name) <= 100 for name in counts)
         assert sum(counts.values()) == 600
-        served.settle()
+        served.wait_until_idle()

@@ -47,7 +47,7 @@ def _calling() -> Iterator[Served]:
 @pytest.fixture
 def calling(_calling: Served) -> Iterator[Served]:
     yield _calling
-    _calling.settle()
+    _calling.wait_until_idle()
 
 
 def text_of(served: Served, messages: list[dict[str, Any]], num_tokens: int, **flags: Any) -> str:
@@ -132,7 +132,7 @@ def test_a_suffix() -> None:
         assert "".join(one["response"] for one in lines(served, GENERATE, body)) == expected("def f(", "return", 9)
         show = served.post("/api/show", {"model": MODEL}).json()
         assert show["capabilities"] == ["completion", "tools", "insert"]
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_it_goes_on_until_it_ends() -> None:
@@ -143,7 +143,7 @@ def test_it_goes_on_until_it_ends() -> None:
             for more in ({"prompt": "a", "raw": True}, {"prompt": "a"}):
                 answer = whole(served, GENERATE, {"model": MODEL, **more, **fields})
                 assert (answer["response"], answer["done_reason"]) == (text, "stop")
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_tools_and_thinking(calling: Served) -> None:
@@ -216,7 +216,7 @@ def test_what_a_template_is_given() -> None:
             *told, enable_thinking, begins = whole(served, CHAT, body)["message"]["content"].split("|")
             assert [json.loads(one) for one in told] == seen
             assert (enable_thinking, begins) == (shown, "True")
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_a_prefill_is_continued(served: Served) -> None:
@@ -353,7 +353,7 @@ def test_a_failure_is_the_last_line() -> None:
             served.runner.running.set()
             told = [json.loads(line) for line in response.iter_lines()]
         assert told[-1].keys() == {"error"} and told[-1]["error"]
-        served.settle()
+        served.wait_until_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -366,14 +366,14 @@ def test_a_client_that_leaves_aborts_its_request(served: Served, stream: bool) -
         wait_until(lambda: served.engine.num_open_requests == 1, "the request to come")
     wait_until(lambda: served.engine.num_open_requests == 0, "the request to be aborted")
     served.runner.running.set()
-    served.settle()
+    served.wait_until_idle()
 
 
 def test_no_comments_between_lines() -> None:
     """Lines of JSON cannot contain comments."""
     with serve(args=ServerArgs(sse_keep_alive=0.02), step_time=0.05) as served:
         assert len(lines(served, CHAT, {"model": MODEL, "messages": USER, **limit(5)})) >= 5
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_what_is_told_of_the_model(calling: Served) -> None:
@@ -399,7 +399,7 @@ def test_what_is_told_of_the_model(calling: Served) -> None:
         for path in ("/api/tags", "/api/ps", "/api/version"):
             head = httpx.head(served.url + path)
             assert (head.status_code, head.content) == (200, b"")
-        served.settle()
+        served.wait_until_idle()
     assert calling.post("/api/show", {"model": MODEL}).json()["capabilities"] == ["completion", "tools", "thinking"]
 
 

@@ -56,7 +56,7 @@ CHATS: dict[str, tuple[str, Any, Any]] = {
 def server() -> Iterator[Served]:
     with serve(config=CONFIG) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 def usage(served: Served, path: str, asked: dict[str, Any], salt: str) -> tuple[int, int]:

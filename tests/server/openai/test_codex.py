@@ -71,7 +71,7 @@ def test_a_turn_and_the_next(template: str) -> None:
         assert second["status"] == "completed"
         cached = second["usage"]["input_tokens_details"]["cached_tokens"]
         assert cached >= first["usage"]["input_tokens"] - CONFIG.cache.block_size
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_a_stream_names_calls_as_the_client_does() -> None:
@@ -82,7 +82,7 @@ def test_a_stream_names_calls_as_the_client_does() -> None:
         named = [(item.name, getattr(item, "namespace", None)) for item in items]  # type: ignore[union-attr]
         expected = [(own, space) for _, own, space in CALLED for _ in ("added", "done")]
         assert named == expected
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_the_model_knows_functions_by_their_full_names() -> None:
@@ -104,7 +104,7 @@ def test_the_model_knows_functions_by_their_full_names() -> None:
         served.post("/v1/responses", {**REQUEST, "tool_choice": choice, "max_output_tokens": 1})
         structured = served.runner.seen_params[-1].structured_outputs
         assert structured is not None and "target" in json.dumps(structured.json)
-        served.settle()
+        served.wait_until_idle()
 
 
 BAD = [
@@ -121,4 +121,4 @@ BAD = [
 def test_bad_namespaces(tools: list[Any]) -> None:
     with serve(config=CONFIG, answer_format=answer_format("json_tools")) as served:
         check_error(served.post("/v1/responses", {**REQUEST, "tools": tools, "max_output_tokens": 1}), 400, "tools")
-        served.settle()
+        served.wait_until_idle()

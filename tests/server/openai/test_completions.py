@@ -203,7 +203,7 @@ def tiny() -> Iterator[Served]:
     engine.start()
     with serve(engine=engine) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -69,7 +69,7 @@ def tiny() -> Iterator[Served]:
     engine.start()
     with serve(engine=engine) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 def check_calls(calls: list[tuple[str, str]], tools: list[dict[str, Any]]) -> None:

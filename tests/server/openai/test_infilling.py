@@ -45,7 +45,7 @@ def _filling() -> Iterator[Served]:
 @pytest.fixture
 def filling(_filling: Served) -> Iterator[Served]:
     yield _filling
-    _filling.settle()
+    _filling.wait_until_idle()
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def tiny() -> Iterator[Served]:
     engine.start()
     with serve(engine=engine) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 @pytest.mark.parametrize(("prefix", "suffix"), [("def f(", "return 1"), ("", "x"), ("a", " ")])
@@ -104,7 +104,7 @@ def test_it_ends_with_what_ends_an_infilling() -> None:
         for other in ({"ignore_eos": True}, {"suffix": ""}):
             (choice,) = served.post(PATH, {**body, **other}).json()["choices"]
             assert (choice["text"], choice["finish_reason"]) == ("done<|fim_pad|>mor", "length")
-        served.settle()
+        served.wait_until_idle()
 
 
 @pytest.mark.parametrize("stream", [False, True])

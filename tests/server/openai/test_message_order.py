@@ -82,5 +82,5 @@ def test_over_http(caplog: pytest.LogCaptureFixture) -> None:
             assert answer.status_code == 200
             expected = tokenizer.apply_chat_template(TURNED["system first"][1])
             assert answer.json()["usage"]["prompt_tokens"] == len(expected)
-        served.settle()
+        served.wait_until_idle()
     assert sum("chat template does not keep messages in the order" in record.message for record in caplog.records) == 1

@@ -35,7 +35,7 @@ def _calling() -> Iterator[Served]:
 @pytest.fixture
 def calling(_calling: Served) -> Iterator[Served]:
     yield _calling
-    _calling.settle()
+    _calling.wait_until_idle()
 
 
 def prompt_tokens(served: Served, messages: list[dict[str, Any]], **more: Any) -> int:
@@ -199,7 +199,7 @@ def test_an_error_within_a_stream() -> None:
             last = event
         assert kinds[-2:] == ["error", "response.failed"] and "no more" in last.response.error.message  # type: ignore[union-attr]
         assert "response.completed" not in kinds
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_the_store_is_bounded() -> None:

@@ -33,7 +33,7 @@ ALTERNATING = (
 def calling() -> Iterator[Served]:
     with serve(script(RECORD.text), config=CONFIG) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_chat_completions(calling: Served) -> None:
@@ -76,7 +76,7 @@ def test_an_answer_may_be_text() -> None:
         (answer,) = served.client().chat.completions.create(model=MODEL, messages=USER, tools=TOOLS).choices  # type: ignore[arg-type]
         assert (answer.finish_reason, answer.message.content) == ("stop", "Just text.")
         assert answer.message.tool_calls is None
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,7 +85,7 @@ def test_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             served.post("/v1/chat/completions", {"messages": USER, "tools": TOOLS})
         served.post("/v1/messages", {"model": MODEL, "max_tokens": 9, "messages": USER, "tools": CLAUDE_TOOLS})
-        served.settle()
+        served.wait_until_idle()
     assert sum("takes no tools" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -172,7 +172,7 @@ def test_turns_alternate_for_templates_that_want_it(last: int) -> None:
     with serve(script("x"), config=CONFIG, tokenizer=tiny_tokenizer(ALTERNATING)) as served:
         text = prompt(served, CONVERSATION[:last], tools=TOOLS)
         assert text.count("<|im_start|>user") == 2 and ("and?" in text) == (last == 5)
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_a_template_that_knows_calls_is_given_them() -> None:
@@ -181,7 +181,7 @@ def test_a_template_that_knows_calls_is_given_them() -> None:
     )
     with serve(script("x"), config=CONFIG, tokenizer=tiny_tokenizer(template)) as served:
         assert prompt(served, CONVERSATION) == "user;assistant2;tool;tool;user;"
-        served.settle()
+        served.wait_until_idle()
 
 
 @pytest.mark.parametrize("call", [{}, {"function": 1}, {"function": {"name": 1}}, {"function": {"name": "x" * 257}}])

@@ -40,7 +40,7 @@ CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens
 def answering(text: str, known: AnswerFormat) -> Iterator[Served]:
     with serve(script(text), config=CONFIG, tokenizer=tiny_tokenizer(TOOL_TEMPLATE), answer_format=known) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 def streamed(served: Served, **body: Any) -> tuple[dict[str, Any], str | None]:

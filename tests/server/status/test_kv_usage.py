@@ -50,7 +50,7 @@ def test_where_the_prompt_came_from(served: Served) -> None:
 
     assert usage() == (40, 32, 32), "the last token is always computed, and with it its block"
     assert usage() == (40, 32, 0), "now it is in the KV cache"
-    served.settle()
+    served.wait_until_idle()
     counts = httpx.get(f"{served.url}/health").json()["kv_transfer"]
     assert (counts["prompt_tokens_store"], counts["prompt_tokens_local"]) == (32, 32)
     assert counts["prompt_tokens_computed"] == 16

@@ -66,7 +66,7 @@ def test_loads_have_names_of_vllm_itself_too() -> None:
             families = text_string_to_metric_families(httpx.get(served.url + "/metrics").text)
             samples = {sample.name: sample for family in families for sample in family.samples}
         served.runner.running.set()
-        served.settle()
+        served.wait_until_idle()
     told = {name: sample.value for name, sample in samples.items() if name.startswith("vllm:")}
     assert told == {"vllm:num_requests_running": 1, "vllm:num_requests_waiting": 0, "vllm:kv_cache_usage_perc": 3 / 256}
     assert all(samples[name].labels == {"model_name": MODEL} for name in told)
@@ -114,7 +114,7 @@ def test_requests_are_counted() -> None:
             model=MODEL, prompt=byte_ids("y" * 9), max_tokens=400, stream=True
         ) as stream:
             next(iter(stream))
-        served.settle()
+        served.wait_until_idle()
         samples = scrape(served)
         tokens = value(samples, "generation_tokens_total")
         cut = tokens - 10
@@ -157,7 +157,7 @@ def test_waiting_and_running() -> None:
         served.runner.running.set()
         for stream in streams:
             list(stream)
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_rejections_are_counted() -> None:
@@ -234,7 +234,7 @@ def test_the_stats_line() -> None:
         log = StatsLog(served.engine)
         assert log.line() is None
         served.client().completions.create(model=MODEL, prompt="a" * 20, max_tokens=10)
-        served.settle()
+        served.wait_until_idle()
         line = log.line()
         assert line is not None and "running 0, waiting 0" in line and "prefix cache hits 0.0%" in line
         assert re.search(r"prompt \d+\.\d tokens/s, generation \d+\.\d tokens/s", line)

@@ -43,7 +43,7 @@ def test_any_name() -> None:
         assert response.json()["model"] == "demo"
         assert served.post("/v1/messages/count_tokens", body).status_code == 200
         assert served.post("/tokenize", {"model": "x", "prompt": "hi"}).status_code == 200
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_any_name_leaves_the_model_its_own() -> None:
@@ -51,7 +51,7 @@ def test_any_name_leaves_the_model_its_own() -> None:
         (model,) = served.client().models.list()
         assert model.id == served.engine.config.model.name
         assert served.client().completions.create(model="x", prompt="a", max_tokens=1).model == model.id
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_health(served: Served) -> None:
@@ -81,7 +81,7 @@ def test_health_while_the_engine_is_busy() -> None:
             health = httpx.get(served.url + "/health").json()
             assert (health["running"], health["kv_cache_usage"]) == (1, 3 / 256)
         served.runner.running.set()
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_version(served: Served) -> None:

@@ -75,8 +75,8 @@ def test_each_server_is_asked_for_its_part(monkeypatch: pytest.MonkeyPatch, stre
         else:
             text = complete(url).choices[0].text
         assert text == EXPECTED
-        prefill.settle()
-        decode.settle()
+        prefill.wait_until_idle()
+        decode.wait_until_idle()
         (a,), (b,) = at_prefill, at_decode
         assert a.max_tokens == 1 and a.options.do_remote_decode and not a.options.do_remote_prefill
         assert b.max_tokens == 12 and b.options.do_remote_prefill and not b.options.do_remote_decode
@@ -94,7 +94,7 @@ def test_chats_and_models_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
         assert answer.usage is not None and answer.usage.completion_tokens == 5
         assert [model.id for model in client(url).models.list()] == [MODEL]
         assert httpx.get(f"{url}/health").json().keys() == {"prefill", "decode"}
-        prefill.settle()
+        prefill.wait_until_idle()
         assert at_prefill[0].max_tokens == 1
 
 
@@ -114,7 +114,7 @@ def test_a_decode_server_that_waits_for_a_dead_prefill_server_is_asked_again(mon
         monkeypatch.setattr(scheduler, "add_request", lose)
         assert complete(url).choices[0].text == EXPECTED
         assert [request.options.do_remote_prefill for request in at_decode] in ([True, False], [False])
-        decode.settle()
+        decode.wait_until_idle()
 
 
 def test_errors_come_from_the_decode_server() -> None:
@@ -128,7 +128,7 @@ def test_errors_come_from_the_decode_server() -> None:
     with serve() as prefill, proxying(prefill.url, f"http://127.0.0.1:{free_port()}") as url:
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT}, timeout=DEADLINE)
         assert answer.status_code == 502 and "decode server" in answer.json()["error"]["message"]
-        prefill.settle()
+        prefill.wait_until_idle()
 
 
 def test_a_client_that_leaves_ends_both() -> None:
@@ -136,8 +136,8 @@ def test_a_client_that_leaves_ends_both() -> None:
         stream = client(url).completions.create(model=MODEL, prompt=PROMPT, max_tokens=400, stream=True, temperature=0)
         next(iter(stream))
         stream.close()
-        prefill.settle()
-        decode.settle()
+        prefill.wait_until_idle()
+        decode.wait_until_idle()
         assert decode.runner.num_steps < 400
 
 
@@ -147,8 +147,8 @@ def test_a_client_that_leaves_before_the_answer_begins_ends_both() -> None:
             httpx.post(
                 f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}, timeout=0.5
             )
-        prefill.settle()
-        decode.settle()
+        prefill.wait_until_idle()
+        decode.wait_until_idle()
         assert 0 < decode.runner.num_steps < 400
 
 

@@ -52,7 +52,7 @@ NUM_STEPS = 12
 def _engine(ahead: bool, settings: FakeGpuSettings, workload: Workload = WORKLOAD, **runner: Any) -> SteppedEngine:
     GPU.configure(settings)
     engine = make_engine(workload, ahead=ahead, **runner)
-    pool: StatePool = engine._runner._pool  # type: ignore[attr-defined]
+    pool: StatePool = engine.runner.pool  # type: ignore[attr-defined]
     GPU.configure(replace(settings, pool_array_bytes=pool.smallest_array_bytes))
     return engine
 
@@ -134,13 +134,13 @@ def decode(
     held: list[Any] = []
 
     def before_step(step: int) -> None:
-        held[:] = [engine._runner._pool.snapshot()] if hold else []  # type: ignore[attr-defined]
+        held[:] = [engine.runner.pool.snapshot()] if hold else []  # type: ignore[attr-defined]
 
     for _ in range(3):
         engine.step()
     engine.metrics.num_decode_forwards.clear()
     measured = measure(GPU, engine, NUM_STEPS, before_step)
-    array_bytes, bytes_per_request = GPU.settings.pool_array_bytes, engine._runner._pool.bytes_per_request  # type: ignore[attr-defined]
+    array_bytes, bytes_per_request = GPU.settings.pool_array_bytes, engine.runner.pool.bytes_per_request  # type: ignore[attr-defined]
     return {
         "forwards": engine.metrics.num_decode_forwards,
         **asdict(measured.counts),
@@ -173,14 +173,14 @@ def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False, hybrid: b
     GPU.configure(FakeGpuSettings(us_per_mb=100.0, max_ops=max_ops, max_mb=4096))
     workload = HYBRID_WORKLOAD if hybrid else WORKLOAD
     engine = make_engine(replace(workload, num_requests=0, num_blocks=num_blocks), ahead=True, replay=replay)
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     # Outside the check, because the extra memory of the first steps would hide what they copy.
-    mx.eval(runner._model.model.parameters(), [list(state.arrays.values()) for state in runner._pool.states])
+    mx.eval(runner._model.model.parameters(), [list(state.arrays.values()) for state in runner.pool.states])
     mx.synchronize()
-    GPU.configure(replace(GPU.settings, pool_array_bytes=runner._pool.smallest_array_bytes))
+    GPU.configure(replace(GPU.settings, pool_array_bytes=runner.pool.smallest_array_bytes))
     GPU.counts(reset=True)
     config = replace(engine.config, device=replace(engine.config.device, kind="metal"))
-    dispatch = choose_dispatch(runner, runner._pool, config)
+    dispatch = choose_dispatch(runner, config)
     is_clean = not runner._steps and not runner._table._index_of
     found = {
         "dispatch": dispatch,

@@ -52,7 +52,7 @@ class Fleet:
         """One of the servers, for requests without the gateway."""
         return self.servers[0]
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         for server in self.servers:
             wait_until(lambda one=server: one.engine.num_open_requests == 0, "open requests")  # type: ignore[misc]
 
@@ -66,7 +66,7 @@ def _fleet() -> Iterator[Fleet]:
 @pytest.fixture
 def fleet(_fleet: Fleet) -> Iterator[Fleet]:
     yield _fleet
-    _fleet.settle()
+    _fleet.wait_until_idle()
 
 
 def test_openai_clients(fleet: Fleet) -> None:
@@ -281,8 +281,8 @@ def test_what_the_prefill_server_answers_reaches_the_decode_server(monkeypatch: 
             body = {"model": MODEL, **prompt, "max_tokens": 7, "ignore_eos": True}
             answer = httpx.post(f"{url}{path}", json=body, timeout=DEADLINE)
             assert answer.json()["usage"]["completion_tokens"] == 7, answer.text
-        prefill.settle()
-        decode.settle()
+        prefill.wait_until_idle()
+        decode.wait_until_idle()
     assert [request.max_tokens for request in at_prefill] == [1, 1]
     assert [request.max_tokens for request in at_decode] == [7, 7]
     assert all(request.options.do_remote_prefill for request in at_decode)
