@@ -390,7 +390,11 @@ class Scheduler:
         """Schedule recomputation of a request's last token, because its grammar mask was late. Suspend its drafts."""
         if self.speculation is not None:
             self.speculation.suspend_drafts(request.request_id)
-        if request.status is RequestStatus.RUNNING:
+        if request.status is not RequestStatus.RUNNING:
+            return
+        if self.states.is_used:
+            self._preempt(request)  # a recurrent state can only return to a checkpoint
+        else:
             request.num_computed_tokens -= 1
 
     def _finish_pooled(self, model_output: ModelOutput) -> list[RequestOutput]:

@@ -129,8 +129,7 @@ class FakeKVRunner:
 
     Attributes:
         draft_model: produces the drafts that plans leave to a draft model.
-        num_late: number of coming samples of requests with grammars to skip, because their masks are late. No
-            sample is skipped for models with recurrent states.
+        num_late: number of coming samples of requests with grammars to skip, because their masks are late.
     """
 
     def __init__(
@@ -223,7 +222,6 @@ class FakeKVRunner:
             self.save(state_key(block_hash), np.array([self.states[slot]], np.uint64).view(np.uint8))
 
         output = ModelOutput([], drafting=drafting)
-        has_states = len(self.states) > 1  # steps then wait for masks
         for request_id, (start, stop) in ranges.items():
             held = self.held[request_id]
             held.num_computed_tokens = stop
@@ -232,12 +230,12 @@ class FakeKVRunner:
             if held.pooling_params is not None:
                 output.pooled[request_id] = np.array([_sampled(self._digest(held, stop))])
                 continue
-            is_late = held.has_grammar and self.num_late > 0 and not has_states
+            is_late = held.has_grammar and self.num_late > 0
             if held.drafts or (drafting is not None and request_id in drafting.token_ids):
                 output.num_accepted_tokens[request_id] = self._verify_drafts(request_id, none=is_late)
             # Digest of all rows that are not void, as this step has written them.
             output.sampled_token_ids.append(_sampled(self._kv_digest(held, len(held.token_ids))))
-            if has_states and len(held.token_ids) < stop:  # the state has advanced too far
+            if len(self.states) > 1 and len(held.token_ids) < stop:  # the state has advanced too far
                 held.num_computed_tokens, held.state_slots = start, (reads[request_id], held.state_slots[1])
             if is_late:
                 self.num_late -= 1
