@@ -13,14 +13,13 @@ from metal_engine.settings.multi_model import RegistryArgs
 from metal_engine.settings.sources import OTHER_VARIABLES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
-LEGEND = "`--help` lists the flags in bold. `--help-all` lists all flags."
-FILE_LEGEND = "A row `key: VALUE` is a setting without a flag, for the config file or the environment."
 
 
 def table(cls: type, same_as: type | None = None, command: str = "") -> str:
     """Return a dataclass's settings as Markdown, below their headings if they have any.
 
-    Settings that are the same in the dataclass ``same_as`` share one row, which refers to its command.
+    Settings that are the same in the dataclass ``same_as`` share one row, which refers to its command. The page
+    explains bold flags and rows of settings without a flag above its tables.
     """
     rows = ["| flag | |", "| --- | --- |"]
     known = [] if same_as is None else [(_names(one), help_text(one)) for one in settings_of(same_as)]
@@ -33,15 +32,7 @@ def table(cls: type, same_as: type | None = None, command: str = "") -> str:
     for heading, settings in groups.items():
         rows += [f"| **{heading}** | |"] if heading else []
         rows += [f"| {_marked(one, cls)} | {help_text(one).replace('|', chr(92) + '|')} |" for one in settings]
-    return "\n".join([*_legend(cls), *rows])
-
-
-def _legend(cls: type) -> list[str]:
-    """Return the lines above a table that explain how it marks settings that ``--help`` omits."""
-    listings = {one.listing for one in settings_of(cls)}
-    sentences = [LEGEND] if Listing.HELP_ALL in listings else []
-    sentences += [FILE_LEGEND] if Listing.FILE in listings else []
-    return [" ".join(sentences), ""] if sentences else []
+    return "\n".join(rows)
 
 
 def _names(one: Setting) -> str:
