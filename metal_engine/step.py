@@ -203,9 +203,9 @@ class ModelOutput:
         logprobs: request id -> log probabilities of the request's new tokens, if requested.
         prompt_logprobs: request id -> log probabilities of the prompt tokens in this step, if requested.
         errors: request id -> reason why the request's own parameters end it. Its sampled token is void.
-        late_req_ids: sampling requests whose grammar masks were not ready in time, or were not known to be needed. Their
-            sampled tokens are void, their drafts are rejected, and their last computed tokens must be recomputed. Models
-            with recurrent layers wait for masks, so that only the second reason applies to them.
+        late_req_ids: sampling requests whose grammar masks were not ready in time, or were not known to be needed.
+            Their sampled tokens are void, their drafts are rejected, and their last computed tokens must be recomputed.
+            Models with recurrent layers wait for masks, so only the second reason applies to them.
         constrained: request id -> True if the next token now has to match a grammar. Only for requests for which
             this has changed.
         num_unconstrained_calls: number of tool calls whose grammars failed in this step.
