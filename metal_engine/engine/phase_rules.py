@@ -102,4 +102,4 @@ class PhaseRulesMaker:
             end = found.end()
         if end < len(text):
             parts.append(json.dumps(text[end:], ensure_ascii=False))
-        return f"({' '.join(parts)})"
+        return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
