@@ -16,7 +16,8 @@ def without_marks(grammar: str, special: Mapping[str, int]) -> str:
     """Return Lark rules in which special tokens and strings replace the marks.
 
     llguidance does not accept special tokens as suffixes. If the mark after a text begins with a special token, the
-    text is a terminal without a suffix, because terminals never contain special tokens.
+    text is a terminal without a suffix, because terminals never contain special tokens. The text does not contain the
+    mark as plain characters either, which readers could not distinguish.
 
     Args:
         grammar: Lark rules, as in :class:`metal_engine.output_phases.CallTrigger`.
@@ -39,7 +40,11 @@ def without_marks(grammar: str, special: Mapping[str, int]) -> str:
         name, end, terminal = found[1], json.loads(found[2]), found[3]
         if tokens.match(end) is None:
             return f"{name}[suffix={json.dumps(end, ensure_ascii=False)}]: {terminal}"
-        return f"{name}: {name.upper()}_TEXT {expression(end)}\n{name.upper()}_TEXT: {terminal}"
+        text, upper = re.escape(end).replace("/", r"\/").replace("\n", "n"), name.upper()
+        return (
+            f"{name}: {upper}_TEXT {expression(end)}\n{upper}_TEXT: {upper}_ALL & ~{upper}_END\n"
+            f"{upper}_ALL: {terminal}\n{upper}_END: /(?s:.*){text}(?s:.*)/"
+        )
 
     grammar = _TEXT_UNTIL.sub(text_until, grammar)
     return _MARK_PATTERN.sub(lambda found: expression(json.loads(found[1])), grammar)

@@ -17,7 +17,7 @@ from metal_engine.answers.call_syntaxes.lark import GAP, Rules, mark, string
 from metal_engine.answers.call_syntaxes.pythonic import in_order, other_names
 from metal_engine.answers.call_syntaxes.strings import text_terminal
 from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError, Quotes, checked_name, choice
-from metal_engine.answers.call_syntaxes.tags import object_text
+from metal_engine.answers.call_syntaxes.tags import after_space, object_text
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
 from metal_engine.answers.call_syntaxes.values import json_of
 from metal_engine.answers.deltas import json_text
@@ -26,7 +26,6 @@ from metal_engine.output_phases import CallTrigger
 
 _NAME = re.compile(r"[^\s<>:,@{}\[\]]{1,256}")
 _OTHER_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,40}/"
-_SPACE = re.compile(r"[ \t\r\n]*")
 _CALL = re.compile(rf"[ \t\r\n]*call:(?P<name>{_NAME.pattern})(?=\{{)")
 _KEY = re.compile(rf"(?P<name>{_NAME.pattern}):")
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
@@ -70,7 +69,11 @@ class GemmaSyntax:
         return [{"name": opening["name"], "arguments": arguments}]
 
     def _read(self, text: str, at: int) -> tuple[str, int]:
-        """Return the value at a position as JSON text, and the position after it. Raises ValueError if there is none."""
+        """Return the value at a position as JSON text, and the position after it.
+
+        Raises:
+            ValueError: there is no value.
+        """
         if text.startswith(self.quote, at):
             start = at + len(self.quote)
             end = text.index(self.quote, start)
@@ -86,18 +89,18 @@ class GemmaSyntax:
 
     def _read_object(self, text: str, at: int) -> tuple[str, int]:
         written: dict[str, str] = {}
-        at = _after_space(text, at)
+        at = after_space(text, at)
         while not text.startswith("}", at):
             key = _KEY.match(text, at)
             if key is None:
                 raise ValueError("a property has no name")
-            written[key["name"]], at = self._read(text, _after_space(text, key.end()))
+            written[key["name"]], at = self._read(text, after_space(text, key.end()))
             at = _after_comma(text, at, "}")
         return object_text(written), at + 1
 
     def _read_list(self, text: str, at: int) -> tuple[str, int]:
         items = []
-        at = _after_space(text, at)
+        at = after_space(text, at)
         while not text.startswith("]", at):
             item, at = self._read(text, at)
             items.append(item)
@@ -105,20 +108,19 @@ class GemmaSyntax:
         return f"[{', '.join(items)}]", at + 1
 
 
-def _after_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
-
-
 def _after_comma(text: str, at: int, end: str) -> int:
     """Return the position after a comma, or that of ``end``. Raises ValueError if there is neither."""
-    at = _after_space(text, at)
+    at = after_space(text, at)
     if text.startswith(end, at):
         return at
     if not text.startswith(",", at):
         raise ValueError("there is no comma")
-    return _after_space(text, at + 1)
+    return after_space(text, at + 1)
+
+
+def _repeated(item: str, low: int, high: int | None) -> str:
+    """Return a Lark expression for ``low`` to ``high`` occurrences of an expression; None: no upper limit."""
+    return "" if high == 0 else f"({item}){{{low},{'' if high is None else high}}}"
 
 
 class _Values:
@@ -237,7 +239,7 @@ class _Values:
         elif item is None or high == 0:
             items = ""
         else:
-            more = f"({comma} {item}){{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
+            more = _repeated(f"{comma} {item}", max(low - 1, 0), None if high is None else high - 1)
             items = f"{item} {more}" if low else f"({item} {more})?"
         return self._rules.rule(f'"[" {GAP} {items} {GAP} "]"')
 
@@ -248,8 +250,8 @@ class _Values:
         comma = f'{GAP} "," {GAP}'
         rest = '""'
         if item is not None and (high is None or high > num_listed):
-            most = "" if high is None else high - num_listed
-            rest = f"({comma} {item}){{{max(low - num_listed, 0)},{most}}}"
+            most = None if high is None else high - num_listed
+            rest = _repeated(f"{comma} {item}", max(low - num_listed, 0), most)
         rest = self._rules.rule(rest)
         for at in range(len(items) - 1, -1, -1):
             begun = f"{comma if at else ''} {items[at][0]} {rest}"

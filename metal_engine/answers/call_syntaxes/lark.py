@@ -86,7 +86,7 @@ class Rules:
         return self._shared("r", terminal, f"[suffix={mark(end)}]")
 
     def _shared(self, prefix: str, definition: str, attributes: str = "") -> str:
-        key = attributes + definition
+        key = prefix + attributes + definition
         if key not in self._names:
             name = f"{prefix}{len(self._named)}"
             self._names[key] = name

@@ -6,10 +6,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, Rules, mark
+from metal_engine.answers.call_syntaxes.lark import GAP, Rules, json_value, mark
 from metal_engine.answers.call_syntaxes.strings import text_terminal
 from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError
-from metal_engine.answers.call_syntaxes.tags import TagSyntax, expression
+from metal_engine.answers.call_syntaxes.tags import TagSyntax, after_space, expression
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
 from metal_engine.answers.call_syntaxes.values import DECODER, json_of
 from metal_engine.answers.deltas import json_text
@@ -90,9 +90,30 @@ MINICPM5 = _MiniCPM5(
 )
 
 
+_JSON_OPENING, _JSON_CLOSING = '<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"
+
+
 @dataclass(frozen=True)
 class _KimiK3(TagSyntax):
-    """Form of Kimi K3's calls. The opening tag of an argument names its type."""
+    """Form of Kimi K3's calls. The opening tag of an argument names its type, or all arguments are one object."""
+
+    def _arguments(self, rules: Rules, tool: ToolSchema) -> str:
+        arguments = json_value(tool.schema, strict=tool.is_strict)
+        whole = f"{mark(_JSON_OPENING)} {arguments} {mark(_JSON_CLOSING)} {GAP} {mark(self.call_end)} {GAP}"
+        return rules.rule(f"{super()._arguments(rules, tool)} | {GAP} {whole}")
+
+    def _read_arguments(self, text: str, at: int, tool: ToolSchema) -> tuple[str, int] | None:
+        start = after_space(text, at)
+        if not text.startswith(_JSON_OPENING, start):
+            return super()._read_arguments(text, at, tool)
+        start += len(_JSON_OPENING)
+        end = DECODER.raw_decode(text, start)[1]
+        if not text.startswith(_JSON_CLOSING, end):
+            return None
+        after = after_space(text, end + len(_JSON_CLOSING))
+        if not text.startswith(self.call_end, after):
+            return None
+        return text[start:end], after_space(text, after + len(self.call_end))
 
     def _argument(self, rules: Rules, tool: ToolSchema, name: str, schema: Any) -> str:
         kinds = tool.kinds(schema)

@@ -121,7 +121,7 @@ class TagSyntax:
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
         known = {tool.name: tool for tool in tools}
         calls: list[dict[str, Any]] = []
-        at = _after_space(text, 0)
+        at = after_space(text, 0)
         while at < len(text) and (self.several or not calls):
             opening = self._call_pattern.match(text, at)
             tool = known.get(opening["name"]) if opening is not None else None
@@ -139,7 +139,7 @@ class TagSyntax:
         listed, others = tool.arguments()
         schemas = {argument.name: argument.schema for argument in listed}
         written: dict[str, str] = {}
-        at = _after_space(text, at)
+        at = after_space(text, at)
         while (opening := self._argument_pattern.match(text, at)) is not None:
             name = opening["name"]
             value = self._read_value(text, opening, tool, schemas.get(name, True if others is False else others))
@@ -148,10 +148,10 @@ class TagSyntax:
             written[name], at = value
             if not text.startswith(self.argument_end, at):
                 return None
-            at = _after_space(text, at + len(self.argument_end))
+            at = after_space(text, at + len(self.argument_end))
         if not text.startswith(self.call_end, at):
             return None
-        return object_text(written), _after_space(text, at + len(self.call_end))
+        return object_text(written), after_space(text, at + len(self.call_end))
 
     def _read_value(self, text: str, opening: re.Match[str], tool: ToolSchema, schema: Any) -> tuple[str, int] | None:
         """Return the value after an opening tag, as JSON text, and the position after ``value_end``."""
@@ -171,7 +171,8 @@ def object_text(values: dict[str, str]) -> str:
     return "{" + ", ".join(f"{json_text(name)}: {value}" for name, value in values.items()) + "}"
 
 
-def _after_space(text: str, at: int) -> int:
+def after_space(text: str, at: int) -> int:
+    """Return the position after white space at a position."""
     found = _SPACE.match(text, at)
     assert found is not None
     return found.end()
