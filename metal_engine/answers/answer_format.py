@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from re import Pattern
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from metal_engine.answers.call_syntaxes.syntax import CallSyntax
 
 
 class ToolParser(Protocol):
@@ -60,6 +63,7 @@ class AnswerFormat:
         tool: parser of tool calls; None if their format is unknown, or if they are to be left in the text.
         call_head: pattern for the start of a call, up to its arguments. The group ``name`` is the tool's name, an
             optional group ``id`` the call's id. None if the arguments are not one JSON object at the end of the call.
+        syntax: exact form of the calls; None if their grammar is unknown.
         bare: opening of a call without its mark. None if calls are found only after marks.
         reasoning: marks of reasoning; None if the model does not reason, or if reasoning is to be left in the text.
         special: True if the marks are special tokens. The text must then include special tokens.
@@ -69,6 +73,7 @@ class AnswerFormat:
 
     tool: ToolParser | None = None
     call_head: Pattern[str] | None = None
+    syntax: CallSyntax | None = None
     bare: BareOpening | None = None
     reasoning: ReasoningMarks | None = None
     special: bool = False

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from metal_engine.answers.answer_format import AnswerFormat, ToolParser
+from metal_engine.answers.call_syntaxes.json_formats import HERMES
 from metal_engine.answers.tool_parsers.json_calls import JSON_CALL_HEAD, JSON_CALLS
 
 Tool = dict[str, Any]
@@ -17,7 +18,7 @@ def prompted_format(answer_format: AnswerFormat) -> AnswerFormat:
     """Return the output format for described tools: the model's own call format if known, else ``JSON_CALLS``."""
     if answer_format.tool is not None:
         return answer_format
-    return replace(answer_format, tool=JSON_CALLS, call_head=JSON_CALL_HEAD)
+    return replace(answer_format, tool=JSON_CALLS, call_head=JSON_CALL_HEAD, syntax=HERMES)
 
 
 def instructions(tools: Sequence[Tool], parser: ToolParser | None) -> str:

@@ -14,6 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from metal_engine.answers import harmony
 from metal_engine.answers.answer_format import AnswerFormat, BareOpening, ReasoningMarks, ToolParser
+from metal_engine.answers.call_syntaxes.gemma import FUNCTION_GEMMA, GEMMA4
+from metal_engine.answers.call_syntaxes.json_formats import HERMES, KIMI_K2, MISTRAL
+from metal_engine.answers.call_syntaxes.pythonic import PYTHONIC
+from metal_engine.answers.call_syntaxes.syntax import CallSyntax, ExactParser
+from metal_engine.answers.call_syntaxes.tag_formats import KIMI_K3, MINICPM5, MINIMAX_M2, MUSE_SPARK, QWEN3_CODER, glm
 from metal_engine.answers.tool_parsers.json_calls import JSON_CALL_HEAD, JSON_CALLS
 from metal_engine.answers.tool_parsers.mistral import MISTRAL_CALL_HEAD, MistralCalls
 from metal_engine.answers.tool_parsers.pythonic import PythonicCalls
@@ -38,6 +43,23 @@ _OWN_PARSERS: dict[str, ToolParser] = {
 }
 # Patterns for the start of a call up to its arguments, for formats whose arguments are one JSON object.
 _CALL_HEADS = {"json_tools": JSON_CALL_HEAD, "mistral": MISTRAL_CALL_HEAD}
+# Exact forms of calls, for which grammars exist.
+_SYNTAXES: dict[str, CallSyntax] = {
+    "function_gemma": FUNCTION_GEMMA,
+    "gemma4": GEMMA4,
+    "glm47": glm(),
+    "json_tools": HERMES,
+    "kimi_k2": KIMI_K2,
+    "kimi_k3": KIMI_K3,
+    "laguna": glm(),
+    "longcat": glm("longcat_"),
+    "minicpm5": MINICPM5,
+    "minimax_m2": MINIMAX_M2,
+    "mistral": MISTRAL,
+    "muse_spark": MUSE_SPARK,
+    "pythonic": PYTHONIC,
+    "qwen3_coder": QWEN3_CODER,
+}
 # Starts of calls for models that sometimes omit the opening mark.
 _BARE_OPENINGS = {"pythonic": BareOpening("[", "(", only_first=True), "qwen3_coder": BareOpening("<function=", ">")}
 
@@ -71,6 +93,7 @@ def find_answer_format(
     return AnswerFormat(
         tool=tool,
         call_head=None if name is None else _CALL_HEADS.get(name),
+        syntax=None if name is None else _SYNTAXES.get(name),
         bare=None if name is None else _BARE_OPENINGS.get(name),
         reasoning=None if marks is None else ReasoningMarks(*marks),
         special=_any_special(tokenizer, texts),
@@ -80,13 +103,14 @@ def find_answer_format(
 
 def _tool_parser(name: str) -> ToolParser:
     """Return the parser of a format of tool calls, by mlx-lm's name for it."""
-    if name in _OWN_PARSERS:
-        return _OWN_PARSERS[name]
-    try:
-        module: Any = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    except ModuleNotFoundError as error:
-        raise _no_parser(name) from error
-    return checked(name, module)
+    parser = _OWN_PARSERS.get(name)
+    if parser is None:
+        try:
+            module: Any = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+        except ModuleNotFoundError as error:
+            raise _no_parser(name) from error
+        parser = checked(name, module)
+    return ExactParser(_SYNTAXES[name], parser) if name in _SYNTAXES else parser
 
 
 def _no_parser(name: Any) -> ConfigError:

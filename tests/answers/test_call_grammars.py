@@ -1,0 +1,101 @@
+"""Grammars of tool calls: they allow the calls that models write, and readers return exactly the calls they allow."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import pytest
+
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.harmony import HarmonySplitter, harmony_format
+from metal_engine.answers.mark_splitter import MarkSplitter
+from metal_engine.answers.phases import call_phase
+from metal_engine.answers.splitter import Splitter
+from metal_engine.checkpoints import answer_formats
+from tests.support.call_walks import accepts, describe, random_tools, vocabulary, walk
+from tests.support.splitting import answer_format, run
+from tests.support.tool_formats import RECORDED, TOOLS, Recorded
+
+FORMATS = [*sorted(answer_formats._SYNTAXES), "harmony"]
+KINDS = ("plain", "special")
+
+
+def format_of(name: str) -> AnswerFormat:
+    return harmony_format() if name == "harmony" else answer_format(name)
+
+
+def splitter(name: str, tools: list[dict], *, incremental: bool = False) -> Splitter:
+    make = HarmonySplitter if name == "harmony" else MarkSplitter
+    return make(format_of(name), tools, incremental=incremental)
+
+
+def closers(name: str) -> list[str]:
+    """Return the texts that end values and calls in a format."""
+    syntax = format_of(name).syntax
+    return [getattr(syntax, "value_end", getattr(syntax, "quote", '"'))]
+
+
+def trigger_of(name: str, text: str, tools: list[dict], *, parallel: bool = True):
+    """Return the trigger that occurs first in a text, and the text after it."""
+    found = []
+    for trigger in call_phase(format_of(name), tools, parallel=parallel).triggers:
+        if trigger.mark in text:
+            at = text.index(trigger.mark)
+            found.append((at, -len(trigger.mark), trigger, text[at + len(trigger.mark) :]))
+    return min(found, key=lambda one: one[:2])[2:]
+
+
+def blocks(recorded: Recorded) -> list[str]:
+    """Return the texts of a recorded output from each opening mark up to the next one."""
+    mark = format_of(recorded.parser).tool.tool_call_start
+    return [mark + part.strip() for part in recorded.text.split(mark)[1:]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda one: one.parser)
+def test_recorded_calls_are_allowed(recorded: Recorded, kind: str) -> None:
+    for block in blocks(recorded):
+        trigger, rest = trigger_of(recorded.parser, block, TOOLS)
+        assert accepts(vocabulary(kind), trigger, rest), rest
+
+
+def check_walk(name: str, kind: str, seed: int) -> bool:
+    """Check a random call. Return False if it has no end."""
+    rng = random.Random(f"{name} {kind} {seed}")
+    tools = random_tools(rng)
+    parallel = rng.random() < 0.7
+    phase = call_phase(format_of(name), tools, parallel=parallel)
+    assert phase is not None, describe(tools)
+    trigger = rng.choice(phase.triggers)
+    rest = walk(rng, vocabulary(kind), trigger, closers(name), rng.choice([0, 10, 40, 120]))
+    if rest is None:
+        return False
+    text = trigger.mark + rest
+    where = f"{describe(tools)}\n{text}"
+    content, _, calls, _ = run(splitter(name, tools), [text])
+    assert calls and not content, where
+    assert parallel or len(calls) == 1, where
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    for called, arguments in calls:
+        try:
+            jsonschema.validate(arguments, schemas[called])
+        except jsonschema.ValidationError as error:
+            raise AssertionError(f"{where}\n{error.message}") from error
+    at = rng.randint(0, len(text))
+    for parts in (list(text), [text[:at], text[at:]]):
+        again = run(splitter(name, tools, incremental=rng.random() < 0.5), parts)
+        assert (again[0], json.dumps(again[2])) == (content, json.dumps(calls)), where
+    return True
+
+
+def check_walks(name: str, num_walks: int) -> None:
+    ended = [check_walk(name, KINDS[seed % 2], seed) for seed in range(num_walks)]
+    assert sum(ended) >= 0.9 * num_walks
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("num_walks", [20, pytest.param(667, marks=pytest.mark.full)])
+def test_random_calls_are_read_and_valid(name: str, num_walks: int) -> None:
+    check_walks(name, num_walks)
