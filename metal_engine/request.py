@@ -140,6 +140,7 @@ class Request:
         num_preemptions: number of times that the request was preempted.
         num_draft_tokens: (number of proposed drafts, number of accepted drafts).
         num_predicted_tokens: numbers of accepted and of rejected drafts that came from the client's predicted text.
+        is_constrained: True if the next token has to match a grammar, as far as the output is known.
     """
 
     request_id: str
@@ -172,10 +173,12 @@ class Request:
     last_step: int = field(default=-1, init=False)
     num_draft_tokens: tuple[int, int] = field(default=(0, 0), init=False)
     num_predicted_tokens: tuple[int, int] = field(default=(0, 0), init=False)
+    is_constrained: bool = field(init=False)
 
     def __post_init__(self, prompt_token_ids: list[int]) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.is_constrained = self.rules.grammar is not None and not self.rules.grammar.begins_free
         self.num_lasting_tokens = self.num_lasting_tokens or self.num_prompt_tokens
         if self.sampling_params.ignore_eos:
             self.eos_token_ids = frozenset()
@@ -186,6 +189,11 @@ class Request:
             f"Request({self.request_id}, {self.status.name}, {self.num_prompt_tokens}+"
             f"{self.num_output_tokens} tokens, {self.num_computed_tokens} computed)"
         )
+
+    @property
+    def needs_token_on_host(self) -> bool:
+        """True if sampling the next token requires the previous token on the host."""
+        return self.is_constrained or self.sampling_params.needs_token_on_host
 
     @property
     def skip_reading_prefix_cache(self) -> bool:

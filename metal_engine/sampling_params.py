@@ -32,7 +32,23 @@ MAX_N = 128
 
 
 class Matcher(Protocol):
-    """Position of one output in its grammar. Belongs to one request. Used by one thread at a time."""
+    """Position of one output in its grammar. Belongs to one request. Used by one thread at a time.
+
+    Attributes:
+        num_unconstrained_calls: number of tool calls whose grammar has failed, so that they are free text.
+    """
+
+    num_unconstrained_calls: int
+
+    @property
+    def is_free(self) -> bool:
+        """True if any token may follow. The matcher need not be asked for a mask then."""
+
+    def is_free_after(self, drafts: Sequence[int]) -> bool:
+        """Return True if any token may follow now, after each of some tokens that may follow, and after all of them."""
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Advance past tokens of the output. The next mask is not computed before :meth:`consume`."""
 
     def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """Advance past tokens of the output, and start computing the next mask.
@@ -57,6 +73,10 @@ class Matcher(Protocol):
 
 class Grammar(Protocol):
     """Compiled grammar, shared by the requests that use it."""
+
+    @property
+    def begins_free(self) -> bool:
+        """True if any token may begin an output."""
 
     def matcher(self) -> Matcher:
         """Return a matcher at the start of an output."""
@@ -281,12 +301,25 @@ class SamplingParams:
         """True if the request edits logits before the temperature. Other requests skip that code."""
         if self.allowed_token_ids is not None or self.min_tokens > 0:
             return True
-        return bool(self.logit_bias) or self.needs_token_on_host
+        return bool(self.logit_bias) or self.needs_token_on_host or self.has_phase_rules
+
+    @property
+    def has_phase_rules(self) -> bool:
+        """True if phases of the output have rules for the next token. Other outputs only mark their phases."""
+        phases = self.phases
+        if phases is None or (self.structured_outputs is not None and phases.reasoning is None):
+            return False
+        has_budget = phases.reasoning is not None and phases.reasoning.budget is not None
+        return has_budget or self.structured_outputs is not None or phases.calls is not None
 
     @property
     def needs_token_on_host(self) -> bool:
-        """True if sampling a token requires the previous token on the host."""
-        return self.has_penalties or bool(self.bad_words) or self.structured_outputs is not None
+        """True if sampling any token requires the previous token on the host.
+
+        With rules for phases, some tokens do (:attr:`metal_engine.request.Request.needs_token_on_host`).
+        """
+        is_structured = self.structured_outputs is not None and not self.has_phase_rules
+        return self.has_penalties or bool(self.bad_words) or is_structured
 
     def changed(self, **values: Any) -> SamplingParams:
         """Return a copy with other ``structured_outputs``, ``phases``, ``skip_special_tokens`` or ``stop_token_ids``.

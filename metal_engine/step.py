@@ -205,6 +205,9 @@ class ModelOutput:
         errors: request id -> reason why the request's own parameters end it. Its sampled token is void.
         late_req_ids: sampling requests whose grammar masks were not ready in time. Their sampled tokens are void, their
             drafts are rejected, and their last computed tokens must be recomputed.
+        constrained: request id -> True if the next token now has to match a grammar. Only for requests for which
+            this has changed.
+        num_unconstrained_calls: number of tool calls whose grammars failed in this step.
         num_unmasked_drafts: number of drafts that cannot be accepted, because the grammar mask after them is unknown.
         pooled: request id -> vector or logits, [D] float32, for each of ``SchedulerOutput.pooled_req_ids``.
         decode_forward: outcome of the forward; None if not every row samples, or if replay was not requested.
@@ -217,6 +220,8 @@ class ModelOutput:
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     late_req_ids: set[str] = field(default_factory=set)
+    constrained: dict[str, bool] = field(default_factory=dict)
+    num_unconstrained_calls: int = 0
     num_unmasked_drafts: int = 0
     pooled: dict[str, np.ndarray] = field(default_factory=dict)
     decode_forward: DecodeForward | None = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from metal_engine.engine.phase_rules import PhaseRulesMaker
 from metal_engine.errors import ParameterError, short
 from metal_engine.grammars.compiler import GrammarCompiler
-from metal_engine.sampling_params import SamplingParams, TokenRules
+from metal_engine.sampling_params import Grammar, SamplingParams, TokenRules
 from metal_engine.text.tokenizer import Tokenizer
 
 # Token ids converted in one call, which holds the GIL for 2 ms.
@@ -25,6 +26,7 @@ class TokenRulesMaker:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compiler = GrammarCompiler(tokenizer, vocab_size)
+        self._phases = PhaseRulesMaker(tokenizer, self._compiler)
 
     def rules_for(self, params: SamplingParams) -> TokenRules:
         """Resolve sampling parameters. Compiles the grammar if there is one, which takes time.
@@ -36,14 +38,17 @@ class TokenRulesMaker:
         self._check_sizes(params)
         eos = frozenset() if params.ignore_eos else self._tokenizer.eos_token_ids
         stop = eos | frozenset(params.stop_token_ids)
-        grammar = None
-        if params.structured_outputs is not None:
+        stop_token_ids = np.array(sorted(i for i in stop if i < self._vocab_size), np.int32)
+        grammar: Grammar | None = None
+        if params.phases is not None and params.has_phase_rules:
+            grammar = self._phases.rules_for(params.phases, params.structured_outputs, stop_token_ids)
+        elif params.structured_outputs is not None:
             grammar = self._compiler.compile(params.structured_outputs)
         biases = params.logit_bias or {}
         bad_words = self._bad_words(params)
         self._check_choice(params, stop, bad_words.get((), []))
         return TokenRules(
-            stop_token_ids=np.array(sorted(i for i in stop if i < self._vocab_size), np.int32),
+            stop_token_ids=stop_token_ids,
             bad_words=bad_words,
             allowed=self._allowed(params),
             bias_ids=np.fromiter(biases, np.int32),

@@ -18,6 +18,7 @@ import numpy as np
 
 from metal_engine.grammars.messages import (
     BUFFER_BYTES,
+    END,
     ERROR,
     LENGTH,
     MASK_ALONE,
@@ -25,6 +26,7 @@ from metal_engine.grammars.messages import (
     framed,
     pack_step,
     unpack_compiled,
+    unpack_end,
     unpack_masks,
 )
 from metal_engine.grammars.tokenizer_process import GrammarProcessError
@@ -38,6 +40,18 @@ _SUSPENDABLE_SECONDS = 0.02
 # Entry for a compilation in the queue of expected answers, instead of an output id.
 _COMPILING = -1
 _TOO_COMPLEX = "its grammar has become too complex to continue"
+
+
+class SegmentEnd(Exception):
+    """The grammar of a segment is complete, and no further text belongs to it.
+
+    Args:
+        num_tokens: number of tokens of the last request that belong to the segment.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
 
 
 class CompiledGrammar:
@@ -82,6 +96,10 @@ class CompiledGrammar:
         self._is_open = True
         self._heard_at = time.monotonic()  # time of the last answer, or of a request to the idle process
         self._close = weakref.finalize(self, channel.close)
+
+    @property
+    def begins_free(self) -> bool:
+        return False
 
     @property
     def is_suspended(self) -> bool:
@@ -140,6 +158,7 @@ class CompiledGrammar:
 
         Raises:
             ValueError: the output cannot continue.
+            SegmentEnd: the segment has ended.
         """
         while output_id not in self._answers:
             now = time.monotonic()
@@ -152,6 +171,8 @@ class CompiledGrammar:
         if answer[:1] == ERROR:
             self.needs_replacement = True  # the process keeps every grammar state that an output has reached
             raise ValueError(answer[1:].decode())
+        if answer[:1] == END:
+            raise SegmentEnd(unpack_end(answer))
         self.needs_replacement |= answer[:1] == MASK_LAST
         if answer[:1] == MASK_ALONE and not self._has_logged:
             self._has_logged = True
@@ -207,6 +228,17 @@ class GrammarMatcher:
         self.output_id = output_id
         self._is_asked = False
         self._masks: np.ndarray | None = None  # [1 + k, W]
+        self.num_unconstrained_calls = 0
+
+    @property
+    def is_free(self) -> bool:
+        return False
+
+    def is_free_after(self, drafts: Sequence[int]) -> bool:
+        return False
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        self.consume(token_ids)
 
     def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         assert not (drafts and self._is_asked), "drafts, but the answer to the previous request is missing"
@@ -217,7 +249,11 @@ class GrammarMatcher:
     def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
         self.consume(())
         if self._masks is None:
-            self._masks = self._grammar.answer(self.output_id, deadline)
+            try:
+                self._masks = self._grammar.answer(self.output_id, deadline)
+            except SegmentEnd:
+                self._is_asked = False
+                raise
         if self._masks is None:
             return False
         self._is_asked = False

@@ -10,11 +10,14 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import socket
 import threading
+import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -42,6 +45,30 @@ _MAX_PROCESSES = 512
 _POLL_SECONDS = 0.02
 
 
+class GrammarTask:
+    """Grammar that is compiled, or being compiled in the background."""
+
+    def __init__(self, compiled: CompiledGrammar | Future[CompiledGrammar]) -> None:
+        self._compiled = compiled
+
+    def result(self, deadline: float) -> CompiledGrammar | None:
+        """Return the grammar; None if it is not compiled by ``deadline``, a time of ``time.monotonic``.
+
+        Raises:
+            ValueError: the grammar cannot be compiled.
+        """
+        if isinstance(self._compiled, CompiledGrammar):
+            return self._compiled
+        try:
+            seconds = max(deadline - time.monotonic(), 0.0)
+            self._compiled = self._compiled.result(None if seconds == math.inf else seconds)
+        except TimeoutError:
+            return None
+        except (Cancelled, CancelledError, OverloadedError, ParameterError) as error:
+            raise ValueError(str(error)) from error
+        return self._compiled
+
+
 class GrammarCompiler:
     """Compiler of grammars for one tokenizer. Compiles each grammar once. Thread-safe.
 
@@ -55,6 +82,7 @@ class GrammarCompiler:
         self._process = TokenizerProcess(tokenizer.serialized, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
         self._permits = threading.Semaphore(_MAX_COMPILING)
+        self._background = ThreadPoolExecutor(_MAX_COMPILING, thread_name_prefix="call-grammars")
         self._lock = threading.Lock()
         self._compiling: set[socket.socket] = set()
         self._waiting: Counter[bytes] = Counter()  # number of requests that wait for or run each compilation
@@ -62,8 +90,11 @@ class GrammarCompiler:
         self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # the least recently requested first
         self._in_use: weakref.WeakValueDictionary[bytes, CompiledGrammar] = weakref.WeakValueDictionary()
 
-    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+    def compile(self, params: StructuredOutputsParams, **place: str) -> CompiledGrammar:
         """Compile a request's grammar, unless it is compiled already.
+
+        ``place`` may have ``tail`` or ``opening``, for a grammar that is only a part of the output's
+        (:mod:`metal_engine.grammars.source`).
 
         Takes milliseconds for most grammars and at most a second, plus the wait for earlier compilations. The first
         call also waits for the process that loads the tokenizer, about a second for a large vocabulary.
@@ -74,9 +105,23 @@ class GrammarCompiler:
             Cancelled: the request was cancelled.
         """
         try:
-            wanted = json.dumps(_wanted(params)).encode()
+            wanted = json.dumps(_wanted(params) | place).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise ParameterError("structured_outputs", f"cannot be read: {error}") from error
+        return self._compiled(wanted)
+
+    def compile_call(self, rules: str, tail: str) -> GrammarTask:
+        """Start compiling the grammar of a tool call in the background, unless it is compiled already.
+
+        Args:
+            rules: Lark rules with the rule ``call``.
+            tail: text of the trigger's mark that the grammar begins with.
+        """
+        wanted = json.dumps({"call": rules, "tail": tail}).encode()
+        known = self._known(hashlib.sha256(wanted).digest())
+        return GrammarTask(known if known is not None else self._background.submit(self._compiled, wanted))
+
+    def _compiled(self, wanted: bytes) -> CompiledGrammar:
         key = hashlib.sha256(wanted).digest()
         compiled = self._known(key)
         if compiled is None:
@@ -94,6 +139,7 @@ class GrammarCompiler:
             self._kept.clear()
             for channel in self._compiling:
                 channel.shutdown(socket.SHUT_RDWR)
+        self._background.shutdown(wait=False, cancel_futures=True)
         self._process.close()
 
     def _known(self, key: bytes) -> CompiledGrammar | None:

@@ -24,7 +24,8 @@ _STEP = struct.Struct("<I?I")
 # - ``ERROR``: an error follows.
 # - ``MASK_LAST``: masks follow. The process has grown much and should get no new outputs.
 # - ``MASK_ALONE``: masks follow. Later answers have no masks after drafts.
-MASK, ERROR, MASK_LAST, MASK_ALONE = b"m", b"e", b"l", b"a"
+# - ``END``: the grammar of a segment is complete. The number of tokens that belong to it follows (:func:`pack_end`).
+MASK, ERROR, MASK_LAST, MASK_ALONE, END = b"m", b"e", b"l", b"a", b"."
 
 
 def framed(message: bytes) -> bytes:
@@ -64,6 +65,17 @@ def unpack_step(message: bytes) -> tuple[int, list[int], list[int], bool]:
     token_ids = packed.tolist()
     first_draft = len(token_ids) - num_drafts
     return output_id, token_ids[:first_draft], token_ids[first_draft:], ends
+
+
+def pack_end(num_tokens: int) -> bytes:
+    """Return the answer for a segment that ended with the first ``num_tokens`` tokens of the request."""
+    return END + LENGTH.pack(num_tokens)
+
+
+def unpack_end(answer: bytes) -> int:
+    """Parse the result of :func:`pack_end`."""
+    (num_tokens,) = LENGTH.unpack_from(answer, len(END))
+    return int(num_tokens)
 
 
 def pack_masks(state: bytes, masks: Sequence[bytes]) -> bytes:

@@ -48,12 +48,13 @@ from metal_engine.grammars.messages import (
     MASK_LAST,
     framed,
     pack_compiled,
+    pack_end,
     pack_masks,
     pack_step,
     unpack_masks,
     unpack_step,
 )
-from metal_engine.grammars.source import grammar_source
+from metal_engine.grammars.source import grammar_source, is_segment
 
 COMPILE_CPU_SECONDS = 1.0
 MAX_GROWTH = 64 << 20
@@ -130,10 +131,15 @@ class GrammarServer:
         compiled: matcher of the compiled grammar.
         growth: growth of this process.
         channel: socket of this process, which the fork closes.
+        is_segment: True if the grammar is that of a segment, which may be followed by other text. The answer then
+            reports the end of the segment.
     """
 
-    def __init__(self, compiled: llguidance.LLMatcher, growth: Growth, channel: socket.socket) -> None:
+    def __init__(
+        self, compiled: llguidance.LLMatcher, growth: Growth, channel: socket.socket, *, is_segment: bool = False
+    ) -> None:
         self._compiled = compiled
+        self._is_segment = is_segment
         self._growth = growth
         self._channel = channel
         self._matchers: dict[int, llguidance.LLMatcher] = {}
@@ -154,7 +160,10 @@ class GrammarServer:
                 self._fork.send(message)
             return None
         try:
-            masks = [self._next_mask(self._matcher(output_id), token_ids)]
+            matcher = self._matcher(output_id)
+            if self._is_segment and (num_tokens := _consume_to_end(matcher, token_ids)) is not None:
+                return pack_end(num_tokens)
+            masks = [self._next_mask(matcher, [] if self._is_segment else token_ids, len(token_ids))]
         except (ValueError, EffortError) as error:
             return ERROR + str(error).encode()
         if self._fork is not None and not self._fork.has_ended:
@@ -172,10 +181,11 @@ class GrammarServer:
             matcher = self._matchers[output_id] = self._compiled.deep_copy()
         return matcher
 
-    def _next_mask(self, matcher: llguidance.LLMatcher, token_ids: list[int]) -> bytes:
+    def _next_mask(self, matcher: llguidance.LLMatcher, token_ids: list[int], num_new: int) -> bytes:
+        """Return the mask after some tokens. ``num_new`` is the number of tokens since the previous mask."""
         started = time.process_time()
         mask = mask_after(matcher, token_ids)
-        earned = MEAN_MASK_CPU_SECONDS * max(len(token_ids), 1)
+        earned = MEAN_MASK_CPU_SECONDS * max(num_new, 1)
         self._credit = min(self._credit + earned - (time.process_time() - started), BURST_CPU_SECONDS)
         if self._credit < 0:
             raise EffortError("its grammar takes too much time for each token")
@@ -226,9 +236,12 @@ class GrammarServer:
             if self._drafts_credit < 0:
                 return pack_masks(MASK, masks)
             try:
-                masks.append(mask_after(ahead, [draft]))
+                mask = mask_after(ahead, [draft])
             except ValueError:
                 break
+            if self._is_segment and ahead.is_stopped():
+                break  # the text after the segment is not known here
+            masks.append(mask)
             self._check_growth()
         else:
             masks += [bytes(self._mask_size)] * (len(drafts) - num_allowed)
@@ -247,6 +260,15 @@ def consume(matcher: llguidance.LLMatcher, token_ids: list[int]) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         if not is_allowed:
             raise ValueError(first_line(matcher.get_error()) or f"token {token_id} does not match")
+
+
+def _consume_to_end(matcher: llguidance.LLMatcher, token_ids: list[int]) -> int | None:
+    """Advance a segment's matcher by tokens. Return the number of tokens up to its end; None if it has not ended."""
+    for i, token_id in enumerate(token_ids):
+        if matcher.is_stopped():
+            return i
+        consume(matcher, [token_id])
+    return len(token_ids) if matcher.is_stopped() else None
 
 
 def mask_after(matcher: llguidance.LLMatcher, token_ids: list[int]) -> bytes:
@@ -305,7 +327,7 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
     seconds = time.process_time() - started
     monitor.done.set()
     monitor.join()
-    server = GrammarServer(compiled, growth, channel)
+    server = GrammarServer(compiled, growth, channel, is_segment=is_segment(wanted))
     channel.sendall(framed(pack_compiled(seconds)))
     serve(channel, server.answer)
 

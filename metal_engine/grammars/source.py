@@ -1,8 +1,15 @@
-"""Converts structured output parameters to a grammar in llguidance's format. Loads no other package."""
+"""Converts structured output parameters to a grammar in llguidance's format. Loads no other package.
+
+A wanted grammar is a dictionary: the fields of :class:`metal_engine.sampling_params.StructuredOutputsParams`, or
+``call``, the Lark rules of a tool call. With ``tail``, it is the grammar of a part of an output that follows a mark:
+``tail`` is the text of the mark that the grammar begins with. With ``opening``, the output may begin with this text
+instead, in Lark's syntax, and then continue in any way.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +24,52 @@ if TYPE_CHECKING:
 _WHITESPACE = r"[ \t\r\n]{1,20}"
 
 
+def is_segment(message: bytes) -> bool:
+    """Return True if a wanted grammar, as JSON, is that of a tool call. Other text may follow the call."""
+    return "call" in json.loads(message)
+
+
 def grammar_source(wanted: Mapping[str, Any]) -> str:
-    """Return the grammar for fields of :class:`metal_engine.sampling_params.StructuredOutputsParams`.
+    """Return the source of a wanted grammar.
 
     Raises:
         ValueError: the grammar cannot be read.
         RecursionError: the grammar is nested too deeply.
     """
+    if "call" in wanted:
+        return llguidance.LLMatcher.grammar_from_lark(f"{_after_mark(wanted['tail'], 'call')}\n{wanted['call']}")
+    source = _structured_source(wanted)
+    if wanted.get("opening") is not None:
+        return _nested(f"start: opening | WS? @content\nopening: {wanted['opening']} REST\nREST: /(?s:.*)/", source)
+    if wanted.get("tail") is not None:
+        return _nested(_after_mark(wanted["tail"], "WS? @content"), source)
+    return source
+
+
+def _after_mark(tail: str, rest: str) -> str:
+    """Return the Lark rules of a text that begins with ``tail`` and continues with ``rest``.
+
+    Before ``tail`` is complete, the text may also become another one, since the grammar is used from the first
+    characters of a mark on.
+    """
+    if not tail:
+        return f"start: {rest}"
+    pattern = re.escape(tail).replace("/", r"\/").replace("\n", r"\n")
+    return (
+        f"start: UNMARKED | marked {rest}\n"
+        f"marked[suffix={json.dumps(tail)}]: /(?s:.*)/\n"
+        f"UNMARKED: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/"
+    )
+
+
+def _nested(outer: str, source: str) -> str:
+    """Return a grammar whose Lark rules refer to another grammar as ``@content``."""
+    inner = json.loads(source)["grammars"] if source.startswith('{"grammars"') else [{"lark_grammar": source}]
+    inner[0]["name"] = "content"
+    return json.dumps({"grammars": [{"lark_grammar": f"{outer}\nWS: /{_WHITESPACE}/\n"}, *inner]})
+
+
+def _structured_source(wanted: Mapping[str, Any]) -> str:
     if wanted.get("regex") is not None:
         return llguidance.LLMatcher.grammar_from_regex(wanted["regex"])
     if wanted.get("choice"):

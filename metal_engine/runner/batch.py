@@ -116,6 +116,8 @@ class RequestTable:
         self._before_drafts: dict[int, tuple[int, int]] = {}
         self.sampling = SamplingTable(max_num_seqs)
         self.edits: dict[int, RequestEdits] = {}  # by index; requests with edits only
+        # Requests with phases: True if the next token has to match a grammar, as last reported; None: not reported yet.
+        self._constrained: dict[str, bool | None] = {}
         self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_seqs
         self.pooling: dict[str, PooledPrompt] = {}  # by request id; pooling requests only
         self.num_prompt_logprobs_requests = 0
@@ -144,6 +146,8 @@ class RequestTable:
         self.sampling.set(index, params, new.seed)
         if params.edits_logits:
             self.edits[index] = RequestEdits(params, new.rules, self.token_ids(index), new.num_prompt_tokens)
+            if params.has_phase_rules:
+                self._constrained[new.request_id] = None
         self.num_prompt_logprobs_requests += params.prompt_logprobs is not None
         self._adapter_slots[index] = new.adapter_slot
         self._num_with_adapter += new.adapter_slot > 0
@@ -155,6 +159,7 @@ class RequestTable:
         if index is not None:
             self._free_indices.append(index)
             self.edits.pop(index, None)
+            self._constrained.pop(request_id, None)
             self._before_drafts.pop(index, None)
             self.pooling.pop(request_id, None)
             self.num_prompt_logprobs_requests -= int(self.sampling.prompt_logprobs[index] >= 0)
@@ -207,6 +212,25 @@ class RequestTable:
         indices, token_ids = indices[is_held], token_ids[is_held]
         self._token_ids[indices, self._num_tokens[indices]] = token_ids
         self._num_tokens[indices] += 1
+
+    def follow_phases(self, output: ModelOutput) -> set[str]:
+        """Follow the phases of outputs to their last known tokens. Return the requests whose next token needs a mask.
+
+        Reports changes in ``output.constrained``.
+        """
+        waiting = set()
+        for request_id, before in self._constrained.items():
+            index = self._index_of[request_id]
+            edits = self.edits[index]
+            assert edits.grammar is not None
+            edits.observe(self.token_ids(index))
+            output.num_unconstrained_calls += edits.grammar.take_failed_calls()
+            is_constrained = not edits.grammar.is_free
+            if is_constrained:
+                waiting.add(request_id)
+            if is_constrained != before:
+                self._constrained[request_id] = output.constrained[request_id] = is_constrained
+        return waiting
 
     def _settle_drafts(self, index: int, num_accepted: int) -> None:
         """Append the accepted drafts to a request's tokens. Drop the rejected drafts and the blocks used only by them.

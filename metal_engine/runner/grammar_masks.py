@@ -23,6 +23,27 @@ class GrammarState:
         self._stop_token_ids = stop_token_ids
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self._num_failed = 0
+
+    @property
+    def is_free(self) -> bool:
+        """True if any token may follow, so that no mask is needed."""
+        return self._matcher.is_free
+
+    def is_free_after(self, drafts: Sequence[int]) -> bool:
+        """Return True if any token may follow now, and after each of some drafts."""
+        return self._matcher.is_free_after(drafts)
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Advance past generated tokens, without computing masks."""
+        self._matcher.observe(token_ids)
+        self._num_tokens += len(token_ids)
+
+    def take_failed_calls(self) -> int:
+        """Return the number of tool calls whose grammars have failed since the last call of this method."""
+        failed = self._matcher.num_unconstrained_calls - self._num_failed
+        self._num_failed += failed
+        return failed
 
     def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         """Advance past generated tokens. Start computing the masks of the next token and after each draft."""

@@ -97,6 +97,8 @@ class RequestEdits:
         if rules.grammar is not None:
             self.grammar = GrammarState(rules.grammar, rules.stop_token_ids, params.min_tokens)
         self._num_processed = num_prompt_tokens
+        changes_all = params.allowed_token_ids is not None or params.min_tokens > 0 or bool(params.logit_bias)
+        self._always_edits = changes_all or params.needs_token_on_host
         self._bad_word_lengths = sorted({len(before) for before in rules.bad_words})
 
     def catch_up(self, token_ids: np.ndarray, drafts: Sequence[int] = ()) -> None:
@@ -106,12 +108,27 @@ class RequestEdits:
             token_ids: all tokens of the request, [T] int32.
             drafts: tokens that may follow. The step also samples a token after each draft.
         """
-        new = token_ids[self._num_processed :].tolist()
+        new = self._unprocessed(token_ids)
+        if self.grammar is not None:
+            self.grammar.consume(new, drafts)
+
+    def observe(self, token_ids: np.ndarray) -> None:
+        """Process new tokens like :meth:`catch_up`, without computing masks."""
+        new = self._unprocessed(token_ids)
+        if self.grammar is not None:
+            self.grammar.observe(new)
+
+    def _unprocessed(self, token_ids: np.ndarray) -> list[int]:
+        """Return the tokens since the last call, and count them."""
+        new: list[int] = token_ids[self._num_processed :].tolist()
         self._num_processed = len(token_ids)
         if self.counts is not None:
             self.counts.add(new)
-        if self.grammar is not None:
-            self.grammar.consume(new, drafts)
+        return new
+
+    def has_edits_after(self, drafts: Sequence[int]) -> bool:
+        """Return True if logits are edited after some drafts."""
+        return self._always_edits or self.grammar is None or not self.grammar.is_free_after(drafts)
 
     def excluded(self, token_ids: np.ndarray, position: int) -> np.ndarray:
         """Return the ids of tokens that may not come next, int32.
@@ -130,7 +147,8 @@ class RequestEdits:
                 before = tuple(token_ids[len(token_ids) - length :].tolist())
                 excluded += self.rules.bad_words.get(before, ())
         ids = np.array(excluded, np.int32)
-        if position < self.params.min_tokens and self.grammar is None:
+        is_free = self.grammar is None or self.grammar.is_free
+        if position < self.params.min_tokens and is_free:
             ids = np.concatenate([ids, self.rules.stop_token_ids])
         allowed = self.rules.allowed
         if allowed is not None and len(ids) and not without(allowed, ids).any():
@@ -176,11 +194,11 @@ class StepEdits:
         self._ids += [excluded, rules.bias_ids]
         self._values += [np.full(len(excluded), -np.inf, np.float32), rules.biases]
         counts = edits.counts
+        drafts = token_ids[len(token_ids) - num_drafts :].tolist()
         if counts is not None and (counts or num_drafts):  # without tokens there are no penalties
-            drafts = token_ids[len(token_ids) - num_drafts :].tolist()
             ids_and_counts = counts.after(drafts) if drafts else (counts.ids, counts.counts)
             self._penalties.append((i, *ids_and_counts, edits.params))
-        if edits.grammar is not None:
+        if edits.grammar is not None and not edits.grammar.is_free_after(drafts):
             self.grammars.append((i, edits.grammar, num_drafts))
 
     def apply(self, logits: mx.array, masks: np.ndarray) -> mx.array:

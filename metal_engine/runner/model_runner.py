@@ -329,6 +329,9 @@ class ModelRunner:
             # Include requests for which the draft model returned no drafts.
             output.num_accepted_tokens = dict.fromkeys(step.drafting.token_ids, 0) | output.num_accepted_tokens
         self._table.append_tokens(step.sampled_req_ids, output)
+        if waiting := self._table.follow_phases(output):
+            for later in self._steps:
+                later.sampling.void_samples(waiting)
         if step.pooling is not None:
             output.pooled = step.pooling.result()
         if self._kv_connector is not None and step.saves is not None:

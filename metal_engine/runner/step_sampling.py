@@ -101,8 +101,11 @@ class StepSampling:
             request_id, num_drafts = self._row(row)
             token_ids = table.token_ids(index, num_drafts)
             try:
+                drafts = self._drafts.get(request_id, [])
                 if num_drafts == 0:
-                    request_edits.catch_up(token_ids, self._drafts.get(request_id, ()))
+                    request_edits.catch_up(token_ids, drafts)
+                if not request_edits.has_edits_after(drafts[:num_drafts]):
+                    continue
                 edits.add(row, request_edits, token_ids, int(self._positions[row]), num_drafts)
             except NoTokenLeftError as error:
                 self._give_up(row, str(error))
@@ -134,7 +137,7 @@ class StepSampling:
         if late and is_dispatched:
             mx.eval(logits)  # the wait blocks no other request: the device is busy anyway
             late = self._fill(masks, edits, late, time.monotonic())
-        self._late = {self._row(edits.rows[edits.grammars[i][0]])[0] for i in late}
+        self._late |= {self._row(edits.rows[edits.grammars[i][0]])[0] for i in late}
         return masks
 
     def _fill(self, masks: np.ndarray, edits: StepEdits, wanted: Iterable[int], deadline: float) -> list[int]:
@@ -194,8 +197,17 @@ class StepSampling:
 
     @property
     def late_req_ids(self) -> set[str]:
-        """Requests whose grammar mask was not ready in time. Valid after :meth:`build` or :meth:`set_late_requests`."""
+        """Requests whose grammar mask was not ready in time, or was not known to be needed.
+
+        Valid after :meth:`build` or :meth:`set_late_requests`.
+        """
         return self._late
+
+    def void_samples(self, request_ids: set[str]) -> None:
+        """Void samples without a mask of requests whose previous token, unknown until now, has made a mask necessary."""
+        edits = self._edits
+        masked = set() if edits is None else {self._row(edits.rows[i])[0] for i, _, _ in edits.grammars}
+        self._late |= request_ids.intersection(self._req_ids) - masked
 
     def set_late_requests(self, request_ids: set[str]) -> None:
         """Set the requests with void samples, as reported by the rank that sampled."""

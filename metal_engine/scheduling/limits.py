@@ -77,7 +77,7 @@ def num_remaining(request: Request, config: SchedulerConfig) -> int:
     Placeholders count as known tokens. The result is 0 if they complete the request, or if sampling the next token
     needs their values.
     """
-    if request.num_output_placeholders and request.sampling_params.needs_token_on_host:
+    if request.num_output_placeholders and request.needs_token_on_host:
         return 0
     num_known = len(request.token_ids) + request.num_output_placeholders
     if num_known - request.num_prompt_tokens >= request.max_tokens:

@@ -350,6 +350,9 @@ class Scheduler:
             The new tokens of each request and whether they end it. Text and token counts are not filled in.
         """
         outputs = self._finish_pooled(model_output)
+        for request_id, is_constrained in model_output.constrained.items():
+            if (request := self.requests.get(request_id)) is not None:
+                request.is_constrained = is_constrained
         accepted = {} if self.speculation is None else self.speculation.settle(plan, model_output, self.requests)
         for request_id, token_id in zip(plan.sampled_req_ids, model_output.sampled_token_ids, strict=True):
             request = self.requests.get(request_id)

@@ -183,6 +183,12 @@ class Tokenizer:
         added = self.hf_tokenizer.backend_tokenizer.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
+    @cached_property
+    def special_token_texts(self) -> dict[str, int]:
+        """Ids of the special tokens, by their texts."""
+        added = self.hf_tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes that a token adds to a text.
 

@@ -155,7 +155,7 @@ class Speculation:
 
     def _pays(self, requests: list[Request], choice: DraftLengths) -> bool:
         """Return True if the step has drafts and yields more tokens per second than asynchronously planned steps."""
-        num_waiting = sum(request.sampling_params.needs_token_on_host for request in requests)
+        num_waiting = sum(request.needs_token_on_host for request in requests)
         # A request that needs its tokens on the host can be in every second asynchronously planned step only.
         return any(choice.lengths) and self._async_times.is_slower(len(requests) - num_waiting / 2, choice)
 
@@ -193,7 +193,7 @@ class Speculation:
         usable = [request for request in decoding if self._can_have_drafts(plan, request)]
         proposals, others = self._proposals.of(usable, len(decoding), times)
         # If all requests need their tokens on the host, no step could have been planned asynchronously instead.
-        may_pay = was_worth_waiting or all(request.sampling_params.needs_token_on_host for request in decoding)
+        may_pay = was_worth_waiting or all(request.needs_token_on_host for request in decoding)
         chosen = self._chosen(proposals, decoding, times, plan, may_pay=may_pay)
         num_drafts = sum(self._add(plan, budget, request, drafts) for request, drafts in chosen)
         self._proposals.record_untried_drafts(others)

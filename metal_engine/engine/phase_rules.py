@@ -1,0 +1,105 @@
+"""Resolves the phases of an output to the tokens of a model."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+
+from metal_engine.grammars.compiler import GrammarCompiler, GrammarTask
+from metal_engine.grammars.mark_scanner import FreePhase, Mark, Segment
+from metal_engine.grammars.phases import PhaseRules
+from metal_engine.output_phases import OutputPhases, ReasoningPhase
+from metal_engine.sampling_params import StructuredOutputsParams
+from metal_engine.text.tokenizer import Tokenizer
+
+# A text in a grammar that may contain special tokens: @"text" (metal_engine/output_phases.py).
+_TEXT = re.compile(r'@("(?:[^"\\]|\\.)*")')
+
+
+class PhaseRulesMaker:
+    """Factory of :class:`PhaseRules`. Thread-safe.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        compiler: compiler of grammars for the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+        self._tokenizer = tokenizer
+        self._compiler = compiler
+        special = tokenizer.special_token_texts
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self._ids = special
+
+    def rules_for(
+        self, phases: OutputPhases, structured: StructuredOutputsParams | None, stop_token_ids: np.ndarray
+    ) -> PhaseRules:
+        """Return the rules of an output with phases.
+
+        Waits for the compilation of a structured output, but not for the grammars of tool calls.
+
+        Args:
+            structured: structured output after the reasoning; None for free content.
+            stop_token_ids: tokens that end generation, [S] int32.
+
+        Raises:
+            ParameterError: the structured output is invalid.
+            OverloadedError: too many grammars are waiting to be compiled.
+        """
+        reasoning = phases.reasoning
+        after: FreePhase | Segment = "content"
+        opening = None
+        if structured is not None:
+            assert reasoning is not None
+            tail = self._tail(reasoning.end)
+            task = GrammarTask(self._compiler.compile(structured, tail=tail))
+            after = Segment(task, tail.encode(), is_call=False)
+            if not reasoning.begins_inside:
+                opening = GrammarTask(self._compiler.compile(structured, opening=self._rendered(reasoning.start)))
+        content: list[Mark] = []
+        if reasoning is not None:
+            content.append(Mark(reasoning.start.encode(), "reasoning"))
+        if phases.calls is not None and structured is None:
+            for trigger in phases.calls.triggers:
+                tail = self._tail(trigger.mark)
+                task = self._compiler.compile_call(_TEXT.sub(self._render, trigger.grammar), tail)
+                content.append(Mark(trigger.mark.encode(), Segment(task, tail.encode(), is_call=True)))
+        return PhaseRules(
+            begins_in="reasoning" if reasoning is not None and reasoning.begins_inside else "content",
+            marks={"content": content, "reasoning": [] if reasoning is None else [Mark(reasoning.end.encode(), after)]},
+            token_bytes=self._tokenizer.token_bytes,
+            stop_token_ids=stop_token_ids,
+            opening=opening,
+            opening_mark=b"" if reasoning is None else reasoning.start.encode(),
+            budget=None if reasoning is None else reasoning.budget,
+            end_tokens=self._end_tokens(reasoning),
+            several_calls=phases.calls is None or phases.calls.parallel,
+        )
+
+    def _end_tokens(self, reasoning: ReasoningPhase | None) -> tuple[int, ...]:
+        if reasoning is None or reasoning.budget is None:
+            return ()
+        return tuple(self._tokenizer.encode_within(reasoning.end_text + reasoning.end))
+
+    def _tail(self, mark: str) -> str:
+        """Return the part of a mark after its last special token."""
+        end = 0
+        for found in self._special.finditer(mark):
+            end = found.end()
+        return mark[end:]
+
+    def _render(self, found: re.Match[str]) -> str:
+        return self._rendered(json.loads(found[1]))
+
+    def _rendered(self, text: str) -> str:
+        """Return a text in Lark's syntax, with its special tokens as ``<[id]>``."""
+        parts, end = [], 0
+        for found in self._special.finditer(text):
+            parts += [json.dumps(text[end : found.start()], ensure_ascii=False)] if found.start() > end else []
+            parts.append(f"<[{self._ids[found[0]]}]>")
+            end = found.end()
+        if end < len(text):
+            parts.append(json.dumps(text[end:], ensure_ascii=False))
+        return f"({' '.join(parts)})"

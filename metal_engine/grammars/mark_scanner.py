@@ -1,0 +1,142 @@
+"""Finds the marks that divide an output into phases, in the bytes of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Literal
+
+from metal_engine.grammars.compiler import GrammarTask
+
+FreePhase = Literal["content", "reasoning"]
+
+# Number of bytes of a mark's text after which the text counts as a possible mark.
+_PARTIAL_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Constrained part of an output, from a mark on.
+
+    Attributes:
+        grammar: grammar of the text from ``tail`` on.
+        tail: end of the mark that the grammar begins with: the bytes after the mark's last special token.
+        is_call: True for a tool call; False for a structured output, which lasts until the end.
+    """
+
+    grammar: GrammarTask
+    tail: bytes
+    is_call: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """A mark in free text, and what it begins."""
+
+    text: bytes
+    target: FreePhase | Segment
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Beginning of a segment.
+
+    Attributes:
+        mark: mark that begins the segment.
+        token_ids: tokens that the segment's grammar has to consume so far.
+        is_partial: True if the text may still become another text than the mark.
+    """
+
+    mark: Mark
+    token_ids: list[int]
+    is_partial: bool
+
+
+@dataclass(eq=False, slots=True)
+class MarkScanner:
+    """Follows the free phases of one output, a token at a time.
+
+    Args:
+        marks: marks that end each phase.
+        token_bytes: returns the UTF-8 bytes of a token.
+        phase: current phase.
+
+    Attributes:
+        num_reasoning_tokens: number of tokens since the current reasoning began.
+    """
+
+    marks: Mapping[FreePhase, Sequence[Mark]]
+    token_bytes: Callable[[int], bytes]
+    phase: FreePhase
+    num_reasoning_tokens: int = 0
+    _text: bytes = b""  # bytes at the end of the output that may belong to a mark
+    _end: int = 0  # number of bytes of the output
+    _tokens: list[tuple[int, int]] = field(default_factory=list)  # end and id of each token whose bytes are in `_text`
+
+    def copy(self) -> MarkScanner:
+        other = copy(self)
+        other._tokens = list(self._tokens)
+        return other
+
+    def add(self, token_id: int) -> Entry | None:
+        """Process the next token. Return the segment that begins with it, or may begin with it; None for free text."""
+        piece = self.token_bytes(token_id)
+        self._text += piece
+        self._end += len(piece)
+        self._tokens.append((self._end, token_id))
+        if self.phase == "reasoning":
+            self.num_reasoning_tokens += 1
+        while (found := self._first_mark()) is not None:
+            at, mark = found
+            end = at + len(mark.text)
+            if isinstance(mark.target, Segment):
+                entry = Entry(mark, self._tokens_from(end - len(mark.target.tail)), is_partial=False)
+                self.enter(self.phase)
+                return entry
+            self._text = self._text[end:]
+            self.phase, self.num_reasoning_tokens = mark.target, int(mark.target == "reasoning")
+        self._trim()
+        return self._partial_entry()
+
+    def enter(self, phase: FreePhase, text: bytes = b"") -> None:
+        """Begin a phase. ``text`` is the part of the last token that belongs to it."""
+        self.phase, self.num_reasoning_tokens = phase, 0
+        self._text = text
+        self._tokens = self._tokens[-1:] if text else []
+
+    def _first_mark(self) -> tuple[int, Mark] | None:
+        """Return the first mark in the text and its position. Of several marks there, the first in the list wins."""
+        found = None
+        for mark in self.marks[self.phase]:
+            at = self._text.find(mark.text)
+            if at >= 0 and (found is None or at < found[0]):
+                found = at, mark
+        return found
+
+    def _tokens_from(self, start: int) -> list[int]:
+        """Return the tokens with bytes at or after position ``start`` of the text."""
+        begin = self._end - len(self._text) + start
+        return [token_id for end, token_id in self._tokens if end > begin]
+
+    def _trim(self) -> None:
+        """Drop the beginning of the text, which can belong to no mark any more."""
+        longest = max((len(mark.text) for marks in self.marks.values() for mark in marks), default=1)
+        if len(self._text) >= longest:
+            self._text = self._text[len(self._text) - longest + 1 :]
+        begin = self._end - len(self._text)
+        if self._tokens and self._tokens[0][0] <= begin:
+            self._tokens = [(end, token_id) for end, token_id in self._tokens if end > begin]
+
+    def _partial_entry(self) -> Entry | None:
+        """Return the segment whose mark the text ends with a part of, if its grammar can check the mark's rest."""
+        for mark in self.marks[self.phase]:
+            segment = mark.target
+            if not isinstance(segment, Segment) or not segment.tail:
+                continue
+            head = len(mark.text) - len(segment.tail)
+            least = head + min(_PARTIAL_BYTES, len(segment.tail) - 1)
+            for length in range(min(len(mark.text) - 1, len(self._text)), max(least, head + 1) - 1, -1):
+                if self._text.endswith(mark.text[:length]):
+                    return Entry(mark, self._tokens_from(len(self._text) - length + head), is_partial=True)
+        return None

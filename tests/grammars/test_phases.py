@@ -1,0 +1,272 @@
+"""Outputs with phases: marks in free text, reasoning within a budget, structured output after it, tool calls."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metal_engine.engine.token_rules import TokenRulesMaker
+from metal_engine.output_phases import CallPhase, CallTrigger, OutputPhases, ReasoningPhase
+from metal_engine.sampling_params import Matcher, SamplingParams, StructuredOutputsParams
+from metal_engine.settings.config import SpeculativeConfig
+from tests.support.tiny_engine import run_all, tiny_engine, token_ids
+from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
+
+CALL = 'call: /[a-c]{1,3}/ "=" /[0-9]{1,4}/ ")"'
+DIGITS = StructuredOutputsParams(regex="[0-9]{1,5}")
+
+
+def calls(*marks: str, parallel: bool = True) -> CallPhase:
+    return CallPhase(tuple(CallTrigger(mark, CALL) for mark in marks), parallel)
+
+
+def thinking(**fields: Any) -> ReasoningPhase:
+    return ReasoningPhase(**{"start": "<r>", "end": "</r>", **fields})
+
+
+@pytest.fixture(scope="module")
+def maker() -> Iterator[TokenRulesMaker]:
+    made = TokenRulesMaker(tiny_tokenizer(), VOCAB_SIZE)
+    yield made
+    made.close()
+
+
+Following = Callable[..., Matcher]
+
+
+@pytest.fixture
+def following(maker: TokenRulesMaker) -> Following:
+    """Return a function that makes the matcher of an output with some rules."""
+
+    def matcher(structured: StructuredOutputsParams | None = None, **phases: Any) -> Matcher:
+        params = SamplingParams(structured_outputs=structured, phases=OutputPhases(**phases))
+        grammar = maker.rules_for(params).grammar
+        assert grammar is not None
+        return grammar.matcher()
+
+    return matcher
+
+
+def allowed(matcher: Matcher, text: str = "", num_drafts: int = 0) -> str:
+    """Return the printable characters that may follow after some more text."""
+    matcher.consume(byte_ids(text))
+    mask = np.full(-(-VOCAB_SIZE // 32), -1, np.int32)
+    assert matcher.fill_mask(mask, math.inf, num_drafts)
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return "".join(ch for ch in map(chr, range(32, 127)) if bits[byte_ids(ch)[0]])
+
+
+ALL = "".join(map(chr, range(32, 127)))
+
+
+class TestCalls:
+    def test_free_text_has_no_masks(self, following: Following) -> None:
+        matcher = following(calls=calls("<call>"))
+        assert matcher.is_free
+        matcher.observe(byte_ids("text, <cal and (more"))
+        assert matcher.is_free and matcher.is_free_after(byte_ids("text <ca"))
+        assert not matcher.is_free_after(byte_ids("text <call>"))
+
+    def test_a_call_follows_its_grammar_and_then_the_text_is_free(self, following: Following) -> None:
+        matcher = following(calls=calls("<call>"))
+        assert allowed(matcher, "so <call>") == "abc"
+        assert not matcher.is_free
+        assert allowed(matcher, "abc") == "="
+        assert allowed(matcher, "=123") == ")0123456789"
+        assert allowed(matcher, ")") == ALL and matcher.is_free
+        assert allowed(matcher, " and <call>") == "abc"
+
+    def test_tokens_after_the_end_are_free_in_one_piece_too(self, following: Following) -> None:
+        matcher = following(calls=calls("<call>"))
+        assert allowed(matcher, "<call>a=1) text <call>b=2)<call>c") == "=abc"
+        assert allowed(matcher, "=3) more") == ALL and matcher.is_free
+
+    def test_part_of_a_mark_may_become_another_text(self, following: Following) -> None:
+        matcher = following(calls=calls("<call>"))
+        assert allowed(matcher, "<call") == ALL and not matcher.is_free
+        matcher.observe(byte_ids("er>"))
+        assert matcher.is_free
+        assert allowed(matcher, "<call") == ALL
+        assert allowed(matcher, ">") == "abc"
+
+    def test_several_marks(self, following: Following) -> None:
+        matcher = following(calls=calls("<call>", "[calls]"))
+        assert allowed(matcher, "<call>a=1)[call") == ALL
+        assert allowed(matcher, "s]") == "abc"
+
+    def test_one_call_only(self, following: Following) -> None:
+        matcher = following(calls=calls("<call>", parallel=False))
+        assert allowed(matcher, "<call>a=1)") == "" and not matcher.is_free
+        mask = np.full(-(-VOCAB_SIZE // 32), -1, np.int32)
+        assert matcher.fill_mask(mask, math.inf)
+        bits = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        assert bits.tolist() == sorted(tiny_tokenizer().eos_token_ids)
+
+    def test_calls_within_reasoning_are_text(self, following: Following) -> None:
+        matcher = following(calls=calls("<call>"), reasoning=thinking(begins_inside=True))
+        matcher.observe(byte_ids("<call>no"))
+        assert matcher.is_free
+        assert allowed(matcher, "</r><call>") == "abc"
+
+    def test_a_grammar_that_fails_leaves_the_call_free(
+        self, following: Following, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        matcher = following(calls=CallPhase((CallTrigger("<call>", "call: missing"),)))
+        assert allowed(matcher, "<call>") == ALL
+        assert matcher.num_unconstrained_calls == 1 and "not constrained" in caplog.text
+        assert matcher.is_free
+
+    def test_drafts(self, following: Following) -> None:
+        """Masks after drafts end where another phase begins."""
+        matcher = following(calls=calls("<call>"))
+        mask = np.full(-(-VOCAB_SIZE // 32), -1, np.int32)
+        matcher.consume(byte_ids("<call>a"), byte_ids("b=1)x"))
+        for num_drafts, expected in ((0, "=abc"), (1, "=abc"), (2, "0123456789"), (3, ")0123456789")):
+            assert matcher.fill_mask(mask, math.inf, num_drafts)
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            assert "".join(ch for ch in ALL if bits[byte_ids(ch)[0]]) == expected
+        with pytest.raises(ValueError, match="draft"):
+            matcher.fill_mask(mask, math.inf, 4)
+        matcher.consume(byte_ids("=1)"), byte_ids("ab<call>a"))
+        assert matcher.fill_mask(mask, math.inf, 0) and matcher.fill_mask(mask, math.inf, 2)
+        with pytest.raises(ValueError, match="another phase"):
+            matcher.fill_mask(mask, math.inf, 8)
+
+
+class TestReasoning:
+    def test_structured_output_after_it(self, following: Following) -> None:
+        matcher = following(DIGITS, reasoning=thinking(begins_inside=True))
+        matcher.observe(byte_ids("what 12 </r"))
+        assert not matcher.is_free  # the mark's end and the output may share a token
+        assert allowed(matcher, "ing> 12") == ALL and matcher.is_free
+        assert set(allowed(matcher, "</r>")) == set(" 0123456789")
+        assert allowed(matcher, "\n1234") == "0123456789"
+        assert allowed(matcher, "5") == "" and not matcher.is_free
+
+    def test_the_model_may_open_it(self, following: Following) -> None:
+        matcher = following(DIGITS, reasoning=thinking())
+        assert set(allowed(matcher)) == set(" <0123456789")
+        assert allowed(matcher, "<") == "r"
+        assert allowed(matcher, "r>") == ALL and matcher.is_free
+        assert set(allowed(matcher, "1, no: 2</r>")) == set(" 0123456789")
+
+    def test_or_not(self, following: Following) -> None:
+        matcher = following(DIGITS, reasoning=thinking())
+        assert allowed(matcher, "12") == "0123456789"
+        assert allowed(matcher, "345") == ""
+
+    @pytest.mark.parametrize("budget", [0, 1, 5])
+    def test_budget(self, following: Following, budget: int) -> None:
+        matcher = following(reasoning=thinking(begins_inside=True, budget=budget, end_text=" So:"))
+        for ch in "think"[:budget]:
+            assert matcher.is_free
+            matcher.observe(byte_ids(ch))
+        for ch in " So:</r>":
+            assert allowed(matcher) == ch and not matcher.is_free
+            matcher.observe(byte_ids(ch))
+        assert matcher.is_free and allowed(matcher, "content" * 5) == ALL
+        assert matcher.is_free
+
+    def test_budget_of_reasoning_that_the_model_opens(self, following: Following) -> None:
+        matcher = following(DIGITS, reasoning=thinking(budget=3))
+        matcher.consume(byte_ids("<r>abc"))
+        assert [allowed(matcher, ch) for ch in ["", *"</r"]] == list("</r>")
+        assert set(allowed(matcher, ">")) == set(" 0123456789")
+
+    def test_reasoning_that_ends_by_itself_has_no_forced_end(self, following: Following) -> None:
+        matcher = following(reasoning=thinking(begins_inside=True, budget=30))
+        matcher.observe(byte_ids("short</r>" + "content" * 10))
+        assert matcher.is_free
+
+    def test_drafts_up_to_the_budget(self, following: Following) -> None:
+        matcher = following(reasoning=thinking(begins_inside=True, budget=3))
+        assert matcher.is_free_after(byte_ids("ab")) and not matcher.is_free_after(byte_ids("abc"))
+        matcher.consume(byte_ids("abc"), byte_ids("</r"))
+        assert allowed(matcher, num_drafts=0) == "<"
+
+
+# --- in the engine -------------------------------------------------------------------------------------------------
+
+MARKS = "klpquvwyz!?"  # so many that a random model often writes one of them; none is part of a longer token
+PROMPTS = ["a prompt of some length", "b", "sixteen tokens..", "a prompt of some length, and on and on"]
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """Requests with all kinds of phases."""
+    every = [
+        {"phases": OutputPhases(calls=calls(*MARKS))},
+        {"phases": OutputPhases(calls=calls(*MARKS, "ab"), reasoning=thinking(begins_inside=True, end="d", budget=9))},
+        {"phases": OutputPhases(reasoning=thinking(begins_inside=True, budget=7)), "structured_outputs": DIGITS},
+        {"phases": OutputPhases(reasoning=thinking(start="0", end="5")), "structured_outputs": DIGITS},
+        {"phases": OutputPhases(calls=calls(*MARKS, parallel=False)), "min_tokens": 30},
+        {"phases": OutputPhases(calls=calls(*MARKS)), "repetition_penalty": 1.1},
+        {},
+    ]
+    return [
+        (byte_ids(PROMPTS[i % len(PROMPTS)]), SamplingParams(max_tokens=60, temperature=0.9, seed=i, **fields))
+        for i, fields in enumerate(every * 2)
+    ]
+
+
+def check_calls(text: str, marks: str) -> int:
+    """Check that each call in a text follows its grammar. Return the number of complete calls."""
+    num_calls = at = 0
+    while found := re.compile(f"[{marks}]").search(text, at):
+        whole = re.compile(r"[a-c]{1,3}=[0-9]{1,4}\)").match(text, found.end())
+        if whole is None:  # cut off by the limit of tokens
+            assert re.fullmatch(r"(?:[a-c]{0,3}|[a-c]{1,3}=[0-9]{0,4})", text[found.end() :]), text
+            break
+        num_calls, at = num_calls + 1, whole.end()
+    return num_calls
+
+
+def text_of(outputs: list[Any]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[list[int], str]]:
+    """Tokens and text of each request that runs alone, without planning ahead."""
+    outputs = [run_all(tiny_engine(), [request])[0] for request in requests()]
+    return [(token_ids(one), text_of(one)) for one in outputs]
+
+
+def test_outputs_keep_to_the_rules(alone: list[tuple[list[int], str]]) -> None:
+    assert sum(check_calls(text, MARKS) for _, text in alone[::7]) > 1
+    for _, text in alone[1::7]:
+        assert "d" in text[:9] or text[9:].startswith("d")
+    for _, text in alone[2::7]:
+        assert re.fullmatch(r"(?s).*</r>\s{0,20}[0-9]{1,5}", text), text
+    for _, text in alone[3::7]:
+        assert re.fullmatch(r"(?s)\s{0,20}(?:[1-9][0-9]{0,4}|0[^5]*(?:5\s{0,20}[0-9]{0,5})?)", text), text
+    for _, text in alone[4::7]:
+        assert check_calls(text, MARKS) <= 1
+
+
+SPECULATIVE = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: tiny_engine(), id="together"),
+        pytest.param(lambda: tiny_engine(max_num_batched_tokens=16), id="chunked"),
+        pytest.param(lambda: tiny_engine(ahead=True), id="ahead"),
+        pytest.param(lambda: tiny_engine(behind=True), id="behind"),
+        pytest.param(lambda: tiny_engine(behind=True, replay=True), id="replayed"),
+        pytest.param(lambda: tiny_engine(ahead=True, block_size=4, num_blocks=90), id="preempted"),
+        pytest.param(lambda: tiny_engine(speculative=SPECULATIVE), id="drafts"),
+        pytest.param(lambda: tiny_engine(ahead=True, speculative=SPECULATIVE), id="drafts ahead"),
+    ],
+)
+def test_the_same_tokens_in_any_company(make: Callable[[], SteppedEngine], alone: list[tuple[list[int], str]]) -> None:
+    engine = make()
+    outputs = run_all(engine, requests())
+    assert [token_ids(one) for one in outputs] == [tokens for tokens, _ in alone]
+    assert engine.stats.num_used_blocks == 0
