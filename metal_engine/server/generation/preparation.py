@@ -289,8 +289,7 @@ class _Preparation(Generic[BodyT]):
         with self._errors_as_api_errors():
             self._params = endpoint.adjust(params)
         self._is_forced = self._params.structured_outputs is not params.structured_outputs
-        phases = self._params.phases
-        self.needs_grammar = self._params.structured_outputs is not None or (phases is not None and bool(phases.calls))
+        self.needs_grammar = self._params.structured_outputs is not None
         if not self.needs_grammar:
             self.finish()
 

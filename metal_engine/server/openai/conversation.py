@@ -185,7 +185,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
     def explained(self, error: ParameterError, compile_grammar: Callable[[SamplingParams], object]) -> ParameterError:
         answers, params = self._given
         plan = answers.plan
-        if not (plan.forced or plan.parsed) or (params.structured_outputs is not None and not plan.forced):
+        if not plan.forced:
             return error
 
         def compile_calls(tools: list[dict[str, Any]]) -> None:
