@@ -49,10 +49,17 @@ class BareOpening:
 
 @dataclass(frozen=True)
 class ReasoningMarks:
-    """Marks before and after a model's reasoning."""
+    """Marks before and after a model's reasoning.
+
+    Attributes:
+        start: mark before the reasoning.
+        end: mark after the reasoning.
+        budget_text: text that the model's authors recommend before ``end`` if the reasoning is ended by its budget.
+    """
 
     start: str
     end: str
+    budget_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -94,3 +101,12 @@ def begins_in_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bo
     if at < 0 or prompt_end.rfind(marks.end) > at:
         return False
     return continues or not prompt_end[at + len(marks.start) :].strip()
+
+
+def is_past_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bool) -> bool:
+    """Return True if a prompt that does not end within reasoning leaves no place for reasoning.
+
+    Templates close the reasoning themselves if it is turned off. An assistant message to be continued has passed it.
+    The arguments are those of :func:`begins_in_reasoning`.
+    """
+    return continues or prompt_end.rstrip().endswith(marks.end)

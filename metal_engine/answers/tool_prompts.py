@@ -57,6 +57,11 @@ def forced_instructions(tools: Sequence[Tool], name: str | None) -> str:
     return f"Answer with a JSON list of function calls, each with name and parameters. Functions: {functions}"
 
 
+def call_request(name: str | None) -> str:
+    """Return the text that asks for a call: of the tool ``name``, or of any tool if it is None."""
+    return f"Answer with a call of the function {name}." if name is not None else "Answer with a function call."
+
+
 def written_calls(content: str, calls: Iterable[tuple[str, str]], parser: ToolParser | None) -> str:
     """Return the text of an assistant message with tool calls, as the model would have written it.
 

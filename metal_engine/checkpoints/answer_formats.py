@@ -63,9 +63,20 @@ _SYNTAXES: dict[str, CallSyntax] = {
 # Starts of calls for models that sometimes omit the opening mark.
 _BARE_OPENINGS = {"pythonic": BareOpening("[", "(", only_first=True), "qwen3_coder": BareOpening("<function=", ">")}
 
+# Start of a model's type -> text before the end of its reasoning if the budget ends it. Qwen's documentation has it in
+# the section about the thinking budget, and the technical report of Qwen3 in the section about post-training.
+_BUDGET_TEXTS = {
+    "qwen3": "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly "
+    "now.\n"
+}
+
 
 def find_answer_format(
-    tokenizer: PreTrainedTokenizerFast, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
+    tokenizer: PreTrainedTokenizerFast,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    *,
+    model_type: str = "",
 ) -> AnswerFormat:
     """Return the output format of a model.
 
@@ -74,6 +85,7 @@ def find_answer_format(
         tool_call_parser: name of a format of tool calls; ``auto`` to use the tokenizer's information; ``none`` to leave
             tool calls in the text.
         reasoning_parser: name of a format of reasoning, ``auto`` or ``none``.
+        model_type: type of the model, as in its ``config.json``.
 
     Raises:
         ConfigError: there is no format with that name, or mlx-lm lacks the tool parser that the tokenizer names.
@@ -95,10 +107,16 @@ def find_answer_format(
         call_head=None if name is None else _CALL_HEADS.get(name),
         syntax=None if name is None else _SYNTAXES.get(name),
         bare=None if name is None else _BARE_OPENINGS.get(name),
-        reasoning=None if marks is None else ReasoningMarks(*marks),
+        reasoning=None if marks is None else ReasoningMarks(*marks, budget_text=_budget_text(model_type)),
         special=_any_special(tokenizer, texts),
         finds_calls=tool_call_parser != "none",
     )
+
+
+def _budget_text(model_type: str) -> str:
+    """Return the text before the end of reasoning that has used up its budget, as the model's authors recommend it."""
+    found = (text for start, text in _BUDGET_TEXTS.items() if model_type.startswith(start))
+    return next(found, "")
 
 
 def _tool_parser(name: str) -> ToolParser:

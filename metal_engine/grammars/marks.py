@@ -23,18 +23,7 @@ def without_marks(grammar: str, special: Mapping[str, int]) -> str:
         grammar: Lark rules, as in :class:`metal_engine.output_phases.CallTrigger`.
         special: ids of the special tokens, by their texts.
     """
-    longest_first = sorted(special, key=len, reverse=True)
-    tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-    def expression(text: str) -> str:
-        parts, end = [], 0
-        for found in tokens.finditer(text):
-            parts += [json.dumps(text[end : found.start()], ensure_ascii=False)] if found.start() > end else []
-            parts.append(f"<[{special[found[0]]}]>")
-            end = found.end()
-        if end < len(text):
-            parts.append(json.dumps(text[end:], ensure_ascii=False))
-        return f"({' '.join(parts)})"
+    tokens = _pattern(special)
 
     def text_until(found: re.Match[str]) -> str:
         name, end, terminal = found[1], json.loads(found[2]), found[3]
@@ -42,9 +31,30 @@ def without_marks(grammar: str, special: Mapping[str, int]) -> str:
             return f"{name}[suffix={json.dumps(end, ensure_ascii=False)}]: {terminal}"
         text, upper = re.escape(end).replace("/", r"\/").replace("\n", "n"), name.upper()
         return (
-            f"{name}: {upper}_TEXT {expression(end)}\n{upper}_TEXT: {upper}_ALL & ~{upper}_END\n"
+            f"{name}: {upper}_TEXT {as_lark(end, special)}\n{upper}_TEXT: {upper}_ALL & ~{upper}_END\n"
             f"{upper}_ALL: {terminal}\n{upper}_END: /(?s:.*){text}(?s:.*)/"
         )
 
     grammar = _TEXT_UNTIL.sub(text_until, grammar)
-    return _MARK_PATTERN.sub(lambda found: expression(json.loads(found[1])), grammar)
+    return _MARK_PATTERN.sub(lambda found: as_lark(json.loads(found[1]), special), grammar)
+
+
+def as_lark(text: str, special: Mapping[str, int]) -> str:
+    """Return a Lark expression for a text that may contain special tokens.
+
+    Args:
+        special: ids of the special tokens, by their texts.
+    """
+    parts, end = [], 0
+    for found in _pattern(special).finditer(text):
+        parts += [json.dumps(text[end : found.start()], ensure_ascii=False)] if found.start() > end else []
+        parts.append(f"<[{special[found[0]]}]>")
+        end = found.end()
+    if end < len(text):
+        parts.append(json.dumps(text[end:], ensure_ascii=False))
+    return f"({' '.join(parts)})"
+
+
+def _pattern(special: Mapping[str, int]) -> re.Pattern[str]:
+    """Return a pattern that finds special tokens, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")

@@ -31,6 +31,7 @@ class MessagesEndpoint(Conversation):
     """Responds with content blocks. The events of a stream report how each block grows."""
 
     id_prefix = "msg"
+    schema_place = "input_schema"
     has_choices = False
 
     def __init__(self, served: ServedModel) -> None:

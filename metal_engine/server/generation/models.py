@@ -48,6 +48,7 @@ def served_model(
         Admission(engine, args.max_num_queued_reqs, args.max_num_queued_tokens, args.request_timeout),
         workers,
         auto_tool_choice=args.enable_auto_tool_choice,
+        tool_grammar=args.tool_grammar,
         any_name=ANY_NAME in names,
         notices=notices or Notices(),
     )

@@ -158,6 +158,7 @@ class ResponsesEndpoint(Conversation):
     """
 
     id_prefix = "resp"
+    schema_place = "parameters"
     has_choices = False
 
     def __init__(self, served: ServedModel, store: ResponseStore, asked: AskedResponse) -> None:

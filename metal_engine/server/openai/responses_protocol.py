@@ -41,6 +41,7 @@ class TextOptions(RequestModel):
 
 class ReasoningOptions(RequestModel):
     effort: str | None = None
+    max_tokens: int | None = None
     summary: str | None = None
 
 
@@ -109,6 +110,7 @@ RENAMED = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
     "reasoning_effort": "reasoning",
+    "thinking_token_budget": "reasoning.max_tokens",
     "verbosity": "text",
 }
 
@@ -148,6 +150,7 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
         fields["response_format"] = _response_format(body.text.format)
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
+        fields["thinking_token_budget"] = body.reasoning.max_tokens
     given = {name: value for name, value in fields.items() if value is not None}
     return validated(ChatCompletionBody, {**(body.model_extra or {}), **given}), messages
 
