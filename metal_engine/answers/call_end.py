@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from metal_engine.answers.call_syntaxes.syntax import Quotes
 
+_SPACE = re.compile(r"\s*")
+
 
 class CallEnd:
     """Search for the end of one call, whose text arrives in pieces. Takes linear time.
@@ -35,6 +37,7 @@ class CallEnd:
         }
         self._longest = max(map(len, (*marks, *quotes.pairs, *quotes.pairs.values())))
         self._part = ""  # text that began the current quoted part
+        self._is_after = False  # True directly after a quoted part
         self._at = 0
 
     def find(self, text: str) -> tuple[int, str] | None:
@@ -44,7 +47,16 @@ class CallEnd:
             text: text of the call so far.
         """
         while True:
-            pattern = self._mark if self._is_plain else self._inside[self._part] if self._part else self._outside
+            if self._is_after and not self._follows(text):
+                return None
+            if self._is_plain and self.first_mark is not None:
+                return self.first_mark
+            if not self._part and not self._is_plain:
+                self.first_mark = None
+            if self._is_plain:
+                pattern = self._mark
+            else:
+                pattern = self._inside[self._part] if self._part else self._outside
             found = pattern.search(text, self._at)
             if found is None:
                 self._at = max(self._at, len(text) - self._longest + 1)
@@ -60,10 +72,19 @@ class CallEnd:
                 self.first_mark = self.first_mark or (found.start(), found[0])
             elif kind == "broken":
                 self._is_plain = True
-                if self.first_mark is not None:
-                    return self.first_mark
             elif not found[0].startswith("\\"):
-                self._part, self.first_mark = "", None
+                self._part, self._is_after = "", bool(self._quotes.after)
+
+    def _follows(self, text: str) -> bool:
+        """Check the text after a quoted part. Return False if it has not arrived yet."""
+        space = _SPACE.match(text, self._at)
+        assert space is not None
+        at = space.end()
+        if at == len(text):
+            return False
+        self._is_after = False
+        self._is_plain = text[at] not in self._quotes.after
+        return True
 
     def forget(self, length: int) -> None:
         """Record that the first ``length`` characters of the text are removed."""

@@ -17,9 +17,9 @@ from metal_engine.answers.call_syntaxes.lark import GAP, Rules, mark, string
 from metal_engine.answers.call_syntaxes.pythonic import in_order, other_names
 from metal_engine.answers.call_syntaxes.strings import text_terminal
 from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError, Quotes, checked_name, choice
-from metal_engine.answers.call_syntaxes.tags import after_space, object_text
+from metal_engine.answers.call_syntaxes.tags import object_text
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
-from metal_engine.answers.call_syntaxes.values import json_of
+from metal_engine.answers.call_syntaxes.values import after_space, json_of
 from metal_engine.answers.deltas import json_text
 from metal_engine.json_schemas.document import listed
 from metal_engine.output_phases import CallTrigger
@@ -47,7 +47,7 @@ class GemmaSyntax:
 
     @cached_property
     def quotes(self) -> Quotes:
-        return Quotes({self.quote: re.escape(self.quote)})
+        return Quotes({self.quote: re.escape(self.quote)}, after=":,}]")
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
         rules = Rules()

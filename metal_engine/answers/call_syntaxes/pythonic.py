@@ -55,7 +55,7 @@ def other_names(rules: Rules, listed: Sequence[Argument], pattern: str) -> str:
 class PythonicSyntax:
     """Exact form of the calls. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`."""
 
-    quotes = Quotes({'"': r'(?s:\\.)|"', "'": r"(?s:\\.)|'"})
+    quotes = Quotes({'"': r'(?s:\\.)|"', "'": r"(?s:\\.)|'"}, after=":,)]}")
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
         rules = Rules()

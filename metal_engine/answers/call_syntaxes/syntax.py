@@ -22,16 +22,19 @@ class Quotes:
 
     Attributes:
         pairs: text at the beginning of a part -> regular expression for its end.
-        broken: regular expression for text that a part cannot contain. The part has then no end, because the model
-            left it out. Empty if there is no such text.
+        broken: regular expression for text that a part cannot contain. Empty if there is no such text.
+        after: characters of which one follows each part, perhaps after white space. Empty for any.
+
+    If a text deviates from ``broken`` or ``after``, the model has left out the end of a part.
     """
 
     pairs: dict[str, str] = field(default_factory=dict)
     broken: str = ""
+    after: str = ""
 
 
 NO_QUOTES = Quotes()
-JSON_QUOTES = Quotes({'"': r'\\.|"'}, r"[\x00-\x1f]")
+JSON_QUOTES = Quotes({'"': r'\\.|"'}, r"[\x00-\x1f]", ",:}]")
 
 
 class CallSyntax(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 from metal_engine.answers.call_syntaxes.lark import GAP, Rules, mark, string
 from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError, Quotes, checked_name, choice
 from metal_engine.answers.call_syntaxes.tool_schemas import KINDS, ToolSchema
-from metal_engine.answers.call_syntaxes.values import RawValues
+from metal_engine.answers.call_syntaxes.values import RawValues, after_space
 from metal_engine.answers.deltas import json_text
 from metal_engine.output_phases import CallTrigger
 
@@ -65,7 +65,7 @@ class TagSyntax:
     @cached_property
     def quotes(self) -> Quotes:
         broken = "|".join(map(re.escape, self.without))
-        return Quotes({self.without[0]: re.escape(self.value_end)}, broken)
+        return Quotes({self.without[0]: re.escape(self.value_end)}, broken, self.argument_end[:1] or "<")
 
     # --- grammar ---
 
@@ -169,13 +169,6 @@ class TagSyntax:
 def object_text(values: dict[str, str]) -> str:
     """Return the JSON text of an object whose values are JSON texts."""
     return "{" + ", ".join(f"{json_text(name)}: {value}" for name, value in values.items()) + "}"
-
-
-def after_space(text: str, at: int) -> int:
-    """Return the position after white space at a position."""
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
 
 
 def expression(template: str, *, name: str, kind: str = "") -> str:

@@ -15,6 +15,7 @@ from metal_engine.answers.deltas import json_text
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _SPACE = " \t\r\n"
+_SPACES = re.compile(rf"[{_SPACE}]*")
 _JSON_LITERALS: dict[str, bool | None] = {"true": True, "false": False, "null": None}
 PYTHON_LITERALS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 _COMPOUND = {"{": "object", "[": "array"}
@@ -40,6 +41,13 @@ def json_of(tool: ToolSchema, schema: Any, kinds: frozenset[str]) -> str:
         definitions = {"$defs": alone.pop("$defs")} if isinstance(alone, dict) and "$defs" in alone else {}
         alone = {"allOf": [alone, {"type": sorted(kinds)}], **definitions}
     return json_value(alone, strict=tool.is_strict)
+
+
+def after_space(text: str, at: int) -> int:
+    """Return the position after white space at a position."""
+    found = _SPACES.match(text, at)
+    assert found is not None
+    return found.end()
 
 
 class RawValues:
@@ -111,11 +119,11 @@ class RawValues:
         Return None if there is no end, or if the value's type does not fit the schema.
         """
         kinds = self._kinds(tool, schema)
-        at = len(text) - len(text[start:].lstrip(_SPACE))
+        at = after_space(text, start)
         if _COMPOUND.get(text[at : at + 1]) in kinds:
             with suppress(ValueError):
                 end = DECODER.raw_decode(text, at)[1]
-                after = len(text) - len(text[end:].lstrip(_SPACE))
+                after = after_space(text, end)
                 if text.startswith(self._end, after):
                     return text[at:end], after + len(self._end)
         end = text.find(self._end, start)
