@@ -50,7 +50,9 @@ class PhaseRulesMaker:
             task = GrammarTask(self._compiler.compile(structured, tail=tail))
             after = Segment(task, tail.encode(), is_call=False)
             if not reasoning.begins_inside:
-                opening = GrammarTask(self._compiler.compile(structured, opening=as_lark(reasoning.start, self._special)))
+                opening = GrammarTask(
+                    self._compiler.compile(structured, opening=as_lark(reasoning.start, self._special))
+                )
         content: list[Mark] = []
         if reasoning is not None:
             content.append(Mark(reasoning.start.encode(), "reasoning"))
