@@ -44,10 +44,7 @@ class CallEnd:
             text: text of the call so far.
         """
         while True:
-            if self._is_plain:
-                pattern = self._mark
-            else:
-                pattern = self._inside[self._part] if self._part else self._outside
+            pattern = self._mark if self._is_plain else self._inside[self._part] if self._part else self._outside
             found = pattern.search(text, self._at)
             if found is None:
                 self._at = max(self._at, len(text) - self._longest + 1)
