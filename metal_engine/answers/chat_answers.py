@@ -182,7 +182,9 @@ class ChatAnswers:
         phase = reasoning_phase(self.format, begins_inside=begins_inside, is_structured=is_structured, budget=budget)
         marks = self.format.reasoning
         # Without any reasoning, there is no need to explain its end.
-        return phase if phase is None or marks is None or not budget else replace(phase, end_text=marks.budget_text)
+        if phase is None or marks is None or not budget or not marks.budget_text:
+            return phase
+        return replace(phase, end_text=marks.budget_text)
 
     @property
     def needs_special_tokens(self) -> bool:
