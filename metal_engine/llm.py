@@ -26,6 +26,7 @@ from metal_engine.answers.tool_plan import Tool, ToolPlan, plan_tools
 from metal_engine.answers.tool_prompts import with_instructions
 from metal_engine.build import build_engine
 from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.errors import ParameterError
 from metal_engine.lora_adapter import Adapter, LoRARequest
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOutput
@@ -110,7 +111,10 @@ class LLM:
             RuntimeError: a step failed, or the engine has stopped.
         """
         each: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
-        return self._run([self._token_ids(p) for p in each], sampling_params, use_tqdm, lora_request)
+        params = self._params_for(each, sampling_params)
+        for one in params:
+            _check_for_text(one)
+        return self._run([self._token_ids(p) for p in each], params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -125,7 +129,8 @@ class LLM:
         """Generate the assistant's answer to each conversation.
 
         Each answer is split into content, reasoning and tool calls. If special tokens mark these parts,
-        ``text`` contains its special tokens.
+        ``text`` contains its special tokens. A structured output begins after the reasoning. The text of a tool call
+        follows the tool's schema from the mark on that begins the call, if the grammar of the format is known.
 
         Args:
             sampling_params: parameters for all conversations, or one entry for each conversation.
@@ -133,7 +138,7 @@ class LLM:
                 message describes them. With the ``tool_call_parser`` ``none``, calls stay in the text.
             use_tqdm: True to show a progress bar.
             lora_request: as in :meth:`generate`.
-            template_kwargs: variables of the chat template.
+            template_kwargs: variables of the chat template, such as ``enable_thinking``.
 
         Raises:
             ConfigError: the format of the model's tool calls or reasoning is not known here.
@@ -148,20 +153,26 @@ class LLM:
             template_kwargs["tools"] = plan.shown
         if plan.instructions is not None:
             conversations = [with_instructions(list(c), plan.instructions) for c in conversations]
-        prompts = [self.tokenizer.apply_chat_template(list(c), **template_kwargs) for c in conversations]
-        continues = bool(template_kwargs.get("continue_final_message"))
-        params = self._params_for(prompts, sampling_params)
-        answers = [
-            ChatAnswers.for_prompt(answer_format, plan, prompt, self.tokenizer.decode, continues=continues).under(
-                one.structured_outputs
-            )
-            for prompt, one in zip(prompts, params, strict=True)
-        ]
-        if any(one.needs_special_tokens for one in answers):
-            with_special = {id(one): one.changed(skip_special_tokens=False) for one in params}
-            params = [with_special[id(one)] for one in params]  # parameters shared by several prompts remain shared
-        results = self._run(prompts, params, use_tqdm, lora_request)
-        return [read_answers(result, one) for result, one in zip(results, answers, strict=True)]
+        is_off = template_kwargs.get("enable_thinking") is False
+        prompts: list[list[int]] = []
+        applied: list[tuple[ChatAnswers, SamplingParams]] = []
+        # Parameters that several conversations share remain shared.
+        known: dict[tuple[int, bool, bool], tuple[ChatAnswers, SamplingParams]] = {}
+        for messages_, params in zip(conversations, self._params_for(conversations, sampling_params), strict=True):
+            budget = 0 if is_off else params.thinking_token_budget
+            variables = dict(template_kwargs)
+            if budget == 0 and self.tokenizer.template_mentions("enable_thinking"):
+                variables.setdefault("enable_thinking", False)
+            prompt = self.tokenizer.apply_chat_template(list(messages_), **variables)
+            continues = bool(template_kwargs.get("continue_final_message"))
+            answers = ChatAnswers.for_prompt(answer_format, plan, prompt, self.tokenizer.decode, continues=continues)
+            key = (id(params), answers.in_reasoning, answers.past_reasoning)
+            if key not in known:
+                known[key] = answers.applied_to(params, budget=budget)
+            prompts.append(prompt)
+            applied.append(known[key])
+        results = self._run(prompts, [params for _, params in applied], use_tqdm, lora_request)
+        return [read_answers(result, answers) for result, (answers, _) in zip(results, applied, strict=True)]
 
     def embed(
         self,
@@ -209,7 +220,12 @@ class LLM:
 
         found = self._answer_formats.get(tool_call_parser)
         if found is None:
-            found = find_answer_format(self.tokenizer.hf_tokenizer, tool_call_parser, self._reasoning_parser)
+            found = find_answer_format(
+                self.tokenizer.hf_tokenizer,
+                tool_call_parser,
+                self._reasoning_parser,
+                model_type=self.config.model.model_type,
+            )
             self._answer_formats[tool_call_parser] = found
         return found
 
@@ -223,8 +239,10 @@ class LLM:
             RuntimeError: a step failed, or the engine has stopped.
         """
         params = sampling_params or self.default_sampling_params
+        _check_type(params)
         if params.n != 1:
             raise ValueError("n must be 1 to stream")
+        _check_for_text(params)
         (prepared,) = self._prepared([self._token_ids(prompt)], params, self._adapter(lora_request))
         yield from self._outputs_of([(prepared, 0)], [str(next(self._ids))])
 
@@ -281,8 +299,6 @@ class LLM:
         self, prompts: list[list[int]], params: SamplingParams, adapter: Adapter | None = None
     ) -> list[PreparedRequest]:
         """Prepare prompts that share their parameters. Raises ValueError if a prompt can never be served."""
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         return self._preparer.prepare_all(prompts, params, adapter=adapter)
 
     def _outputs_of(self, sequences: list[tuple[PreparedRequest, int]], ids: list[str]) -> Generator[RequestOutput]:
@@ -318,12 +334,14 @@ class LLM:
                 waiting.put(output)
 
     def _params_for(
-        self, prompts: list[list[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: Sequence[Any], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             return [sampling_params or self.default_sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
+        for one in sampling_params:
+            _check_type(one)
         return list(sampling_params)
 
     def _adapters_for(self, prompts: list[list[int]], lora_request: LoRARequests) -> list[Adapter | None]:
@@ -364,6 +382,17 @@ class LLM:
 def _is_batch(prompts: Prompt | Sequence[Prompt]) -> bool:
     is_prompt = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     return not is_prompt
+
+
+def _check_type(params: SamplingParams) -> None:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+
+
+def _check_for_text(params: SamplingParams) -> None:
+    """Check parameters for plain prompts. Raises ParameterError if they need a chat."""
+    if params.thinking_token_budget is not None:
+        raise ParameterError("thinking_token_budget", "needs a chat, whose reasoning has known marks")
 
 
 def _progress_bar(show: bool) -> Progress:

@@ -230,6 +230,8 @@ class SamplingParams:
     """Number of last prompt tokens to keep; -1 keeps as many as fit together with ``max_tokens``."""
     structured_outputs: StructuredOutputsParams | None = None
     """Format that the output must match; with ``phases.reasoning``, the output after its reasoning."""
+    thinking_token_budget: int | None = None
+    """Maximum number of reasoning tokens in a chat. Ignored if the model does not reason. ``None`` means no limit."""
     phases: OutputPhases | None = None
     """Rules of single parts of a chat's answer: the budget of the reasoning, and grammars of tool calls."""
 
@@ -262,7 +264,7 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
     def _check_structured_outputs(self) -> None:
-        for name in ("allowed_token_ids", "bad_words", "ignore_eos"):
+        for name in _WITHOUT_GRAMMARS:
             if self.structured_outputs is not None and getattr(self, name):
                 message = "and structured_outputs exclude each other: together they may allow no token"
                 raise ParameterError(name, message)
@@ -284,6 +286,11 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def excludes_grammars(self) -> bool:
+        """True if a parameter excludes grammars, because together they may allow no token."""
+        return any(getattr(self, name) for name in _WITHOUT_GRAMMARS)
 
     @property
     def has_penalties(self) -> bool:
@@ -331,6 +338,9 @@ class SamplingParams:
         return (self.seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+# Parameters that exclude grammars: together they may allow no token.
+_WITHOUT_GRAMMARS = ("allowed_token_ids", "bad_words", "ignore_eos")
+
 PARAMETER_NAMES = tuple(f.name for f in fields(SamplingParams))
 
 
@@ -368,6 +378,7 @@ _NUMBERS: dict[str, tuple[Callable[[str, Any], Any], Callable[[Any], bool], str]
     "presence_penalty": (_number, lambda p: -2.0 <= p <= 2.0, "be in [-2, 2]"),
     "frequency_penalty": (_number, lambda p: -2.0 <= p <= 2.0, "be in [-2, 2]"),
     "logprobs": (_integer_or_none, lambda n: 0 <= n <= MAX_LOGPROBS, f"be in [0, {MAX_LOGPROBS}]"),
+    "thinking_token_budget": (_integer_or_none, lambda n: n >= 0, "be at least 0"),
     "prompt_logprobs": (_integer_or_none, lambda n: 0 <= n <= MAX_LOGPROBS, f"be in [0, {MAX_LOGPROBS}]"),
     "seed": (_integer_or_none, lambda seed: -(2**63) <= seed < 2**63, "fit in 64 bits"),
     "truncate_prompt_tokens": (_integer_or_none, lambda n: n == -1 or n >= 1, "be -1 or at least 1"),

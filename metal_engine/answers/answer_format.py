@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from re import Pattern
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from metal_engine.answers.call_syntaxes.syntax import CallSyntax
 
 
 class ToolParser(Protocol):
@@ -46,10 +49,17 @@ class BareOpening:
 
 @dataclass(frozen=True)
 class ReasoningMarks:
-    """Marks before and after a model's reasoning."""
+    """Marks before and after a model's reasoning.
+
+    Attributes:
+        start: mark before the reasoning.
+        end: mark after the reasoning.
+        budget_text: text that the model's authors recommend before ``end`` if the reasoning is ended by its budget.
+    """
 
     start: str
     end: str
+    budget_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class AnswerFormat:
         tool: parser of tool calls; None if their format is unknown, or if they are to be left in the text.
         call_head: pattern for the start of a call, up to its arguments. The group ``name`` is the tool's name, an
             optional group ``id`` the call's id. None if the arguments are not one JSON object at the end of the call.
+        syntax: exact form of the calls; None if their grammar is unknown.
         bare: opening of a call without its mark. None if calls are found only after marks.
         reasoning: marks of reasoning; None if the model does not reason, or if reasoning is to be left in the text.
         special: True if the marks are special tokens. The text must then include special tokens.
@@ -69,6 +80,7 @@ class AnswerFormat:
 
     tool: ToolParser | None = None
     call_head: Pattern[str] | None = None
+    syntax: CallSyntax | None = None
     bare: BareOpening | None = None
     reasoning: ReasoningMarks | None = None
     special: bool = False
@@ -89,3 +101,12 @@ def begins_in_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bo
     if at < 0 or prompt_end.rfind(marks.end) > at:
         return False
     return continues or not prompt_end[at + len(marks.start) :].strip()
+
+
+def is_past_reasoning(marks: ReasoningMarks, prompt_end: str, *, continues: bool) -> bool:
+    """Return True if a prompt that does not end within reasoning leaves no place for reasoning.
+
+    Templates close the reasoning themselves if it is turned off. An assistant message to be continued has passed it.
+    The arguments are those of :func:`begins_in_reasoning`.
+    """
+    return continues or prompt_end.rstrip().endswith(marks.end)

@@ -156,13 +156,18 @@ class CallReader:
         name, arguments = call["name"], call.get("arguments", {})
         if name not in self._names:
             raise ValueError(f"there is no tool {short(name)}")
+        text = None
         if isinstance(arguments, str):  # JSON within JSON
-            arguments = json.loads(arguments)
+            text, arguments = arguments, json.loads(arguments, parse_constant=_refuse)
         if not isinstance(arguments, dict):
             raise ValueError(f"the arguments must be a JSON object, got {short(arguments)}")
         given_id = call.get("id")
         call_id = given_id if isinstance(given_id, str) and given_id else new_call_id()
-        return ToolCall(call_id, name, json_text(arguments))
+        return ToolCall(call_id, name, json_text(arguments) if text is None else text)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 class _BegunCall:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from metal_engine.answers.answer_format import AnswerFormat, begins_in_reasoning
+from metal_engine.answers.answer_format import AnswerFormat, begins_in_reasoning, is_past_reasoning
 from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.answers.forced_calls import ForcedCallSplitter
 from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
+from metal_engine.answers.phases import call_phase, reasoning_phase
+from metal_engine.answers.reasoning_splitter import HandoverSplitter, ReasoningSplitter
 from metal_engine.answers.splitter import Splitter
 from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan
 from metal_engine.answers.tool_prompts import prompted_format
-from metal_engine.sampling_params import StructuredOutputsParams
+from metal_engine.output_phases import OutputPhases, ReasoningPhase
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 
 # Number of tokens at the end of a prompt that are checked for a start of reasoning.
 _PROMPT_END_TOKENS = 64
@@ -72,11 +76,15 @@ class ChatAnswers:
         format: output format of the model.
         plan: use of the request's tools.
         in_reasoning: True if the prompt ends within reasoning.
+        past_reasoning: True if the prompt ends after the reasoning.
+        is_verbatim: True if all text after the reasoning is content, marks included.
     """
 
     format: AnswerFormat
     plan: ToolPlan
     in_reasoning: bool = False
+    past_reasoning: bool = False
+    is_verbatim: bool = False
 
     @classmethod
     def for_prompt(
@@ -103,35 +111,102 @@ class ChatAnswers:
         if marks is None:
             return cls(answer_format, plan)
         prompt_end = decode(prompt[-_PROMPT_END_TOKENS:])
-        return cls(answer_format, plan, begins_in_reasoning(marks, prompt_end, continues=continues))
+        if begins_in_reasoning(marks, prompt_end, continues=continues):
+            return cls(answer_format, plan, in_reasoning=True)
+        # The end mark of gpt-oss ends messages of all kinds.
+        is_past = not answer_format.harmony and is_past_reasoning(marks, prompt_end, continues=continues)
+        return cls(answer_format, plan, past_reasoning=is_past)
 
-    def under(self, grammar: StructuredOutputsParams | None) -> ChatAnswers:
-        """Return the ChatAnswers of the same prompt with a grammar that applies from the first output token.
+    def applied_to(
+        self, params: SamplingParams, *, budget: int | None = None, tool_grammar: str = "auto"
+    ) -> tuple[ChatAnswers, SamplingParams]:
+        """Return the ChatAnswers and the sampling parameters of the prompt's outputs.
 
-        The grammar decides whether the model can write a mark:
+        The sampling parameters have the grammar of forced calls, the phases, and special tokens in the text if parsing
+        needs them. They are the same object if nothing changes.
 
-        - JSON, and texts to choose from, have no marks. The whole output is content.
-        - A regular expression or a context-free grammar may spell marks out. The output begins as reasoning only if the
-          grammar spells out the mark that ends reasoning.
+        Args:
+            params: sampling parameters of the request.
+            budget: maximum number of tokens of the reasoning; None: no limit. Ignored if the model does not reason.
+            tool_grammar: ``auto`` to constrain the text of calls that the model begins.
+
+        Raises:
+            ParameterError: the parameters exclude each other, or a tool's parameters have no valid schema.
         """
-        if grammar is None or self.plan.forced:
+        structured = params.structured_outputs
+        if self.plan.forced:
+            structured = StructuredOutputsParams(json=self.plan.schema)
+        elif self.plan.asked_for:  # an output that must be a call has no content for the client's format
+            structured = None
+        answers = self if structured is None else self._under(structured)
+        calls = None
+        # With these parameters, a grammar may allow no token.
+        if structured is None and tool_grammar == "auto" and self._finds_calls and not params.excludes_grammars:
+            calls = call_phase(self.format, self.plan.parsed, parallel=self.plan.parallel)
+        reasoning = None
+        if structured is not None:
+            reasoning = answers._structured_reasoning(structured, budget)
+        elif calls is not None or ((budget is not None or params.stop) and not self.past_reasoning):
+            reasoning = self._reasoning(budget, is_structured=False)
+        changes: dict[str, Any] = {}
+        if structured is not params.structured_outputs:
+            changes["structured_outputs"] = structured
+        if reasoning is not None or calls is not None:
+            changes["phases"] = OutputPhases(reasoning, calls)
+        if answers.needs_special_tokens and params.skip_special_tokens:
+            changes["skip_special_tokens"] = False
+        return answers, params.changed(**changes) if changes else params
+
+    def _under(self, structured: StructuredOutputsParams) -> ChatAnswers:
+        """Return the ChatAnswers for outputs with a grammar after the reasoning.
+
+        JSON and texts to choose from have no marks. A regular expression or a context-free grammar may spell marks out.
+        """
+        if self.plan.forced:
             return self
-        spelled = grammar.regex or grammar.grammar
-        if spelled is None:
-            return ChatAnswers(AnswerFormat(), NO_TOOLS)
+        spelled = structured.regex or structured.grammar or ""
+        tool, marks = self.format.tool, self.format.reasoning
+        spells = (tool is not None and tool.tool_call_start in spelled) or (marks is not None and marks.end in spelled)
+        return self if spelled and spells else replace(self, plan=NO_TOOLS, is_verbatim=True)
+
+    def _structured_reasoning(self, structured: StructuredOutputsParams, budget: int | None) -> ReasoningPhase | None:
+        """Return the reasoning before a structured output; None if the grammar applies from the first token."""
         marks = self.format.reasoning
-        return replace(self, in_reasoning=self.in_reasoning and marks is not None and marks.end in spelled)
+        spelled = structured.regex or structured.grammar or ""
+        if self.past_reasoning or marks is None or marks.end in spelled:
+            return None
+        return self._reasoning(budget, is_structured=True)
+
+    def _reasoning(self, budget: int | None, *, is_structured: bool) -> ReasoningPhase | None:
+        begins_inside = self.in_reasoning
+        phase = reasoning_phase(self.format, begins_inside=begins_inside, is_structured=is_structured, budget=budget)
+        marks = self.format.reasoning
+        # Without any reasoning, there is no need to explain its end.
+        if phase is None or marks is None or not budget or not marks.budget_text:
+            return phase
+        return replace(phase, end_text=marks.budget_text)
 
     @property
     def needs_special_tokens(self) -> bool:
         """True if parsing the outputs needs text that includes special tokens."""
-        return self.format.special and self._has_marks and not self.plan.forced
+        if self.is_verbatim or self.plan.forced:
+            return self.format.special and self._reasons
+        return self.format.special and self._has_marks
+
+    @property
+    def _finds_calls(self) -> bool:
+        """True if tool calls are parsed from the text."""
+        return bool(self.plan.parsed) and self.format.tool is not None
 
     @property
     def _has_marks(self) -> bool:
         """True if marks in the text start or end tool calls or reasoning."""
-        finds_calls = bool(self.plan.parsed) and self.format.tool is not None
-        return finds_calls or self.format.reasoning is not None
+        return self._finds_calls or self.format.reasoning is not None
+
+    @property
+    def _reasons(self) -> bool:
+        """True if an output can begin with reasoning."""
+        return self.format.reasoning is not None and not self.past_reasoning
 
     def reader(self, *, incremental: bool) -> AnswerReader:
         """Return a parser for one output.
@@ -144,10 +219,20 @@ class ChatAnswers:
     def _splitter(self, incremental: bool) -> Splitter:
         plan = self.plan
         if plan.forced:
-            return ForcedCallSplitter(plan.name, parallel=plan.parallel)
+            calls = ForcedCallSplitter(plan.name, parallel=plan.parallel)
+            return HandoverSplitter(self._reasoning_splitter(), calls) if self._reasons else calls
+        if self.is_verbatim:
+            return self._reasoning_splitter() if self._reasons else Splitter()
         if not self._has_marks:
             return Splitter()
         make = HarmonySplitter if self.format.harmony else MarkSplitter
         return make(
             self.format, plan.parsed, in_reasoning=self.in_reasoning, parallel=plan.parallel, incremental=incremental
         )
+
+    def _reasoning_splitter(self) -> Splitter:
+        """Return a splitter that separates only the reasoning."""
+        assert self.format.reasoning is not None
+        if self.format.harmony:
+            return HarmonySplitter(self.format, in_reasoning=self.in_reasoning)
+        return ReasoningSplitter(self.format.reasoning, in_reasoning=self.in_reasoning)

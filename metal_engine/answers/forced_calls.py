@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from metal_engine.answers.deltas import AnswerDelta, ArgumentsDelta, CallStart, TextDelta, new_call_id
@@ -39,7 +41,7 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
     Raises:
         ParameterError: a tool's parameters are not the schema of an object.
     """
-    schemas = {tool["function"]["name"]: _parameters(i, tool) for i, tool in enumerate(tools)}
+    schemas = {tool["function"]["name"]: tool_parameters(i, tool) for i, tool in enumerate(tools)}
     if name is not None:
         return schemas[name]
     # Each tool's schema, with its definitions, moves to a separate place, because two tools may define the same name.
@@ -47,7 +49,7 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
     calls = []
     for i, (tool_name, schema) in enumerate(schemas.items()):
         try:
-            definitions[str(i)] = _moved(schema, f"#/$defs/{i}")
+            definitions[str(i)] = moved(schema, partial(_within, f"#/$defs/{i}"))
         except RecursionError as error:
             raise ParameterError("tools", "have a schema that is nested too deeply") from error
         calls.append(
@@ -62,7 +64,7 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
     return listed if parallel else {**listed, "maxItems": 1}
 
 
-def _parameters(i: int, tool: dict[str, Any]) -> Schema:
+def tool_parameters(i: int, tool: dict[str, Any]) -> Schema:
     """Return the schema of a tool's arguments. Adds the type "object" if the tool does not declare it."""
     schema: Schema = tool["function"].get("parameters") or {}
     kind = schema.get("type", "object")
@@ -77,23 +79,32 @@ def _parameters(i: int, tool: dict[str, Any]) -> Schema:
         raise ParameterError(f"tools[{i}].function.parameters", str(error)) from error
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """Return a copy of a schema for the place ``root``. References to parts of the schema start at ``root``."""
+def _within(root: str, reference: str) -> str:
+    """Return a reference to a part of a schema that has moved to the place ``root``."""
+    return root + reference[1:]
+
+
+def moved(schema: Any, target: Callable[[str], str]) -> Any:
+    """Return a copy of a schema with other references.
+
+    Args:
+        target: returns the new reference for a reference within the document.
+    """
     if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
+        return [moved(item, target) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved: Schema = {}
+    copy: Schema = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = root + value[1:]
+            copy[key] = target(value)
         elif key in _DATA:
-            moved[key] = value
+            copy[key] = value
         elif key in _BY_NAME and isinstance(value, dict):
-            moved[key] = {name: _moved(inner, root) for name, inner in value.items()}
+            copy[key] = {name: moved(inner, target) for name, inner in value.items()}
         else:
-            moved[key] = _moved(value, root)
-    return moved
+            copy[key] = moved(value, target)
+    return copy
 
 
 class ForcedCallSplitter(Splitter):

@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from metal_engine.answers.answer_format import AnswerFormat, ReasoningMarks
+from metal_engine.answers.call_end import CallEnd
+from metal_engine.answers.call_syntaxes.json_formats import HARMONY
+from metal_engine.answers.call_syntaxes.syntax import NO_QUOTES, ExactParser
 from metal_engine.answers.deltas import AnswerDelta, joined
 from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.answers.splitter import overlap
@@ -23,6 +26,10 @@ _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
 # Special tokens of the format. A model uses the format if its vocabulary has all of them.
 TOKENS = (_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN)
+
+# Mark at the start of the final message, and the text before it after another message.
+FINAL = f"{_CHANNEL}final{_MESSAGE}"
+TO_NEXT_MESSAGE = f"{_END}{_START}assistant"
 
 _ENDS = (_END, _CALL, _RETURN, _START)  # a stray <|start|> also ends the message
 _HEADER_BEGINNINGS = (_START, _CHANNEL, _MESSAGE, "to=")
@@ -53,7 +60,8 @@ class HarmonyCalls:
 def harmony_format(*, calls: bool = True) -> AnswerFormat:
     """Return the format. ``calls`` is True if tool calls are parsed."""
     return AnswerFormat(
-        tool=HarmonyCalls() if calls else None,
+        tool=ExactParser(HARMONY, HarmonyCalls()) if calls else None,
+        syntax=HARMONY if calls else None,
         call_head=re.compile(r"(?:functions\.)?(?P<name>[^<]{1,256})" + re.escape(_MESSAGE) + r"\s*(?=\{)"),
         reasoning=ReasoningMarks(f"{_CHANNEL}analysis{_MESSAGE}", _END),
         special=True,
@@ -75,6 +83,7 @@ class HarmonySplitter(MarkSplitter):
         self._is_first = True
         self._end_mark = ""  # end mark of the current message in the canonical form
         self._had_content = False
+        self._message_end = CallEnd(NO_QUOTES, _ENDS)  # search for the end of the current message
 
     def add(self, text: str) -> list[AnswerDelta]:
         self._raw += text
@@ -106,11 +115,13 @@ class HarmonySplitter(MarkSplitter):
         if at < 0 and len(self._raw) < limit:
             return None
         self._is_first = self._in_header = False
+        self._message_end = CallEnd(NO_QUOTES, _ENDS)
         if at < 0:
             return []
         header = self._raw[:at]
         channel, recipient = _NAME.search(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] != "assistant":
+            self._message_end = CallEnd(HARMONY.quotes, _ENDS)
             self._end_mark, shown = _CALL, f"{HarmonyCalls.tool_call_start}{recipient[1]}{_MESSAGE}"
         elif channel is not None and channel[1] == "analysis":
             self._end_mark, shown = _END, f"{_CHANNEL}analysis{_MESSAGE}"
@@ -121,10 +132,10 @@ class HarmonySplitter(MarkSplitter):
 
     def _take_body(self) -> list[AnswerDelta] | None:
         """Parse the rest of a message. Return the resulting deltas, or None if the message is incomplete."""
-        found = [(at, mark) for mark in _ENDS if (at := self._raw.find(mark)) >= 0]
-        if not found:
+        found = self._message_end.find(self._raw)
+        if found is None:
             return None
-        at, mark = min(found)
+        at, mark = found
         deltas = self._pass_on(at)
         self._in_header = True
         end, self._end_mark = self._end_mark, ""
@@ -133,6 +144,7 @@ class HarmonySplitter(MarkSplitter):
     def _pass_on(self, length: int) -> list[AnswerDelta]:
         """Pass the next ``length`` characters to ``MarkSplitter`` unchanged."""
         text, self._raw = self._raw[:length], self._raw[length:]
+        self._message_end.forget(length)
         return self.take(text, length) if text else []
 
     def _replace(self, length: int, text: str) -> list[AnswerDelta]:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from metal_engine.answers.answer_format import AnswerFormat, BareOpening
+from metal_engine.answers.call_end import CallEnd
 from metal_engine.answers.call_reader import CallReader
+from metal_engine.answers.call_syntaxes.syntax import NO_QUOTES
 from metal_engine.answers.deltas import AnswerDelta, TextDelta, joined
 from metal_engine.answers.splitter import ContentGaps, Splitter, overlap
 
@@ -50,6 +52,8 @@ class MarkSplitter(Splitter):
             self._marks["call"].append(tool.tool_call_end or tool.tool_call_start)
             if answer_format.bare is not None:
                 self._bare = _BareOpenings(answer_format.bare, [tool["function"]["name"] for tool in tools])
+        self._quotes = NO_QUOTES if answer_format.syntax is None else answer_format.syntax.quotes
+        self._call_end = CallEnd(NO_QUOTES, ("",))  # search for the end of the current call
         self._state: Literal["content", "reasoning", "call"] = "reasoning" if in_reasoning else "content"
         self._text = ""  # text received but not returned yet
         self._end = 0  # end of the received text, in characters of the output
@@ -70,9 +74,7 @@ class MarkSplitter(Splitter):
         self._end += length
         deltas: list[AnswerDelta] = []
         while (found := self._next_mark(searched)) is not None:
-            at, mark = found
-            before, self._text = self._text[:at], self._text[at + len(mark) :]
-            deltas += self._cross(before, mark)
+            deltas += self._cross_at(*found)
             searched = 0
         if self._state != "call":
             deltas += self._give_out()
@@ -81,6 +83,15 @@ class MarkSplitter(Splitter):
         return joined(deltas)
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
+        deltas: list[AnswerDelta] = []
+        while self._state == "call" and not truncated and (found := self._call_end.first_mark) is not None:
+            # The quoted part around the mark has no end.
+            deltas += self._cross_at(*found)
+            deltas += self.take("", 0)
+        return joined(deltas + self._finish(truncated))
+
+    def _finish(self, truncated: bool) -> list[AnswerDelta]:
+        """Return the deltas of the remaining text."""
         rest, self._text = self._text, ""
         if self._state != "call":
             if self._after_mark:
@@ -90,10 +101,20 @@ class MarkSplitter(Splitter):
         # A model that ends its output within a call may have forgotten the closing mark. A truncated call is
         # incomplete.
         complete = not truncated or not self._tool.tool_call_end
-        return joined(self._end_call(rest, "", complete=complete, truncated=truncated))
+        return self._end_call(rest, "", complete=complete, truncated=truncated)
+
+    def _cross_at(self, at: int, mark: str) -> list[AnswerDelta]:
+        """Change the state at the mark at a position. Return the deltas of the text before the mark."""
+        before, self._text = self._text[:at], self._text[at + len(mark) :]
+        deltas = self._cross(before, mark)
+        if self._state == "call":
+            self._call_end = CallEnd(self._quotes, self._marks["call"])
+        return deltas
 
     def _next_mark(self, searched: int) -> tuple[int, str] | None:
         """Return position and text of the first mark, or None. ``searched`` characters were searched before."""
+        if self._state == "call":
+            return self._call_end.find(self._text)
         found = []
         for mark in self._marks[self._state]:
             at = self._text.find(mark, max(searched - len(mark) + 1, 0))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from metal_engine.answers.answer_format import AnswerFormat, ToolParser
 from metal_engine.answers.forced_calls import forced_schema
-from metal_engine.answers.tool_prompts import forced_instructions, instructions
+from metal_engine.answers.tool_prompts import call_request, forced_instructions, instructions
 from metal_engine.errors import ParameterError, short
 
 Tool = dict[str, Any]
@@ -22,7 +22,8 @@ class ToolPlan:
         shown: tools passed to the chat template.
         prompted: tools that a system message describes instead, for templates that do not support tools.
         parsed: tools whose calls are parsed from the text.
-        forced: True if the output must consist of tool calls only.
+        asked_for: True if the client requires a call.
+        forced: True if a grammar makes the output consist of tool calls only, after its reasoning.
         name: name of the only tool that must be called; None if there is no such tool.
         parallel: True if several calls are allowed.
         parser: parser of the model's own call format; None if unknown.
@@ -31,6 +32,7 @@ class ToolPlan:
     shown: list[Tool] = field(default_factory=list)
     prompted: list[Tool] = field(default_factory=list)
     parsed: list[Tool] = field(default_factory=list)
+    asked_for: bool = False
     forced: bool = False
     name: str | None = None
     parallel: bool = True
@@ -41,14 +43,24 @@ class ToolPlan:
         """JSON schema of a forced output. Raises ParameterError if a tool's parameters have no valid schema."""
         return forced_schema(self.shown or self.prompted, self.name, parallel=self.parallel)
 
+    def narrowed(self, tools: list[Tool]) -> ToolPlan:
+        """Return the plan for some of its tools, any of which may be called."""
+        shown, prompted = (tools, []) if self.shown else ([], tools)
+        return replace(self, shown=shown, prompted=prompted, parsed=tools if self.parsed else [], name=None)
+
     @property
     def instructions(self) -> str | None:
-        """Text that describes the tools to the model if its chat template does not; None if there are no such tools."""
-        if not self.prompted:
-            return None
-        return (
-            forced_instructions(self.prompted, self.name) if self.forced else instructions(self.prompted, self.parser)
-        )
+        """Additional text for the system message; None if there is none.
+
+        It describes the tools to the model if its chat template does not. It asks for a call if the client requires one
+        that no grammar forces.
+        """
+        if self.forced:
+            return forced_instructions(self.prompted, self.name) if self.prompted else None
+        texts = [instructions(self.prompted, self.parser)] if self.prompted else []
+        if self.asked_for:
+            texts.append(call_request(self.name))
+        return "\n\n".join(texts) or None
 
 
 NO_TOOLS = ToolPlan()
@@ -63,6 +75,7 @@ def plan_tools(
     parallel: bool = True,
     template_takes_tools: bool,
     auto_tool_choice: bool,
+    forces_calls: bool = True,
 ) -> ToolPlan:
     """Plan the use of a request's tools.
 
@@ -74,6 +87,7 @@ def plan_tools(
         parallel: True if several calls are allowed.
         template_takes_tools: True if the model's chat template supports tools.
         auto_tool_choice: True if the server allows the model to decide about tool calls.
+        forces_calls: True if a grammar forces the calls of ``required``. Otherwise, the prompt asks for them.
 
     Raises:
         ParameterError: the choice does not fit the tools, or the model does not support it.
@@ -91,13 +105,15 @@ def plan_tools(
     if choice == "required":
         if name is not None and name not in names:
             raise ParameterError("tool_choice", f"names {short(name)}, which is not among the tools")
-        shown, prompted = (listed, []) if template_takes_tools else ([], listed)
-        return ToolPlan(shown=shown, prompted=prompted, forced=True, name=name, parallel=parallel)
-    if not auto_tool_choice:
+        if forces_calls:
+            shown, prompted = (listed, []) if template_takes_tools else ([], listed)
+            return ToolPlan(shown, prompted, asked_for=True, forced=True, name=name, parallel=parallel)
+    elif not auto_tool_choice:
         raise ParameterError("tool_choice", '"auto" is off on this server (--enable-auto-tool-choice)')
+    rest: dict[str, Any] = {"parsed": listed, "asked_for": choice == "required", "name": name, "parallel": parallel}
     if not template_takes_tools and answer_format.finds_calls:
-        return ToolPlan(prompted=listed, parsed=listed, parallel=parallel, parser=answer_format.tool)
+        return ToolPlan(prompted=listed, parser=answer_format.tool, **rest)
     if answer_format.tool is None:
         problem = "need a model whose tool call format is known: set the format with --tool-call-parser"
         raise ParameterError("tools", problem)
-    return ToolPlan(shown=listed, parsed=listed, parallel=parallel)
+    return ToolPlan(shown=listed, **rest)

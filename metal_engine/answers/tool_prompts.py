@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from metal_engine.answers.answer_format import AnswerFormat, ToolParser
+from metal_engine.answers.call_syntaxes.json_formats import HERMES
 from metal_engine.answers.tool_parsers.json_calls import JSON_CALL_HEAD, JSON_CALLS
 
 Tool = dict[str, Any]
@@ -17,7 +18,7 @@ def prompted_format(answer_format: AnswerFormat) -> AnswerFormat:
     """Return the output format for described tools: the model's own call format if known, else ``JSON_CALLS``."""
     if answer_format.tool is not None:
         return answer_format
-    return replace(answer_format, tool=JSON_CALLS, call_head=JSON_CALL_HEAD)
+    return replace(answer_format, tool=JSON_CALLS, call_head=JSON_CALL_HEAD, syntax=HERMES)
 
 
 def instructions(tools: Sequence[Tool], parser: ToolParser | None) -> str:
@@ -54,6 +55,11 @@ def forced_instructions(tools: Sequence[Tool], name: str | None) -> str:
     if name is not None:
         return f"Answer with the parameters of a call of the function {name}, as JSON. Functions: {functions}"
     return f"Answer with a JSON list of function calls, each with name and parameters. Functions: {functions}"
+
+
+def call_request(name: str | None) -> str:
+    """Return the text that asks for a call: of the tool ``name``, or of any tool if it is None."""
+    return f"Answer with a call of the function {name}." if name is not None else "Answer with a function call."
 
 
 def written_calls(content: str, calls: Iterable[tuple[str, str]], parser: ToolParser | None) -> str:

@@ -14,6 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from metal_engine.answers import harmony
 from metal_engine.answers.answer_format import AnswerFormat, BareOpening, ReasoningMarks, ToolParser
+from metal_engine.answers.call_syntaxes.gemma import FUNCTION_GEMMA, GEMMA4
+from metal_engine.answers.call_syntaxes.json_formats import HERMES, KIMI_K2, MISTRAL
+from metal_engine.answers.call_syntaxes.pythonic import PYTHONIC
+from metal_engine.answers.call_syntaxes.syntax import CallSyntax, ExactParser
+from metal_engine.answers.call_syntaxes.tag_formats import KIMI_K3, MINICPM5, MINIMAX_M2, MUSE_SPARK, QWEN3_CODER, glm
 from metal_engine.answers.tool_parsers.json_calls import JSON_CALL_HEAD, JSON_CALLS
 from metal_engine.answers.tool_parsers.mistral import MISTRAL_CALL_HEAD, MistralCalls
 from metal_engine.answers.tool_parsers.pythonic import PythonicCalls
@@ -38,12 +43,40 @@ _OWN_PARSERS: dict[str, ToolParser] = {
 }
 # Patterns for the start of a call up to its arguments, for formats whose arguments are one JSON object.
 _CALL_HEADS = {"json_tools": JSON_CALL_HEAD, "mistral": MISTRAL_CALL_HEAD}
+# mlx-lm's name of a parser -> exact form of the calls, for which there is a grammar.
+CALL_SYNTAXES: dict[str, CallSyntax] = {
+    "function_gemma": FUNCTION_GEMMA,
+    "gemma4": GEMMA4,
+    "glm47": glm(),
+    "json_tools": HERMES,
+    "kimi_k2": KIMI_K2,
+    "kimi_k3": KIMI_K3,
+    "laguna": glm(),
+    "longcat": glm("longcat_"),
+    "minicpm5": MINICPM5,
+    "minimax_m2": MINIMAX_M2,
+    "mistral": MISTRAL,
+    "muse_spark": MUSE_SPARK,
+    "pythonic": PYTHONIC,
+    "qwen3_coder": QWEN3_CODER,
+}
 # Starts of calls for models that sometimes omit the opening mark.
 _BARE_OPENINGS = {"pythonic": BareOpening("[", "(", only_first=True), "qwen3_coder": BareOpening("<function=", ">")}
 
+# Start of a model's type -> text before the end of its reasoning if the budget ends it. Qwen's documentation has it in
+# the section about the thinking budget, and the technical report of Qwen3 in the section about post-training.
+_BUDGET_TEXTS = {
+    "qwen3": "\n\nConsidering the limited time by the user, I have to give the solution based on the thinking directly "
+    "now.\n"
+}
+
 
 def find_answer_format(
-    tokenizer: PreTrainedTokenizerFast, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
+    tokenizer: PreTrainedTokenizerFast,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    *,
+    model_type: str = "",
 ) -> AnswerFormat:
     """Return the output format of a model.
 
@@ -52,6 +85,7 @@ def find_answer_format(
         tool_call_parser: name of a format of tool calls; ``auto`` to use the tokenizer's information; ``none`` to leave
             tool calls in the text.
         reasoning_parser: name of a format of reasoning, ``auto`` or ``none``.
+        model_type: type of the model, as in its ``config.json``.
 
     Raises:
         ConfigError: there is no format with that name, or mlx-lm lacks the tool parser that the tokenizer names.
@@ -71,22 +105,30 @@ def find_answer_format(
     return AnswerFormat(
         tool=tool,
         call_head=None if name is None else _CALL_HEADS.get(name),
+        syntax=None if name is None else CALL_SYNTAXES.get(name),
         bare=None if name is None else _BARE_OPENINGS.get(name),
-        reasoning=None if marks is None else ReasoningMarks(*marks),
+        reasoning=None if marks is None else ReasoningMarks(*marks, budget_text=_budget_text(model_type)),
         special=_any_special(tokenizer, texts),
         finds_calls=tool_call_parser != "none",
     )
 
 
+def _budget_text(model_type: str) -> str:
+    """Return the text before the end of reasoning that has used up its budget, as the model's authors recommend it."""
+    found = (text for start, text in _BUDGET_TEXTS.items() if model_type.startswith(start))
+    return next(found, "")
+
+
 def _tool_parser(name: str) -> ToolParser:
     """Return the parser of a format of tool calls, by mlx-lm's name for it."""
-    if name in _OWN_PARSERS:
-        return _OWN_PARSERS[name]
-    try:
-        module: Any = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    except ModuleNotFoundError as error:
-        raise _no_parser(name) from error
-    return checked(name, module)
+    parser = _OWN_PARSERS.get(name)
+    if parser is None:
+        try:
+            module: Any = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+        except ModuleNotFoundError as error:
+            raise _no_parser(name) from error
+        parser = checked(name, module)
+    return ExactParser(CALL_SYNTAXES[name], parser) if name in CALL_SYNTAXES else parser
 
 
 def _no_parser(name: Any) -> ConfigError:

@@ -97,7 +97,10 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
             from metal_engine.checkpoints.answer_formats import find_answer_format
 
             answer_format = find_answer_format(
-                engine.tokenizer.hf_tokenizer, server_args.tool_call_parser, server_args.reasoning_parser
+                engine.tokenizer.hf_tokenizer,
+                server_args.tool_call_parser,
+                server_args.reasoning_parser,
+                model_type=engine.config.model.model_type,
             )
         return run_server(
             engine,

@@ -125,7 +125,10 @@ def _starter(args: EngineArgs, server_args: ServerArgs) -> Start:
             from metal_engine.checkpoints.answer_formats import find_answer_format
 
             format_ = find_answer_format(
-                engine.tokenizer.hf_tokenizer, server_args.tool_call_parser, server_args.reasoning_parser
+                engine.tokenizer.hf_tokenizer,
+                server_args.tool_call_parser,
+                server_args.reasoning_parser,
+                model_type=engine.config.model.model_type,
             )
         except BaseException:
             engine.shutdown(None)

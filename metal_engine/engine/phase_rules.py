@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
-
 import numpy as np
 
 from metal_engine.grammars.compiler import GrammarCompiler, GrammarTask
 from metal_engine.grammars.mark_scanner import FreePhase, Mark, Segment
+from metal_engine.grammars.marks import as_lark, without_marks
 from metal_engine.grammars.phases import PhaseRules
 from metal_engine.output_phases import OutputPhases, ReasoningPhase
 from metal_engine.sampling_params import StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer
-
-# A text in a grammar that may contain special tokens: @"text" (metal_engine/output_phases.py).
-_TEXT = re.compile(r'@("(?:[^"\\]|\\.)*")')
 
 
 class PhaseRulesMaker:
@@ -29,9 +24,7 @@ class PhaseRulesMaker:
     def __init__(self, tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
         self._tokenizer = tokenizer
         self._compiler = compiler
-        special = tokenizer.special_token_texts
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
-        self._ids = special
+        self._special = tokenizer.special_token_texts
 
     def rules_for(
         self, phases: OutputPhases, structured: StructuredOutputsParams | None, stop_token_ids: np.ndarray
@@ -57,14 +50,16 @@ class PhaseRulesMaker:
             task = GrammarTask(self._compiler.compile(structured, tail=tail))
             after = Segment(task, tail.encode(), is_call=False)
             if not reasoning.begins_inside:
-                opening = GrammarTask(self._compiler.compile(structured, opening=self._rendered(reasoning.start)))
+                opening = GrammarTask(
+                    self._compiler.compile(structured, opening=as_lark(reasoning.start, self._special))
+                )
         content: list[Mark] = []
         if reasoning is not None:
             content.append(Mark(reasoning.start.encode(), "reasoning"))
         if phases.calls is not None and structured is None:
             for trigger in phases.calls.triggers:
                 tail = self._tail(trigger.mark)
-                task = self._compiler.compile_call(_TEXT.sub(self._render, trigger.grammar), tail)
+                task = self._compiler.compile_call(without_marks(trigger.grammar, self._special), tail)
                 content.append(Mark(trigger.mark.encode(), Segment(task, tail.encode(), is_call=True)))
         return PhaseRules(
             begins_in="reasoning" if reasoning is not None and reasoning.begins_inside else "content",
@@ -85,21 +80,4 @@ class PhaseRulesMaker:
 
     def _tail(self, mark: str) -> str:
         """Return the part of a mark after its last special token."""
-        end = 0
-        for found in self._special.finditer(mark):
-            end = found.end()
-        return mark[end:]
-
-    def _render(self, found: re.Match[str]) -> str:
-        return self._rendered(json.loads(found[1]))
-
-    def _rendered(self, text: str) -> str:
-        """Return a text in Lark's syntax, with its special tokens as ``<[id]>``."""
-        parts, end = [], 0
-        for found in self._special.finditer(text):
-            parts += [json.dumps(text[end : found.start()], ensure_ascii=False)] if found.start() > end else []
-            parts.append(f"<[{self._ids[found[0]]}]>")
-            end = found.end()
-        if end < len(text):
-            parts.append(json.dumps(text[end:], ensure_ascii=False))
-        return f"({' '.join(parts)})"
+        return mark[max((mark.rfind(text) + len(text) for text in self._special if text in mark), default=0) :]

@@ -28,7 +28,8 @@ from metal_engine.server.middleware.observe import observe
 from metal_engine.server.middleware.origins import own_origins_only
 from metal_engine.server.middleware.strict_json import StrictJSONRoute
 from metal_engine.server.ollama.routes import add_ollama_routes
-from metal_engine.server.openai.responses import ResponseStore
+from metal_engine.server.openai.response_routes import add_response_routes
+from metal_engine.server.openai.response_store import ResponseStore
 from metal_engine.server.openai.routes import add_openai_routes
 from metal_engine.server.page.routes import WATCH, add_page
 from metal_engine.server.protocol import ErrorBody
@@ -84,7 +85,8 @@ def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -
     lifecycle = app.state.lifecycle = Lifecycle(models.cut_requests, models.workers)
     metrics = ServerMetrics(models)
     answer = Answerer(models, args.sse_keep_alive)
-    add_openai_routes(app, models, answer, ResponseStore(args.max_stored_responses))
+    add_openai_routes(app, answer)
+    add_response_routes(app, models, answer, ResponseStore(args.max_stored_responses), lifecycle)
     add_anthropic_routes(app, models, answer)
     add_ollama_routes(app, models, answer)
     add_pooling_routes(app, models)

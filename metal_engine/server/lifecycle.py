@@ -37,6 +37,8 @@ class Lifecycle:
         self._idle.set()
         self.draining = False
         self.cut = False
+        # Functions to call when the server begins to drain. They end work that no client waits for.
+        self.at_drain: list[Callable[[], None]] = []
         # Functions to call when the server is about to end. They end streams that do not belong to a POST request.
         self.at_end: list[Callable[[], None]] = []
 
@@ -46,6 +48,8 @@ class Lifecycle:
         Requests that wait for a grammar to be compiled have not begun. The server drops them at once.
         """
         self.draining = True
+        for end in self.at_drain:
+            end()
         self._workers.drop(Weight.COMPILING)
         if self.num_active:
             message = "shutting down: %d requests may finish within %g s; a second signal stops at once"

@@ -195,6 +195,15 @@ class Prediction(RequestModel):
     content: str | LongList[PredictionPart]
 
 
+class ReasoningBody(RequestModel):
+    """Limits of a chat's reasoning. The names are OpenRouter's."""
+
+    enabled: bool | None = None
+    effort: str | None = None
+    max_tokens: int | None = None
+    exclude: bool | None = None
+
+
 class ChatCompletionBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
@@ -204,6 +213,8 @@ class ChatCompletionBody(GenerationBody):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningBody | None = None
+    thinking_token_budget: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: LongList[ToolDefinition] | None = None

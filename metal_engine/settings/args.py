@@ -21,6 +21,7 @@ KV_CACHE_DTYPES = ("auto", "int8", "int4")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+TOOL_GRAMMARS = ("auto", "required", "never")
 
 # Maximum of --max-num-seqs. The runner keeps an entry for each sequence. Devices compute far fewer at once.
 MAX_NUM_SEQS = 65_536
@@ -343,6 +344,14 @@ class ServerArgs(SettingsBase):
         "Format in which the model writes tool calls: auto (detected from its tokenizer), none, or a name.",
         group=ANSWERS,
         choices=TOOL_PARSER_CHOICES,
+    )
+    tool_grammar: str = setting(
+        "auto",
+        "Tool calls that a grammar constrains to the tools' names and schemas: auto (also calls that the model begins "
+        "itself), required (only those that a request requires), or never (the prompt asks for required calls).",
+        group=ANSWERS,
+        listing=HELP_ALL,
+        choices=TOOL_GRAMMARS,
     )
     reasoning_parser: str = setting(
         "auto",

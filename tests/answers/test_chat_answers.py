@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from metal_engine.answers.answer_format import AnswerFormat, ReasoningMarks, begins_in_reasoning
 from metal_engine.answers.chat_answers import AnswerReader, ChatAnswers
-from metal_engine.answers.deltas import AnswerDelta, CallStart, TextDelta, assemble
+from metal_engine.answers.deltas import AnswerDelta, TextDelta, assemble
 from metal_engine.answers.harmony import harmony_format
 from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan, plan_tools
 from metal_engine.errors import ParameterError
-from metal_engine.sampling_params import StructuredOutputsParams
+from metal_engine.output_phases import OutputPhases, ReasoningPhase
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.support.splitting import THINK, answer_format, cuts
 from tests.support.tool_formats import TOOLS
 
@@ -158,49 +159,166 @@ def test_what_needs_special_tokens() -> None:
         (known, NO_TOOLS, False),
         (known, PARSED, True),
         (known, forced, False),
+        (AnswerFormat(reasoning=marks, special=True), forced, True),
         (AnswerFormat(reasoning=marks, special=True), NO_TOOLS, True),
         (AnswerFormat(reasoning=marks), PARSED, False),
     ]:
         assert ChatAnswers(each, plan).needs_special_tokens == needs
 
 
-def test_a_forced_answer_has_no_reasoning() -> None:
-    forced = ToolPlan(shown=TOOLS, forced=True, name="find_trains")
-    reader = ChatAnswers(AnswerFormat(reasoning=THINK), forced, in_reasoning=True).reader(incremental=True)
-    assert isinstance(reader.add('{"city": "<think>"}', [3, 18], "stop")[0], CallStart)
-    assert reader.num_reasoning_tokens == 0 and reader.num_calls == 1
+ARGUMENTS = '{"city": "<think>"}'
+LISTED = f'[{{"name": "find_trains", "parameters": {ARGUMENTS}}}]'
+
+
+@pytest.mark.parametrize(("name", "text"), [("find_trains", ARGUMENTS), (None, LISTED)], ids=["named", "required"])
+@pytest.mark.parametrize(
+    ("before", "in_reasoning", "past_reasoning", "reasoning"),
+    [
+        ("hm\n</think>\n\n", True, False, "hm"),
+        ("<think>\nhm</think>", False, False, "hm"),
+        ("", False, False, None),
+        ("", False, True, None),
+    ],
+    ids=["begun", "own", "none", "past"],
+)
+def test_forced_calls_follow_the_reasoning(
+    name: str | None, text: str, before: str, in_reasoning: bool, past_reasoning: bool, reasoning: str | None
+) -> None:
+    forced = ToolPlan(shown=TOOLS, asked_for=True, forced=True, name=name)
+    answers = ChatAnswers(AnswerFormat(reasoning=THINK), forced, in_reasoning, past_reasoning)
+    for parts in cuts(before + text):
+        reader = answers.reader(incremental=True)
+        deltas = [delta for part in parts for delta in reader.add(part, ())]
+        answer = assemble(deltas + reader.add("", (), "stop"))
+        assert (answer.content, answer.reasoning) == (None, reasoning)
+        assert [(call.name, call.arguments) for call in answer.tool_calls] == [("find_trains", ARGUMENTS)]
+        assert reader.num_calls == 1
+    reader = answers.reader(incremental=True)
+    reader.add(before + text, [len(before), len(before + text)], "stop")
+    assert reader.num_reasoning_tokens == (reasoning is not None)
+
+
+def test_forced_calls_of_gpt_oss_follow_its_reasoning() -> None:
+    forced = ToolPlan(shown=TOOLS, asked_for=True, forced=True, name="find_trains")
+    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
+    for parts in cuts(text + ARGUMENTS):
+        reader = ChatAnswers(harmony_format(), forced).reader(incremental=True)
+        deltas = [delta for part in parts for delta in reader.add(part, ())]
+        answer = assemble(deltas + reader.add("", (), "stop"))
+        assert (answer.content, answer.reasoning) == (None, "hm")
+        assert [(call.name, call.arguments) for call in answer.tool_calls] == [("find_trains", ARGUMENTS)]
+
+
+def test_a_forced_output_that_is_cut_off_within_its_reasoning_has_no_call() -> None:
+    forced = ToolPlan(shown=TOOLS, asked_for=True, forced=True, name="find_trains")
+    reader = ChatAnswers(AnswerFormat(reasoning=THINK), forced, True).reader(incremental=True)
+    assert reader.add("hm", [2], "length") == [TextDelta("reasoning", "hm")]
+    assert reader.num_calls == 0
 
 
 @pytest.mark.parametrize(
-    ("given", "text", "content", "reasoning"),
+    ("given", "content", "has_phase"),
     [
-        ({"json": {"type": "object"}}, '{"a": "<think>"}', '{"a": "<think>"}', None),
-        ({"json_object": True}, "{}", "{}", None),
-        ({"choice": ("yes", "no")}, "yes", "yes", None),
-        ({"regex": "[ab]+"}, "abba", "abba", None),
-        ({"grammar": 'start: "a"+'}, "aa", "aa", None),
-        # The grammar spells out the mark that ends reasoning.
-        ({"regex": r"[a-z ]+</think>\d+"}, "hm hm</think>7", "7", "hm hm"),
+        ({"json": {"type": "object"}}, '{"a": "<think>"}', True),
+        ({"json_object": True}, "{}", True),
+        ({"choice": ("yes", "no")}, "yes", True),
+        ({"regex": "[ab]+"}, "abba", True),
+        ({"grammar": 'start: "a"+'}, "aa", True),
+        # The grammar spells out the mark that ends reasoning, so it includes the reasoning.
+        ({"regex": r"[a-z ]+</think>\d+"}, "7", False),
     ],
 )
-def test_answers_under_a_grammar_are_never_empty(
-    given: dict[str, Any], text: str, content: str, reasoning: str | None
-) -> None:
-    """The prompt opens the reasoning section, and most of these grammars forbid the mark that closes the section."""
+def test_a_structured_output_follows_the_reasoning(given: dict[str, Any], content: str, has_phase: bool) -> None:
     known = answer_format("json_tools")
-    answers = ChatAnswers.for_prompt(known, PARSED, [], lambda ids: "assistant\n<think>\n")
-    assert answers.in_reasoning and answers.under(None) is answers
-    for incremental in (False, True):
-        for parts in cuts(text):
-            reader = answers.under(StructuredOutputsParams(**given)).reader(incremental=incremental)
-            deltas = [delta for part in parts for delta in reader.add(part, ())]
-            answer = assemble(deltas + reader.add("", (), "stop"))
-            assert (answer.content, answer.reasoning, answer.tool_calls) == (content, reasoning, ())
+    begun = ChatAnswers.for_prompt(known, PARSED, [], lambda ids: "assistant\n<think>\n")
+    own = ChatAnswers.for_prompt(known, PARSED, [], lambda ids: "assistant\n")
+    for answers, before in ((begun, "hm hm</think>"), (own, "<think>hm hm</think>"), (own, "")):
+        under, params = answers.applied_to(SamplingParams(structured_outputs=StructuredOutputsParams(**given)))
+        phase = ReasoningPhase("<think>", "</think>", begins_inside=answers.in_reasoning)
+        assert params.phases == (OutputPhases(phase) if has_phase else None)
+        if not has_phase and not before:
+            continue
+        for parts in cuts(before + content):
+            for incremental in (False, True):
+                reader = under.reader(incremental=incremental)
+                deltas = [delta for part in parts for delta in reader.add(part, ())]
+                answer = assemble(deltas + reader.add("", (), "stop"))
+                reasoning = "hm hm" if before else None
+                assert (answer.content, answer.reasoning, answer.tool_calls) == (content, reasoning, ())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continues"),
+    [("assistant\n<think>\n\n</think>\n\n", False), ("assistant\n</think>", False), ("assistant\nSo:", True)],
+)
+def test_a_prompt_after_the_reasoning(prompt: str, continues: bool) -> None:
+    """The grammar applies from the first token. A budget changes nothing."""
+    known = answer_format("json_tools")
+    answers = ChatAnswers.for_prompt(known, NO_TOOLS, [], lambda ids: prompt, continues=continues)
+    assert answers.past_reasoning and not answers.in_reasoning
+    for more in ({}, {"structured_outputs": StructuredOutputsParams(json_object=True)}, {"stop": ("a",)}):
+        params = SamplingParams(**more)  # type: ignore[arg-type]
+        under, applied = answers.applied_to(params, budget=0)
+        assert applied is params
+        deltas = under.reader(incremental=True).add('{"a": "</think>"}', (), "stop")
+        assert assemble(deltas).content == '{"a": "</think>"}'
+
+
+def test_outputs_without_rules_have_no_phases() -> None:
+    answers = ChatAnswers.for_prompt(answer_format("json_tools"), NO_TOOLS, [], lambda ids: "assistant\n<think>\n")
+    params = SamplingParams()
+    assert answers.applied_to(params) == (answers, params)
+    without = ChatAnswers.for_prompt(AnswerFormat(), NO_TOOLS, [], lambda ids: "")
+    assert without.applied_to(params, budget=3) == (without, params)
+
+
+@pytest.mark.parametrize(("budget", "end_text"), [(0, ""), (5, "So be it."), (None, "")])
+def test_the_budget_and_the_text_at_its_end(budget: int | None, end_text: str) -> None:
+    marks = ReasoningMarks("<think>", "</think>", "So be it.")
+    answers = ChatAnswers(AnswerFormat(reasoning=marks), NO_TOOLS, in_reasoning=True)
+    _, params = answers.applied_to(SamplingParams(stop=("a",)), budget=budget)
+    phase = ReasoningPhase("<think>", "</think>", begins_inside=True, budget=budget, end_text=end_text)
+    assert params.phases == OutputPhases(phase)
+
+
+def test_the_grammar_of_calls() -> None:
+    """Calls that the model begins have a grammar, except with parameters that exclude grammars."""
+    answers = ChatAnswers(answer_format("json_tools"), PARSED)
+    phases = answers.applied_to(SamplingParams())[1].phases
+    assert phases is not None and phases.calls is not None and phases.reasoning is not None
+    assert [trigger.mark for trigger in phases.calls.triggers] == ["<tool_call>"]
+    for more in ({"bad_words": ("a",)}, {"allowed_token_ids": (1,)}, {"ignore_eos": True}):
+        assert answers.applied_to(SamplingParams(**more))[1].phases is None  # type: ignore[arg-type]
+    for tool_grammar in ("required", "never"):
+        assert answers.applied_to(SamplingParams(), tool_grammar=tool_grammar)[1].phases is None
+    structured = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    phases = answers.applied_to(structured)[1].phases
+    assert phases is not None and phases.calls is None
 
 
 def test_a_forced_answer_has_a_grammar_of_its_own() -> None:
-    forced = ChatAnswers(AnswerFormat(reasoning=THINK), ToolPlan(shown=TOOLS, forced=True), in_reasoning=True)
-    assert forced.under(StructuredOutputsParams(json_object=True)) is forced
+    plan = plan_tools(TOOLS, "required", AnswerFormat(), template_takes_tools=True, auto_tool_choice=True)
+    forced = ChatAnswers(AnswerFormat(reasoning=THINK), plan, in_reasoning=True)
+    given = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    answers, params = forced.applied_to(given, budget=7)
+    assert answers is forced
+    assert params.structured_outputs is not None and params.structured_outputs.json == plan.schema
+    assert params.phases == OutputPhases(ReasoningPhase("<think>", "</think>", begins_inside=True, budget=7))
+
+
+@pytest.mark.parametrize("takes_tools", [True, False])
+def test_required_calls_without_a_grammar_are_asked_for(takes_tools: bool) -> None:
+    for name, text in ((None, "Answer with a function call."), ("find_trains", "call of the function find_trains.")):
+        plan = plan_tools(
+            TOOLS, "required", answer_format("json_tools"), name=name, template_takes_tools=takes_tools,
+            auto_tool_choice=False, forces_calls=False,
+        )  # fmt: skip
+        assert plan.instructions is not None and plan.instructions.endswith(text)
+        given = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+        answers, params = ChatAnswers(answer_format("json_tools"), plan).applied_to(given, tool_grammar="never")
+        assert params.structured_outputs is None and params.phases is None
+        answer = assemble(answers.reader(incremental=False).add(CALL, (), "stop"))
+        assert [call.name for call in answer.tool_calls] == ["find_trains"]
 
 
 def test_tools_without_marks_to_look_for() -> None:

@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.output_phases import CallPhase, CallTrigger, OutputPhases, ReasoningPhase
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
 from metal_engine.runner.model_runner import ModelRunner
@@ -27,6 +28,11 @@ from tools.fixtures.tiny_models import random_model
 GUIDE = list(b"The mill opens at eight, the bakery at six, the shop by the river when it wants to. ")
 STORY = list(b"Once upon a time there was a fox who lived at the edge of a wide and quiet forest. ")
 DIGITS = StructuredOutputsParams(regex="[a-f]{3}[0-9]{9}")
+# So many marks that a random model often writes one of them.
+PHASES = OutputPhases(
+    reasoning=ReasoningPhase("<r>", "</r>", begins_inside=True, budget=6),
+    calls=CallPhase(tuple(CallTrigger(mark, 'call: /[a-c]{1,3}/ "=" /[0-9]{1,4}/ ")"') for mark in "klpquvwyz!?0123")),
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,7 @@ def requests_of(case: RankCase) -> list[tuple[list[int], SamplingParams | Poolin
         (list(b"a"), greedy(1)),
         (list(b"Foxes"), greedy(36)),
         (list(b"Millers"), SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)),
+        (list(b"Bakers"), SamplingParams(temperature=0.9, seed=2, max_tokens=30, phases=PHASES)),
     ]
     if case.requests == "scored":
         scored = PoolingParams(token_ids=(66, 200))

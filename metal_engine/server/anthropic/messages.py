@@ -22,15 +22,21 @@ Event = dict[str, Any]
 def _input(arguments: str) -> dict[str, Any]:
     """Parse a call's arguments.
 
-    Incomplete JSON is parsed as far as possible, as the official client does in a stream.
+    Incomplete JSON is parsed as far as possible, as the official client does in a stream. Text that is not a JSON
+    object becomes an empty object.
     """
-    return from_json(arguments, allow_partial=True) if arguments.strip() else {}
+    try:
+        given = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return given if isinstance(given, dict) else {}
 
 
 class MessagesEndpoint(Conversation):
     """Responds with content blocks. The events of a stream report how each block grows."""
 
     id_prefix = "msg"
+    schema_place = "input_schema"
     has_choices = False
 
     def __init__(self, served: ServedModel) -> None:

@@ -116,7 +116,12 @@ class AnthropicError(BaseModel):
 
 
 # Maps a field of the chat to the field of the request that it is made from.
-RENAMED = {"stop": "stop_sequences", "chat_template_kwargs": "thinking", "response_format": "output_config"}
+RENAMED = {
+    "stop": "stop_sequences",
+    "chat_template_kwargs": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "response_format": "output_config",
+}
 # Maps efforts that chat templates do not support to the highest one that they support.
 _HIGHEST = {"xhigh": "high", "max": "high"}
 
@@ -135,6 +140,7 @@ def to_chat(body: CountTokensBody) -> ChatCompletionBody:
     if body.tool_choice is not None:
         fields["tool_choice"] = _tool_choice(body.tool_choice)
         fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
+    fields["thinking_token_budget"] = _thinking_budget(body)
     if variables := _template_variables(body):
         fields["chat_template_kwargs"] = variables
     if body.output_config is not None and body.output_config.format is not None:
@@ -145,6 +151,21 @@ def to_chat(body: CountTokensBody) -> ChatCompletionBody:
         fields["stop"] = body.stop_sequences
     given = {name: value for name, value in fields.items() if value is not None}
     return validated(ChatCompletionBody, {**(body.model_extra or {}), **given})
+
+
+def _thinking_budget(body: CountTokensBody) -> int | None:
+    """Return the maximum number of tokens of the reasoning. Raises APIError, a 400, for a value out of range."""
+    thinking = body.thinking
+    if thinking is None or thinking.budget_tokens is None:
+        return None
+    budget, where = thinking.budget_tokens, "thinking.budget_tokens"
+    if thinking.type != "enabled":
+        raise invalid(f" needs the type enabled, got {thinking.type}", where=where)
+    if budget < 1:
+        raise invalid(f" must be at least 1, got {short(budget)}", where=where)
+    if isinstance(body, MessagesBody) and budget >= body.max_tokens:
+        raise invalid(f" must be less than max_tokens {short(body.max_tokens)}, got {short(budget)}", where=where)
+    return budget
 
 
 def _template_variables(body: CountTokensBody) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class Answerer:
         late: LateErrors | None = OPENAI_ERRORS,
         *,
         num_earlier_characters: int = 0,
+        request_id: str | None = None,
     ) -> Response:
         """Return the response to a request.
 
@@ -74,18 +75,20 @@ class Answerer:
             late: format of errors in streams that begin before the model is loaded. None for streams that are not event
                 streams: they begin after the model is loaded.
             num_earlier_characters: number of characters in the prompt that are not from the request's body.
+            request_id: id of the response; None for a new one.
         """
-        request_id = f"{kind.id_prefix}-{uuid.uuid4().hex}"
+        response_id = request_id or f"{kind.id_prefix}-{uuid.uuid4().hex}"
         num_bytes = len(await request.body()) + num_earlier_characters
 
         async def answer(served: ServedModel) -> Response:
-            return await self._answer(served, endpoint(served), body, num_bytes, request_id)
+            return await self._answer(served, endpoint(served), body, num_bytes, response_id)
 
         if body.stream and late is not None and not self.models.is_ready(body.model):
-            return self._stream(self._when_loaded(request, body.model, answer, late), request_id)
+            return self.stream(self._when_loaded(request, body.model, answer, late), response_id)
         return await answer(await self.models.use(request, body.model))
 
-    def _stream(self, events: AsyncGenerator[bytes, None], request_id: str, media_type: str = EVENT_STREAM) -> Response:
+    def stream(self, events: AsyncGenerator[bytes, None], request_id: str, media_type: str = EVENT_STREAM) -> Response:
+        """Return a response that sends events as they arrive, with the id in a header."""
         response = EventStreamResponse(events, keep_alive=self.sse_keep_alive, media_type=media_type)
         response.headers[GENERATION_ID] = request_id
         return response
@@ -118,7 +121,7 @@ class Answerer:
     ) -> Response:
         generation = await prepare(served, endpoint, body, num_bytes, request_id)
         if body.stream:
-            return self._stream(_events(generation, endpoint, body), request_id, endpoint.stream_media_type)
+            return self.stream(stream_events(generation, endpoint, body), request_id, endpoint.stream_media_type)
         await generation.finish()
         if generation.is_long:
             data = await served.workers.run(Weight.HEAVY, _encoded, endpoint, generation)
@@ -132,7 +135,7 @@ def _encoded(endpoint: Endpoint[BodyT], generation: Generation) -> bytes:
     return generation.parts.encode(endpoint.response(generation))
 
 
-async def _events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT) -> AsyncGenerator[bytes, None]:
+async def stream_events(generation: Generation, endpoint: Endpoint[BodyT], body: BodyT) -> AsyncGenerator[bytes, None]:
     """Yield a generation as server-sent events, or as JSON lines. Outputs that arrive together become one item, which
     is sent with one write.
 

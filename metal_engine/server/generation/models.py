@@ -48,6 +48,7 @@ def served_model(
         Admission(engine, args.max_num_queued_reqs, args.max_num_queued_tokens, args.request_timeout),
         workers,
         auto_tool_choice=args.enable_auto_tool_choice,
+        tool_grammar=args.tool_grammar,
         any_name=ANY_NAME in names,
         notices=notices or Notices(),
     )
@@ -111,6 +112,17 @@ class Models(ABC):
         Raises:
             APIError: no model has that name, or the model cannot be loaded.
         """
+
+    @contextmanager
+    def detached(self, request: Request, model: str | None) -> Iterator[Request]:
+        """Yield a copy of ``request`` for work that may continue after the response was sent.
+
+        The models that it uses stay loaded until the context ends.
+
+        Args:
+            model: name of the model that the request uses.
+        """
+        yield Request(dict(request.scope))
 
     @abstractmethod
     def cut_requests(self, message: str) -> None:
@@ -250,6 +262,19 @@ class MultiModel(Models):
             message = f"{entry.name} was not {done} within {seconds:g} s (--request-timeout)"
             raise APIError(504, message, code="timeout") from error
 
+    @contextmanager
+    def detached(self, request: Request, model: str | None) -> Iterator[Request]:
+        leases: list[ModelEntry] = []
+        request.scope[MODEL_NAME] = self.entry(model).name
+        try:
+            yield Request({**request.scope, _LEASES: leases})
+        finally:
+            self._release(leases)
+
+    def _release(self, leases: list[ModelEntry]) -> None:
+        for entry in leases:
+            self.registry.release(entry)
+
     def leasing(self, app: ASGIApp) -> ASGIApp:
         """Wrap ``app``: keep the models that a request uses loaded until its response is complete."""
 
@@ -259,8 +284,7 @@ class MultiModel(Models):
             try:
                 await app(scope, receive, send)
             finally:
-                for entry in leases:
-                    self.registry.release(entry)
+                self._release(leases)
 
         return leased
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -63,6 +63,7 @@ class ServedModel:
     admission: Admission
     workers: Workers
     auto_tool_choice: bool = True
+    tool_grammar: str = "auto"
     any_name: bool = False
     adapter: Adapter | None = None
     notices: Notices = field(default_factory=Notices)
@@ -128,6 +129,16 @@ class Endpoint(ABC, Generic[BodyT]):
         Called after :meth:`tokenize`. Raises ParameterError for an unsupported combination.
         """
         return params
+
+    def explained(self, error: ParameterError, compile_grammar: Callable[[SamplingParams], object]) -> ParameterError:
+        """Return the error about a grammar from :meth:`adjust`, with the field at fault.
+
+        Runs in a thread.
+
+        Args:
+            compile_grammar: compiles the grammar of sampling parameters. Raises ParameterError on failure.
+        """
+        return error
 
     def reader(self) -> AnswerReader | None:
         """Create the parser of one choice's output; None if outputs are plain text. Called after :meth:`tokenize`."""
@@ -283,8 +294,12 @@ class _Preparation(Generic[BodyT]):
 
     def compile(self) -> None:
         """Compile the grammar."""
+        compile_grammar = self._served.engine.preparer.rules_for
         with self._errors_as_api_errors():
-            self._rules = self._served.engine.preparer.rules_for(self._params)
+            try:
+                self._rules = compile_grammar(self._params)
+            except ParameterError as error:
+                raise self._endpoint.explained(error, compile_grammar) from error
 
     def finish(self) -> None:
         """Create the prepared requests."""

@@ -11,7 +11,7 @@ from metal_engine.server.errors import APIError, invalid
 from metal_engine.server.protocol import ChatCompletionBody, GenerationBody
 
 # Parameters that are not copied from fields of the same name.
-_MADE_HERE = {"max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}
+_MADE_HERE = {"max_tokens", "logprobs", "prompt_logprobs", "structured_outputs", "phases"}
 _COPIED = tuple(name for name in PARAMETER_NAMES if name not in _MADE_HERE)
 
 
@@ -45,6 +45,8 @@ def parameter_error(error: ParameterError, body: GenerationBody, *, is_forced: b
     if error.name == "prompt":
         return invalid(f" {error.message}", where=body.prompt_field)
     field = error.name.partition(".")[0]
+    if field.partition("[")[0] == "tools" and "tools" in type(body).model_fields:
+        return invalid(f" {error.message}", where=error.name)
     if field == "structured_outputs" and body.structured_outputs is None:
         field = "tools" if is_forced else "response_format"
         return invalid(f": {error.message}", where=field)

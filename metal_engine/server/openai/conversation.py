@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from metal_engine.answers.chat_answers import AnswerReader, ChatAnswers
 from metal_engine.answers.deltas import AnswerDelta, assemble
+from metal_engine.answers.tool_faults import faulty_tool
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
 from metal_engine.errors import ParameterError
-from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.preparation import Endpoint, ServedModel
 from metal_engine.server.openai.message_order import in_accepted_order
+from metal_engine.server.openai.reasoning_options import ReasoningOptions
 from metal_engine.server.openai.template_messages import (
     ignores_effort,
     template_flags,
@@ -38,6 +41,7 @@ logger = logging.getLogger(__name__)
 _TOOLS_IN_PROMPT = (
     "the model's chat template takes no tools: the system message describes them, and calls are found in the text"
 )
+_BUDGET = "ignoring the limit of the reasoning: the model does not reason, or the format of its reasoning is unknown"
 _EFFORT = "ignoring reasoning_effort: the model's chat template has no such setting"
 _DROPPED = "dropping the line x-anthropic-billing-header from system texts: it differs from request to request"
 _REORDERED = (
@@ -94,20 +98,29 @@ class Conversation(Endpoint[ChatCompletionBody]):
 
     streams_arguments = True
     """True if a stream reports a call's arguments as they arrive, False if it reports only complete calls."""
+    schema_place = "function.parameters"
+    """Place of a tool's schema in the tool."""
 
     def __init__(self, served: ServedModel) -> None:
         self._format = served.answer_format
         self._auto_tool_choice = served.auto_tool_choice
+        self._tool_grammar = served.tool_grammar
         self._notices = served.notices
         self._streams = False
+        self._budget: int | None = None  # maximum number of tokens of the reasoning
         self._answers: ChatAnswers
+        self._given: tuple[ChatAnswers, SamplingParams]  # before `adjust`
 
     def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         plan = self._tool_plan(body, tokenizer)
         self._streams = bool(body.stream)
-        flags = {**template_kwargs(body, tokenizer), **template_flags(body)}
-        if ignores_effort(body, tokenizer):
+        options = ReasoningOptions.of(body)
+        self._budget = options.budget
+        flags = {**template_kwargs(body, options, tokenizer), **template_flags(body)}
+        if ignores_effort(options, tokenizer):
             self._notices.once(logger, _EFFORT)
+        if options.budget and self._format.reasoning is None:
+            self._notices.once(logger, _BUDGET)
         if plan.shown:
             flags["tools"] = plan.shown
         try:
@@ -143,29 +156,47 @@ class Conversation(Endpoint[ChatCompletionBody]):
                 parallel=body.parallel_tool_calls is not False,
                 template_takes_tools=tokenizer.template_takes_tools,
                 auto_tool_choice=self._auto_tool_choice,
+                forces_calls=self._tool_grammar != "never",
             )
         except ParameterError as error:
             raise invalid(str(error), param=error.name) from error
         if plan.prompted and not plan.forced:
             self._notices.once(logger, _TOOLS_IN_PROMPT)
-        if plan.forced and body.structured_outputs:
+        if plan.asked_for and body.structured_outputs:
             problem = ' and tool_choice "required", or naming a function, exclude each other'
             raise invalid(problem, where="structured_outputs")
         return plan
 
     def adjust(self, params: SamplingParams) -> SamplingParams:
-        plan = self._answers.plan
-        if plan.forced:
-            try:
-                schema = plan.schema
-            except ParameterError as error:
-                raise invalid(str(error), param="tools") from error
-            # The client's format for the content does not apply, because a forced call has no content.
-            return params.changed(structured_outputs=StructuredOutputsParams(json=schema))
-        self._answers = self._answers.under(params.structured_outputs)
-        if self._answers.needs_special_tokens:
-            return params.changed(skip_special_tokens=False)
-        return params
+        self._given = self._answers, params
+        self._answers, adjusted = self._applied(*self._given)
+        return adjusted
+
+    def _applied(self, answers: ChatAnswers, params: SamplingParams) -> tuple[ChatAnswers, SamplingParams]:
+        try:
+            return answers.applied_to(params, budget=self._budget, tool_grammar=self._tool_grammar)
+        except ParameterError as error:
+            raise self._with_client_place(error) from error
+
+    def _with_client_place(self, error: ParameterError) -> ParameterError:
+        """Return an error about a tool's schema with the client's name of the schema."""
+        return ParameterError(error.name.replace("function.parameters", self.schema_place), error.message)
+
+    def explained(self, error: ParameterError, compile_grammar: Callable[[SamplingParams], object]) -> ParameterError:
+        answers, params = self._given
+        plan = answers.plan
+        if not plan.forced:
+            return error
+
+        def compile_calls(tools: list[dict[str, Any]]) -> None:
+            compile_grammar(self._applied(replace(answers, plan=plan.narrowed(tools)), params)[1])
+
+        tools = plan.shown or plan.prompted
+        if plan.name is not None:
+            found: int | None = [tool["function"]["name"] for tool in tools].index(plan.name)
+        else:
+            found = faulty_tool(tools, compile_calls)
+        return ParameterError("tools" if found is None else f"tools[{found}].{self.schema_place}", error.message)
 
     def reader(self) -> AnswerReader:
         return self._answers.reader(incremental=self._streams and self.streams_arguments)

@@ -81,6 +81,15 @@ class ResponseItems:
         events.append(self._item_event("response.output_item.done"))
         return events
 
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Return the items so far. The open item has the text that has arrived."""
+        items = list(self.items)
+        if self._open is not None:
+            text = "".join(self._text)
+            content = {"arguments": text} if self._open == "call" else {"content": [_part(self._open, text)]}
+            items[-1] = {**items[-1], **content}
+        return items
+
     def _named(self, name: str) -> dict[str, Any]:
         """Return the client's name of a function, with its namespace."""
         if name not in self._namespaces:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid, validated
+from metal_engine.server.openai.input_items import Item, complete_items
 from metal_engine.server.protocol import ChatCompletionBody, LongDict, LongList, RequestModel
 
 Message = dict[str, Any]
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class ResponseTool(RequestModel):
@@ -41,6 +44,7 @@ class TextOptions(RequestModel):
 
 class ReasoningOptions(RequestModel):
     effort: str | None = None
+    max_tokens: int | None = None
     summary: str | None = None
 
 
@@ -75,7 +79,8 @@ class Response(BaseModel):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Literal["completed", "incomplete", "in_progress", "failed"]
+    status: ResponseStatus
+    background: bool = False
     error: dict[str, Any] | None = None
     incomplete_details: dict[str, Any] | None = None
     instructions: str | None = None
@@ -109,6 +114,7 @@ RENAMED = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
     "reasoning_effort": "reasoning",
+    "thinking_token_budget": "reasoning.max_tokens",
     "verbosity": "text",
 }
 
@@ -117,22 +123,22 @@ RENAMED = {
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user")
 
 
-def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletionBody, list[Message]]:
-    """Convert a request to a chat. Return the chat, and its messages without the instructions.
+def to_chat(body: ResponsesBody, earlier: list[Item]) -> tuple[ChatCompletionBody, list[Item]]:
+    """Convert a request to a chat. Return the chat, and the items of the conversation.
 
-    The instructions apply to this request only.
+    The instructions apply to this request only, and are not an item.
 
     Args:
-        earlier: messages of the conversation up to ``previous_response_id``.
+        earlier: items of the conversation up to ``previous_response_id``.
 
     Raises:
         APIError: status 400, naming the field at fault.
     """
-    if body.background:
-        raise invalid("background is not supported", param="background")
+    if body.background and body.store is False:
+        raise invalid(" needs a response that is stored: store must be true", where="background")
     if body.truncation == "auto":
         raise invalid("truncation must be disabled: the server drops nothing of the input", param="truncation")
-    messages = earlier + input_messages(body.input)
+    messages = input_messages(body.input, earlier)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields = {
         **{name: getattr(body, name) for name in _SAME},
@@ -148,8 +154,10 @@ def to_chat(body: ResponsesBody, earlier: list[Message]) -> tuple[ChatCompletion
         fields["response_format"] = _response_format(body.text.format)
     if body.reasoning is not None:
         fields["reasoning_effort"] = body.reasoning.effort
+        fields["thinking_token_budget"] = body.reasoning.max_tokens
     given = {name: value for name, value in fields.items() if value is not None}
-    return validated(ChatCompletionBody, {**(body.model_extra or {}), **given}), messages
+    chat = validated(ChatCompletionBody, {**(body.model_extra or {}), **given})
+    return chat, [*earlier, *complete_items(body.input, earlier)]
 
 
 def _tools(tools: list[ResponseTool]) -> list[dict[str, Any]]:
@@ -210,17 +218,23 @@ def _response_format(given: TextFormat | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": given.model_extra or {}}
 
 
-def input_messages(given: str | list[dict[str, Any]]) -> list[Message]:
-    """Convert input items to chat messages. All items of one assistant turn become one message.
+def input_messages(given: str | list[Item], earlier: Sequence[Item] = ()) -> list[Message]:
+    """Convert the items of a conversation to chat messages. All items of one assistant turn become one message.
+
+    Args:
+        given: input of the request.
+        earlier: valid items before it.
 
     Raises:
         APIError: status 400, for an item that cannot be part of a chat.
     """
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if not given:
+    if not given and not isinstance(given, str):
         raise invalid("input must not be empty", param="input")
     messages: list[Message] = []
+    for item in earlier:
+        _add_item(messages, item)
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
     for i, item in enumerate(given):
         try:
             _add_item(messages, item)

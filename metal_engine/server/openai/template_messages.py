@@ -10,6 +10,7 @@ from metal_engine.answers.tool_prompts import with_instructions, written_calls, 
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid
 from metal_engine.server.large_bodies import TextsDecoder, TooComplexError, dumps
+from metal_engine.server.openai.reasoning_options import ReasoningOptions
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
 from metal_engine.text.chat_template import RESERVED_NAMES
 from metal_engine.text.tokenizer import Tokenizer
@@ -65,8 +66,8 @@ _NOT_FOR_TEMPLATES = frozenset(
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
 
 
-def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the template's variables: ``chat_template_kwargs`` and the reasoning effort.
+def template_kwargs(body: ChatCompletionBody, options: ReasoningOptions, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the template's variables: ``chat_template_kwargs``, the reasoning effort, and reasoning on or off.
 
     Raises:
         APIError: status 400, for a reserved name in ``chat_template_kwargs``.
@@ -75,18 +76,18 @@ def template_kwargs(body: ChatCompletionBody, tokenizer: Tokenizer) -> dict[str,
     for name in kwargs:
         if name in _NOT_FOR_TEMPLATES:
             raise invalid(f" cannot set {name}", where="chat_template_kwargs")
-    if body.reasoning_effort is None:
-        return kwargs
-    if tokenizer.template_mentions("reasoning_effort"):
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    elif tokenizer.template_mentions("enable_thinking"):
-        kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
+    if options.effort is not None and tokenizer.template_mentions("reasoning_effort"):
+        kwargs.setdefault("reasoning_effort", options.effort)
+        if options.effort != "none":
+            return kwargs
+    if options.is_enabled is not None and tokenizer.template_mentions("enable_thinking"):
+        kwargs.setdefault("enable_thinking", options.is_enabled)
     return kwargs
 
 
-def ignores_effort(body: ChatCompletionBody, tokenizer: Tokenizer) -> bool:
-    """Return True if the body has a reasoning effort that cannot reach the chat template."""
-    asks = body.reasoning_effort not in (None, "none")
+def ignores_effort(options: ReasoningOptions, tokenizer: Tokenizer) -> bool:
+    """Return True if a request has a reasoning effort that cannot reach the chat template."""
+    asks = options.effort not in (None, "none")
     return asks and not any(map(tokenizer.template_mentions, _EFFORT_VARIABLES))
 
 

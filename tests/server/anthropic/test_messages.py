@@ -120,6 +120,17 @@ def test_a_conversation_with_tools_and_the_count_of_its_tokens(calling: Served) 
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == count.input_tokens
 
 
+def test_arguments_that_are_not_an_object() -> None:
+    """Only a model that ignores the grammar of forced calls writes such arguments."""
+    with serve(script("nonsense"), config=CONFIG, tokenizer=tiny_tokenizer(TOOL_TEMPLATE)) as served:
+        name = CLAUDE_TOOLS[0]["name"]
+        choice: Any = {"type": "tool", "name": name}
+        message = client(served).messages.create(
+            model=MODEL, max_tokens=20, messages=USER, tools=CLAUDE_TOOLS, tool_choice=choice
+        )
+        assert [(block.name, block.input) for block in message.content if block.type == "tool_use"] == [(name, {})]
+
+
 def test_a_prefill_is_continued(served: Served) -> None:
     messages: list[Any] = [*USER, {"role": "assistant", "content": "Well,"}]
     message = client(served).messages.create(model=MODEL, max_tokens=10, messages=messages)

@@ -1,4 +1,4 @@
-"""Structured output if the chat template starts the reasoning: the output is content on every endpoint."""
+"""Structured output of a model that reasons: it follows the reasoning on every endpoint."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 import httpx
 import pytest
 
+from metal_engine.output_phases import OutputPhases, ReasoningPhase
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import answer_format
 from tests.support.tool_formats import TOOLS
 from tools.fixtures.fake_engine import fake_config, script, tiny_tokenizer
 
+REASONING = "hm\n</think>\n\n"
 ANSWER = '{"a": 1}'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+INSIDE = ReasoningPhase("<think>", "</think>", begins_inside=True)
 USER = [{"role": "user", "content": "hi"}]
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ 'tools' if tools }}<think>\n"
@@ -25,7 +28,9 @@ CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens
 @pytest.fixture(scope="module")
 def thinking() -> Iterator[Served]:
     known = answer_format("json_tools")
-    with serve(script(ANSWER), config=CONFIG, tokenizer=tiny_tokenizer(TEMPLATE), answer_format=known) as served:
+    with serve(
+        script(REASONING + ANSWER), config=CONFIG, tokenizer=tiny_tokenizer(TEMPLATE), answer_format=known
+    ) as served:
         yield served
         served.wait_until_idle()
 
@@ -45,6 +50,12 @@ def whole(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
+def check_params(served: Served, number: int) -> None:
+    """Check the sampling parameters of the last requests: a grammar that begins after the reasoning."""
+    for params in served.runner.seen_params[-number:]:
+        assert params.structured_outputs is not None and params.phases == OutputPhases(INSIDE)
+
+
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS}], ids=["plain", "tools"])
 @pytest.mark.parametrize(
     "constraint",
@@ -52,41 +63,80 @@ def whole(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
         {"response_format": JSON_SCHEMA},
         {"response_format": {"type": "json_object"}},
         {"structured_outputs": {"regex": r"\{.*\}"}},
+        {"structured_outputs": {"choice": [ANSWER, "no"]}},
     ],
-    ids=["schema", "object", "regex"],
+    ids=["schema", "object", "regex", "choice"],
 )
 def test_chat_completions(thinking: Served, constraint: dict[str, Any], more: dict[str, Any]) -> None:
     body = {"model": MODEL, "messages": USER, **constraint, **more}
     answer = whole(thinking, "/v1/chat/completions", body)
     (choice,) = answer["choices"]
-    assert (choice["message"]["content"], choice["message"].get("reasoning")) == (ANSWER, None)
+    assert (choice["message"]["content"], choice["message"].get("reasoning")) == (ANSWER, "hm")
     assert choice["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("hm\n</think>")
     deltas = [c["choices"][0]["delta"] for c in events(thinking, "/v1/chat/completions", body) if c["choices"]]
     assert "".join(delta.get("content") or "" for delta in deltas) == ANSWER
-    assert not any(delta.get("reasoning") for delta in deltas)
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == "hm"
+    check_params(thinking, 2)
 
 
-def test_without_a_grammar_the_text_is_reasoning(thinking: Served) -> None:
-    answer = whole(thinking, "/v1/chat/completions", {"model": MODEL, "messages": USER})
-    assert answer["choices"][0]["message"]["reasoning"] == ANSWER
+def test_cut_off_within_the_reasoning(thinking: Served) -> None:
+    body = {"model": MODEL, "messages": USER, "response_format": JSON_SCHEMA, "max_tokens": 2}
+    (choice,) = whole(thinking, "/v1/chat/completions", body)["choices"]
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("hm", "")
+    assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "find_trains"}}])
+def test_forced_calls(choice: Any) -> None:
+    arguments = '{"city": "Rome"}'
+    calls = arguments if choice != "required" else f'[{{"name": "find_trains", "parameters": {arguments}}}]'
+    known = answer_format("json_tools")
+    with serve(
+        script(REASONING + calls), config=CONFIG, tokenizer=tiny_tokenizer(TEMPLATE), answer_format=known
+    ) as served:
+        body = {"model": MODEL, "messages": USER, "tools": TOOLS, "tool_choice": choice}
+        (answer,) = whole(served, "/v1/chat/completions", body)["choices"]
+        message = answer["message"]
+        assert (message["content"], message["reasoning"]) == (None, "hm")
+        assert [call["function"] for call in message["tool_calls"]] == [{"name": "find_trains", "arguments": arguments}]
+        deltas = [c["choices"][0]["delta"] for c in events(served, "/v1/chat/completions", body) if c["choices"]]
+        assert "".join(delta.get("reasoning") or "" for delta in deltas) == "hm"
+        streamed = [call["function"] for delta in deltas for call in delta.get("tool_calls", ())]
+        assert "".join(function["arguments"] for function in streamed) == arguments
+        check_params(served, 2)
+
+
+def test_without_reasoning_the_grammar_is_there_from_the_first_token() -> None:
+    """The template closes the reasoning, or the model does not reason."""
+    closed = TEMPLATE.replace("<think>\n", "<think>\n\n</think>\n\n")
+    for template, known in ((closed, answer_format("json_tools")), (TEMPLATE, None)):
+        with serve(script(ANSWER), config=CONFIG, tokenizer=tiny_tokenizer(template), answer_format=known) as served:
+            body = {"model": MODEL, "messages": USER, "response_format": JSON_SCHEMA}
+            (choice,) = whole(served, "/v1/chat/completions", body)["choices"]
+            assert (choice["message"]["content"], choice["message"].get("reasoning")) == (ANSWER, None)
+            assert served.runner.seen_params[-1].phases is None
 
 
 def test_responses(thinking: Served) -> None:
     body = {"model": MODEL, "input": "hi", "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}
     answer = whole(thinking, "/v1/responses", body)
-    assert [item["type"] for item in answer["output"]] == ["message"]
-    assert answer["output"][0]["content"][0]["text"] == ANSWER
+    assert [item["type"] for item in answer["output"]] == ["reasoning", "message"]
+    assert answer["output"][1]["content"][0]["text"] == ANSWER
     deltas = [e["delta"] for e in events(thinking, "/v1/responses", body) if e["type"] == "response.output_text.delta"]
     assert "".join(deltas) == ANSWER
+    check_params(thinking, 2)
 
 
 def test_messages(thinking: Served) -> None:
     output_format = {"type": "json_schema", "schema": SCHEMA}
     body = {"model": MODEL, "messages": USER, "max_tokens": 100, "output_config": {"format": output_format}}
     answer = whole(thinking, "/v1/messages", body)
-    assert [(block["type"], block.get("text")) for block in answer["content"]] == [("text", ANSWER)]
+    blocks = [(block["type"], block.get("text", block.get("thinking"))) for block in answer["content"]]
+    assert blocks == [("thinking", "hm"), ("text", ANSWER)]
     deltas = [e["delta"] for e in events(thinking, "/v1/messages", body) if e["type"] == "content_block_delta"]
-    assert "".join(delta["text"] for delta in deltas) == ANSWER
+    assert "".join(delta.get("text", "") for delta in deltas) == ANSWER
+    check_params(thinking, 2)
 
 
 @pytest.mark.parametrize("given", [SCHEMA, "json"], ids=["schema", "json"])
@@ -98,3 +148,4 @@ def test_ollama(thinking: Served, given: Any) -> None:
         body = {"model": MODEL, "format": given, **fields}
         assert text(whole(thinking, path, body)) == ANSWER
         assert "".join(map(text, events(thinking, path, body))) == ANSWER
+    check_params(thinking, 4)

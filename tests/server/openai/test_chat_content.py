@@ -60,7 +60,9 @@ CASES: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 @pytest.mark.parametrize(("messages", "fields", "text"), CASES)
 def test_the_demo_models_template(demo_tokenizer: Tokenizer, messages: Any, fields: dict[str, Any], text: str) -> None:
     body = ChatCompletionBody(messages=messages, **fields)
-    served = SimpleNamespace(answer_format=AnswerFormat(), auto_tool_choice=True, notices=Notices())
+    served = SimpleNamespace(
+        answer_format=AnswerFormat(), auto_tool_choice=True, tool_grammar="auto", notices=Notices()
+    )
     (ids,) = ChatEndpoint(served).tokenize(body, demo_tokenizer)
     assert demo_tokenizer.decode(ids) == text
     assert ids == demo_tokenizer.encode(text, add_special_tokens=False)

@@ -10,7 +10,9 @@ import openai
 import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.server.openai.responses import ResponseStore, StoredResponse
+from metal_engine.server.errors import APIError
+from metal_engine.server.openai.response_state import AskedResponse, ResponseState
+from metal_engine.server.openai.response_store import ResponseStore
 from metal_engine.settings.args import ServerArgs
 from metal_engine.sizes import num_characters
 from tests.server.test_errors import check_error
@@ -173,7 +175,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
     ({"input": "a", "tools": [{"type": "function"}]}, "tools"),
     ({"input": "a", "tool_choice": {"type": "file_search"}}, "tool_choice"),
-    ({"input": "a", "background": True}, "background"),
+    ({"input": "a", "background": True, "store": False}, "background"),
+    ({"input": "a", "background": "yes"}, "background"),
     ({"input": "a", "truncation": "auto"}, "truncation"),
     ({"input": "a", "temperature": -1}, "temperature"),
 ]
@@ -202,21 +205,59 @@ def test_an_error_within_a_stream() -> None:
         served.wait_until_idle()
 
 
+def state(size: int = 5, *, in_background: bool = False) -> ResponseState:
+    return ResponseState(AskedResponse({}, [], size, {}, in_background=in_background), MODEL)
+
+
+def finished(size: int = 5) -> ResponseState:
+    made = state(size)
+    made.status = "completed"
+    return made
+
+
 def test_the_store_is_bounded() -> None:
     store = ResponseStore(3, max_characters=1000)
-    for i in range(5):
-        store.put(StoredResponse({"id": str(i)}, []), 5)
+    states = [finished() for _ in range(5)]
+    for one in states:
+        store.put(one)
     assert len(store) == 3
-    store.get("2")  # makes 3 the oldest
-    store.put(StoredResponse({"id": "5"}, []), 5)
-    store.get("2")
-    store.put(StoredResponse({"id": "6"}, []), 996)
+    store.get(states[2].id)  # makes state 3 the oldest
+    store.put(finished())
+    store.get(states[2].id)
+    store.put(finished(900))
     assert len(store) == 1
-    store.put(StoredResponse({"id": "7"}, []), 2000)
+    store.put(finished(2000))
     assert len(store) == 0
     nothing = ResponseStore(0)
-    nothing.put(StoredResponse({"id": "1"}, []), 5)
+    nothing.put(finished())
     assert len(nothing) == 0
+
+
+def test_unfinished_responses_stay_stored() -> None:
+    per_state = state().num_characters
+    store = ResponseStore(3, max_characters=10 * per_state)
+    running = [state(in_background=True) for _ in range(3)]
+    for one in running:
+        store.put_unfinished(one)
+        store.put(finished())
+    assert len(store) == 3 and all(store.get(one.id) is one for one in running)
+    with pytest.raises(APIError) as info:
+        store.put_unfinished(state())
+    assert info.value.status_code == 503 and len(store) == 3
+    running[0].status = "cancelled"
+    store.put_unfinished(state())
+    with pytest.raises(APIError):
+        store.get(running[0].id)
+    assert store.grow(running[1].id, 7 * per_state)
+    assert not store.grow(running[1].id, 1)
+    assert store.grow(running[1].id, -1)
+    assert store.grow("unknown", 10**9)
+    with pytest.raises(APIError) as info:
+        ResponseStore(3, max_characters=100).put_unfinished(state(101))
+    assert (info.value.status_code, info.value.param) == (400, "input")
+    with pytest.raises(APIError) as info:
+        ResponseStore(0).put_unfinished(state())
+    assert (info.value.status_code, info.value.param) == (400, "background")
 
 
 def test_what_is_told_again_is_bounded() -> None:
@@ -227,9 +268,9 @@ def test_what_is_told_again_is_bounded() -> None:
     assert num_characters({"a": ["bc", 1]}) == 5 * 64 + 3
 
 
-def test_the_number_of_messages_is_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("metal_engine.server.openai.responses.MAX_MESSAGES", 0)
-    with pytest.raises(openai.BadRequestError, match="input and the responses before it have too many messages"):
+def test_the_number_of_items_is_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("metal_engine.server.openai.responses.MAX_ITEMS", 0)
+    with pytest.raises(openai.BadRequestError, match="input and the responses before it have too many items"):
         served.client().responses.create(model=MODEL, input="hi")
 
 

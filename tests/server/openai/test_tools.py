@@ -196,7 +196,9 @@ def test_what_a_forced_choice_asks_for() -> None:
 
     def schema(choice: Any, **more: Any) -> dict[str, Any]:
         body = ChatCompletionBody(messages=USER, tools=TOOLS, tool_choice=choice, **more)  # type: ignore[arg-type]
-        served = SimpleNamespace(answer_format=AnswerFormat(), auto_tool_choice=True, notices=Notices())
+        served = SimpleNamespace(
+            answer_format=AnswerFormat(), auto_tool_choice=True, tool_grammar="auto", notices=Notices()
+        )
         conversation = ChatEndpoint(served)
         conversation.tokenize(body, tokenizer)
         wanted = conversation.adjust(SamplingParams()).structured_outputs

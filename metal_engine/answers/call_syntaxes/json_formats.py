@@ -1,0 +1,188 @@
+"""Calls whose arguments are one JSON object: Hermes and Qwen, Mistral, Kimi K2, gpt-oss."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from metal_engine.answers.call_syntaxes.lark import GAP, Rules, json_value, mark, string
+from metal_engine.answers.call_syntaxes.syntax import JSON_QUOTES, Quotes, checked_name, choice
+from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
+from metal_engine.answers.call_syntaxes.values import DECODER
+from metal_engine.output_phases import CallTrigger
+
+_SPACE = r"[ \t\r\n]*"
+_WORD = re.compile(r"[\w.-]{1,256}")
+_RECIPIENT = re.compile(r"[^\s<>:@]{1,256}")
+
+
+def _object(tool: ToolSchema) -> str:
+    """Return a Lark expression for the arguments of a tool."""
+    return json_value(tool.schema, strict=tool.is_strict)
+
+
+@dataclass(frozen=True)
+class JSONSyntax:
+    """Exact form of calls. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`.
+
+    Attributes:
+        marks: for each mark that begins calls, a function that returns the definition of the rule ``call``. Its
+            parameters are the rules, the tools, and True if one mark may begin several calls.
+        head: pattern for the start of each call, with the groups ``name`` and, optionally, ``id``.
+        tail: pattern for the text after the arguments of a call.
+        end: pattern for the text after the last call.
+    """
+
+    marks: tuple[tuple[str, Callable[[Rules, Sequence[ToolSchema], bool], str]], ...]
+    head: re.Pattern[str]
+    tail: re.Pattern[str]
+    end: re.Pattern[str]
+
+    @property
+    def quotes(self) -> Quotes:
+        return JSON_QUOTES
+
+    def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
+        triggers = []
+        for text, call in self.marks:
+            rules = Rules()
+            triggers.append(CallTrigger(text, rules.text(call(rules, tools, parallel))))
+        return tuple(triggers)
+
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
+        names = {tool.name for tool in tools}
+        calls: list[dict[str, Any]] = []
+        at = 0
+        while (head := self.head.match(text, at)) is not None and head["name"] in names:
+            value, end = DECODER.raw_decode(text, head.end())
+            tail = self.tail.match(text, end)
+            if not isinstance(value, dict) or tail is None:
+                return None
+            calls.append({"name": head["name"], "arguments": text[head.end() : end], "id": head.groupdict().get("id")})
+            at = tail.end()
+        return calls if self.end.fullmatch(text, at) else None
+
+
+def _hermes(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+    options = [
+        f"{string(json.dumps(tool.name, ensure_ascii=False))} {GAP} "
+        f'"," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {_object(tool)}'
+        for tool in tools
+    ]
+    one = choice([rules.rule(option) for option in options])
+    return f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} {one} {GAP} "}}" {GAP} {mark("</tool_call>")}'
+
+
+HERMES = JSONSyntax(
+    (("<tool_call>", _hermes),),
+    re.compile(
+        rf'{_SPACE}\{{{_SPACE}"name"{_SPACE}:{_SPACE}"(?P<name>[^"\\]{{1,256}})"{_SPACE},{_SPACE}"arguments"'
+        rf"{_SPACE}:{_SPACE}(?=\{{)"
+    ),
+    re.compile(rf"{_SPACE}\}}{_SPACE}"),
+    re.compile(""),
+)
+
+
+def _mistral(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+    headed, listed = [], []
+    for tool in tools:
+        arguments = rules.rule(_object(tool))
+        call_id = f"({mark('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?"
+        headed.append(f"{string(checked_name(_WORD, tool.name))} {call_id} {mark('[ARGS]')} {arguments}")
+        name = string(f'"{tool.name}"')
+        listed.append(f'{name} {GAP} "," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {arguments}')
+    listed_id = rules.rule(f'{GAP} "," {GAP} "\\"id\\"" {GAP} ":" {GAP} /"[A-Za-z0-9]{{9}}"/')
+    one = rules.rule(
+        f'"{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} {choice([rules.rule(one) for one in listed])} {listed_id}? {GAP} "}}"'
+    )
+    more = f'({GAP} "," {GAP} {one})*' if parallel else ""
+    several = rules.rule(f'"[" {GAP} {one} {more} {GAP} "]"')
+    return f"{GAP} ({choice([rules.rule(one) for one in headed])} | {several})"
+
+
+_ITEM = re.compile(
+    rf'{_SPACE}\{{{_SPACE}"name"{_SPACE}:{_SPACE}"(?P<name>{_WORD.pattern})"{_SPACE},{_SPACE}"arguments"{_SPACE}:{_SPACE}'
+    r"(?=\{)"
+)
+_ITEM_END = re.compile(
+    rf'{_SPACE}(?:,{_SPACE}"id"{_SPACE}:{_SPACE}"(?P<id>[A-Za-z0-9]{{9}})"{_SPACE})?\}}{_SPACE}(?:,|(?=\]))'
+)
+
+
+class MistralSyntax(JSONSyntax):
+    """Form of Mistral's calls: a name, an optional id and arguments; or a list of objects."""
+
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
+        text = text.strip()
+        if not text.startswith("["):
+            return super().read(text, tools)
+        names = {tool.name for tool in tools}
+        calls: list[dict[str, Any]] = []
+        at = 1
+        while (head := _ITEM.match(text, at)) is not None and head["name"] in names:
+            end = DECODER.raw_decode(text, head.end())[1]
+            tail = _ITEM_END.match(text, end)
+            if tail is None:
+                return None
+            calls.append({"name": head["name"], "arguments": text[head.end() : end], "id": tail["id"]})
+            at = tail.end()
+        return calls if calls and text[at:] == "]" else None
+
+
+MISTRAL = MistralSyntax(
+    (("[TOOL_CALLS]", _mistral),),
+    re.compile(rf"{_SPACE}(?P<name>{_WORD.pattern})(?:\[CALL_ID\](?P<id>[A-Za-z0-9]{{9}}))?\[ARGS\](?=\{{)"),
+    re.compile(""),
+    re.compile(""),
+)
+
+
+def _kimi_k2(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+    begin, end = mark("<|tool_call_begin|>"), mark("<|tool_call_end|>")
+    calls = [
+        f"{string(checked_name(_RECIPIENT, tool.name))} /:[0-9]{{1,3}}/ {mark('<|tool_call_argument_begin|>')} "
+        f"{GAP} {_object(tool)} {GAP}"
+        for tool in tools
+    ]
+    one = rules.rule(f'{begin} "functions." {choice([rules.rule(call) for call in calls])} {end}')
+    return f"{one}{'+' if parallel else ''} {mark('<|tool_calls_section_end|>')}"
+
+
+KIMI_K2 = JSONSyntax(
+    (("<|tool_calls_section_begin|>", _kimi_k2),),
+    re.compile(
+        rf"<\|tool_call_begin\|>(?P<id>functions\.(?P<name>{_RECIPIENT.pattern}):\d{{1,3}})"
+        rf"<\|tool_call_argument_begin\|>{_SPACE}(?=\{{)"
+    ),
+    re.compile(rf"{_SPACE}<\|tool_call_end\|>"),
+    re.compile(""),
+)
+
+
+def _harmony_call(rules: Rules, tools: Sequence[ToolSchema], header: str) -> str:
+    """Return the definition of a call. ``header`` is the rest of the message's header after the recipient."""
+    kind = f'(" "? {mark("<|constrain|>")} "json" | " json")?'
+    calls = [f"{string(checked_name(_RECIPIENT, tool.name))} {header} {kind} {mark('<|message|>')} {_object(tool)}"
+             for tool in tools]  # fmt: skip
+    return f'"functions." {choice([rules.rule(call) for call in calls])} {mark("<|call|>")}'
+
+
+def _to_recipient(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+    return _harmony_call(rules, tools, "")
+
+
+def _from_assistant(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+    return _harmony_call(rules, tools, f'{mark("<|channel|>")} "commentary"')
+
+
+# :class:`metal_engine.answers.harmony.HarmonySplitter` brings both forms to the first one.
+HARMONY = JSONSyntax(
+    (("<|channel|>commentary to=", _to_recipient), ("<|start|>assistant to=", _from_assistant)),
+    re.compile(rf"(?:functions\.)?(?P<name>{_RECIPIENT.pattern})<\|message\|>(?=\{{)"),
+    re.compile(""),
+    re.compile(""),
+)

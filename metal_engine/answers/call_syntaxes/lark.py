@@ -1,0 +1,101 @@
+"""Builds Lark rules in llguidance's dialect, with ``@"text"`` for text that may contain special tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+# Without a limit, small models can write white space forever.
+_WHITESPACE = r"[ \t\r\n]{1,20}"
+# White space between the parts of a call.
+GAP = "gap"
+_GAP_RULE = r"/[ \t\r\n]{0,8}/"
+
+
+def string(text: str) -> str:
+    """Return a text as a Lark string. It contains no ``@``, which begins marks."""
+    return json.dumps(text, ensure_ascii=False).replace("@", "\\u0040")
+
+
+def mark(text: str) -> str:
+    """Return a reference to a text that may contain special tokens."""
+    return "@" + json.dumps(text, ensure_ascii=False)
+
+
+def json_value(schema: Any, *, strict: bool) -> str:
+    """Return an expression for a JSON value with bounded white space.
+
+    Args:
+        schema: JSON schema that depends on no other document.
+        strict: True to refuse schemas with keywords that llguidance cannot enforce. Otherwise, they are ignored.
+    """
+    if not isinstance(schema, dict):
+        schema = {} if schema else {"not": {}}
+    options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE, "lenient": not strict}
+    text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    return "%json " + text.replace("@", "\\u0040")
+
+
+def containing(text: str) -> str:
+    """Return a regular expression, in slashes, for all texts that contain ``text``."""
+    return f"/(?s:.*){escaped(text)}(?s:.*)/"
+
+
+def escaped(text: str) -> str:
+    """Return a text as a part of a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/").replace("\n", "n").replace("@", r"\x40")
+
+
+class Rules:
+    """Rules and terminals of one grammar. Equal definitions share a name."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        self.add(GAP, "GAP?")
+        self.add("GAP", _GAP_RULE.replace("{0,", "{1,"))
+
+    def add(self, name: str, definition: str) -> str:
+        """Define a rule or, with a name in capitals, a terminal. Return the name."""
+        assert name not in self._named
+        self._named[name] = definition
+        return name
+
+    def rule(self, definition: str) -> str:
+        """Return the name of a rule with a definition."""
+        return self._shared("r", definition)
+
+    def terminal(self, definition: str) -> str:
+        """Return the name of a terminal with a definition."""
+        return self._shared("T", definition)
+
+    def reserve(self) -> str:
+        """Return the name of a rule that is defined later, by :meth:`add`."""
+        name = f"r{len(self._named)}"
+        self._named[name] = ""
+        return name
+
+    def define(self, name: str, definition: str) -> None:
+        """Define a reserved rule."""
+        assert self._named[name] == ""
+        self._named[name] = definition
+
+    def text_until(self, terminal: str, end: str) -> str:
+        """Return the name of a rule: a text of a terminal, up to the first ``end``, inclusive."""
+        return self._shared("r", terminal, f"[suffix={mark(end)}]")
+
+    def _shared(self, prefix: str, definition: str, attributes: str = "") -> str:
+        key = prefix + attributes + definition
+        if key not in self._names:
+            name = f"{prefix}{len(self._named)}"
+            self._names[key] = name
+            self._named[name + attributes] = definition
+        return self._names[key]
+
+    def text(self, call: str) -> str:
+        """Return the grammar whose rule ``call`` has the given definition."""
+        lines = [f"call: {call}"]
+        for name, definition in self._named.items():
+            lines.append(f"{name}: {definition}")
+        return "\n".join(lines) + "\n"

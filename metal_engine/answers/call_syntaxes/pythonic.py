@@ -1,0 +1,128 @@
+"""Calls as a Python list: ``[get_weather(city="Rome", days=3), find_trains()]``.
+
+Each argument occurs once, in the order of the tool's schema. Values are JSON, or ``True``, ``False`` and ``None``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from metal_engine.answers.call_syntaxes.lark import GAP, Rules, json_value, mark, string
+from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError, Quotes, checked_name, choice
+from metal_engine.answers.call_syntaxes.tags import object_text
+from metal_engine.answers.call_syntaxes.tool_schemas import Argument, ToolSchema
+from metal_engine.answers.call_syntaxes.values import DECODER, PYTHON_LITERALS, python_literals
+from metal_engine.output_phases import CallTrigger
+
+_NAME = re.compile(r"[^\W\d][\w.-]{0,255}")
+_KEY = re.compile(r"[^\W\d]\w{0,255}")
+_OTHER_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,40}/"
+_SPACE = r"[ \t\r\n]*"
+_CALL = re.compile(rf"{_SPACE}(?P<name>{_NAME.pattern})\({_SPACE}")
+_ARGUMENT = re.compile(rf"{_SPACE}(?P<name>{_KEY.pattern}){_SPACE}={_SPACE}")
+_LITERAL = re.compile("|".join(PYTHON_LITERALS))
+_COMMA = re.compile(rf"{_SPACE},")
+_CLOSING = re.compile(rf"{_SPACE}\)")
+_LIST_END = re.compile(rf"{_SPACE}\]{_SPACE}")
+
+
+def in_order(rules: Rules, items: Sequence[tuple[str, bool]], others: str | None) -> str:
+    """Return the name of a rule for a list of items with commas between them.
+
+    Args:
+        items: expressions in their order, each with True if it must occur.
+        others: expression for more items at the end; None if there are none.
+    """
+    comma = f'{GAP} "," {GAP}'
+    first = rules.rule(f'{others} ({comma} {others})* | ""' if others else '""')
+    later = rules.rule(f"({comma} {others})*" if others else '""')
+    for item, is_required in reversed(items):
+        begun = f"{item} {later}"
+        first = rules.rule(begun if is_required else f"{begun} | {first}")
+        later = rules.rule(f"{comma} {begun}" if is_required else f"{comma} {begun} | {later}")
+    return first
+
+
+def other_names(rules: Rules, listed: Sequence[Argument], pattern: str) -> str:
+    """Return the name of a terminal for names other than those of ``listed``. ``pattern`` is in slashes."""
+    known = rules.terminal(" | ".join([string(""), *(string(one.name) for one in listed)]))
+    return rules.terminal(f"{pattern} & ~{known}")
+
+
+class PythonicSyntax:
+    """Exact form of the calls. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`."""
+
+    quotes = Quotes({'"': r'(?s:\\.)|"', "'": r"(?s:\\.)|'"}, after=":,)]}")
+
+    def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
+        rules = Rules()
+        one = rules.rule(choice([self._call(rules, tool) for tool in tools]))
+        more = f'({GAP} "," {GAP} {one})*' if parallel else ""
+        call = f'{GAP} "[" {GAP} {one} {more} {GAP} "]" {GAP} {mark("<|tool_call_end|>")}'
+        return (CallTrigger("<|tool_call_start|>", rules.text(call)),)
+
+    def _call(self, rules: Rules, tool: ToolSchema) -> str:
+        listed, others = tool.arguments()
+        items = []
+        for argument in listed:
+            if _KEY.fullmatch(argument.name) is not None:
+                value = self._value(rules, tool, argument.schema)
+                items.append((f"{string(argument.name + '=')} {value}", argument.is_required))
+            elif argument.is_required:
+                raise NotExpressibleError
+        other = None
+        if others is not False:
+            other = f'{other_names(rules, listed, _OTHER_KEY)} "=" {self._value(rules, tool, others)}'
+        name = string(checked_name(_NAME, tool.name) + "(")
+        return rules.rule(f'{name} {GAP} {in_order(rules, items, other)} {GAP} ")"')
+
+    def _value(self, rules: Rules, tool: ToolSchema, schema: Any) -> str:
+        literals = python_literals(tool, schema)
+        return rules.rule(" | ".join([json_value(tool.alone(schema), strict=tool.is_strict), *literals]))
+
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
+        known = {tool.name: tool for tool in tools}
+        calls: list[dict[str, Any]] = []
+        text = text.strip()
+        if not text.startswith("["):
+            return None
+        at = 1
+        while (opening := _CALL.match(text, at)) is not None and opening["name"] in known:
+            found = self._read_arguments(text, opening.end(), known[opening["name"]])
+            if found is None:
+                return None
+            arguments, at = found
+            calls.append({"name": opening["name"], "arguments": arguments})
+            comma = _COMMA.match(text, at)
+            if comma is None:
+                break
+            at = comma.end()
+        return calls if calls and _LIST_END.fullmatch(text, at) else None
+
+    def _read_arguments(self, text: str, at: int, tool: ToolSchema) -> tuple[str, int] | None:
+        """Return the arguments that begin at a position, as JSON text, and the position after the call."""
+        listed = {argument.name for argument in tool.arguments()[0]}
+        written: dict[str, str] = {}
+        while (opening := _ARGUMENT.match(text, at)) is not None:
+            name = opening["name"]
+            literal = _LITERAL.match(text, opening.end())
+            if literal is not None:
+                value, at = json.dumps(PYTHON_LITERALS[literal[0]]), literal.end()
+            else:
+                at = DECODER.raw_decode(text, opening.end())[1]
+                value = text[opening.end() : at]
+            if name in written and name in listed:
+                return None
+            written[name] = value
+            comma = _COMMA.match(text, at)
+            if comma is None:
+                break
+            at = comma.end()
+        closing = _CLOSING.match(text, at)
+        return None if closing is None else (object_text(written), closing.end())
+
+
+PYTHONIC = PythonicSyntax()

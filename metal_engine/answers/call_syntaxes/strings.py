@@ -1,0 +1,119 @@
+"""Terminals for strings that a format writes as they are, without quotes: raw text up to a mark."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from metal_engine.answers.call_syntaxes.lark import Rules, string
+from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
+from metal_engine.json_schemas.document import listed
+
+ANY_TEXT = "/(?s:.*)/"
+# Constructs of patterns that regular expressions of terminals lack, or that mean something else there.
+_UNKNOWN = re.compile(r"\(\?(?!:)|\\[bBkpPuAzZ0-9]|\\c|\[\^?\]")
+# Anchors, other than at the ends, and escapes and classes, which may contain the same characters.
+_ANCHOR = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|([\^$])", re.DOTALL)
+_MAX_DEPTH = 32
+
+
+def text_terminal(rules: Rules, tool: ToolSchema, schema: Any, *, without: Sequence[str] = ()) -> str | None:
+    """Return the name of a terminal for the strings that a schema allows; None if it allows none.
+
+    Formats of strings, such as dates, are not enforced, and neither are patterns that terminals cannot express.
+
+    Args:
+        rules: rules to which terminals are added.
+        tool: tool to which the schema belongs.
+        schema: schema of the value.
+        without: regular expressions, in slashes, for texts that are not allowed.
+    """
+    found = _Strings(rules, tool).terminal(schema, 0)
+    if found is None:
+        return None
+    limits = [f"~{rules.terminal(text)}" for text in without]
+    return rules.terminal(" & ".join([found, *limits]))
+
+
+def is_limited(tool: ToolSchema, schema: Any) -> bool:
+    """Return True if a schema allows only some strings."""
+    return _Strings(Rules(), tool).terminal(schema, 0) != _Strings(Rules(), tool).any_text
+
+
+class _Strings:
+    def __init__(self, rules: Rules, tool: ToolSchema) -> None:
+        self._rules = rules
+        self._tool = tool
+        self.any_text = rules.terminal(ANY_TEXT)
+
+    def terminal(self, schema: Any, depth: int) -> str | None:
+        if not isinstance(schema, dict):
+            return self.any_text if schema else None
+        if depth > _MAX_DEPTH:
+            return self.any_text
+        if "string" not in self._tool.kinds({key: schema[key] for key in ("type",) if key in schema}):
+            return None
+        limits: list[str | None] = []
+        for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
+            if isinstance(values, list):
+                limits.append(self._any_of([string(one) for one in values if isinstance(one, str)]))
+        low, high = (schema.get(key) for key in ("minLength", "maxLength"))
+        if low or isinstance(high, int):
+            limits.append(f"/(?s:.{{{low or 0},{'' if high is None else high}}})/")
+        if isinstance(schema.get("pattern"), str) and (pattern := _terminal_of(schema["pattern"])) is not None:
+            limits.append(pattern)
+        if "$ref" in schema:
+            limits.append(self.terminal(self._tool.resolve(schema), depth + 1))
+        limits += [self.terminal(one, depth + 1) for one in listed(schema, "allOf")]
+        for key in ("anyOf", "oneOf"):
+            if branches := listed(schema, key):
+                options = [self.terminal(one, depth + 1) for one in branches]
+                limits.append(self._any_of([one for one in options if one is not None]))
+        if None in limits:
+            return None
+        names = {self._named(one): None for one in limits if one is not None}
+        names.pop(self.any_text, None)
+        return self._named(" & ".join(names)) if names else self.any_text
+
+    def _any_of(self, options: list[str]) -> str | None:
+        if self.any_text in options:
+            return self.any_text
+        return self._named(" | ".join(dict.fromkeys(options))) if options else None
+
+    def _named(self, expression: str) -> str:
+        return expression if re.fullmatch(r"T\d+", expression) else self._rules.terminal(expression)
+
+
+def _terminal_of(pattern: str) -> str | None:
+    """Return the regular expression of a terminal for a JSON schema's pattern; None if there is none.
+
+    A pattern may match anywhere in a text, a terminal matches the whole text.
+    """
+    if _UNKNOWN.search(pattern):
+        return None
+    before = after = "(?s:.*)"
+    if pattern.startswith("^"):
+        before, pattern = "", pattern[1:]
+    if pattern.endswith("$") and not re.search(r"(?<!\\)(\\\\)*\\\$\Z", pattern):
+        after, pattern = "", pattern[:-1]
+    if any(found[1] for found in _ANCHOR.finditer(pattern)):
+        return None
+    try:
+        re.compile(pattern)
+    except re.error:
+        return None
+    if not (before and after) and _has_top_level_choice(pattern):
+        return None
+    text = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n").replace("@", r"\x40")
+    return f"/{before}(?:{text}){after}/"
+
+
+def _has_top_level_choice(pattern: str) -> bool:
+    """Return True if an anchor belongs to only one of the alternatives of a pattern."""
+    depth = 0
+    for found in re.finditer(r"\\.|\[(?:\\.|[^\]\\])*\]|([()|])", pattern, re.DOTALL):
+        if found[1] == "|" and not depth:
+            return True
+        depth += {"(": 1, ")": -1}.get(found[1], 0)
+    return False

@@ -1,0 +1,102 @@
+"""Exact forms of tool calls: a grammar for each format, and a reader of all texts that the grammar allows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from metal_engine.answers.answer_format import ToolParser
+from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema, tool_schemas
+from metal_engine.output_phases import CallTrigger
+
+
+class NotExpressibleError(Exception):
+    """Raised if a format cannot express the name of a tool or of an argument, or a value."""
+
+
+@dataclass(frozen=True)
+class Quotes:
+    """Parts of a call in which the mark that ends the call is text.
+
+    Attributes:
+        pairs: text at the beginning of a part -> regular expression for its end.
+        broken: regular expression for text that a part cannot contain. Empty if there is no such text.
+        after: characters of which one follows each part, perhaps after white space. Empty for any.
+
+    If a text deviates from ``broken`` or ``after``, the model has left out the end of a part.
+    """
+
+    pairs: dict[str, str] = field(default_factory=dict)
+    broken: str = ""
+    after: str = ""
+
+
+NO_QUOTES = Quotes()
+JSON_QUOTES = Quotes({'"': r'\\.|"'}, r"[\x00-\x1f]", ",:}]")
+
+
+class CallSyntax(Protocol):
+    """Exact form of the calls of one format.
+
+    Attributes:
+        quotes: parts of a call in which marks are text.
+    """
+
+    @property
+    def quotes(self) -> Quotes: ...
+
+    def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
+        """Return the marks that begin calls, and their grammars.
+
+        Args:
+            tools: tools that may be called, at least one.
+            parallel: True if one mark may begin several calls.
+
+        Raises:
+            NotExpressibleError: the format cannot express calls of these tools.
+        """
+        ...
+
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
+        """Return the calls in the text between the marks of a call; None if the grammar does not allow the text.
+
+        The arguments of the calls are JSON texts. Raises an exception of any type in rare cases of invalid JSON.
+        """
+        ...
+
+
+class ExactParser:
+    """Parser of the texts that a grammar allows. Hands other texts to another parser, which may be lenient.
+
+    Args:
+        syntax: exact form of the calls.
+        parser: parser of other texts.
+    """
+
+    def __init__(self, syntax: CallSyntax, parser: ToolParser) -> None:
+        self.tool_call_start = parser.tool_call_start
+        self.tool_call_end = parser.tool_call_end
+        self.syntax = syntax
+        self._parser = parser
+
+    def parse_tool_call(self, text: str, tools: Any | None = None, /) -> Any:
+        """Return the calls in a text. Raises an exception of any type if there are none."""
+        try:
+            calls = self.syntax.read(text, tool_schemas(tools or ()))
+        except (ValueError, RecursionError):
+            calls = None
+        return calls if calls else self._parser.parse_tool_call(text, tools)
+
+
+def choice(options: Sequence[str]) -> str:
+    """Return a Lark expression for one of several expressions."""
+    return options[0] if len(options) == 1 else "(" + " | ".join(options) + ")"
+
+
+def checked_name(pattern: re.Pattern[str], name: str) -> str:
+    """Return a name. Raises NotExpressibleError if it does not match a pattern."""
+    if pattern.fullmatch(name) is None:
+        raise NotExpressibleError
+    return name

@@ -1,0 +1,155 @@
+"""Formats of calls as tags."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from metal_engine.answers.call_syntaxes.lark import GAP, Rules, json_value, mark
+from metal_engine.answers.call_syntaxes.strings import text_terminal
+from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError
+from metal_engine.answers.call_syntaxes.tags import TagSyntax, expression
+from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
+from metal_engine.answers.call_syntaxes.values import DECODER, after_space, json_of
+from metal_engine.answers.deltas import json_text
+
+_CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
+
+QWEN3_CODER = TagSyntax(
+    mark="<tool_call>",
+    call="<function={name}>",
+    argument="<parameter={name}>",
+    value_end="</parameter>",
+    call_end="</function>",
+    end="</tool_call>",
+    without=("<parameter=",),
+    bare=True,
+    pad="\n",
+    python=True,
+    untyped=frozenset({"string", "object", "array"}),
+)
+
+
+def glm(prefix: str = "") -> TagSyntax:
+    """Return the form of GLM's calls. ``prefix`` is the beginning of all tag names."""
+    return TagSyntax(
+        mark=f"<{prefix}tool_call>",
+        call="{name}",
+        argument=f"<{prefix}arg_key>{{name}}</{prefix}arg_key>~<{prefix}arg_value>",
+        value_end=f"</{prefix}arg_value>",
+        call_end="",
+        end=f"</{prefix}tool_call>",
+        without=(f"<{prefix}arg_value>", f"<{prefix}arg_key>"),
+    )
+
+
+MINIMAX_M2 = TagSyntax(
+    mark="<minimax:tool_call>",
+    call='<invoke name="{name}">',
+    argument='<parameter name="{name}">',
+    value_end="</parameter>",
+    call_end="</invoke>",
+    end="</minimax:tool_call>",
+    without=("<parameter name=",),
+    several=True,
+)
+MUSE_SPARK = TagSyntax(
+    mark="<atem:function_calls>",
+    call='<atem:invoke name="{name}">',
+    argument='<atem:parameter name="{name}">',
+    value_end="</atem:parameter>",
+    call_end="</atem:invoke>",
+    end="</atem:function_calls>",
+    without=("<atem:parameter",),
+    several=True,
+)
+
+
+class _MiniCPM5(TagSyntax):
+    """Form of MiniCPM5's calls. A string may be a CDATA section."""
+
+    def _read_value(self, text: str, opening: re.Match[str], tool: ToolSchema, schema: Any) -> tuple[str, int] | None:
+        start, end = opening.end(), text.find(self.value_end, opening.end())
+        section = _CDATA.fullmatch(text, start, end) if end >= 0 else None
+        if section is None:
+            return super()._read_value(text, opening, tool, schema)
+        found = self._values.read(section[1] + self.value_end, 0, tool, schema)
+        return None if found is None else (found[0], end + len(self.value_end))
+
+
+MINICPM5 = _MiniCPM5(
+    mark="<function name=",
+    call='"{name}">',
+    argument='<param name="{name}">',
+    value_end="</param>",
+    call_end="",
+    end="</function>",
+    without=("<param name=",),
+    hidden="<![CDATA[",
+)
+
+
+_JSON_OPENING, _JSON_CLOSING = '<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"
+
+
+@dataclass(frozen=True)
+class _KimiK3(TagSyntax):
+    """Form of Kimi K3's calls. The opening tag of an argument names its type, or all arguments are one object."""
+
+    def _arguments(self, rules: Rules, tool: ToolSchema) -> str:
+        arguments = json_value(tool.schema, strict=tool.is_strict)
+        whole = f"{mark(_JSON_OPENING)} {arguments} {mark(_JSON_CLOSING)} {GAP} {mark(self.call_end)} {GAP}"
+        return rules.rule(f"{super()._arguments(rules, tool)} | {GAP} {whole}")
+
+    def _read_arguments(self, text: str, at: int, tool: ToolSchema) -> tuple[str, int] | None:
+        start = after_space(text, at)
+        if not text.startswith(_JSON_OPENING, start):
+            return super()._read_arguments(text, at, tool)
+        start += len(_JSON_OPENING)
+        end = DECODER.raw_decode(text, start)[1]
+        if not text.startswith(_JSON_CLOSING, end):
+            return None
+        after = after_space(text, end + len(_JSON_CLOSING))
+        if not text.startswith(self.call_end, after):
+            return None
+        return text[start:end], after_space(text, after + len(self.call_end))
+
+    def _argument(self, rules: Rules, tool: ToolSchema, name: str, schema: Any) -> str:
+        kinds = tool.kinds(schema)
+        options = []
+        terminal = text_terminal(rules, tool, schema) if "string" in kinds else None
+        if terminal is not None:
+            options.append(("string", rules.text_until(terminal, self.value_end)))
+        for kind in sorted(kinds - {"string"} - ({"integer"} if "number" in kinds else set())):
+            named = "number" if kind == "integer" else kind
+            group = kinds & {"integer", "number"} if named == "number" else frozenset({kind})
+            options.append((named, f"{json_of(tool, schema, group)} {mark(self.value_end)}"))
+        if not options:
+            raise NotExpressibleError
+        tags = [f"{expression(self.argument, name=name, kind=kind)} {value}" for kind, value in options]
+        return rules.rule(f"({' | '.join(tags)}) {mark(self.argument_end)} {GAP}")
+
+    def _read_value(self, text: str, opening: re.Match[str], tool: ToolSchema, schema: Any) -> tuple[str, int] | None:
+        start = opening.end()
+        if opening["type"] != "string":
+            end = DECODER.raw_decode(text, start)[1]
+            is_whole = text.startswith(self.value_end, end)
+            return (text[start:end], end + len(self.value_end)) if is_whole else None
+        end = text.find(self.value_end, start)
+        raw = text[start:end]
+        is_whole = end >= 0 and not any(one in raw for one in self.without)
+        return (json_text(raw), end + len(self.value_end)) if is_whole else None
+
+
+KIMI_K3 = _KimiK3(
+    mark="<|open|>tools<|sep|>",
+    call='<|open|>call tool="{name}" index="{number}"<|sep|>',
+    argument='<|open|>argument key="{name}" type="{type}"<|sep|>',
+    value_end="<|close|>",
+    argument_end="argument<|sep|>",
+    call_end="<|close|>call<|sep|>",
+    end="<|close|>tools<|sep|>",
+    without=("<|open|>argument",),
+    several=True,
+)

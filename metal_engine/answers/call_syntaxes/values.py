@@ -1,0 +1,150 @@
+"""Values of arguments that a format writes as raw text if they are strings, and as JSON otherwise."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from typing import Any
+
+from metal_engine.answers.call_syntaxes.lark import GAP, Rules, containing, escaped, json_value, mark, string
+from metal_engine.answers.call_syntaxes.strings import is_limited, text_terminal
+from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError
+from metal_engine.answers.call_syntaxes.tool_schemas import KINDS, ToolSchema, kind_of
+from metal_engine.answers.deltas import json_text
+
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
+_SPACE = " \t\r\n"
+_SPACES = re.compile(rf"[{_SPACE}]*")
+_JSON_LITERALS: dict[str, bool | None] = {"true": True, "false": False, "null": None}
+PYTHON_LITERALS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
+_COMPOUND = {"{": "object", "[": "array"}
+_COMPOUND_TEXT = r"/[ \t\r\n]*[\[{](?s:.*)/"
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def python_literals(tool: ToolSchema, schema: Any) -> list[str]:
+    """Return the Python literals that a schema is sure to allow, as Lark expressions."""
+    return [string(text) for text, value in PYTHON_LITERALS.items() if tool.allows(schema, value)]
+
+
+def json_of(tool: ToolSchema, schema: Any, kinds: frozenset[str]) -> str:
+    """Return a Lark expression for the JSON values of some types that a schema allows."""
+    alone = tool.alone(schema)
+    if tool.kinds(schema) - kinds:
+        definitions = {"$defs": alone.pop("$defs")} if isinstance(alone, dict) and "$defs" in alone else {}
+        alone = {"allOf": [alone, {"type": sorted(kinds)}], **definitions}
+    return json_value(alone, strict=tool.is_strict)
+
+
+def after_space(text: str, at: int) -> int:
+    """Return the position after white space at a position."""
+    found = _SPACES.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+class RawValues:
+    """Values of a format with tags.
+
+    Strings of an argument that also allows objects or arrays cannot begin like JSON objects or arrays.
+
+    Args:
+        end: text that ends a value.
+        without: texts that a string does not contain.
+        hidden: beginning of strings that the reader decodes. Strings of a limited form do not begin with it.
+        pad: text that may precede and follow each value.
+        python: True if the format also writes ``True``, ``False`` and ``None``.
+        untyped: JSON types of values whose schema allows every type.
+    """
+
+    def __init__(
+        self,
+        end: str,
+        without: tuple[str, ...] = (),
+        *,
+        hidden: str = "",
+        pad: str = "",
+        python: bool = False,
+        untyped: frozenset[str] = KINDS,
+    ) -> None:
+        self._end = end
+        self._without = without
+        self._hidden = hidden
+        self._pad = pad
+        self._literals = {**_JSON_LITERALS, **(PYTHON_LITERALS if python else {})}
+        self._python = python
+        self._untyped = untyped
+
+    def grammar(self, rules: Rules, tool: ToolSchema, schema: Any) -> str:
+        """Return a Lark expression for the values that a schema allows, and the text that ends them.
+
+        Raises:
+            NotExpressibleError: the format cannot express any value.
+        """
+        kinds = self._kinds(tool, schema)
+        others = kinds - {"string"}
+        options: list[str] = []
+        compound = others & {"object", "array"}
+        if "string" in kinds:
+            limited = is_limited(tool, schema)
+            # A text without limits ends at the first end mark in any case.
+            without = [containing(text) for text in (*self._without, *([self._end] if limited else []))]
+            without += [f"/{escaped(self._hidden)}(?s:.*)/"] if self._hidden and limited else []
+            without += [_COMPOUND_TEXT] if compound else []
+            terminal = text_terminal(rules, tool, schema, without=without)
+            pad = self._pad if limited else ""
+            if terminal is not None:
+                options.append(f"{string(pad)} " * bool(pad) + rules.text_until(terminal, pad + self._end))
+                # Other texts are scalars, too, if the reader finds that the schema allows them.
+                others = others if limited else compound
+        gap = GAP if self._pad else ""
+        if others:
+            options.append(f"{gap} {json_of(tool, schema, others)} {gap} {mark(self._end)}")
+        if others and self._python:
+            options += [f"{gap} {literal} {gap} {mark(self._end)}" for literal in python_literals(tool, schema)]
+        if not options:
+            raise NotExpressibleError
+        return rules.rule(" | ".join(options))
+
+    def read(self, text: str, start: int, tool: ToolSchema, schema: Any) -> tuple[str, int] | None:
+        """Return the value at a position, as JSON text, and the position after its end.
+
+        Return None if there is no end, or if the value's type does not fit the schema.
+        """
+        kinds = self._kinds(tool, schema)
+        at = after_space(text, start)
+        if _COMPOUND.get(text[at : at + 1]) in kinds:
+            with suppress(ValueError):
+                end = DECODER.raw_decode(text, at)[1]
+                after = after_space(text, end)
+                if text.startswith(self._end, after):
+                    return text[at:end], after + len(self._end)
+        end = text.find(self._end, start)
+        raw = text[start:end]
+        if end < 0 or any(one in raw for one in self._without):
+            return None
+        value = self._scalar(raw, kinds, tool, schema)
+        return None if value is None else (value, end + len(self._end))
+
+    def _scalar(self, text: str, kinds: frozenset[str], tool: ToolSchema, schema: Any) -> str | None:
+        """Return a string, a number, a boolean or null as JSON text; None if its type does not fit the schema."""
+        if self._pad:
+            text = text.removeprefix(self._pad).removesuffix(self._pad)
+        stripped = text.strip(_SPACE)
+        is_number = _NUMBER.fullmatch(stripped) is not None
+        if kinds != {"string"} and (is_number or stripped in self._literals):
+            value = json.loads(stripped) if is_number else self._literals[stripped]
+            if kind_of(value) in kinds and ("string" not in kinds or tool.allows(schema, value)):
+                return stripped if is_number else json.dumps(value)
+        return json_text(text) if "string" in kinds else None
+
+    def _kinds(self, tool: ToolSchema, schema: Any) -> frozenset[str]:
+        kinds = tool.kinds(schema)
+        return self._untyped if kinds == KINDS else kinds

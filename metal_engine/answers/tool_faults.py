@@ -1,0 +1,36 @@
+"""Finds the tool whose schema makes a grammar of tool calls fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from metal_engine.errors import ParameterError
+
+Tool = dict[str, Any]
+
+
+def faulty_tool(tools: Sequence[Tool], compile_calls: Callable[[list[Tool]], object]) -> int | None:
+    """Return the index of a tool whose grammar cannot be compiled. Return None if the fault is no single tool's.
+
+    For example, the tools may be too complex only together. Halves the tools repeatedly, so that the work is at most
+    twice that of compiling all of them.
+
+    Args:
+        tools: tools whose grammar failed to compile together.
+        compile_calls: compiles the grammar of calls of some tools. Raises ParameterError on failure.
+    """
+    low, high = 0, len(tools)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            compile_calls(list(tools[low:middle]))
+        except ParameterError:
+            high = middle
+        else:
+            low = middle
+    try:
+        compile_calls(list(tools[low:high]))
+    except ParameterError:
+        return low
+    return None

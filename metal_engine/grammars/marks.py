@@ -1,0 +1,60 @@
+"""Converts the marks of grammars of tool calls, ``@"text"``, to special tokens and strings of a vocabulary."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+_MARK = r'@("(?:[^"\\]|\\.)*")'
+_MARK_PATTERN = re.compile(_MARK)
+# Rule for a text up to a mark, inclusive.
+_TEXT_UNTIL = re.compile(rf"^(\w+)\[suffix={_MARK}\]: (.*)$", re.MULTILINE)
+
+
+def without_marks(grammar: str, special: Mapping[str, int]) -> str:
+    """Return Lark rules in which special tokens and strings replace the marks.
+
+    llguidance does not accept special tokens as suffixes. If the mark after a text begins with a special token, the
+    text is a terminal without a suffix, because terminals never contain special tokens. The text does not contain the
+    mark as plain characters either, which readers could not distinguish.
+
+    Args:
+        grammar: Lark rules, as in :class:`metal_engine.output_phases.CallTrigger`.
+        special: ids of the special tokens, by their texts.
+    """
+    tokens = _pattern(special)
+
+    def text_until(found: re.Match[str]) -> str:
+        name, end, terminal = found[1], json.loads(found[2]), found[3]
+        if tokens.match(end) is None:
+            return f"{name}[suffix={json.dumps(end, ensure_ascii=False)}]: {terminal}"
+        text, upper = re.escape(end).replace("/", r"\/").replace("\n", "n"), name.upper()
+        return (
+            f"{name}: {upper}_TEXT {as_lark(end, special)}\n{upper}_TEXT: {upper}_ALL & ~{upper}_END\n"
+            f"{upper}_ALL: {terminal}\n{upper}_END: /(?s:.*){text}(?s:.*)/"
+        )
+
+    grammar = _TEXT_UNTIL.sub(text_until, grammar)
+    return _MARK_PATTERN.sub(lambda found: as_lark(json.loads(found[1]), special), grammar)
+
+
+def as_lark(text: str, special: Mapping[str, int]) -> str:
+    """Return a Lark expression for a text that may contain special tokens.
+
+    Args:
+        special: ids of the special tokens, by their texts.
+    """
+    parts, end = [], 0
+    for found in _pattern(special).finditer(text):
+        parts += [json.dumps(text[end : found.start()], ensure_ascii=False)] if found.start() > end else []
+        parts.append(f"<[{special[found[0]]}]>")
+        end = found.end()
+    if end < len(text):
+        parts.append(json.dumps(text[end:], ensure_ascii=False))
+    return f"({' '.join(parts)})"
+
+
+def _pattern(special: Mapping[str, int]) -> re.Pattern[str]:
+    """Return a pattern that finds special tokens, the longest first."""
+    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")

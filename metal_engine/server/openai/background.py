@@ -1,0 +1,183 @@
+"""Responses in the background: they go on without their client, until they end or are cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from starlette.requests import Request
+
+from metal_engine.server.errors import APIError, invalid, renaming, shutting_down, to_api_error
+from metal_engine.server.generation.answerer import stream_events
+from metal_engine.server.generation.models import Models
+from metal_engine.server.generation.preparation import prepare
+from metal_engine.server.openai.event_log import EventLog
+from metal_engine.server.openai.response_state import AskedResponse, ResponseState
+from metal_engine.server.openai.response_store import ResponseStore
+from metal_engine.server.openai.responses import ResponsesEndpoint
+from metal_engine.server.openai.responses_protocol import RENAMED
+from metal_engine.server.protocol import ChatCompletionBody
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Run:
+    """Generation of a response in the background.
+
+    Attributes:
+        log: events of a streamed response. Empty for other responses.
+        is_prepared: event that is set when the request was checked and admitted, or failed before that.
+        problem: error before the first output, if there was one.
+        task: task that generates the response.
+    """
+
+    log: EventLog = field(default_factory=EventLog)
+    is_prepared: asyncio.Event = field(default_factory=asyncio.Event)
+    problem: APIError | None = None
+    task: asyncio.Task[None] = field(init=False)
+
+    async def cancel(self) -> None:
+        """Cancel the response, and wait for its end. Does nothing if it has finished."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+class BackgroundResponses:
+    """Generates responses in the background, and keeps their events. Used in the event loop only.
+
+    Args:
+        store: store of the responses. When it drops a response, the events of the response are dropped, too.
+    """
+
+    def __init__(self, models: Models, store: ResponseStore) -> None:
+        self._models = models
+        self._store = store
+        # Weak keys: entries of responses that the store has dropped disappear.
+        self._runs: WeakKeyDictionary[ResponseState, _Run] = WeakKeyDictionary()
+        self._is_ending = False
+
+    async def start(
+        self, request: Request, chat: ChatCompletionBody, asked: AskedResponse, num_bytes: int
+    ) -> tuple[ResponseState, EventLog]:
+        """Begin a response. Return the response and its events.
+
+        If its model is loaded, the request is checked and admitted before this method returns. Otherwise, an error of
+        these checks ends the response later.
+
+        Args:
+            num_bytes: size of the data that the prompt is made of, in bytes.
+
+        Raises:
+            APIError: the request cannot be served, or the store cannot hold the response.
+        """
+        if self._is_ending:
+            raise shutting_down()
+        is_ready = self._models.is_ready(chat.model)
+        state = ResponseState(asked, chat.model or self._models.names[0])
+        self._store.put_unfinished(state)
+        run = self._runs[state] = _Run()
+        self._log(state, run, state.create())
+        run.task = asyncio.create_task(self._run(state, run, request, chat, num_bytes))
+        try:
+            # A task that is cancelled before its first step would not end the response.
+            await (run.is_prepared.wait() if is_ready else asyncio.sleep(0))
+        except asyncio.CancelledError:  # the client has disconnected and does not know the response
+            run.task.cancel()
+            self._store.discard(state.id)
+            raise
+        if is_ready and run.problem is not None:
+            self._store.discard(state.id)
+            raise run.problem
+        return state, run.log
+
+    def log(self, response_id: str) -> EventLog:
+        """Return the events of a stored response.
+
+        Raises:
+            APIError: status 404, for an unknown response; 400, if it was not created with ``background`` and
+                ``stream``.
+        """
+        state = self._store.get(response_id)
+        if state not in self._runs or not state.asked.is_streamed:
+            problem = ": only responses that were created with background and stream can be streamed again"
+            raise invalid(problem, where="stream")
+        return self._runs[state].log
+
+    async def cancel(self, response_id: str) -> ResponseState:
+        """Cancel a response. A response that has finished is returned unchanged.
+
+        Raises:
+            APIError: status 404, for an unknown response; 400, if it was not created with ``background``.
+        """
+        state = self._store.get(response_id)
+        if state not in self._runs:
+            raise invalid("only responses that were created with background can be cancelled", param="response_id")
+        await self._runs[state].cancel()
+        return state
+
+    async def delete(self, response_id: str) -> None:
+        """Delete a response, and cancel it if it is unfinished. Raises APIError, a 404, for an unknown response."""
+        state = self._store.delete(response_id)
+        if state in self._runs:
+            await self._runs[state].cancel()
+
+    def cancel_unread(self) -> None:
+        """Cancel the responses that no client streams, and reject new ones. For a server that begins to shut down."""
+        self._is_ending = True
+        self._cancel([run.task for run in self._runs.values() if not run.log.num_readers])
+
+    def cancel_all(self) -> None:
+        """Cancel all responses, and reject new ones."""
+        self._is_ending = True
+        self._cancel([run.task for run in self._runs.values()])
+
+    def _cancel(self, tasks: list[asyncio.Task[None]]) -> None:
+        unfinished = [task for task in tasks if not task.done()]
+        if unfinished:
+            logger.warning("shutting down: cancelled %d responses in the background", len(unfinished))
+        for task in unfinished:
+            task.cancel()
+
+    def _log(self, state: ResponseState, run: _Run, events: bytes) -> None:
+        before = run.log.num_characters
+        run.log.append(events)
+        if not self._store.grow(state.id, run.log.num_characters - before):
+            before = run.log.num_characters
+            run.log.shrink()
+            self._store.grow(state.id, run.log.num_characters - before)
+
+    async def _run(
+        self, state: ResponseState, run: _Run, request: Request, chat: ChatCompletionBody, num_bytes: int
+    ) -> None:
+        try:
+            await self._generate(state, run, request, chat, num_bytes)
+        except asyncio.CancelledError:
+            if not state.is_finished:
+                self._log(state, run, state.cancel())
+        except Exception as error:
+            run.problem = to_api_error(error)
+            if run.problem is not error:
+                logger.exception("response %s failed", state.id)
+            self._log(state, run, state.fail(run.problem))
+        finally:
+            self._store.finish(state)
+            run.log.close()
+            run.is_prepared.set()
+            logger.info("response %s in the background: %s", state.id, state.status)
+
+    async def _generate(
+        self, state: ResponseState, run: _Run, request: Request, chat: ChatCompletionBody, num_bytes: int
+    ) -> None:
+        # The model must stay loaded after the client's request has ended.
+        with self._models.detached(request, chat.model) as own, renaming(RENAMED):
+            served = await self._models.use(own, chat.model)
+            endpoint = ResponsesEndpoint(served, self._store, state)
+            generation = await prepare(served, endpoint, chat, num_bytes, state.id)
+            run.is_prepared.set()
+            async with aclosing(stream_events(generation, endpoint, chat)) as events:
+                async for data in events:
+                    self._log(state, run, data)

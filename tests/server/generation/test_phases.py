@@ -1,0 +1,174 @@
+"""Grammars by phase on a model with random weights: content after a limited reasoning, and calls that parse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from tokenizers import AddedToken
+
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.text.tokenizer import Tokenizer
+from tests.server.openai.test_forced_calls import TOOLS, check_calls
+from tests.support.serving import MODEL, Served, serve
+from tests.support.splitting import answer_format
+from tests.support.tiny_engine import tiny_engine
+from tools.fixtures.fake_engine import CHAT_TEMPLATE, TOOL_TEMPLATE, tiny_tokenizer
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+BUDGET = 12
+# Own tokens for marks: a bias can make the model begin a call.
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+# A random text that is not JSON takes longer than the limit of tokens to end.
+LIMITED: dict[str, Any] = {"seed": 3, "max_tokens": 200, "thinking_token_budget": BUDGET}
+
+
+def tokenizer(template: str) -> Tokenizer:
+    hf: Any = tiny_tokenizer(template).hf_tokenizer
+    hf.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+    return Tokenizer(hf)
+
+
+def serving(template: str) -> Iterator[Served]:
+    own = tokenizer(template)
+    core = tiny_engine(
+        tokenizer=own,
+        vocab_size=len(own.hf_tokenizer),
+        max_model_len=2048,
+        num_blocks=4096,
+        max_num_batched_tokens=1024,
+        ahead=True,
+    )
+    engine = AsyncEngine(lambda: core)
+    engine.start()
+    with serve(engine=engine, answer_format=answer_format("json_tools")) as served:
+        yield served
+        served.settle()
+
+
+@pytest.fixture(scope="module")
+def begun() -> Iterator[Served]:
+    """Yield a server whose template begins the reasoning."""
+    yield from serving(f"{CHAT_TEMPLATE}<think>\n")
+
+
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Served]:
+    """Yield a server whose model begins the reasoning itself, if at all."""
+    yield from serving(TOOL_TEMPLATE)
+
+
+def choices(served: Served, **body: Any) -> list[dict[str, Any]]:
+    response = served.post(CHAT, {"messages": USER, **body})
+    assert response.status_code == 200, response.text
+    found: list[dict[str, Any]] = response.json()["choices"]
+    return found
+
+
+def test_json_after_the_reasoning(begun: Served) -> None:
+    num_complete = 0
+    for choice in choices(begun, n=12, response_format=JSON_SCHEMA, **LIMITED):
+        message = choice["message"]
+        assert message["reasoning"]
+        if choice["finish_reason"] == "stop":
+            Draft202012Validator(SCHEMA).validate(json.loads(message["content"]))
+            num_complete += 1
+    assert num_complete >= 6
+
+
+@pytest.mark.parametrize("api", ["responses", "messages"])
+def test_json_after_the_reasoning_in_other_apis(begun: Served, api: str) -> None:
+    if api == "responses":
+        body = {
+            "input": "hi", "max_output_tokens": 200, "reasoning": {"max_tokens": BUDGET},
+            "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}},
+        }  # fmt: skip
+        items = begun.post("/v1/responses", {"model": MODEL, **body}).json()["output"]
+        assert [item["type"] for item in items] == ["reasoning", "message"]
+        text = items[1]["content"][0]["text"]
+    else:
+        body = {
+            "messages": USER, "max_tokens": 200, "thinking": {"type": "enabled", "budget_tokens": BUDGET},
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        }  # fmt: skip
+        blocks = begun.post("/v1/messages", {"model": MODEL, **body}).json()["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text"]
+        text = blocks[1]["text"]
+    Draft202012Validator(SCHEMA).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("budget", [0, 1, 12])
+def test_the_budget_is_kept(begun: Served, budget: int) -> None:
+    body = {"messages": USER, "seed": 1, "max_tokens": 60, "thinking_token_budget": budget}
+    answer = begun.post(CHAT, body).json()
+    # The end mark is one token, which counts.
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= budget + 1
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"]
+    assert bool(choice["message"].get("reasoning")) <= (budget > 0)
+
+
+def test_max_tokens_within_the_reasoning(begun: Served) -> None:
+    (choice,) = choices(begun, seed=1, max_tokens=8, thinking_token_budget=20, response_format=JSON_SCHEMA)
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
+    assert choice["message"]["reasoning"]
+
+
+def test_required_calls_after_the_reasoning(begun: Served) -> None:
+    num_complete = 0
+    tools = TOOLS[:2]
+    for choice in choices(begun, n=12, tools=tools, tool_choice="required", parallel_tool_calls=False, **LIMITED):
+        message = choice["message"]
+        assert message["reasoning"] and not message["content"]
+        calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+        if choice["finish_reason"] == "tool_calls":
+            check_calls(calls, tools)
+            num_complete += 1
+    assert num_complete >= 6
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_that_the_model_begins(calling: Served, parallel: bool) -> None:
+    """A bias makes a model begin calls that was never trained for them. All calls that end are valid."""
+    (start,) = calling.tokenizer.encode("<tool_call>", add_special_tokens=False)
+    body: dict[str, Any] = {
+        "n": 12, "seed": 2, "max_tokens": 300, "tools": TOOLS, "parallel_tool_calls": parallel,
+        "logit_bias": {str(start): 8},
+    }  # fmt: skip
+    num_calls = 0
+    for choice in choices(calling, **body):
+        calls = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"].get("tool_calls") or ()]
+        check_calls(calls, TOOLS)
+        content = choice["message"]["content"] or ""
+        # Only the token limit can leave a call in the text.
+        assert "<tool_call>" not in content or choice["finish_reason"] == "length"
+        assert parallel or len(calls) <= 1
+        num_calls += len(calls)
+    assert num_calls >= 6
+
+
+def test_streamed_calls_are_the_same(calling: Served) -> None:
+    (start,) = calling.tokenizer.encode("<tool_call>", add_special_tokens=False)
+    body: dict[str, Any] = {
+        "model": MODEL, "messages": USER, "seed": 2, "max_tokens": 300, "tools": TOOLS, "temperature": 0.5,
+        "parallel_tool_calls": False, "logit_bias": {str(start): 30},
+    }  # fmt: skip
+    whole = calling.client().chat.completions.create(**body).choices[0].message
+    assert whole.tool_calls is not None
+    arguments = ""
+    for chunk in calling.client().chat.completions.create(**body, stream=True):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            assert call.function is not None
+            arguments += call.function.arguments or ""
+    assert arguments == whole.tool_calls[0].function.arguments  # type: ignore[union-attr]

@@ -1,0 +1,169 @@
+"""Limits of the reasoning in each API: the sampling parameters, the variables of the chat template, and the errors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.output_phases import OutputPhases, ReasoningPhase
+from tests.server.test_errors import check_error
+from tests.support.serving import MODEL, Served, serve
+from tests.support.splitting import THINK
+from tools.fixtures.fake_engine import echo, fake_config, script, tiny_tokenizer
+
+CHAT, RESPONSES, MESSAGES, OLLAMA = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"
+USER = [{"role": "user", "content": "hi"}]
+CONFIG = fake_config(max_model_len=512)
+KNOWN = AnswerFormat(reasoning=THINK)
+# The prompt ends within the reasoning, or after it if reasoning is off.
+SWITCH = "{{ messages[0].content }}<think>\n{% if enable_thinking is false %}\n</think>\n\n{% endif %}"
+# Own fields of each API.
+OWN: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": USER},
+    RESPONSES: {"input": "hi"},
+    MESSAGES: {"messages": USER, "max_tokens": 100},
+    OLLAMA: {"messages": USER, "stream": False},
+}
+
+
+@pytest.fixture(scope="module")
+def always() -> Iterator[Served]:
+    """Yield a server whose template always begins the reasoning."""
+    tokenizer = tiny_tokenizer("{{ messages[0].content }}<think>\n")
+    with serve(script("</think>Yes."), config=CONFIG, tokenizer=tokenizer, answer_format=KNOWN) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def switched() -> Iterator[Served]:
+    """Yield a server whose template can turn the reasoning off."""
+    with serve(script("</think>Yes."), config=CONFIG, tokenizer=tiny_tokenizer(SWITCH), answer_format=KNOWN) as served:
+        yield served
+
+
+def sent(served: Served, path: str, body: dict[str, Any]) -> OutputPhases | None:
+    """Send a request. Return the phases that reach the engine."""
+    response = served.post(path, {"model": MODEL, **OWN[path], **body})
+    assert response.status_code == 200, response.text
+    return served.runner.seen_params[-1].phases
+
+
+def phases(budget: int) -> OutputPhases:
+    return OutputPhases(ReasoningPhase("<think>", "</think>", begins_inside=True, budget=budget))
+
+
+LIMITS = [
+    (CHAT, {"thinking_token_budget": 7}, 7),
+    (CHAT, {"reasoning": {"max_tokens": 7}}, 7),
+    (CHAT, {"reasoning": {"max_tokens": 7, "effort": "low", "enabled": True, "exclude": False}}, 7),
+    (RESPONSES, {"reasoning": {"max_tokens": 7}}, 7),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 7}}, 7),
+    (CHAT, {"thinking_token_budget": 0}, 0),
+    (CHAT, {"reasoning": {"enabled": False}}, 0),
+    (CHAT, {"reasoning": {"effort": "none"}}, 0),
+    (CHAT, {"reasoning_effort": "none"}, 0),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, 0),
+    (RESPONSES, {"reasoning": {"effort": "none"}}, 0),
+    (MESSAGES, {"thinking": {"type": "disabled"}}, 0),
+    (OLLAMA, {"think": False}, 0),
+]
+NO_LIMITS = [
+    (CHAT, {}),
+    (CHAT, {"reasoning": {}}),
+    (CHAT, {"reasoning": {"enabled": True}}),
+    (CHAT, {"reasoning_effort": "high"}),
+    (RESPONSES, {"reasoning": {"effort": "high"}}),
+    (MESSAGES, {"thinking": {"type": "enabled"}}),
+    (MESSAGES, {"thinking": {"type": "adaptive"}}),
+    (OLLAMA, {"think": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "budget"), LIMITS)
+def test_budgets(always: Served, path: str, body: dict[str, Any], budget: int) -> None:
+    assert sent(always, path, body) == phases(budget)
+
+
+@pytest.mark.parametrize(("path", "body"), NO_LIMITS)
+def test_no_budget(always: Served, path: str, body: dict[str, Any]) -> None:
+    assert sent(always, path, body) is None
+
+
+@pytest.mark.parametrize(("path", "body", "budget"), LIMITS)
+def test_a_template_that_can_turn_reasoning_off(switched: Served, path: str, body: dict[str, Any], budget: int) -> None:
+    assert sent(switched, path, body) == (phases(budget) if budget else None)
+
+
+def test_template_variables() -> None:
+    template = "{{ enable_thinking }}|{{ reasoning_effort }}"
+    with serve(echo, config=CONFIG, tokenizer=tiny_tokenizer(template)) as served:
+        for body, shown in [
+            ({"reasoning": {"effort": "high"}}, "|high"),
+            ({"reasoning": {"effort": "none"}}, "False|none"),
+            ({"reasoning": {"max_tokens": 5}}, "True|"),
+            ({"reasoning": {"max_tokens": 0}}, "False|"),
+            ({"thinking_token_budget": 5}, "|"),
+            ({"thinking_token_budget": 0}, "False|"),
+            ({"thinking_token_budget": 0, "chat_template_kwargs": {"enable_thinking": True}}, "True|"),
+        ]:
+            answer = served.post(CHAT, {"messages": USER, **body}).json()
+            assert answer["choices"][0]["message"]["content"] == shown
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "where"),
+    [
+        (CHAT, {"thinking_token_budget": -1}, "thinking_token_budget"),
+        (CHAT, {"thinking_token_budget": 1.5}, "thinking_token_budget"),
+        (CHAT, {"thinking_token_budget": True}, "thinking_token_budget"),
+        (CHAT, {"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
+        (CHAT, {"reasoning": {"max_tokens": "7"}}, "reasoning.max_tokens"),
+        (CHAT, {"reasoning": {"max_tokens": 1}, "thinking_token_budget": 1}, "reasoning.max_tokens"),
+        (CHAT, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort"),
+        (CHAT, {"reasoning": {"exclude": True}}, "reasoning.exclude"),
+        (CHAT, {"reasoning": "high"}, "reasoning"),
+        (RESPONSES, {"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
+        (MESSAGES, {"thinking": {"type": "adaptive", "budget_tokens": 50}}, "thinking.budget_tokens"),
+        (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1.5}}, "thinking.budget_tokens"),
+        (OLLAMA, {"think": "extreme"}, "think"),
+    ],
+)
+def test_refused(always: Served, path: str, body: dict[str, Any], where: str) -> None:
+    response = always.post(path, {"model": MODEL, **OWN[path], **body})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert message.startswith(where), message
+
+
+def test_completions_have_no_limit_of_the_reasoning(always: Served) -> None:
+    for body in ({"thinking_token_budget": 3}, {"phases": {"reasoning": None}}):
+        response = always.post("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 1, **body})
+        if "phases" in body:  # an unknown parameter
+            assert response.status_code == 200 and always.runner.seen_params[-1].phases is None
+        else:
+            check_error(response, 400, "thinking_token_budget", "unsupported_parameter")
+
+
+def test_a_model_that_does_not_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """A limit is ignored, with one note. Turning reasoning off needs no note."""
+    caplog.set_level(logging.WARNING, "metal_engine")
+    with serve(script("Yes."), config=CONFIG, tokenizer=tiny_tokenizer("{{ messages[0].content }}")) as served:
+        assert sent(served, CHAT, {"thinking_token_budget": 0}) is None
+        assert not [message for message in caplog.messages if "limit of the reasoning" in message]
+        for path, body, budget in LIMITS:
+            if budget:
+                assert sent(served, path, body) is None
+        assert len([message for message in caplog.messages if "limit of the reasoning" in message]) == 1
+
+
+def test_stop_strings_have_the_marks_of_reasoning(always: Served) -> None:
+    """The engine does not search for stop strings within the reasoning."""
+    expected = OutputPhases(ReasoningPhase("<think>", "</think>", begins_inside=True))
+    assert sent(always, CHAT, {"stop": "x"}) == expected
