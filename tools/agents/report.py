@@ -123,7 +123,7 @@ def _add_tokens(found: TurnReport, one: LoggedRequest) -> None:
     found.num_cached_tokens += one.num_cached_tokens
     missed = one.num_known_tokens - one.num_cached_tokens
     found.num_missed_tokens += missed if missed > _BLOCK_SIZE else 0
-    if one.was:
+    if one.was and one.num_known_tokens > _BLOCK_SIZE:  # not the first request of a conversation
         found.num_changed_tokens += one.num_earlier_tokens - one.num_known_tokens
         found.changes.append((one.was, one.now))
 
@@ -152,9 +152,9 @@ def _as_text(call: Call) -> str:
 def _leaks(logged: Sequence[LoggedRequest], responses: Sequence[Received]) -> list[str]:
     texts = [text for one in responses for text in (one.text, one.reasoning)]
     marked = [f"leak: {text[:200]!r}" for text in texts if any(mark in text for mark in MARKS)]
-    written = Counter(one.content.strip() for one in logged)
-    shown = Counter(one.text.strip() for one in responses if one.error is None)
-    return marked + [f"text differs: {text[:200]!r}" for text in (shown - written).elements()]
+    written = Counter(text.strip() for one in logged for text in (one.content, one.reasoning))
+    shown = Counter(text.strip() for one in responses if one.error is None for text in (one.text, one.reasoning))
+    return marked + [f"text differs: {text[:200]!r}" for text in (shown - written).elements() if text]
 
 
 HEADER = """\

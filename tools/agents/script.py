@@ -82,12 +82,14 @@ class Output:
         content: text for the user.
         calls: names and arguments of the tool calls.
         turn: number of the turn; None for a request that is not part of a turn.
+        reasoning: reasoning before the content.
     """
 
     text: str
     content: str
     calls: tuple[Call, ...] = ()
     turn: int | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def next_output(text: str) -> Output:
         expected = {"answer": [], "run": wanted[:1], "read": wanted[1:], "both": wanted}[kind]
         missing = [one for one in expected if one not in results]
         content = f"Turn {turn} lacks {missing}." if missing else done(int(turn))
-        return Output(content, content, turn=int(turn))
+        return _output(content, (), int(turn), content)
     calls = []
     if kind in ("run", "both"):
         calls.append(run_call(prompt.tools, command))
@@ -129,7 +131,15 @@ def next_output(text: str) -> Output:
         calls.append(read_call(prompt.tools, file))
     content = "" if int(turn) % 3 == 0 else "Let me look: 1 < 2."
     written = [f"<tool_call>\n{json.dumps(_as_json(call), ensure_ascii=False)}\n</tool_call>" for call in calls]
-    return Output("\n".join([content] * bool(content) + written), content, tuple(calls), int(turn))
+    return _output(content, tuple(calls), int(turn), "\n".join([content] * bool(content) + written))
+
+
+def _output(content: str, calls: tuple[Call, ...], turn: int, text: str) -> Output:
+    """Return the output of a turn's request. In every fifth turn, it begins with reasoning."""
+    if turn % 5:
+        return Output(text, content, calls, turn)
+    reasoning = f"Turn {turn}: <tool> {len(calls)}"
+    return Output(f"<think>\n{reasoning}\n</think>\n\n{text}", content, calls, turn, reasoning)
 
 
 def _last_task(messages: Sequence[tuple[str, str]]) -> tuple[int, re.Match[str] | None]:

@@ -48,6 +48,7 @@ class LoggedRequest:
         num_output_tokens: length of the scripted output.
         content: text for the user.
         calls: names and arguments of the calls.
+        reasoning: reasoning before the content.
         was: text of the earlier request after the common prefix, if it has more; empty if the prompt continues it.
         now: text of the prompt in its place.
     """
@@ -61,6 +62,7 @@ class LoggedRequest:
     num_output_tokens: int
     content: str
     calls: tuple[Call, ...]
+    reasoning: str
     was: str
     now: str
 
@@ -101,6 +103,7 @@ class Script:
             num_output_tokens=len(tokens),
             content=output.content,
             calls=output.calls,
+            reasoning=output.reasoning,
             was=self._shown(earlier[num_known:]) if diverges else "",
             now=self._shown(prompt[num_known:]) if diverges else "",
         )
