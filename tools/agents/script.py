@@ -47,7 +47,9 @@ Tool = dict[str, Any]
 Call = tuple[str, dict[str, Any]]
 
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
-_TASK = re.compile(r"Turn (\d+): (answer|run|read|both)\. Command: `([^`]*)` File: `([^`]*)` Look for: (\S+) (\S+)")
+_TASK = re.compile(
+    r"Turn (\d+): (answer|run|read|both)\. Command: `([^`]*)` File: `([^`]*)` Look for: ([\w-]+) ([\w-]+)"
+)
 # Answer to a request without a task, for example for the title of a session. It follows the schemas of such requests.
 _OTHER = '{"title": "Soak"}'
 
