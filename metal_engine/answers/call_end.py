@@ -53,7 +53,9 @@ class CallEnd:
                 return self.first_mark
             if not self._part and not self._is_plain:
                 self.first_mark = None
-            pattern = self._mark if self._is_plain else self._inside[self._part] if self._part else self._outside
+            pattern = self._inside[self._part] if self._part else self._outside
+            if self._is_plain:
+                pattern = self._mark
             found = pattern.search(text, self._at)
             if found is None:
                 self._at = max(self._at, len(text) - self._longest + 1)

@@ -104,7 +104,7 @@ def test_names_that_a_format_cannot_express(name: str) -> None:
 def test_parameters_that_are_not_an_object(parser: str) -> None:
     with pytest.raises(ParameterError) as caught:
         call_phase(answer_format(parser), [TOOLS[0], tool({"type": "string"})], parallel=True)
-    assert caught.value.param == "tools[1].function.parameters"
+    assert caught.value.name == "tools[1].function.parameters"
 
 
 def test_reasoning() -> None:

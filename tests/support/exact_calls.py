@@ -130,7 +130,8 @@ EXACT = [
     _one("minicpm5", f'<function name="edit">{_tags(_CPM, "minicpm5")}</function>'),
     Recorded(
         "minicpm5",
-        '<function name="edit"><param name="path">a.py</param><param name="text"><![CDATA[a < b\n]]></param></function>',  # noqa: E501
+        '<function name="edit"><param name="path">a.py</param>'
+        '<param name="text"><![CDATA[a < b\n]]></param></function>',
         [("edit", {"path": "a.py", "text": "a < b\n"})],
     ),
     _one(
