@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from metal_engine.answers.call_syntaxes.lark import GAP, Rules, mark, string
@@ -45,8 +44,7 @@ class GemmaSyntax:
     end: str
     quote: str
 
-    @cached_property
-    def quotes(self) -> Quotes:
+    def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
         return Quotes({self.quote: re.escape(self.quote)}, after=":,}]")
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:

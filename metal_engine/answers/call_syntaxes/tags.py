@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from metal_engine.answers.call_syntaxes.lark import GAP, Rules, mark, string
@@ -62,10 +62,20 @@ class TagSyntax:
     python: bool = False
     untyped: frozenset[str] = field(default=KINDS)
 
-    @cached_property
-    def quotes(self) -> Quotes:
+    def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
+        @cache
+        def is_json(name: str) -> bool:
+            for tool in tools:
+                listed, others = tool.arguments()
+                schemas = {argument.name: argument.schema for argument in listed}
+                if not tool.kinds(schemas.get(name, others)).isdisjoint(("object", "array")):
+                    return True
+            return False
+
+        opening = self.argument[: self.argument.index("{name}")]
         broken = "|".join(map(re.escape, self.without))
-        return Quotes({self.without[0]: re.escape(self.value_end)}, broken, self.argument_end[:1] or "<")
+        after = self.argument_end[:1] or "<"
+        return Quotes({opening: re.escape(self.value_end)}, broken, after, self._argument_pattern, is_json)
 
     # --- grammar ---
 
