@@ -27,8 +27,8 @@ class CallEnd:
     def __init__(self, quotes: Quotes, marks: Sequence[str]) -> None:
         self.first_mark: tuple[int, str] | None = None
         self._quotes = quotes
-        # Position of ``_at``: outside of quoted parts, directly after one, before the value of one, within its text, or
-        # within its JSON value: between strings, and in a string. ``plain``: quoted parts are not recognized any more.
+        # ``after``: directly after a quoted part. ``head``: before the value of a quoted part. ``json`` and ``string``:
+        # in a JSON value, outside and inside of strings. ``plain``: quoted parts are ignored, since one has no end.
         self._state: Literal["plain", "outside", "after", "head", "text", "json", "string"] = "outside"
         if not quotes.pairs:
             self._state = "plain"

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, Rules, json_value, mark, string
-from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError, Quotes, checked_name, choice
+from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, json_value, mark, string
+from metal_engine.answers.call_syntaxes.syntax import Quotes, checked_name, choice
 from metal_engine.answers.call_syntaxes.tags import object_text
 from metal_engine.answers.call_syntaxes.tool_schemas import Argument, ToolSchema
 from metal_engine.answers.call_syntaxes.values import DECODER, PYTHON_LITERALS, python_literals

@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from metal_engine.answers.answer_format import ToolParser
+from metal_engine.answers.call_syntaxes.lark import NotExpressibleError
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema, tool_schemas
 from metal_engine.output_phases import CallTrigger
-
-
-class NotExpressibleError(Exception):
-    """Raised if a format cannot express the name of a tool or of an argument, or a value."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +23,8 @@ class Quotes:
         broken: regular expression for text that a part cannot contain. Empty if there is no such text.
         after: characters of which one follows each part, perhaps after white space. Empty for any.
         value: pattern for the text of a part up to its value, with the group ``name``; None if a value has no name.
-        is_json: returns True if the value of a name is JSON if it begins like a JSON object or array. The end of such a
-            part is then the first one outside of JSON strings.
+        is_json: returns True if the value of a name is JSON if it begins like a JSON object or array. Such a part
+            ends at the first end outside of JSON strings.
 
     If a text deviates from ``broken`` or ``after``, the model has left out the end of a part.
     """
@@ -88,7 +85,7 @@ class ExactParser:
         """Return the calls in a text. Raises an exception of any type if there are none."""
         try:
             calls = self.syntax.read(text, tool_schemas(tools or ()))
-        except (ValueError, RecursionError):
+        except Exception:  # noqa: BLE001  (a client's schema may be invalid in any way)
             calls = None
         return calls if calls else self._parser.parse_tool_call(text, tools)
 
