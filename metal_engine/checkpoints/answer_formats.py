@@ -43,8 +43,8 @@ _OWN_PARSERS: dict[str, ToolParser] = {
 }
 # Patterns for the start of a call up to its arguments, for formats whose arguments are one JSON object.
 _CALL_HEADS = {"json_tools": JSON_CALL_HEAD, "mistral": MISTRAL_CALL_HEAD}
-# Exact forms of calls, for which grammars exist.
-_SYNTAXES: dict[str, CallSyntax] = {
+# mlx-lm's name of a parser -> exact form of the calls, for which there is a grammar.
+CALL_SYNTAXES: dict[str, CallSyntax] = {
     "function_gemma": FUNCTION_GEMMA,
     "gemma4": GEMMA4,
     "glm47": glm(),
@@ -105,7 +105,7 @@ def find_answer_format(
     return AnswerFormat(
         tool=tool,
         call_head=None if name is None else _CALL_HEADS.get(name),
-        syntax=None if name is None else _SYNTAXES.get(name),
+        syntax=None if name is None else CALL_SYNTAXES.get(name),
         bare=None if name is None else _BARE_OPENINGS.get(name),
         reasoning=None if marks is None else ReasoningMarks(*marks, budget_text=_budget_text(model_type)),
         special=_any_special(tokenizer, texts),
@@ -128,7 +128,7 @@ def _tool_parser(name: str) -> ToolParser:
         except ModuleNotFoundError as error:
             raise _no_parser(name) from error
         parser = checked(name, module)
-    return ExactParser(_SYNTAXES[name], parser) if name in _SYNTAXES else parser
+    return ExactParser(CALL_SYNTAXES[name], parser) if name in CALL_SYNTAXES else parser
 
 
 def _no_parser(name: Any) -> ConfigError:

@@ -161,6 +161,17 @@ VARIANTS: dict[str, Recorded] = {
         '"{\\"city\\": \\"Rome\\"}"<|tool_call_end|><|tool_calls_section_end|>',
         [TRAINS],
     ),
+    "qwen3_coder a value has the closing mark": Recorded(
+        "qwen3_coder",
+        "<tool_call><function=find_trains><parameter=city>Rome</parameter><parameter=days></tool_call></parameter>"
+        "</function>",
+        [("find_trains", {"city": "Rome", "days": "</tool_call>"})],
+    ),
+    "function_gemma nested": Recorded(
+        "function_gemma",
+        "<start_function_call>call:find_trains{city:{name:1},days:2}<end_function_call>",
+        [("find_trains", {"city": {"name": 1}, "days": 2})],
+    ),
     "gemma4 nested": Recorded(
         "gemma4",
         '<|tool_call>call:find_trains{city:<|"|>a}{b<|"|>,tags:[<|"|>x<|"|>,{y:{z:1}}]}<tool_call|>',
@@ -184,11 +195,6 @@ UNREADABLE: dict[str, tuple[str, str]] = {
         "qwen3_coder",
         "<tool_call><function=find_trains><parameter=city>a <parameter=days>b</parameter> c</parameter></function>"
         "</tool_call>",
-    ),
-    "qwen3_coder a value has the closing mark": (
-        "qwen3_coder",
-        "<tool_call><function=find_trains><parameter=city>Rome</parameter><parameter=days></tool_call></parameter>"
-        "</function>",
     ),
     "qwen3_coder a parameter within a value": (
         "qwen3_coder",
@@ -272,9 +278,6 @@ UNREADABLE: dict[str, tuple[str, str]] = {
         "kimi_k3",
         '<|open|>tools<|sep|><|open|>call tool="find_trains"<|sep|><|open|>argument key="city" type="string"<|sep|>Rome'
         "<|close|>call<|sep|><|close|>tools<|sep|>",
-    ),
-    "function_gemma nested": (
-        "function_gemma", "<start_function_call>call:find_trains{city:{name:1},days:2}<end_function_call>",
     ),
     "function_gemma two calls": (
         "function_gemma",

@@ -6,12 +6,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, Rules, json_value, mark
+from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, json_value, mark
 from metal_engine.answers.call_syntaxes.strings import text_terminal
-from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError
-from metal_engine.answers.call_syntaxes.tags import TagSyntax, after_space, expression
+from metal_engine.answers.call_syntaxes.tags import TagSyntax, expression
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
-from metal_engine.answers.call_syntaxes.values import DECODER, json_of
+from metal_engine.answers.call_syntaxes.values import DECODER, after_space, json_of
 from metal_engine.answers.deltas import json_text
 
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)

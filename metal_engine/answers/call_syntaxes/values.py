@@ -7,14 +7,23 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, Rules, containing, escaped, json_value, mark, string
+from metal_engine.answers.call_syntaxes.lark import (
+    GAP,
+    NotExpressibleError,
+    Rules,
+    containing,
+    escaped,
+    json_value,
+    mark,
+    string,
+)
 from metal_engine.answers.call_syntaxes.strings import is_limited, text_terminal
-from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError
 from metal_engine.answers.call_syntaxes.tool_schemas import KINDS, ToolSchema, kind_of
 from metal_engine.answers.deltas import json_text
 
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 _SPACE = " \t\r\n"
+_SPACES = re.compile(rf"[{_SPACE}]*")
 _JSON_LITERALS: dict[str, bool | None] = {"true": True, "false": False, "null": None}
 PYTHON_LITERALS: dict[str, bool | None] = {"True": True, "False": False, "None": None}
 _COMPOUND = {"{": "object", "[": "array"}
@@ -40,6 +49,13 @@ def json_of(tool: ToolSchema, schema: Any, kinds: frozenset[str]) -> str:
         definitions = {"$defs": alone.pop("$defs")} if isinstance(alone, dict) and "$defs" in alone else {}
         alone = {"allOf": [alone, {"type": sorted(kinds)}], **definitions}
     return json_value(alone, strict=tool.is_strict)
+
+
+def after_space(text: str, at: int) -> int:
+    """Return the position after white space at a position."""
+    found = _SPACES.match(text, at)
+    assert found is not None
+    return found.end()
 
 
 class RawValues:
@@ -111,11 +127,11 @@ class RawValues:
         Return None if there is no end, or if the value's type does not fit the schema.
         """
         kinds = self._kinds(tool, schema)
-        at = len(text) - len(text[start:].lstrip(_SPACE))
+        at = after_space(text, start)
         if _COMPOUND.get(text[at : at + 1]) in kinds:
             with suppress(ValueError):
                 end = DECODER.raw_decode(text, at)[1]
-                after = len(text) - len(text[end:].lstrip(_SPACE))
+                after = after_space(text, end)
                 if text.startswith(self._end, after):
                     return text[at:end], after + len(self._end)
         end = text.find(self._end, start)

@@ -115,7 +115,7 @@ class Models(ABC):
 
     @contextmanager
     def detached(self, request: Request, model: str | None) -> Iterator[Request]:
-        """Yield a request for work that goes on after ``request`` has ended.
+        """Yield a copy of ``request`` for work that may continue after the response was sent.
 
         The models that it uses stay loaded until the context ends.
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import httpx
 import openai
@@ -16,6 +19,7 @@ import pytest
 from metal_engine.server.errors import APIError
 from metal_engine.server.generation.streaming import named_sse
 from metal_engine.server.openai.event_log import EventLog
+from metal_engine.server.openai.response_state import ResponseState
 from metal_engine.server.openai.response_store import ResponseStore
 from metal_engine.settings.args import ServerArgs
 from tests.server.test_errors import check_error
@@ -210,7 +214,7 @@ def test_a_stream_that_is_resumed_everywhere(calling: Served) -> None:
     first: Any = events[0]
     last: Any = events[-1]
     assert client.responses.retrieve(first.response.id) == last.response
-    for after in range(-1, len(events)):
+    for after in range(-1, len(events), 9):
         more = {} if after < 0 else {"starting_after": after}
         resumed = list(client.responses.retrieve(first.response.id, stream=True, **more))  # type: ignore[call-overload]
         assert resumed == events[after + 1 :]
@@ -310,20 +314,21 @@ def test_limits() -> None:
 
 def test_events_count_against_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """A response whose events fill the store drops its oldest events, and goes on."""
-    monkeypatch.setattr("metal_engine.server.app.ResponseStore", lambda number: ResponseStore(number, 30_000))
+    monkeypatch.setattr("metal_engine.server.app.ResponseStore", lambda number: ResponseStore(number, 20_000))
     with serve(config=CONFIG, step_time=0.002) as served:
         client = served.client()
         plain = client.responses.create(model=MODEL, input="hi", max_output_tokens=1)
-        stream = client.responses.create(**{**LONG, "max_output_tokens": 500}, stream=True)
+        stream = client.responses.create(**{**LONG, "max_output_tokens": 1000}, stream=True)
         response_id = next(stream).response.id  # type: ignore[union-attr]
         stream.close()
         response = finished(client, response_id)
-        assert response.usage.output_tokens == 500
+        assert response.usage.output_tokens == 1000
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(plain.id)
-        check_error(HTTP.get(f"{served.url}/v1/responses/{response_id}?stream=true"), 400, "starting_after")
-        text = HTTP.get(f"{served.url}/v1/responses/{response_id}?stream=true&starting_after=495").text
-        assert text.count("event: ") > 2 and "event: response.incomplete" in text
+        error = check_error(HTTP.get(f"{served.url}/v1/responses/{response_id}?stream=true"), 400, "starting_after")
+        after = int(error["message"].split("before ")[1].split()[0])
+        text = HTTP.get(f"{served.url}/v1/responses/{response_id}?stream=true&starting_after={after - 1}").text
+        assert "event: response.incomplete" in text
         served.settle()
 
 
@@ -386,6 +391,42 @@ def test_a_page_of_another_origin_cannot_cancel(slow: Served) -> None:
     client.responses.delete(begun.id)
 
 
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> Iterator[WeakSet[ResponseState]]:
+    """Yield the responses that were created since, and are still in memory."""
+    alive: WeakSet[ResponseState] = WeakSet()
+    create = ResponseState.__init__
+
+    def recorded(state: ResponseState, *args: Any) -> None:
+        create(state, *args)
+        alive.add(state)
+
+    monkeypatch.setattr(ResponseState, "__init__", recorded)
+    yield alive
+
+
+def wait_until_freed(states: WeakSet[ResponseState]) -> None:
+    def are_freed() -> bool:
+        gc.collect()
+        return not states
+
+    wait_until(are_freed, "the responses to be freed")
+
+
+def test_deleted_and_rejected_responses_are_freed(slow: Served, states: WeakSet[ResponseState]) -> None:
+    client = slow.client()
+    for stream in (False, True):
+        assert slow.post("/v1/responses", {**LONG, "input": "a" * 5000, "stream": stream}).status_code == 400
+    begun = client.responses.create(**LONG)
+    client.responses.create(**LONG, stream=True).close()
+    for state in list(states):
+        with suppress(openai.NotFoundError):  # a rejected one
+            client.responses.delete(state.id)
+    del state
+    wait_until_freed(states)
+    assert client.responses.create(model=MODEL, input="a", max_output_tokens=1).id != begun.id
+
+
 # --- several models -----------------------------------------------------------------------------------------
 
 
@@ -443,7 +484,7 @@ def test_a_response_waits_for_its_model(several: SeveralFakes) -> None:
     check_error(error, 404, "model", "model_not_found")
 
 
-def test_a_late_error_ends_it(several: SeveralFakes) -> None:
+def test_a_late_error_ends_it(several: SeveralFakes, states: WeakSet[ResponseState]) -> None:
     client = several_client(several)
     begun = client.responses.create(model="c", input="a" * 5000, background=True)
     response = finished(client, begun.id)
@@ -453,6 +494,10 @@ def test_a_late_error_ends_it(several: SeveralFakes) -> None:
     begun = client.responses.create(model="b", input="a", background=True)
     response = finished(client, begun.id)
     assert response.status == "failed" and "it is broken" in response.error.message
+    for state in list(states):
+        client.responses.delete(state.id)
+    del state
+    wait_until_freed(states)
 
 
 # --- the log of events --------------------------------------------------------------------------------------

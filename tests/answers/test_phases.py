@@ -1,0 +1,155 @@
+"""Phases of answers: triggers of tool calls in each format, reasoning, and bad tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.harmony import harmony_format
+from metal_engine.answers.mark_splitter import MarkSplitter
+from metal_engine.answers.phases import call_phase, reasoning_phase
+from metal_engine.answers.tool_prompts import prompted_format
+from metal_engine.errors import ParameterError
+from metal_engine.grammars.marks import without_marks
+from metal_engine.output_phases import ReasoningPhase
+from tests.support.call_walks import accepts, vocabulary
+from tests.support.splitting import answer_format, run
+from tests.support.tool_formats import TOOLS
+
+
+def tool(parameters: Any, name: str = "f", **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+def allows(name: str, tools: list[dict[str, Any]], text: str, *, parallel: bool = True) -> bool:
+    phase = call_phase(answer_format(name), tools, parallel=parallel)
+    assert phase is not None
+    return accepts(vocabulary("plain"), phase.triggers[0], text)
+
+
+def test_triggers() -> None:
+    phase = call_phase(answer_format("qwen3_coder"), TOOLS, parallel=False)
+    marks = [trigger.mark for trigger in phase.triggers]
+    assert marks == ["<tool_call>", "<function="] and not phase.parallel
+    phase = call_phase(harmony_format(), TOOLS, parallel=True)
+    assert [trigger.mark for trigger in phase.triggers] == ["<|channel|>commentary to=", "<|start|>assistant to="]
+    assert phase.parallel
+
+
+def test_formats_without_grammar() -> None:
+    assert call_phase(AnswerFormat(), TOOLS, parallel=True) is None
+    assert call_phase(answer_format("none"), TOOLS, parallel=True) is None
+    assert call_phase(answer_format("json_tools"), [], parallel=True) is None
+
+
+def test_described_tools_have_a_grammar() -> None:
+    phase = call_phase(prompted_format(AnswerFormat()), TOOLS, parallel=True)
+    assert phase.triggers[0].mark == "<tool_call>"
+
+
+LIST = '[{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]'
+PYTHON = "[f(), f()]<|tool_call_end|>"
+
+
+@pytest.mark.parametrize(("name", "text"), [("mistral", LIST), ("pythonic", PYTHON)])
+def test_one_call_in_a_block_without_parallel_calls(name: str, text: str) -> None:
+    assert allows(name, [tool(None)], text)
+    assert not allows(name, [tool(None)], text, parallel=False)
+
+
+@pytest.mark.parametrize(("parameters", "argument", "is_allowed"), [
+    (None, "", True),
+    ({}, "x=1", False),
+    ({"type": "object", "properties": {}}, "x=1", False),
+    ({"type": "object"}, "x=1", True),
+    ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, "x=1", True),
+    ({"type": "object", "properties": {"a": {"type": "integer"}}}, "a=1, a=2", False),
+    ({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "", False),
+    ({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, "a=1", True),
+    ({"$ref": "#/$defs/p", "$defs": {"p": {"properties": {"a": {"enum": ["b@c"]}}}}}, 'a="b@c"', True),
+    ({"type": "object", "properties": {"a": {"$ref": "#/properties/b"}, "b": {"type": "null"}}}, "a=None", True),
+])  # fmt: skip
+def test_arguments(parameters: Any, argument: str, is_allowed: bool) -> None:
+    assert allows("pythonic", [tool(parameters)], f"[f({argument})]<|tool_call_end|>") == is_allowed
+    if argument and "," not in argument:
+        key, value = argument.split("=")
+        value = value.strip('"')
+        text = f"<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        assert allows("qwen3_coder", [tool(parameters)], text) == is_allowed
+        quoted = value if value in ("1", "null") else f"<escape>{value}<escape>"
+        text = f"call:f{{{key}:{'null' if value == 'None' else quoted}}}<end_function_call>"
+        assert allows("function_gemma", [tool(parameters)], text) == is_allowed
+
+
+def test_strict_tools_are_closed() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object"}}}
+    for strict in (False, True, None):
+        text = '{"name": "f", "arguments": {"a": {"b": 1}}}</tool_call>'
+        assert allows("json_tools", [tool(schema, strict=strict)], text) == (strict is not True)
+
+
+@pytest.mark.parametrize("name", ["a b", "a<b", "a\nb", 'a"b'])
+def test_names_that_a_format_cannot_express(name: str) -> None:
+    for parser in ("qwen3_coder", "glm47", "minimax_m2", "kimi_k3", "pythonic"):
+        assert call_phase(answer_format(parser), [tool(None, name)], parallel=True) is None
+        optional = tool({"type": "object", "properties": {name: {"type": "string"}}})
+        assert call_phase(answer_format(parser), [optional], parallel=True) is not None
+        required = tool({"type": "object", "properties": {name: {"type": "string"}}, "required": [name]})
+        assert call_phase(answer_format(parser), [required], parallel=True) is None
+    assert call_phase(answer_format("json_tools"), [tool(None, name)], parallel=True) is not None
+
+
+@pytest.mark.parametrize("parser", ["json_tools", "qwen3_coder", "pythonic", "gemma4"])
+def test_parameters_that_are_not_an_object(parser: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        call_phase(answer_format(parser), [TOOLS[0], tool({"type": "string"})], parallel=True)
+    assert caught.value.name == "tools[1].function.parameters"
+
+
+def test_reasoning() -> None:
+    options: dict[str, Any] = {"is_structured": False, "budget": 7}
+    assert reasoning_phase(AnswerFormat(), begins_inside=False, **options) is None
+    phase = reasoning_phase(answer_format("json_tools"), begins_inside=True, **options)
+    assert phase == ReasoningPhase("<think>", "</think>", True, 7)
+    phase = reasoning_phase(harmony_format(), begins_inside=False, **options)
+    assert phase == ReasoningPhase("<|channel|>analysis<|message|>", "<|end|>", False, 7)
+    phase = reasoning_phase(harmony_format(), begins_inside=False, is_structured=True, budget=None)
+    assert (phase.end, phase.begins_inside) == ("<|channel|>final<|message|>", True)
+    assert phase.end_text == "<|end|><|start|>assistant"
+
+
+def test_marks_become_tokens_and_strings() -> None:
+    grammar = 'call: @"<a>x<b>" r1\nr1[suffix=@"<a>"]: T\nr2[suffix=@"y"]: T\nT: /a*/\n'
+    assert without_marks(grammar, {"<a>": 5}) == (
+        'call: (<[5]> "x<b>") r1\nr1: R1_TEXT (<[5]>)\nR1_TEXT: R1_ALL & ~R1_END\nR1_ALL: T\n'
+        'R1_END: /(?s:.*)<a>(?s:.*)/\nr2[suffix="y"]: T\nT: /a*/\n'
+    )
+
+
+BAD_SCHEMAS: list[Any] = [
+    {"type": 5}, {"type": ["object", {}]}, {"properties": []}, {"properties": {"a": 5}},
+    {"properties": {"a": {"type": {}}}}, {"properties": {"a": {"enum": "x"}}}, {"properties": {"a": {"enum": []}}},
+    {"properties": {"a": {"type": "string", "minLength": "x", "maxLength": -1, "pattern": "("}}},
+    {"properties": {"a": {"type": "array", "minItems": "x", "maxItems": {}, "items": 5, "prefixItems": 5}}},
+    {"properties": {"a": {"anyOf": 5, "allOf": [5], "oneOf": {}}}}, {"required": 5}, {"additionalProperties": 5},
+    {"properties": {"a": {"$ref": 5}}}, {"properties": {"a": {"$ref": "#/nowhere"}}}, {"$ref": "#"},
+    {"properties": {"a": {"$ref": "#/properties/a"}}}, {"properties": {"a": {"type": "integer", "minimum": "x"}}},
+    {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 3}}, "properties": {"a": {"$ref": "#/$defs/a"}}},
+    {"properties": {"a": {"type": "number", "multipleOf": 0}}, "required": ["a", 5]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", ["json_tools", "qwen3_coder", "pythonic", "gemma4", "kimi_k3"])
+@pytest.mark.parametrize("schema", BAD_SCHEMAS, ids=str)
+def test_bad_schemas(parser: str, schema: Any) -> None:
+    """Building a grammar and reading a call survive schemas of any shape. The grammar may be refused later."""
+    tools = [tool(schema)]
+    try:
+        call_phase(answer_format(parser), tools, parallel=True)
+    except ParameterError as error:
+        assert error.name.startswith("tools")
+    texts = {"qwen3_coder": "<function=f><parameter=a>[1]</parameter></function></tool_call>"}
+    text = answer_format(parser).tool.tool_call_start + texts.get(parser, '{"name": "f", "arguments": {"a": 1}}')
+    run(MarkSplitter(answer_format(parser), tools), list(text))
