@@ -143,13 +143,13 @@ def running(
         process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         url = f"http://127.0.0.1:{port}"
-        _wait_until_up(name, process, url, log)
+        wait_until_up(name, process, url, log)
         yield PeerServer(name, url, command, log, process.pid)
     finally:
-        _stop(process)
+        stop(process)
 
 
-def _wait_until_up(name: str, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait_until_up(name: str, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
@@ -162,7 +162,7 @@ def _wait_until_up(name: str, process: subprocess.Popen[bytes], url: str, log: P
             time.sleep(0.3)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     for number in (signal.SIGINT, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

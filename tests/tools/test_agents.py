@@ -1,0 +1,350 @@
+"""tools.agents: the scripted model, and the report on recorded requests. Needs neither npm nor an agent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+
+from metal_engine.cli.launch_tools import RunningServer
+from metal_engine.runner import model_runner
+from metal_engine.sampling_params import SamplingParams
+from tests.support.tiny_engine import run_all, tiny_engine
+from tools.agents import clients
+from tools.agents.__main__ import BEGIN, END, table, with_table
+from tools.agents.clients import AGENTS, environment
+from tools.agents.recorder import Exchange, read_exchanges, recording
+from tools.agents.report import Turn, TurnReport, read_log, report, row, summary
+from tools.agents.responses import received
+from tools.agents.script import TEMPLATE, next_output, note, parse_prompt, task
+from tools.agents.scripted_model import LoggedRequest, Script, read_script, scripted_sampling, write_checkpoint
+from tools.agents.soak import AgentReport
+from tools.fixtures.fake_engine import EOS, tiny_tokenizer
+
+FILE = "/tmp/note.txt"
+
+
+def tool(name: str, properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "description": "</tools>", "parameters": schema}}
+
+
+TEXT = {"type": "string"}
+CLAUDE = [
+    tool("Bash", {"command": TEXT, "description": TEXT, "mode": {"enum": ["fast"]}}, "command", "description", "mode"),
+    tool("Read", {"file_path": TEXT, "limit": {"type": "integer"}}, "file_path"),
+]
+CODEX = [tool("shell", {"command": {"type": "array", "items": TEXT}}, "command")]
+BOTH, ANSWER, RUN, READ = 4, 1, 2, 3  # turns
+
+
+def rendered(turn: int, tools: list[dict[str, Any]] | None, *more: dict[str, Any]) -> str:
+    """Return the prompt of a turn, as the server renders it."""
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": task(turn, FILE)}, *more]
+    text = tiny_tokenizer(TEMPLATE).hf_tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, tokenize=False
+    )
+    assert isinstance(text, str)
+    return text
+
+
+class TestScript:
+    def test_prompts_are_parsed(self) -> None:
+        prompt = parse_prompt(rendered(RUN, CLAUDE))
+        assert [one["name"] for one in prompt.tools] == ["Bash", "Read"]
+        assert [role for role, _ in prompt.messages] == ["system", "user"]
+        assert parse_prompt(rendered(RUN, None)).tools == []
+
+    def test_calls_have_the_names_and_parameters_of_the_request(self) -> None:
+        command = "test 1 -lt 2 && echo 'é😀 <b>' \"ran-$((4 * 7))\""
+        bash = ("Bash", {"command": command, "description": "soak", "mode": "fast"})
+        assert next_output(rendered(BOTH, CLAUDE)).calls == (bash, ("Read", {"file_path": FILE}))
+        (run, read) = next_output(rendered(BOTH, CODEX)).calls
+        assert run == ("shell", {"command": ["bash", "-c", command]})
+        assert read == ("shell", {"command": ["bash", "-c", f"cat '{FILE}'"]})
+        with pytest.raises(LookupError, match="no tool runs commands"):
+            next_output(rendered(RUN, [tool("Write", {"command": TEXT})]))
+
+    @pytest.mark.parametrize("turn", [BOTH, RUN, READ, 10, 12])
+    def test_the_next_prompt_continues_prompt_and_output(self, turn: int) -> None:
+        prompt = rendered(turn, CLAUDE)
+        output = next_output(prompt)
+        calls = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in output.calls]
+        said = {"role": "assistant", "content": output.content, "tool_calls": calls}
+        said["reasoning_content"] = output.reasoning
+        results = [{"role": "tool", "content": f"ran-{turn * 7} {note(turn)}"} for _ in calls]
+        later = rendered(turn, CLAUDE, said, *results)
+        assert later.startswith(f"{prompt}{output.text}<|im_end|>\n")
+        assert next_output(later).content == f"Turn {turn} is done." and not next_output(later).calls
+
+    def test_a_missing_result_is_reported(self) -> None:
+        said = {"role": "assistant", "content": "x"}
+        output = next_output(rendered(BOTH, CLAUDE, said, {"role": "tool", "content": "ran-28"}))
+        assert output.content == "Turn 4 lacks ['note-4-end']."
+
+    def test_requests_without_a_task(self) -> None:
+        assert json.loads(next_output(rendered(ANSWER, None)).text) == {"title": "Soak"}
+        assert next_output("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n").turn is None
+
+
+def test_the_engine_generates_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer(TEMPLATE)
+    backend = tokenizer.hf_tokenizer.backend_tokenizer
+    script = Script(backend, EOS, tmp_path / "log.jsonl")
+    monkeypatch.setattr(model_runner, "StepSampling", scripted_sampling(script))
+    engine = tiny_engine(ahead=True, max_model_len=4096, num_blocks=1024, tokenizer=tokenizer)
+    prompts = [backend.encode(rendered(turn, CODEX)).ids for turn in (RUN, ANSWER)]
+    params = SamplingParams(max_tokens=1000, skip_special_tokens=False)
+    texts = ["".join(one.text for one in outputs) for outputs in run_all(engine, [(p, params) for p in prompts])]
+    expected = [next_output(rendered(turn, CODEX)) for turn in (RUN, ANSWER)]
+    assert texts == [one.text for one in expected]
+    run_all(engine, [([*prompts[0], *backend.encode(texts[0]).ids, EOS], params)])
+    *_, last = logged = read_log(tmp_path / "log.jsonl")
+    assert [one.calls for one in logged[:2]] == [one.calls for one in expected]
+    assert last.num_known_tokens == last.num_prompt_tokens == last.num_earlier_tokens
+    assert last.num_known_tokens - last.num_cached_tokens <= 8 and not last.was
+
+
+def test_checkpoint(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", tiny_tokenizer().hf_tokenizer)
+    script = read_script(folder, tmp_path / "log.jsonl")
+    assert script.tokenizer.encode("<tool_call>").ids == [EOS + 1]
+    assert script.tokenizer.decode([script.eos_token_id], skip_special_tokens=False) == "<|im_end|>"
+
+
+# --- responses and reports ------------------------------------------------------------------------------------
+
+CALL = ("Bash", {"command": "é"})
+ARGUMENTS = json.dumps(CALL[1])
+
+
+def stream(*events: dict[str, Any]) -> str:
+    return "".join(f"event: x\ndata: {json.dumps(event)}\n\n" for event in events)
+
+
+CHAT = (
+    stream(
+        {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
+        {"choices": [{"delta": {"reasoning": "so"}}]},
+        {"choices": [{"delta": {"content": "Let me "}}]},
+        {"choices": [{"delta": {"content": "look."}}]},
+        {"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"name": "Bash", "arguments": ""}}]}}]},
+        {"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": ARGUMENTS}}]}}]},
+        {"choices": [], "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}},
+    )
+    + "data: [DONE]\n\n"
+)
+MESSAGES = stream(
+    {"type": "message_start", "message": {"usage": {"input_tokens": 5, "cache_read_input_tokens": 4}}},
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "so"}},
+    {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "Let me look."}},
+    {"type": "content_block_start", "index": 2, "content_block": {"type": "tool_use", "name": "Bash", "input": {}}},
+    {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": ARGUMENTS}},
+    {"type": "message_stop"},
+)
+RESPONSE = {
+    "object": "response",
+    "status": "completed",
+    "usage": {"input_tokens": 9, "input_tokens_details": {"cached_tokens": 4}},
+    "output": [
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "so"}]},
+        {"type": "message", "content": [{"type": "output_text", "text": "Let me look."}]},
+        {"type": "function_call", "name": "Bash", "arguments": ARGUMENTS},
+    ],
+}
+RESPONSES = stream({"type": "response.created"}, {"type": "response.completed", "response": RESPONSE})
+
+
+def exchange(path: str, response: str, status: int = 200) -> Exchange:
+    return Exchange(1.5, "POST", path, "{}", status, response)
+
+
+RECORDED = [
+    exchange("/v1/chat/completions", CHAT),
+    exchange("/v1/messages?beta=true", MESSAGES),
+    exchange("/v1/responses", RESPONSES),
+    exchange("/v1/responses", json.dumps(RESPONSE)),
+]
+
+
+@pytest.mark.parametrize("recorded", RECORDED)
+def test_responses_are_read(recorded: Exchange) -> None:
+    found = received(recorded)
+    assert (found.text, found.reasoning, found.error) == ("Let me look.", "so", None)
+    assert found.calls == [("Bash", ARGUMENTS)] and found.usage == (9, 4)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "error"),
+    [
+        (exchange("/v1/messages", "no", 400), "status 400: no"),
+        (exchange("/v1/chat/completions", stream({"error": {"message": "x"}})), '{"message": "x"}'),
+        (exchange("/v1/messages", stream({"type": "error", "error": "x"})), '"x"'),
+        (exchange("/v1/responses", stream({"response": {"status": "failed"}})), "status failed: null"),
+        (exchange("/v1/responses", "data: {"), "cannot be read"),
+        (exchange("/v1/responses", ""), "cannot be read"),
+    ],
+)
+def test_errors_in_responses(recorded: Exchange, error: str) -> None:
+    assert error in (received(recorded).error or "")
+
+
+LOGGED = LoggedRequest(
+    time=1.2,
+    turn=1,
+    num_prompt_tokens=1000,
+    num_cached_tokens=880,
+    num_known_tokens=890,
+    num_earlier_tokens=890,
+    num_output_tokens=20,
+    content="Let me look.",
+    calls=(CALL,),
+    reasoning="so",
+    was="",
+    now="",
+)
+TURN = Turn(1, 1.0, 2.0, "x\nTurn 1 is done.\n")
+
+
+def test_a_turn_without_problems() -> None:
+    title = exchange("/v1/messages", stream({"type": "message_start", "message": {"usage": {"input_tokens": 5}}}))
+    other_turn = replace(LOGGED, time=2.5)
+    found = report(
+        TURN, [LOGGED, replace(LOGGED, turn=None, content="", calls=(), reasoning=""), other_turn], [RECORDED[0], title]
+    )
+    assert found.problems == []
+    assert (found.num_requests, found.num_calls, found.num_prompt_tokens) == (2, 1, 1000)
+    assert row(found) == "| 1 | 2 | 1,000 | 890 | 880 | 0 | 0 | 1 | 0 | 0 | 0 |"
+    assert summary("Agent", "1.0", [found, found]).endswith(
+        "| 2 | 4 | 1,000 to 1,000 | 98.9% | 88.0% | 2 | 0 | 0 | 0 |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "response", "problem"),
+    [
+        ({"num_cached_tokens": 800}, CHAT, "90 known tokens were not cached"),
+        ({"calls": (CALL, CALL)}, CHAT, "lost call"),
+        ({"calls": ()}, CHAT, "not written"),
+        ({}, CHAT.replace("\\\\u00e9", "e"), "not written"),
+        ({}, CHAT.replace('\\"}', '\\"'), "lost call"),
+        ({"content": "<tool_call>"}, CHAT.replace("Let me look.", "<tool_call>").replace("look.", "</think>"), "leak"),
+        ({"content": "Look"}, CHAT, "text differs"),
+        ({"reasoning": "x"}, CHAT, "text differs"),
+    ],
+)
+def test_problems(changes: dict[str, Any], response: str, problem: str) -> None:
+    found = report(TURN, [replace(LOGGED, **changes)], [exchange("/v1/chat/completions", response)])
+    assert any(problem in one for one in found.problems), found.problems
+
+
+def test_problems_of_the_agent() -> None:
+    turn = Turn(2, 1.0, 2.0, "no", "exit status 1: x")
+    missing = Exchange(1.5, "GET", "/v1/other", "", 404, "no")
+    found = report(turn, [], [missing])
+    assert found.errors[0] == "exit status 1: x" and "did not print 'Turn 2 is done.'" in found.errors[1]
+    assert found.errors[2] == "GET /v1/other: status 404: no"
+
+
+def test_changed_prefixes() -> None:
+    changed = replace(LOGGED, num_earlier_tokens=900, was="a", now="b")
+    found = report(TURN, [changed, replace(changed, num_known_tokens=5)], [])
+    assert (found.num_changed_tokens, found.changes) == (10, [("a", "b")])
+
+
+def test_table() -> None:
+    ran = AgentReport(AGENTS["codex"], [TurnReport(1)], "| a row |")
+    failed = AgentReport(AGENTS["claude"], problem="cannot be installed: no npm")
+    assert failed.has_problems and not ran.has_problems
+    text = table([failed, ran])
+    assert "| a row |" in text and text.endswith("\n\nClaude Code did not run: cannot be installed: no npm")
+    assert with_table(f"before\n{BEGIN}old\n{END}after\n", text) == f"before\n{BEGIN}{text}\n{END}after\n"
+
+
+# --- recorder and agents --------------------------------------------------------------------------------------
+
+
+class _Upstream(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("x-key", self.headers["authorization"])
+        self.end_headers()
+        self.wfile.write(b"data: " + body)
+
+    def log_message(self, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def upstream() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Upstream)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_recording(upstream: str, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    with recording(upstream, log) as url:
+        response = httpx.post(f"{url}/v1/x?a=1", content="é", headers={"authorization": "k"})
+        assert (response.text, response.headers["x-key"]) == ("data: é", "k")
+    (one,) = read_exchanges(log)
+    assert (one.method, one.path, one.request, one.status, one.response) == ("POST", "/v1/x?a=1", "é", 200, "data: é")
+    assert read_exchanges(tmp_path / "none") == []
+
+
+def test_a_server_that_does_not_respond_is_recorded(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    with recording("http://127.0.0.1:1", log) as url, pytest.raises(httpx.HTTPError):
+        httpx.get(f"{url}/v1/models")
+    (one,) = read_exchanges(log)
+    assert one.status == 0 and "ConnectionRefusedError" in one.response
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_agents_get_the_server_and_none_of_this_shells_keys(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "a secret")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    agent, server = AGENTS[name], RunningServer("http://127.0.0.1:9", "none", "soak", 65_536)
+    given = environment(agent, server, tmp_path / "home")
+    assert given["HOME"] == str(tmp_path / "home") and "HTTP_PROXY" not in given
+    assert "a secret" not in given.values()
+    configured = [*given.values(), *agent.first(server, "hi")]
+    configured += [path.read_text() for path in (tmp_path / "home").rglob("*") if path.is_file()]
+    assert any("127.0.0.1:9" in value for value in configured)
+    assert "hi" in agent.first(server, "hi") and "hi" in agent.later(server, "hi")
+    assert agent.first(server, "hi") != agent.later(server, "hi")
+
+
+def test_an_agent_that_cannot_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "cache_dir", lambda: tmp_path)
+
+    def run(*args: Any, **options: Any) -> Any:
+        return subprocess.CompletedProcess(args, 1, "", "a warning\nnpm error: no such package\n")
+
+    monkeypatch.setattr(clients.subprocess, "run", run)
+    with pytest.raises(RuntimeError, match=r"^npm error: no such package$"):
+        clients.install(AGENTS["codex"])
+
+    def missing(*args: Any, **options: Any) -> Any:
+        raise FileNotFoundError("no npm")
+
+    monkeypatch.setattr(clients.subprocess, "run", missing)
+    with pytest.raises(RuntimeError, match=r"^npm: no npm$"):
+        clients.install(AGENTS["codex"])

@@ -1,0 +1,69 @@
+"""Coding agents' command lines, without a terminal, against the real server on a scripted model.
+
+    python -m tools.agents soak --turns 40                 # every agent
+    python -m tools.agents soak --turns 8 --agent codex    # one agent
+    python -m tools.agents soak --turns 40 --write         # and put the table into docs/connect.md
+
+The agents are installed from npm into the cache folder. In each turn, the model answers with text, or with calls of the
+agent's own tools; the agent runs them and returns the results. For each turn, a row shows:
+
+- prompt tokens: tokens of the prompts of all requests, titles and the like excluded
+- known: prompt tokens that an earlier request has as a prefix, with its output
+- cached: prompt tokens found in the prefix cache
+- missed: known tokens that were not cached, apart from the last block
+- changed: tokens of the earlier request that the prompt does not continue, because they were changed
+- calls, lost: calls that the model wrote, and calls that the agent did not receive as written
+- leaks, errors: texts with marks or texts that differ from the script, and responses with errors
+
+The exit status is 1 if an agent did not run, or if a turn has a problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from tools.agents.clients import AGENTS
+from tools.agents.report import SUMMARY_HEADER
+from tools.agents.soak import ROOT, AgentReport, scripted_server, soak
+
+PAGE = ROOT / "docs" / "connect.md"
+BEGIN, END = "<!-- agents: made by tools/agents -->\n", "<!-- end of agents -->"
+
+
+def table(found: list[AgentReport]) -> str:
+    """Return the figures of all agents as a Markdown table, and a line for each agent that did not run."""
+    rows = [one.row for one in found if one.row is not None]
+    missing = [f"{one.agent.title} did not run: {one.problem}" for one in found if one.problem is not None]
+    return "\n".join([SUMMARY_HEADER, *rows, *([""] * bool(missing)), *missing])
+
+
+def with_table(page: str, text: str) -> str:
+    """Return the page with its table replaced."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{text}\n{END}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.agents", description=(__doc__ or "").splitlines()[0])
+    command = parser.add_subparsers(required=True).add_parser("soak", help="run agents for a number of turns")
+    command.add_argument("--turns", type=int, default=40, help="turns of each agent's conversation (default: 40)")
+    command.add_argument("--agent", action="append", choices=AGENTS, help="agent to run; repeatable (default: all)")
+    command.add_argument("--folder", type=Path, help="new folder for files and logs (default: a temporary one)")
+    command.add_argument("--write", action="store_true", help="put the table into docs/connect.md")
+    args = parser.parse_args()
+    folder = args.folder or Path(tempfile.mkdtemp(prefix="agents-"))
+    print(f"logs: {folder}", file=sys.stderr, flush=True)
+    with scripted_server(folder.resolve()) as (url, log):
+        found = [soak(AGENTS[name], args.turns, url, log, folder.resolve() / name) for name in args.agent or AGENTS]
+    print(f"\n{table(found)}")
+    if args.write:
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(found)), encoding="utf-8")
+    return 1 if any(one.has_problems for one in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Serves the scripted model: the real server and engine on a tiny model whose logits follow the script.
+
+    python -m tools.agents.scripted_model FOLDER LOG [arguments of `metal-engine serve`]
+
+Prompts, KV cache, grammar masks and sampling are computed as with any other model. Before sampling, a large number is
+added to the logit of the script's next token. If a mask excludes this token, the output differs from the script.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tools.agents.script import MARKS, TEMPLATE, Call, next_output
+from tools.fixtures.hf_checkpoints import CONFIGS, write_hf
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    from transformers import PreTrainedTokenizerFast
+
+    from metal_engine.runner.batch import PackedBatch, RequestTable
+    from metal_engine.runner.step_sampling import StepSampling
+    from metal_engine.step import NewRequestData, SchedulerOutput
+
+_BONUS = 10_000.0
+_MAX_MODEL_LEN = 262_144
+_SHOWN_CHARACTERS = 120
+
+
+@dataclass(frozen=True)
+class LoggedRequest:
+    """A request as the model has seen it.
+
+    Attributes:
+        time: time of its first step, in seconds since the epoch.
+        turn: number of the turn; None for a request that is not part of a turn.
+        num_prompt_tokens: length of the prompt.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_known_tokens: length of the longest prefix that an earlier request has, with its output.
+        num_earlier_tokens: length of the earlier request with the longest common prefix, with its output.
+        num_output_tokens: length of the scripted output.
+        content: text for the user.
+        calls: names and arguments of the calls.
+        reasoning: reasoning before the content.
+        was: text of the earlier request after the common prefix, if it has more; empty if the prompt continues it.
+        now: text of the prompt in its place.
+    """
+
+    time: float
+    turn: int | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_known_tokens: int
+    num_earlier_tokens: int
+    num_output_tokens: int
+    content: str
+    calls: tuple[Call, ...]
+    reasoning: str
+    was: str
+    now: str
+
+
+@dataclass
+class Script:
+    """Outputs of all requests, by the tokens of their prompts.
+
+    Attributes:
+        tokenizer: the model's tokenizer.
+        eos_token_id: token that ends an output.
+        log: file to which a line of JSON is written for each request.
+    """
+
+    tokenizer: Tokenizer
+    eos_token_id: int
+    log: Path
+    _outputs: dict[str, list[int]] = field(default_factory=dict)
+    _earlier: list[np.ndarray] = field(default_factory=list)
+
+    def begin(self, new: NewRequestData) -> None:
+        """Determine the output of a request. A request that resumes after preemption keeps its output."""
+        if new.request_id in self._outputs:
+            return
+        prompt = np.array(new.token_ids[: new.num_prompt_tokens], np.int32)
+        output = next_output(self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False))
+        tokens = [*self.tokenizer.encode(output.text, add_special_tokens=False).ids, self.eos_token_id]
+        self._outputs[new.request_id] = tokens
+        num_known, earlier = self._common_prefix(prompt)
+        diverges = num_known < len(earlier)
+        logged = LoggedRequest(
+            time=time.time(),
+            turn=output.turn,
+            num_prompt_tokens=len(prompt),
+            num_cached_tokens=new.num_computed_tokens,
+            num_known_tokens=num_known,
+            num_earlier_tokens=len(earlier),
+            num_output_tokens=len(tokens),
+            content=output.content,
+            calls=output.calls,
+            reasoning=output.reasoning,
+            was=self._shown(earlier[num_known:]) if diverges else "",
+            now=self._shown(prompt[num_known:]) if diverges else "",
+        )
+        self._earlier.append(np.concatenate([prompt, np.array(tokens, np.int32)]))
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(logged)) + "\n")
+
+    def _common_prefix(self, prompt: np.ndarray) -> tuple[int, np.ndarray]:
+        """Return the longest prefix that an earlier request shares, in tokens, and the tokens of that request."""
+        best, of = 0, np.empty(0, np.int32)
+        for earlier in self._earlier:
+            shared = min(len(prompt), len(earlier))
+            differing = np.flatnonzero(prompt[:shared] != earlier[:shared])
+            length = int(differing[0]) if len(differing) else shared
+            if length >= best:
+                best, of = length, earlier
+        return best, of
+
+    def _shown(self, tokens: np.ndarray) -> str:
+        text: str = self.tokenizer.decode(tokens[:_SHOWN_CHARACTERS].tolist(), skip_special_tokens=False)
+        return text[:_SHOWN_CHARACTERS]
+
+    def token(self, request_id: str, position: int) -> int:
+        """Return the token at a position of a request's output."""
+        tokens = self._outputs[request_id]
+        return tokens[min(position, len(tokens) - 1)]
+
+
+def scripted_sampling(script: Script) -> type[StepSampling]:
+    """Return the class to use in place of :class:`StepSampling`. Loads MLX."""
+    import mlx.core as mx
+
+    from metal_engine.runner.step_sampling import StepSampling
+
+    class ScriptedSampling(StepSampling):
+        def __init__(self, table: RequestTable, plan: SchedulerOutput, batch: PackedBatch, **options: Any) -> None:
+            super().__init__(table, plan, batch, **options)
+            for new in plan.new_requests:
+                if new.pooling_params is None:
+                    script.begin(new)
+            requests = [self._row(row)[0] for row in range(len(self._positions))]
+            positions = self._positions.tolist()
+            self._scripted = [script.token(*one) for one in zip(requests, positions, strict=True)]
+
+        def build(self, logits: mx.array, *, is_dispatched: bool) -> None:
+            if self._scripted:
+                rows = mx.arange(len(self._scripted))
+                logits = logits.at[rows, mx.array(self._scripted)].add(_BONUS)
+            super().build(logits, is_dispatched=is_dispatched)
+
+    return ScriptedSampling
+
+
+def write_checkpoint(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """Write a tiny model with random weights, the given tokenizer and the script's chat template."""
+    tokenizer.add_tokens([mark for mark in MARKS if mark not in tokenizer.get_vocab()])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    config = {
+        **CONFIGS["llama"],
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": _MAX_MODEL_LEN,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "torch_dtype": "float32",
+    }
+    return write_hf(folder, config)
+
+
+def read_script(folder: Path, log: Path) -> Script:
+    """Return the script for a checkpoint of :func:`write_checkpoint`."""
+    config = json.loads((folder / "config.json").read_text())
+    return Script(Tokenizer.from_file(str(folder / "tokenizer.json")), config["eos_token_id"], log)
+
+
+def main() -> None:
+    from metal_engine.cli.main import app
+    from metal_engine.device.blas.load import load_optimized_blas
+
+    folder, log, *arguments = sys.argv[1:]
+    load_optimized_blas()  # before the import below, which loads MLX
+    from metal_engine.runner import model_runner
+
+    model_runner.StepSampling = scripted_sampling(read_script(Path(folder), Path(log)))  # type: ignore[misc]
+    app(["serve", folder, *arguments])
+
+
+if __name__ == "__main__":
+    main()
