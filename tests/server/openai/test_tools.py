@@ -311,6 +311,8 @@ def test_parsers_are_chosen_from_the_tokenizer() -> None:
         assert chosen.special == special
     named = find_answer_format(tokenizer_with(), "hermes", "qwen3")
     assert isinstance(named.tool, JSONCalls) and named.reasoning == THINK
+    qwen = find_answer_format(tokenizer_with("<think>", "</think>"), model_type="qwen3_moe")
+    assert qwen.reasoning is not None and qwen.reasoning.budget_text.strip().startswith("Considering")
     off = find_answer_format(tokenizer_with("<think>", "</think>", template=hermes), "none", "none")
     assert off == AnswerFormat(finds_calls=False)
     for wrong in (("qwen3", "auto"), ("auto", "hermes")):
