@@ -31,8 +31,8 @@ class _Run:
     Attributes:
         log: events of a streamed response. Empty for other responses.
         is_prepared: event that is set when the request was checked and admitted, or failed before that.
-        is_awaited: True while the client waits for that.
-        problem: error that the client has to get, if there was one.
+        is_awaited: True while the client's request waits for ``is_prepared``.
+        problem: error of an awaited preparation, for the client. None without an error.
         task: task that generates the response.
     """
 

@@ -59,7 +59,7 @@ class EventLog:
         self._wake()
 
     def shrink(self) -> None:
-        """Drop the older half of the events. The latest entry is dropped only if it is the only one."""
+        """Drop the older half of the events. Drop the latest entry only if the log has no other entry."""
         kept = self.num_characters
         num_dropped = 0
         while num_dropped < max(len(self._entries) - 1, 1) and kept > self.num_characters // 2:
