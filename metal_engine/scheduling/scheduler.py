@@ -373,6 +373,8 @@ class Scheduler:
             request.token_ids += token_ids
             status = request.status_after(token_id)
             is_unpublished = len(token_ids) > 1 or request.num_computed_tokens == request.num_tokens
+            if status is not None and request.rules.grammar is not None and not self.states.may_go_back(request):
+                is_unpublished = True  # nothing recomputes the previous token any more
             if self._publishes and is_unpublished and request.status is RequestStatus.RUNNING:
                 self._publish(request)  # its last block was computed before the block's tokens were known
             num_cached, num_external = request.num_cached_tokens, request.num_external_tokens

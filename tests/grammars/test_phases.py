@@ -300,3 +300,14 @@ def test_recurrent_models(architecture: str, config: dict[str, Any]) -> None:
     engine = recurrent_engine(architecture, **config)
     assert [token_ids(one) for one in run_all(engine, requests()[:7])] == recurrent_outputs(architecture)
     assert engine.stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_last_block_of_an_output_is_cached(ahead: bool) -> None:
+    """The token before the end of sequence fills a block. Its KV is final when the output ends."""
+    engine, prompt = tiny_engine(ahead=ahead), byte_ids("x" * 34)
+    params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[e-g]{6}"))
+    output = token_ids(run_all(engine, [(prompt, params)])[0])
+    assert len(prompt + output) == 41
+    (following,) = run_all(engine, [([*prompt, *output, *byte_ids("more")], SamplingParams(max_tokens=1))])
+    assert following[-1].num_cached_tokens == 40

@@ -90,6 +90,11 @@ class TestScript:
         output = next_output(rendered(BOTH, CLAUDE, said, {"role": "tool", "content": "ran-28"}))
         assert output.content == "Turn 4 lacks ['note-4-end']."
 
+    def test_an_agent_may_quote_the_message(self) -> None:
+        prompt = rendered(BOTH, CLAUDE).replace(task(BOTH, FILE), f'"{task(BOTH, FILE)}"')
+        later = f"<|im_start|>assistant\nx<|im_end|>\n<|im_start|>tool\nran-28 {note(BOTH)}<|im_end|>\n"
+        assert next_output(prompt.removesuffix("<|im_start|>assistant\n") + later).content == "Turn 4 is done."
+
     def test_requests_without_a_task(self) -> None:
         assert json.loads(next_output(rendered(ANSWER, None)).text) == {"title": "Soak"}
         assert next_output("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n").turn is None

@@ -21,6 +21,7 @@ The exit status is 1 if an agent did not run, or if a turn has a problem.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -56,6 +57,7 @@ def main() -> int:
     command.add_argument("--write", action="store_true", help="put the table into docs/connect.md")
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp(prefix="agents-"))
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # stops the server too
     print(f"logs: {folder}", file=sys.stderr, flush=True)
     with scripted_server(folder.resolve()) as (url, log):
         found = [soak(AGENTS[name], args.turns, url, log, folder.resolve() / name) for name in args.agent or AGENTS]

@@ -59,7 +59,7 @@ def install(agent: Agent) -> None:
     print(f"installing {agent.package} into {agent.folder} ...", file=sys.stderr, flush=True)
     agent.folder.mkdir(parents=True, exist_ok=True)
     (agent.folder / "package.json").write_text('{"private": true}')
-    npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error", f"--allow-scripts={agent.package}"]
+    npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"]
     try:
         run = subprocess.run(
             [*npm, agent.package], cwd=agent.folder, capture_output=True, text=True, timeout=_INSTALL_SECONDS

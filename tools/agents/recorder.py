@@ -39,7 +39,7 @@ class Exchange:
 
 
 def read_exchanges(path: Path) -> list[Exchange]:
-    """Read a file of recorded exchanges. Without a file, there are none."""
+    """Read a file of recorded exchanges. Return an empty list if the file is missing."""
     if not path.exists():
         return []
     return [Exchange(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

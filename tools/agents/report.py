@@ -1,4 +1,4 @@
-"""Compares what the model wrote with what the agents received, turn by turn."""
+"""Compares the outputs of the model with the responses that the agents received, turn by turn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.agents.responses import Received, is_generation, received
 from tools.agents.script import MARKS, Call, done
 from tools.agents.scripted_model import LoggedRequest
 
-# Tokens of a prefix that the cache cannot have: the last block is not full, and the last token is always computed.
+# Maximum number of known tokens at the end of a prefix that the cache lacks: only full blocks are cached.
 _BLOCK_SIZE = 16
 
 
@@ -41,7 +41,7 @@ class Turn:
 
 @dataclass
 class TurnReport:
-    """Figures of one turn. Tokens are those of the turn's own requests, without requests for titles and the like.
+    """Figures of one turn. Token counts exclude requests outside the turns, for example for titles.
 
     Attributes:
         number: number of the turn.

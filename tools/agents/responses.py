@@ -1,4 +1,4 @@
-"""Reads what a client received: text, tool calls and errors, from streams and whole responses of the three APIs."""
+"""Reads text, tool calls and errors from streams and whole responses of the three APIs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Received:
         text: text for the user.
         reasoning: reasoning.
         calls: names of the tool calls, and their arguments as text.
-        usage: numbers of prompt tokens and of cached prompt tokens; None if the response has none.
+        usage: numbers of prompt tokens and of cached prompt tokens; None if the response has no usage.
         error: error that the response reports; None if there is none.
     """
 

@@ -47,13 +47,15 @@ Tool = dict[str, Any]
 Call = tuple[str, dict[str, Any]]
 
 _MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
-_TASK = re.compile(r"Turn (\d+): (answer|run|read|both)\. Command: `([^`]*)` File: `([^`]*)` Look for: (\S+) (\S+)")
+_TASK = re.compile(
+    r"Turn (\d+): (answer|run|read|both)\. Command: `([^`]*)` File: `([^`]*)` Look for: ([\w-]+) ([\w-]+)"
+)
 # Answer to a request without a task, for example for the title of a session. It follows the schemas of such requests.
 _OTHER = '{"title": "Soak"}'
 
 
 def task(turn: int, file: str) -> str:
-    """Return the user's message of a turn, from 1 on. Over four turns, it asks for every kind of output.
+    """Return the user's message of a turn, from 1 on. Four consecutive turns contain every kind of output.
 
     Args:
         file: path of the file to read. It contains the second text to look for.
@@ -69,19 +71,19 @@ def note(turn: int) -> str:
 
 
 def done(turn: int) -> str:
-    """Return the text that ends a turn in which the agent returned the results of all calls."""
+    """Return the last text of a turn whose calls were all run by the agent."""
     return f"Turn {turn} is done."
 
 
 @dataclass(frozen=True)
 class Output:
-    """Text that the model generates, and what a client must receive of it.
+    """Text that the model generates, and its parts as a client must receive them.
 
     Attributes:
         text: text, marks included.
         content: text for the user.
         calls: names and arguments of the tool calls.
-        turn: number of the turn; None for a request that is not part of a turn.
+        turn: number of the turn; None for a request outside the turns, for example for a title.
         reasoning: reasoning before the content.
     """
 

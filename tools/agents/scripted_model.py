@@ -40,7 +40,7 @@ class LoggedRequest:
 
     Attributes:
         time: time of its first step, in seconds since the epoch.
-        turn: number of the turn; None for a request that is not part of a turn.
+        turn: number of the turn; None for a request outside the turns, for example for a title.
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: prompt tokens found in the prefix cache.
         num_known_tokens: length of the longest prefix that an earlier request has, with its output.
