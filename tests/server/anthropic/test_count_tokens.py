@@ -56,7 +56,7 @@ def templated(request: pytest.FixtureRequest) -> Iterator[Served]:
     tokenizer = tiny_tokenizer(TEMPLATES[request.param])
     with serve(config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 def post(served: Served, path: str, body: Any) -> httpx.Response:

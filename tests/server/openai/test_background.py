@@ -48,7 +48,7 @@ def _slow() -> Iterator[Served]:
 @pytest.fixture
 def slow(_slow: Served) -> Iterator[Served]:
     yield _slow
-    _slow.settle()
+    _slow.wait_until_idle()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_its_states(calling: Served) -> None:
     cut = client.responses.create(model=MODEL, input="hi", background=True, max_output_tokens=3)
     assert finished(client, cut.id).status == "incomplete"
     assert finished(client, cut.id).incomplete_details.reason == "max_output_tokens"
-    calling.settle()
+    calling.wait_until_idle()
 
 
 def test_it_is_queued_then_in_progress(slow: Served) -> None:
@@ -126,7 +126,7 @@ def test_a_conversation_in_the_background(served: Served) -> None:
     plain = client.responses.create(model=MODEL, **more)
     assert plain.usage is not None and second.usage.input_tokens == plain.usage.input_tokens
     assert second.output_text == plain.output_text and second.previous_response_id == first.id
-    served.settle()
+    served.wait_until_idle()
 
 
 def test_an_unfinished_response_cannot_be_continued(slow: Served) -> None:
@@ -198,7 +198,7 @@ def test_bad_queries(served: Served, query: str, param: str) -> None:
     ]
     for one in ids:
         check_error(HTTP.get(f"{served.url}/v1/responses/{one}?{query}"), 400, param)
-    served.settle()
+    served.wait_until_idle()
 
 
 def test_a_stream_that_is_resumed_everywhere(calling: Served) -> None:
@@ -219,7 +219,7 @@ def test_a_stream_that_is_resumed_everywhere(calling: Served) -> None:
         resumed = list(client.responses.retrieve(first.response.id, stream=True, **more))  # type: ignore[call-overload]
         assert resumed == events[after + 1 :]
     assert not list(client.responses.retrieve(first.response.id, stream=True, starting_after=10**30))
-    calling.settle()
+    calling.wait_until_idle()
 
 
 def test_a_client_that_disconnects_and_comes_back(slow: Served) -> None:
@@ -307,7 +307,7 @@ def test_limits() -> None:
             client.responses.retrieve(kept[0])
         client.responses.delete(kept[1])
         client.responses.delete(new)
-        served.settle()
+        served.wait_until_idle()
     with serve(args=ServerArgs(max_stored_responses=0)) as served:
         check_error(served.post("/v1/responses", {"input": "hi", "background": True}), 400, "background")
 
@@ -329,7 +329,7 @@ def test_events_count_against_the_store(monkeypatch: pytest.MonkeyPatch) -> None
         after = int(error["message"].split("before ")[1].split()[0])
         text = HTTP.get(f"{served.url}/v1/responses/{response_id}?stream=true&starting_after={after - 1}").text
         assert "event: response.incomplete" in text
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_a_full_queue_rejects_it() -> None:
@@ -344,7 +344,7 @@ def test_a_full_queue_rejects_it() -> None:
         for one in ids:
             assert client.responses.cancel(one).status == "cancelled"
         served.runner.running.set()
-        served.settle()
+        served.wait_until_idle()
 
 
 def test_shutdown_cancels_what_no_client_reads() -> None:
@@ -438,7 +438,7 @@ def several() -> Iterator[SeveralFakes]:
         yield made
         for one in models.values():
             one.gate.set()
-        made.settle()
+        made.wait_until_idle()
 
 
 def several_client(several: SeveralFakes) -> openai.OpenAI:
@@ -456,7 +456,7 @@ def test_it_keeps_its_model_loaded(several: SeveralFakes) -> None:
     assert other.model == "a"
     response = client.responses.retrieve(begun.id)
     assert (response.model, response.output_text) == ("b", several.chat_text("b", "hello", 200))
-    several.settle()
+    several.wait_until_idle()
     several.check("a", "x")
     several.check("c", "x")
     assert several.served.states()["b"] != "loaded"
@@ -489,7 +489,7 @@ def test_a_late_error_ends_it(several: SeveralFakes, states: WeakSet[ResponseSta
     begun = client.responses.create(model="c", input="a" * 5000, background=True)
     response = finished(client, begun.id)
     assert response.status == "failed" and response.error.code == "invalid_prompt"
-    several.settle()
+    several.wait_until_idle()
     several.models["b"].problem = "it is broken"
     begun = client.responses.create(model="b", input="a", background=True)
     response = finished(client, begun.id)
