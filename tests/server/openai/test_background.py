@@ -24,7 +24,7 @@ from metal_engine.server.openai.response_store import ResponseStore
 from metal_engine.settings.args import ServerArgs
 from tests.server.test_errors import check_error
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
-from tests.support.several import ROOM_FOR_TWO, FakeModel, SeveralFakes, serve_models
+from tests.support.several import MEMORY_FOR_TWO, FakeModel, SeveralFakes, serve_models
 from tests.support.splitting import answer_format
 from tests.support.tool_formats import RECORDED, TOOLS
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
@@ -433,7 +433,7 @@ def test_deleted_and_rejected_responses_are_freed(slow: Served, states: WeakSet[
 @pytest.fixture
 def several() -> Iterator[SeveralFakes]:
     models = {name: FakeModel(salt, step_time=0.002) for salt, name in enumerate(["a", "b", "c"])}
-    with serve_models({name: one.source for name, one in models.items()}, ROOM_FOR_TWO) as served:
+    with serve_models({name: one.source for name, one in models.items()}, MEMORY_FOR_TWO) as served:
         made = SeveralFakes(served, models)
         yield made
         for one in models.values():
