@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +15,9 @@ from tokenizers import AddedToken
 from metal_engine import llm as llm_module
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.tool_plan import plan_tools
+from metal_engine.errors import ParameterError
 from metal_engine.llm import LLM
+from metal_engine.output_phases import OutputPhases, ReasoningPhase
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer
@@ -207,6 +209,43 @@ def test_a_chat_whose_format_the_tokenizer_tells(monkeypatch: pytest.MonkeyPatch
     assert (generated.content, generated.reasoning, generated.tool_calls) == (None, None, ())
 
 
+def phases_of_chat(llm: LLM, params: Any, number: int = 1, **more: Any) -> list[OutputPhases | None]:
+    """Return the phases of the requests of a chat."""
+    prepare_all = MagicMock(side_effect=llm._preparer.prepare_all)
+    with patch.object(llm._preparer, "prepare_all", prepare_all):
+        llm.chat([USER] * number, params, use_tqdm=False, **more)
+    return [call.args[1].phases for call in prepare_all.call_args_list for _ in call.args[0]]
+
+
+def test_limits_of_the_reasoning_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
+    template = "{{ messages[0].content }}{{ tools }}<think>{% if enable_thinking is false %}</think>{% endif %}"
+    for can_turn_off in (True, False):
+        tokenizer = tiny_tokenizer(template if can_turn_off else "{{ messages[0].content }}{{ tools }}<think>")
+        with answering(monkeypatch, script("</think>Yes."), tokenizer, **names) as llm:
+            limited, free = SamplingParams(thinking_token_budget=30, max_tokens=50), SamplingParams(max_tokens=50)
+            off = replace(free, thinking_token_budget=0)
+            phase = ReasoningPhase("<think>", "</think>", begins_inside=True, budget=30)
+            none = None if can_turn_off else OutputPhases(replace(phase, budget=0))
+            found = phases_of_chat(llm, [limited, free, off, limited], 4)
+            assert sorted(map(str, found)) == sorted(map(str, [OutputPhases(phase), None, none, OutputPhases(phase)]))
+            assert phases_of_chat(llm, free, enable_thinking=False) == [none]
+            (with_tools,) = phases_of_chat(llm, free, tools=TOOLS)
+            assert with_tools is not None and with_tools.calls is not None and with_tools.reasoning is not None
+            with pytest.raises(ParameterError, match="needs a chat"):
+                generate(llm, "a", limited)
+            with pytest.raises(ParameterError, match="needs a chat"):
+                next(llm.stream("a", limited))
+
+
+def test_a_structured_chat_after_its_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tiny_tokenizer("{{ messages[0].content }}<think>\n")
+    params = SamplingParams(max_tokens=50, structured_outputs=StructuredOutputsParams(json_object=True))
+    with answering(monkeypatch, script("hm</think>\n{}"), tokenizer, reasoning_parser="think") as llm:
+        (result,) = llm.chat(USER, params, use_tqdm=False)
+    assert (result.content, result.reasoning) == ("{}", "hm")
+
+
 CALL = '<tool_call>{"name": "find_trains", "arguments": {"city": "Rome"}}</tool_call>'
 
 
@@ -235,16 +274,6 @@ def test_calls_that_stay_text(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(ValueError, match=r"tools need a model .* --tool-call-parser"),
     ):
         llm.chat(USER, params, tools=TOOLS, use_tqdm=False)
-
-
-def test_a_grammar_where_the_template_begins_the_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tiny_tokenizer("{{ messages[0].content }}<think>")
-    free = SamplingParams(max_tokens=1000)
-    forced = free.changed(structured_outputs=StructuredOutputsParams(json_object=True))
-    with answering(monkeypatch, script('{"a": 1}'), tokenizer, reasoning_parser="think") as llm:
-        with_grammar, without = llm.chat([USER, USER], [forced, free], use_tqdm=False)
-    assert (with_grammar.content, with_grammar.reasoning) == ('{"a": 1}', None)
-    assert (without.content, without.reasoning) == ("", '{"a": 1}')
 
 
 def test_vectors_of_texts_and_tokens(llm: LLM) -> None:

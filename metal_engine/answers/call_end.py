@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from metal_engine.answers.call_syntaxes.syntax import Quotes
 
@@ -20,25 +21,22 @@ class CallEnd:
         marks: marks that end the call.
 
     Attributes:
-        first_mark: position and text of the first mark within a quoted part; None if there is none.
+        first_mark: position and text of the first mark within the current quoted part; None if there is none.
     """
 
     def __init__(self, quotes: Quotes, marks: Sequence[str]) -> None:
         self.first_mark: tuple[int, str] | None = None
         self._quotes = quotes
-        self._is_plain = not quotes.pairs
-        mark = "|".join(map(re.escape, marks))
-        opening = "|".join(map(re.escape, quotes.pairs)) or r"(?!)"
-        self._mark = re.compile(mark)
-        self._outside = re.compile(f"(?P<mark>{mark})|(?P<opening>{opening})")
-        self._inside = {
-            text: re.compile(f"(?P<end>{end})|(?P<broken>{quotes.broken or '(?!)'})|(?P<mark>{mark})", re.DOTALL)
-            for text, end in quotes.pairs.items()
-        }
+        # ``after``: directly after a quoted part. ``head``: before the value of a quoted part. ``json`` and ``string``:
+        # in a JSON value, outside and inside of strings. ``plain``: quoted parts are ignored, since one has no end.
+        self._state: Literal["plain", "outside", "after", "head", "text", "json", "string"] = "outside"
+        if not quotes.pairs:
+            self._state = "plain"
+        self._end = ""  # regular expression for the end of the current quoted part
+        self._mark = f"(?P<mark>{'|'.join(map(re.escape, marks))})"
         self._longest = max(map(len, (*marks, *quotes.pairs, *quotes.pairs.values())))
-        self._part = ""  # text that began the current quoted part
-        self._is_after = False  # True directly after a quoted part
         self._at = 0
+        self._opened = 0  # position of the current quoted part
 
     def find(self, text: str) -> tuple[int, str] | None:
         """Return position and text of the mark that ends the call; None if it has not arrived yet.
@@ -47,45 +45,83 @@ class CallEnd:
             text: text of the call so far.
         """
         while True:
-            if self._is_after and not self._follows(text):
-                return None
-            if self._is_plain and self.first_mark is not None:
+            if self._state == "plain" and self.first_mark is not None:
                 return self.first_mark
-            if not self._part and not self._is_plain:
-                self.first_mark = None
-            pattern = self._mark if self._is_plain else self._inside[self._part] if self._part else self._outside
-            found = pattern.search(text, self._at)
+            if self._state in ("after", "head"):
+                if not (self._pass_space(text) if self._state == "after" else self._pass_head(text)):
+                    return None
+                continue
+            found = self._pattern().search(text, self._at)
             if found is None:
                 self._at = max(self._at, len(text) - self._longest + 1)
                 return None
-            if self._is_plain:
-                return found.start(), found[0]
             kind, self._at = found.lastgroup, found.end()
-            if not self._part:
-                if kind == "mark":
-                    return found.start(), found[0]
-                self._part = found[0]
-            elif kind == "mark":
+            if kind == "mark" and self._state in ("plain", "outside"):
+                return found.start(), found[0]
+            if kind == "mark":
                 self.first_mark = self.first_mark or (found.start(), found[0])
+            elif kind == "opening":
+                self._end, self._opened = self._quotes.pairs[found[0]], found.start()
+                self._state = "text" if self._quotes.value is None else "head"
+            elif kind == "end" and not found[0].startswith("\\"):  # not an escape
+                self._state = "after" if self._quotes.after else "outside"
             elif kind == "broken":
-                self._is_plain = True
-            elif not found[0].startswith("\\"):
-                self._part, self._is_after = "", bool(self._quotes.after)
-
-    def _follows(self, text: str) -> bool:
-        """Check the text after a quoted part. Return False if it has not arrived yet."""
-        space = _SPACE.match(text, self._at)
-        assert space is not None
-        at = space.end()
-        if at == len(text):
-            return False
-        self._is_after = False
-        self._is_plain = text[at] not in self._quotes.after
-        return True
+                self._state = "plain"
+            elif kind == "quote":
+                self._state = "string" if self._state == "json" else "json"
 
     def forget(self, length: int) -> None:
         """Record that the first ``length`` characters of the text are removed."""
         self._at -= length
+        self._opened -= length
         if self.first_mark is not None:
             at, mark = self.first_mark
             self.first_mark = (at - length, mark) if at >= length else None
+
+    def _pattern(self) -> re.Pattern[str]:
+        """Return the pattern for the text that can end the current state."""
+        opening = "|".join(map(re.escape, self._quotes.pairs))
+        broken = self._quotes.broken or "(?!)"
+        patterns = {
+            "plain": self._mark,
+            "outside": f"{self._mark}|(?P<opening>{opening})",
+            "text": f"(?P<end>{self._end})|(?P<broken>{broken})|{self._mark}",
+            "json": f'(?P<quote>")|(?P<end>{self._end})|{self._mark}',
+            "string": rf'(?P<escape>\\.)|(?P<quote>")|(?P<broken>[\x00-\x1f])|{self._mark}',
+        }
+        return re.compile(patterns[self._state], re.DOTALL)  # `re` caches compiled patterns
+
+    def _pass_space(self, text: str) -> bool:
+        """Check the text after a quoted part. Return False if it has not arrived yet."""
+        at = _end_of_space(text, self._at)
+        if at == len(text):
+            return False
+        if text[at] in self._quotes.after:
+            self._state, self.first_mark = "outside", None
+        else:
+            self._state = "plain"
+        return True
+
+    def _pass_head(self, text: str) -> bool:
+        """Find the beginning of the value of a quoted part. Return False if it has not arrived yet."""
+        assert self._quotes.value is not None
+        head = self._quotes.value.match(text, self._opened)
+        if head is None:
+            ending = re.compile(f"{self._end}|{self._quotes.broken or '(?!)'}|{self._mark}")
+            if ending.search(text, self._at) is None:
+                return False
+            self._state = "text"
+            return True
+        first = _end_of_space(text, head.end())
+        if first == len(text):
+            return False
+        is_string = head.groupdict().get("type") == "string"
+        is_json = text[first] in "{[" and not is_string and self._quotes.is_json(head["name"])
+        self._at, self._state = head.end(), "json" if is_json else "text"
+        return True
+
+
+def _end_of_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()

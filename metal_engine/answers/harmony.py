@@ -121,7 +121,7 @@ class HarmonySplitter(MarkSplitter):
         header = self._raw[:at]
         channel, recipient = _NAME.search(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] != "assistant":
-            self._message_end = CallEnd(HARMONY.quotes, _ENDS)
+            self._message_end = CallEnd(HARMONY.quotes(()), _ENDS)
             self._end_mark, shown = _CALL, f"{HarmonyCalls.tool_call_start}{recipient[1]}{_MESSAGE}"
         elif channel is not None and channel[1] == "analysis":
             self._end_mark, shown = _END, f"{_CHANNEL}analysis{_MESSAGE}"

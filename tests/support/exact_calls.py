@@ -59,8 +59,12 @@ def _json(parser: str) -> str:
 _OPTIONS = '{"mode": "w", "tags": ["a", "b"]}'
 
 
-def _tags(template: str, parser: str, *, true: str = "true") -> str:
-    values = {"path": "a.py", "text": _text(parser), "line": "3", "force": true, "options": _OPTIONS}
+# An object whose strings contain the texts that end values and calls.
+_MARKED = '{"mode": "a", "tags": ["END", "\\"END"]}'
+
+
+def _tags(template: str, parser: str, *, true: str = "true", options: str = _OPTIONS) -> str:
+    values = {"path": "a.py", "text": _text(parser), "line": "3", "force": true, "options": options}
     return "".join(template.replace("KEY", key).replace("VALUE", value) for key, value in values.items())
 
 
@@ -82,7 +86,34 @@ def _one(parser: str, text: str) -> Recorded:
     return Recorded(parser, text, [_full(parser)])
 
 
+# Calls with objects whose strings contain the texts that end values and calls.
+NESTED_MARKS = [
+    Recorded(
+        parser,
+        opening + _tags(template, parser, options=_MARKED.replace("END", end)) + closing,
+        [("edit", {**_full(parser)[1], "options": {"mode": "a", "tags": [end, '"' + end]}})],
+    )
+    for parser, opening, template, end, closing in [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=edit>\n",
+            _QWEN,
+            "</parameter></function></tool_call>",
+            "</function>\n</tool_call>",
+        ),
+        ("glm47", "<tool_call>edit\n", _GLM, "</arg_value></tool_call>", "</tool_call>"),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="edit">\n',
+            _MINIMAX,
+            "</parameter></invoke></minimax:tool_call>",
+            "</invoke>\n</minimax:tool_call>",
+        ),
+    ]
+]
+
 EXACT = [
+    *NESTED_MARKS,
     _one("json_tools", f'<tool_call>\n{{"name": "edit", "arguments": {_json("json_tools")}}}\n</tool_call>'),
     Recorded("json_tools", '<tool_call>\n{"name": "list_all", "arguments": {}}\n</tool_call>', [_NONE]),
     _one(
@@ -130,7 +161,8 @@ EXACT = [
     _one("minicpm5", f'<function name="edit">{_tags(_CPM, "minicpm5")}</function>'),
     Recorded(
         "minicpm5",
-        '<function name="edit"><param name="path">a.py</param><param name="text"><![CDATA[a < b\n]]></param></function>',  # noqa: E501
+        '<function name="edit"><param name="path">a.py</param>'
+        '<param name="text"><![CDATA[a < b\n]]></param></function>',
         [("edit", {"path": "a.py", "text": "a < b\n"})],
     ),
     _one(

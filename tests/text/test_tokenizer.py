@@ -11,9 +11,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
+from tokenizers import AddedToken
 
 from metal_engine.text.long_text import TextTooLongError
+from metal_engine.text.tokenizer import Tokenizer
 from tools.fixtures.fake_engine import tiny_tokenizer
 
 
@@ -100,3 +103,13 @@ def test_few_words_are_remembered() -> None:
     thread.start()
     thread.join()
     assert grown[0] < 16 << 20
+
+
+def test_special_tokens_of_grammars() -> None:
+    """llguidance treats the same tokens as special, besides the byte that it uses as a mark."""
+    hf: Any = tiny_tokenizer().hf_tokenizer
+    plain = ["<think>", "</think>", "<|tool_call>", "[THINK]", "<a", "b>", "<>", "->"]
+    hf.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
+    reference = llguidance.LLTokenizer(hf.backend_tokenizer.to_str(), n_vocab=len(hf))
+    expected = {hf.convert_ids_to_tokens(i): i for i in range(256, len(hf)) if reference.is_special_token(i)}
+    assert Tokenizer(hf).special_token_texts == expected

@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, Rules, mark, string
+from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, mark, string
 from metal_engine.answers.call_syntaxes.pythonic import in_order, other_names
-from metal_engine.answers.call_syntaxes.strings import text_terminal
-from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError, Quotes, checked_name, choice
+from metal_engine.answers.call_syntaxes.strings import length_limits, text_terminal
+from metal_engine.answers.call_syntaxes.syntax import Quotes, checked_name, choice
 from metal_engine.answers.call_syntaxes.tags import object_text
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
 from metal_engine.answers.call_syntaxes.values import after_space, json_of
@@ -45,8 +44,7 @@ class GemmaSyntax:
     end: str
     quote: str
 
-    @cached_property
-    def quotes(self) -> Quotes:
+    def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
         return Quotes({self.quote: re.escape(self.quote)}, after=":,}]")
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
@@ -232,7 +230,7 @@ class _Values:
         comma = f'{GAP} "," {GAP}'
         prefix = [self.value(one) for one in listed(schema, "prefixItems")]
         rest = schema.get("items", True)
-        low, high = schema.get("minItems", 0), schema.get("maxItems")
+        low, high = length_limits(schema, "minItems", "maxItems")
         item = self.value(rest) if rest is not False else None
         if prefix:
             items = self._tuple(prefix, item, low, high)

@@ -41,8 +41,7 @@ class JSONSyntax:
     tail: re.Pattern[str]
     end: re.Pattern[str]
 
-    @property
-    def quotes(self) -> Quotes:
+    def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
         return JSON_QUOTES
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:

@@ -47,12 +47,21 @@ def escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/").replace("\n", "n").replace("@", r"\x40")
 
 
+# Maximum length of a grammar in characters. Copies of shared definitions can make a grammar much longer than the tools.
+_MAX_LENGTH = 4_000_000
+
+
+class NotExpressibleError(Exception):
+    """Raised if a grammar cannot express the name of a tool or of an argument, or a value, or becomes too long."""
+
+
 class Rules:
     """Rules and terminals of one grammar. Equal definitions share a name."""
 
     def __init__(self) -> None:
         self._named: dict[str, str] = {}
         self._names: dict[str, str] = {}
+        self._length = 0
         self.add(GAP, "GAP?")
         self.add("GAP", _GAP_RULE.replace("{0,", "{1,"))
 
@@ -90,6 +99,9 @@ class Rules:
         if key not in self._names:
             name = f"{prefix}{len(self._named)}"
             self._names[key] = name
+            self._length += len(definition)
+            if self._length > _MAX_LENGTH:
+                raise NotExpressibleError
             self._named[name + attributes] = definition
         return self._names[key]
 

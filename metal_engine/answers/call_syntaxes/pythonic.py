@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, Rules, json_value, mark, string
-from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError, Quotes, checked_name, choice
+from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, json_value, mark, string
+from metal_engine.answers.call_syntaxes.syntax import Quotes, checked_name, choice
 from metal_engine.answers.call_syntaxes.tags import object_text
 from metal_engine.answers.call_syntaxes.tool_schemas import Argument, ToolSchema
 from metal_engine.answers.call_syntaxes.values import DECODER, PYTHON_LITERALS, python_literals
@@ -26,6 +26,7 @@ _ARGUMENT = re.compile(rf"{_SPACE}(?P<name>{_KEY.pattern}){_SPACE}={_SPACE}")
 _LITERAL = re.compile("|".join(PYTHON_LITERALS))
 _COMMA = re.compile(rf"{_SPACE},")
 _CLOSING = re.compile(rf"{_SPACE}\)")
+_QUOTES = Quotes({'"': r'(?s:\\.)|"', "'": r"(?s:\\.)|'"}, after=":,)]}")
 _LIST_END = re.compile(rf"{_SPACE}\]{_SPACE}")
 
 
@@ -55,7 +56,8 @@ def other_names(rules: Rules, listed: Sequence[Argument], pattern: str) -> str:
 class PythonicSyntax:
     """Exact form of the calls. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`."""
 
-    quotes = Quotes({'"': r'(?s:\\.)|"', "'": r"(?s:\\.)|'"}, after=":,)]}")
+    def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
+        return _QUOTES
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
         rules = Rules()

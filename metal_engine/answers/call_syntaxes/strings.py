@@ -36,6 +36,12 @@ def text_terminal(rules: Rules, tool: ToolSchema, schema: Any, *, without: Seque
     return rules.terminal(" & ".join([found, *limits]))
 
 
+def length_limits(schema: dict[str, Any], low: str, high: str) -> tuple[int, int | None]:
+    """Return the values of two keywords for the least and the greatest length; None if there is no greatest length."""
+    least, most = schema.get(low), schema.get(high)
+    return least if isinstance(least, int) else 0, most if isinstance(most, int) else None
+
+
 def is_limited(tool: ToolSchema, schema: Any) -> bool:
     """Return True if a schema allows only some strings."""
     return _Strings(Rules(), tool).terminal(schema, 0) != _Strings(Rules(), tool).any_text
@@ -58,9 +64,9 @@ class _Strings:
         for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
             if isinstance(values, list):
                 limits.append(self._any_of([string(one) for one in values if isinstance(one, str)]))
-        low, high = (schema.get(key) for key in ("minLength", "maxLength"))
-        if low or isinstance(high, int):
-            limits.append(f"/(?s:.{{{low or 0},{'' if high is None else high}}})/")
+        low, high = length_limits(schema, "minLength", "maxLength")
+        if low or high is not None:
+            limits.append(f"/(?s:.{{{low},{'' if high is None else high}}})/")
         if isinstance(schema.get("pattern"), str) and (pattern := _terminal_of(schema["pattern"])) is not None:
             limits.append(pattern)
         if "$ref" in schema:

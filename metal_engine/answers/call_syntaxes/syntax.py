@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from metal_engine.answers.answer_format import ToolParser
+from metal_engine.answers.call_syntaxes.lark import NotExpressibleError
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema, tool_schemas
 from metal_engine.output_phases import CallTrigger
-
-
-class NotExpressibleError(Exception):
-    """Raised if a format cannot express the name of a tool or of an argument, or a value."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +18,13 @@ class Quotes:
     """Parts of a call in which the mark that ends the call is text.
 
     Attributes:
-        pairs: text at the beginning of a part -> regular expression for its end.
+        pairs: text at the beginning of a part -> regular expression for its end, or an escape that begins with a
+            backslash.
         broken: regular expression for text that a part cannot contain. Empty if there is no such text.
         after: characters of which one follows each part, perhaps after white space. Empty for any.
+        value: pattern for the text of a part up to its value, with the group ``name``; None if a value has no name.
+        is_json: returns True if the value of a name is JSON if it begins like a JSON object or array. Such a part
+            ends at the first end outside of JSON strings.
 
     If a text deviates from ``broken`` or ``after``, the model has left out the end of a part.
     """
@@ -31,6 +32,8 @@ class Quotes:
     pairs: dict[str, str] = field(default_factory=dict)
     broken: str = ""
     after: str = ""
+    value: re.Pattern[str] | None = None
+    is_json: Callable[[str], bool] = lambda name: False
 
 
 NO_QUOTES = Quotes()
@@ -38,14 +41,11 @@ JSON_QUOTES = Quotes({'"': r'\\.|"'}, r"[\x00-\x1f]", ",:}]")
 
 
 class CallSyntax(Protocol):
-    """Exact form of the calls of one format.
+    """Exact form of the calls of one format."""
 
-    Attributes:
-        quotes: parts of a call in which marks are text.
-    """
-
-    @property
-    def quotes(self) -> Quotes: ...
+    def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
+        """Return the parts of calls of some tools in which marks are text."""
+        ...
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
         """Return the marks that begin calls, and their grammars.
@@ -85,7 +85,7 @@ class ExactParser:
         """Return the calls in a text. Raises an exception of any type if there are none."""
         try:
             calls = self.syntax.read(text, tool_schemas(tools or ()))
-        except (ValueError, RecursionError):
+        except Exception:  # noqa: BLE001  (a client's schema may be invalid in any way)
             calls = None
         return calls if calls else self._parser.parse_tool_call(text, tools)
 

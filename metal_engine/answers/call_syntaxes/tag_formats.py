@@ -6,9 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, Rules, json_value, mark
+from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, json_value, mark
 from metal_engine.answers.call_syntaxes.strings import text_terminal
-from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError
 from metal_engine.answers.call_syntaxes.tags import TagSyntax, expression
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
 from metal_engine.answers.call_syntaxes.values import DECODER, after_space, json_of

@@ -8,14 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, Rules, mark, string
-from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError, Quotes, checked_name, choice
+from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, mark, string
+from metal_engine.answers.call_syntaxes.syntax import Quotes, checked_name, choice
 from metal_engine.answers.call_syntaxes.tool_schemas import KINDS, ToolSchema
 from metal_engine.answers.call_syntaxes.values import RawValues, after_space
 from metal_engine.answers.deltas import json_text
+from metal_engine.errors import ParameterError
 from metal_engine.output_phases import CallTrigger
 
 _NAME = re.compile(r"[^\s<>\"'@&{}\\]{1,256}")
@@ -62,10 +63,23 @@ class TagSyntax:
     python: bool = False
     untyped: frozenset[str] = field(default=KINDS)
 
-    @cached_property
-    def quotes(self) -> Quotes:
+    def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
+        @cache
+        def is_json(name: str) -> bool:
+            for tool in tools:
+                try:
+                    listed, others = tool.arguments()
+                except ParameterError:
+                    continue
+                schemas = {argument.name: argument.schema for argument in listed}
+                if not tool.kinds(schemas.get(name, others)).isdisjoint(("object", "array")):
+                    return True
+            return False
+
+        opening = self.argument[: self.argument.index("{name}")]
         broken = "|".join(map(re.escape, self.without))
-        return Quotes({self.without[0]: re.escape(self.value_end)}, broken, self.argument_end[:1] or "<")
+        after = self.argument_end[:1] or "<"
+        return Quotes({opening: re.escape(self.value_end)}, broken, after, self._argument_pattern, is_json)
 
     # --- grammar ---
 
@@ -75,11 +89,11 @@ class TagSyntax:
         several = f"{one}+" if parallel and self.several else one
         triggers = [CallTrigger(self.mark, rules.text(f"{GAP} {several} {mark(self.end)}"))]
         if self.bare:
-            for tool in tools:
-                rules = Rules()
-                rest = self._arguments(rules, tool)
-                opening = self.call.replace("{name}", tool.name)
-                triggers.append(CallTrigger(opening, rules.text(f"{rest} {mark(self.end)}")))
+            rules = Rules()
+            opening, closing = self.call.split("{name}")
+            calls = [f"{mark(tool.name)} {mark(closing)} {self._arguments(rules, tool)}" for tool in tools]
+            one = choice([rules.rule(call) for call in calls])
+            triggers.append(CallTrigger(opening, rules.text(f"{one} {mark(self.end)}")))
         return tuple(triggers)
 
     def _call(self, rules: Rules, tool: ToolSchema) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from metal_engine.answers.call_syntaxes.lark import NotExpressibleError
 from metal_engine.answers.forced_calls import moved, tool_parameters
 from metal_engine.errors import ParameterError
 from metal_engine.json_schemas.closed import closed
@@ -17,6 +18,8 @@ Schema = dict[str, Any]
 KINDS = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 # References and compositions are followed to this depth. Deeper schemas allow all types.
 _MAX_DEPTH = 32
+# Maximum number of definitions that a part of a schema refers to. Each of them is copied.
+_MAX_REFERENCES = 200
 # Keywords that limit numbers. :func:`ToolSchema.allows` evaluates them.
 _LIMITS: dict[str, Callable[[Any, Any], bool]] = {
     "minimum": lambda value, limit: value >= limit,
@@ -89,7 +92,11 @@ class ToolSchema:
             return True
 
     def alone(self, schema: Any) -> Any:
-        """Return a copy of a part of the tool's schema that contains the targets of its references."""
+        """Return a copy of a part of the tool's schema that contains the targets of its references.
+
+        Raises:
+            NotExpressibleError: there are too many references.
+        """
         pointers: dict[str, str] = {}
 
         def copy_of(reference: str) -> str:
@@ -98,6 +105,8 @@ class ToolSchema:
         copy = moved(schema, copy_of)
         definitions: Schema = {}
         while len(definitions) < len(pointers):
+            if len(pointers) > _MAX_REFERENCES:
+                raise NotExpressibleError
             reference = list(pointers)[len(definitions)]
             definitions[pointers[reference]] = moved(self.resolve({"$ref": reference}), copy_of)
         return {**copy, "$defs": definitions} if definitions else copy
@@ -151,7 +160,7 @@ class ToolSchema:
         kinds = KINDS
         named = schema.get("type")
         if named is not None:
-            kinds = frozenset(_wider(one for one in ([named] if isinstance(named, str) else named)))
+            kinds = frozenset(_wider(_named(named)))
         for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
             if isinstance(values, list):
                 kinds &= frozenset(_wider(kind_of(value) for value in values))
@@ -171,7 +180,7 @@ class ToolSchema:
         if depth > _MAX_DEPTH or not _UNKNOWN.isdisjoint(schema):
             return False
         named = schema.get("type")
-        if named is not None and kind_of(value) not in _wider([named] if isinstance(named, str) else named):
+        if named is not None and kind_of(value) not in _wider(_named(named)):
             return False
         for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
             if isinstance(values, list) and not any(_is_equal(value, one) for one in values):
@@ -234,6 +243,11 @@ def kind_of(value: Any) -> str:
         return "integer"
     kinds = {float: "number", str: "string", list: "array", tuple: "array"}
     return kinds.get(type(value), "object")
+
+
+def _named(kinds: Any) -> list[str]:
+    """Return the types that the keyword ``type`` names."""
+    return [one for one in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(one, str)]
 
 
 def _wider(kinds: Any) -> Iterator[str]:

@@ -7,9 +7,17 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, Rules, containing, escaped, json_value, mark, string
+from metal_engine.answers.call_syntaxes.lark import (
+    GAP,
+    NotExpressibleError,
+    Rules,
+    containing,
+    escaped,
+    json_value,
+    mark,
+    string,
+)
 from metal_engine.answers.call_syntaxes.strings import is_limited, text_terminal
-from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError
 from metal_engine.answers.call_syntaxes.tool_schemas import KINDS, ToolSchema, kind_of
 from metal_engine.answers.deltas import json_text
 

@@ -31,12 +31,14 @@ class _Run:
     Attributes:
         log: events of a streamed response. Empty for other responses.
         is_prepared: event that is set when the request was checked and admitted, or failed before that.
-        problem: error before the first output, if there was one.
+        is_awaited: True while the client's request waits for ``is_prepared``.
+        problem: error of an awaited preparation, for the client. None without an error.
         task: task that generates the response.
     """
 
     log: EventLog = field(default_factory=EventLog)
     is_prepared: asyncio.Event = field(default_factory=asyncio.Event)
+    is_awaited: bool = False
     problem: APIError | None = None
     task: asyncio.Task[None] = field(init=False)
 
@@ -79,7 +81,7 @@ class BackgroundResponses:
         is_ready = self._models.is_ready(chat.model)
         state = ResponseState(asked, chat.model or self._models.names[0])
         self._store.put_unfinished(state)
-        run = self._runs[state] = _Run()
+        run = self._runs[state] = _Run(is_awaited=is_ready)
         self._log(state, run, state.create())
         run.task = asyncio.create_task(self._run(state, run, request, chat, num_bytes))
         try:
@@ -89,9 +91,13 @@ class BackgroundResponses:
             run.task.cancel()
             self._store.discard(state.id)
             raise
-        if is_ready and run.problem is not None:
+        finally:
+            run.is_awaited = False
+        # The traceback of an error refers to the response. If the error was kept, the response would be, too.
+        problem, run.problem = run.problem, None
+        if problem is not None:
             self._store.discard(state.id)
-            raise run.problem
+            raise problem
         return state, run.log
 
     def log(self, response_id: str) -> EventLog:
@@ -145,10 +151,14 @@ class BackgroundResponses:
     def _log(self, state: ResponseState, run: _Run, events: bytes) -> None:
         before = run.log.num_characters
         run.log.append(events)
-        if not self._store.grow(state.id, run.log.num_characters - before):
+        self._grow(state, run, run.log.num_characters - before)
+
+    def _grow(self, state: ResponseState, run: _Run, num_characters: int) -> None:
+        """Count more characters of a response. If they fill the store, drop its oldest events."""
+        while not self._store.grow(state.id, num_characters) and run.log.num_characters:
             before = run.log.num_characters
             run.log.shrink()
-            self._store.grow(state.id, run.log.num_characters - before)
+            num_characters = run.log.num_characters - before
 
     async def _run(
         self, state: ResponseState, run: _Run, request: Request, chat: ChatCompletionBody, num_bytes: int
@@ -159,12 +169,14 @@ class BackgroundResponses:
             if not state.is_finished:
                 self._log(state, run, state.cancel())
         except Exception as error:
-            run.problem = to_api_error(error)
-            if run.problem is not error:
+            problem = to_api_error(error)
+            if problem is not error:
                 logger.exception("response %s failed", state.id)
-            self._log(state, run, state.fail(run.problem))
+            if run.is_awaited:
+                run.problem = problem
+            self._log(state, run, state.fail(problem))
         finally:
-            self._store.finish(state)
+            self._grow(state, run, state.num_characters - state.asked.num_characters)
             run.log.close()
             run.is_prepared.set()
             logger.info("response %s in the background: %s", state.id, state.status)

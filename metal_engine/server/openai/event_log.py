@@ -59,10 +59,10 @@ class EventLog:
         self._wake()
 
     def shrink(self) -> None:
-        """Drop the older half of the events."""
+        """Drop the older half of the events. Drop the latest entry only if the log has no other entry."""
         kept = self.num_characters
         num_dropped = 0
-        while num_dropped < len(self._entries) and kept > self.num_characters // 2:
+        while num_dropped < max(len(self._entries) - 1, 1) and kept > self.num_characters // 2:
             kept -= len(self._entries[num_dropped]) + _PER_ENTRY
             num_dropped += 1
         self.num_characters = kept

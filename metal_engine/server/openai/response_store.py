@@ -69,9 +69,10 @@ class ResponseStore:
                 raise overloaded("responses in the background fill its memory (setting max-stored-responses)")
 
     def grow(self, response_id: str, num_characters: int) -> bool:
-        """Count events of a response in the background. Drop the least recently used responses if necessary.
+        """Count more characters of a response in the background. If necessary, drop the least recently used responses.
 
         Args:
+            response_id: id of the response. It is not dropped itself.
             num_characters: number of additional characters. Negative for dropped events.
 
         Returns:
@@ -81,12 +82,8 @@ class ResponseStore:
             if response_id in self._stored:
                 self._stored[response_id].size += num_characters
                 self._num_characters += num_characters
-                self._make_room()
+                self._make_room(kept=response_id)
             return not self._is_overfull
-
-    def finish(self, state: ResponseState) -> None:
-        """Count the output of a response in the background that has just finished. It may be dropped from now on."""
-        self.grow(state.id, state.num_characters - state.asked.num_characters)
 
     def get(self, response_id: str, param: str | None = None) -> ResponseState:
         """Return a stored response. Raises APIError, a 404, for an unknown or dropped response."""
@@ -143,10 +140,10 @@ class ResponseStore:
         if removed is not None:
             self._num_characters -= removed.size
 
-    def _make_room(self) -> None:
+    def _make_room(self, kept: str | None = None) -> None:
         if not self._is_overfull:
             return
-        for response_id in [one for one, stored in self._stored.items() if stored.state.is_finished]:
+        for response_id in [one for one, stored in self._stored.items() if stored.state.is_finished and one != kept]:
             self._remove(response_id)
             if not self._is_overfull:
                 return

@@ -39,7 +39,7 @@ CONVERSATIONS: list[list[Any]] = [
     [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well,"}],
 ]
 SYSTEMS = [None, "Be brief.", [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]]
-THINKINGS = [None, {"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "adaptive"}]
+THINKINGS = [None, {"type": "enabled", "budget_tokens": 1}, {"type": "disabled"}, {"type": "adaptive"}]
 NAME = CLAUDE_TOOLS[1]["name"]
 CHOICES = [
     None,
@@ -56,7 +56,7 @@ def templated(request: pytest.FixtureRequest) -> Iterator[Served]:
     tokenizer = tiny_tokenizer(TEMPLATES[request.param])
     with serve(config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 def post(served: Served, path: str, body: Any) -> httpx.Response:
@@ -68,7 +68,7 @@ def check(served: Served, **fields: Any) -> int:
     given = {name: value for name, value in fields.items() if value is not None}
     counted = post(served, "/v1/messages/count_tokens", {"model": MODEL, **given})
     assert counted.status_code == 200, counted.text
-    answered = post(served, "/v1/messages", {"model": MODEL, "max_tokens": 1, **given})
+    answered = post(served, "/v1/messages", {"model": MODEL, "max_tokens": 2, **given})
     assert answered.status_code == 200, answered.text
     usage = answered.json()["usage"]
     assert counted.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
@@ -118,7 +118,7 @@ def test_the_official_client(templated: Served) -> None:
         "system": "Be brief.",
         "tools": CLAUDE_TOOLS,
         "tool_choice": {"type": "auto"},
-        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "thinking": {"type": "enabled", "budget_tokens": 1},
     }
     counted = client.messages.count_tokens(**body)
     usage = client.messages.create(**body, max_tokens=2048).usage
@@ -139,6 +139,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_the_same_errors(templated: Served, fields: dict[str, Any], name: str) -> None:
     body = {"model": MODEL, "messages": CONVERSATIONS[0], **fields}
     counted = post(templated, "/v1/messages/count_tokens", body)
-    answered = post(templated, "/v1/messages", {**body, "max_tokens": 1})
+    answered = post(templated, "/v1/messages", {**body, "max_tokens": 2})
     assert counted.status_code == answered.status_code == 400
     assert counted.json() == answered.json() and name in counted.json()["error"]["message"]

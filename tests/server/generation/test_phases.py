@@ -16,7 +16,7 @@ from tests.server.openai.test_forced_calls import TOOLS, check_calls
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import answer_format
 from tests.support.tiny_engine import tiny_engine
-from tools.fixtures.fake_engine import CHAT_TEMPLATE, TOOL_TEMPLATE, tiny_tokenizer
+from tools.fixtures.fake_engine import CHAT_TEMPLATE, EOS, TOOL_TEMPLATE, tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -30,8 +30,10 @@ SCHEMA = {
     "additionalProperties": False,
 }
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-# A random text that is not JSON takes longer than the limit of tokens to end.
-LIMITED: dict[str, Any] = {"seed": 3, "max_tokens": 200, "thinking_token_budget": BUDGET}
+# A random model might end its output within the reasoning.
+LIMITED: dict[str, Any] = {
+    "seed": 3, "max_tokens": 120, "thinking_token_budget": BUDGET, "logit_bias": {str(EOS): -100}
+}  # fmt: skip
 
 
 def tokenizer(template: str) -> Tokenizer:
@@ -54,7 +56,7 @@ def serving(template: str) -> Iterator[Served]:
     engine.start()
     with serve(engine=engine, answer_format=answer_format("json_tools")) as served:
         yield served
-        served.settle()
+        served.wait_until_idle()
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +80,13 @@ def choices(served: Served, **body: Any) -> list[dict[str, Any]]:
 
 def test_json_after_the_reasoning(begun: Served) -> None:
     num_complete = 0
-    for choice in choices(begun, n=12, response_format=JSON_SCHEMA, **LIMITED):
+    for choice in choices(begun, n=4, response_format=JSON_SCHEMA, **LIMITED):
         message = choice["message"]
         assert message["reasoning"]
         if choice["finish_reason"] == "stop":
             Draft202012Validator(SCHEMA).validate(json.loads(message["content"]))
             num_complete += 1
-    assert num_complete >= 6
+    assert num_complete >= 2
 
 
 @pytest.mark.parametrize("api", ["responses", "messages"])
@@ -120,7 +122,7 @@ def test_the_budget_is_kept(begun: Served, budget: int) -> None:
 
 
 def test_max_tokens_within_the_reasoning(begun: Served) -> None:
-    (choice,) = choices(begun, seed=1, max_tokens=8, thinking_token_budget=20, response_format=JSON_SCHEMA)
+    (choice,) = choices(begun, response_format=JSON_SCHEMA, **{**LIMITED, "max_tokens": 8})
     assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
     assert choice["message"]["reasoning"]
 
@@ -128,23 +130,28 @@ def test_max_tokens_within_the_reasoning(begun: Served) -> None:
 def test_required_calls_after_the_reasoning(begun: Served) -> None:
     num_complete = 0
     tools = TOOLS[:2]
-    for choice in choices(begun, n=12, tools=tools, tool_choice="required", parallel_tool_calls=False, **LIMITED):
+    for choice in choices(begun, n=4, tools=tools, tool_choice="required", parallel_tool_calls=False, **LIMITED):
         message = choice["message"]
         assert message["reasoning"] and not message["content"]
         calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
         if choice["finish_reason"] == "tool_calls":
             check_calls(calls, tools)
             num_complete += 1
-    assert num_complete >= 6
+    assert num_complete >= 2
+
+
+def biases(served: Served) -> dict[str, float]:
+    """Return biases that make the model begin calls, and write little white space in them."""
+    (start,) = served.tokenizer.encode("<tool_call>", add_special_tokens=False)
+    return {str(start): 8} | {str(ord(space)): -10 for space in " \n\r\t"}
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_calls_that_the_model_begins(calling: Served, parallel: bool) -> None:
     """A bias makes a model begin calls that was never trained for them. All calls that end are valid."""
-    (start,) = calling.tokenizer.encode("<tool_call>", add_special_tokens=False)
     body: dict[str, Any] = {
-        "n": 12, "seed": 2, "max_tokens": 300, "tools": TOOLS, "parallel_tool_calls": parallel,
-        "logit_bias": {str(start): 8},
+        "n": 3, "seed": 2, "max_tokens": 150, "tools": TOOLS, "parallel_tool_calls": parallel,
+        "logit_bias": biases(calling),
     }  # fmt: skip
     num_calls = 0
     for choice in choices(calling, **body):
@@ -155,14 +162,13 @@ def test_calls_that_the_model_begins(calling: Served, parallel: bool) -> None:
         assert "<tool_call>" not in content or choice["finish_reason"] == "length"
         assert parallel or len(calls) <= 1
         num_calls += len(calls)
-    assert num_calls >= 6
+    assert num_calls >= 2
 
 
 def test_streamed_calls_are_the_same(calling: Served) -> None:
-    (start,) = calling.tokenizer.encode("<tool_call>", add_special_tokens=False)
     body: dict[str, Any] = {
-        "model": MODEL, "messages": USER, "seed": 2, "max_tokens": 300, "tools": TOOLS, "temperature": 0.5,
-        "parallel_tool_calls": False, "logit_bias": {str(start): 30},
+        "model": MODEL, "messages": USER, "seed": 2, "max_tokens": 150, "tools": TOOLS[:1],
+        "parallel_tool_calls": False, "logit_bias": biases(calling),
     }  # fmt: skip
     whole = calling.client().chat.completions.create(**body).choices[0].message
     assert whole.tool_calls is not None

@@ -15,9 +15,6 @@ import pytest
 from tokenizers import AddedToken
 
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.answers.tool_parsers.json_calls import JSONCalls
-from metal_engine.answers.tool_parsers.mistral import MistralCalls
-from metal_engine.answers.tool_parsers.pythonic import PythonicCalls
 from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.errors import ConfigError
 from metal_engine.sampling_params import SamplingParams
@@ -263,14 +260,14 @@ def test_tokens_of_reasoning_are_counted(text: str, begun: bool, count: int) -> 
         assert plain.completion_tokens_details.reasoning_tokens == 0
 
 
-@pytest.mark.parametrize(
-    ("stop", "count"), [("Yes", len(">hm</think>")), ("m</", len(">hm</")), ("</think>Y", len(">hm</think>Y"))]
-)
-def test_tokens_of_reasoning_with_a_stop_string(stop: str, count: int) -> None:
-    """Cut-off tokens count as reasoning if the remaining text ends in the reasoning."""
+@pytest.mark.parametrize(("stop", "content"), [("Yes", ""), ("m</", "Yes."), ("</think>Y", "Yes."), ("s.", "Ye")])
+def test_stop_strings_begin_after_the_reasoning(stop: str, content: str) -> None:
+    count = len(">hm</think>")
     with serve(script("<think>hm</think>Yes."), config=CONFIG, answer_format=AnswerFormat(reasoning=THINK)) as served:
         body: dict[str, Any] = {"model": MODEL, "messages": USER, "stop": stop}
-        usage = served.client().chat.completions.create(**body).usage
+        whole = served.client().chat.completions.create(**body)
+        message, usage = whole.choices[0].message, whole.usage
+        assert (message.reasoning, message.content) == ("hm", content)  # type: ignore[attr-defined]
         assert usage is not None and usage.completion_tokens_details is not None
         assert usage.completion_tokens_details.reasoning_tokens == count
         options = {"include_usage": True, "continuous_usage_stats": True}
@@ -299,18 +296,20 @@ def test_parsers_are_chosen_from_the_tokenizer() -> None:
     hermes = "{% if tools %}<tool_call>{{ tool_call.name }}{% endif %}"
     for hf, tool, marks, special in [
         (tokenizer_with(), None, None, False),
-        (tokenizer_with(template=hermes), JSONCalls, None, False),
+        (tokenizer_with(template=hermes), "<tool_call>", None, False),
         (tokenizer_with("<think>", "</think>"), None, ("<think>", "</think>"), False),
         (tokenizer_with("[THINK]", "[/THINK]", special=True), None, ("[THINK]", "[/THINK]"), True),
-        (tokenizer_with("[TOOL_CALLS]", template="{{ tools }}[TOOL_CALLS]", special=True), MistralCalls, None, True),
-        (tokenizer_with("<|tool_call_start|>", "<|tool_call_end|>"), PythonicCalls, None, False),
+        (tokenizer_with("[TOOL_CALLS]", template="{{ tools }}[TOOL_CALLS]", special=True), "[TOOL_CALLS]", None, True),
+        (tokenizer_with("<|tool_call_start|>", "<|tool_call_end|>"), "<|tool_call_start|>", None, False),
     ]:
         chosen = find_answer_format(hf)
-        assert (None if chosen.tool is None else type(chosen.tool)) is tool
+        assert (None if chosen.tool is None else chosen.tool.tool_call_start) == tool
         assert (chosen.reasoning and (chosen.reasoning.start, chosen.reasoning.end)) == marks
         assert chosen.special == special
     named = find_answer_format(tokenizer_with(), "hermes", "qwen3")
-    assert isinstance(named.tool, JSONCalls) and named.reasoning == THINK
+    assert named.tool is not None and named.tool.tool_call_start == "<tool_call>" and named.reasoning == THINK
+    qwen = find_answer_format(tokenizer_with("<think>", "</think>"), model_type="qwen3_moe")
+    assert qwen.reasoning is not None and qwen.reasoning.budget_text.strip().startswith("Considering")
     off = find_answer_format(tokenizer_with("<think>", "</think>", template=hermes), "none", "none")
     assert off == AnswerFormat(finds_calls=False)
     for wrong in (("qwen3", "auto"), ("auto", "hermes")):

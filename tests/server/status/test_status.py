@@ -67,6 +67,7 @@ def test_health(served: Served) -> None:
         "replay": "off",
         "preemptions": served.engine.stats.num_preemptions,
         "failed_steps": 0,
+        "unconstrained_calls": 0,
         "unknown_parameters": response.json()["unknown_parameters"],
         "num_unknown_parameters": sum(response.json()["unknown_parameters"].values()),
     }
