@@ -126,6 +126,7 @@ class AdapterRegistry:
                     time.sleep(0)  # another thread is just releasing the adapter and will free its slot
                 if old is not None:
                     self._adapters[name] = old
+                del old  # the traceback of the error below keeps this frame for a while
         try:
             return self._free_slots.popleft()
         except IndexError:
