@@ -44,6 +44,10 @@ class Matcher(Protocol):
     def is_free(self) -> bool:
         """True if any token may follow. The matcher need not be asked for a mask then."""
 
+    @property
+    def must_go_on(self) -> bool:
+        """True if the free text may not end the output, because a structured output follows."""
+
     def is_free_after(self, drafts: Sequence[int]) -> bool:
         """Return True if any token may follow now, after each of some tokens that may follow, and after all of them."""
 

@@ -234,6 +234,10 @@ class GrammarMatcher:
     def is_free(self) -> bool:
         return False
 
+    @property
+    def must_go_on(self) -> bool:
+        return False
+
     def is_free_after(self, drafts: Sequence[int]) -> bool:
         return False
 

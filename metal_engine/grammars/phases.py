@@ -114,6 +114,13 @@ class PhaseMatcher:
     def is_free(self) -> bool:
         return self._segment is None and self._num_forced is None and not self._has_ended
 
+    @property
+    def must_go_on(self) -> bool:
+        return self.is_free and any(
+            isinstance(mark.target, Segment) and not mark.target.is_call
+            for mark in self._rules.marks[self._scanner.phase]
+        )
+
     def is_free_after(self, drafts: Sequence[int]) -> bool:
         if not self.is_free or not drafts:
             return self.is_free

@@ -30,6 +30,11 @@ class GrammarState:
         """True if any token may follow, so that no mask is needed."""
         return self._matcher.is_free
 
+    @property
+    def must_go_on(self) -> bool:
+        """True if the free text may not end the output, because a structured output follows."""
+        return self._matcher.must_go_on
+
     def is_free_after(self, drafts: Sequence[int]) -> bool:
         """Return True if any token may follow now, and after each of some drafts."""
         return self._matcher.is_free_after(drafts)

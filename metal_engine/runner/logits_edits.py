@@ -128,7 +128,8 @@ class RequestEdits:
 
     def has_edits_after(self, drafts: Sequence[int]) -> bool:
         """Return True if logits are edited after some drafts."""
-        return self._always_edits or self.grammar is None or not self.grammar.is_free_after(drafts)
+        grammar = self.grammar
+        return self._always_edits or grammar is None or grammar.must_go_on or not grammar.is_free_after(drafts)
 
     def excluded(self, token_ids: np.ndarray, position: int) -> np.ndarray:
         """Return the ids of tokens that may not come next, int32.
@@ -148,7 +149,8 @@ class RequestEdits:
                 excluded += self.rules.bad_words.get(before, ())
         ids = np.array(excluded, np.int32)
         is_free = self.grammar is None or self.grammar.is_free
-        if position < self.params.min_tokens and is_free:
+        must_go_on = self.grammar is not None and self.grammar.must_go_on
+        if is_free and (must_go_on or position < self.params.min_tokens):
             ids = np.concatenate([ids, self.rules.stop_token_ids])
         allowed = self.rules.allowed
         if allowed is not None and len(ids) and not without(allowed, ids).any():

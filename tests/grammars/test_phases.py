@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from metal_engine.output_phases import CallPhase, CallTrigger, OutputPhases, Rea
 from metal_engine.sampling_params import Matcher, SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import SpeculativeConfig
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
-from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, tiny_tokenizer
+from tools.fixtures.fake_engine import EOS, VOCAB_SIZE, byte_ids, tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
 
 CALL = 'call: /[a-c]{1,3}/ "=" /[0-9]{1,4}/ ")"'
@@ -157,6 +158,13 @@ class TestReasoning:
         assert allowed(matcher, "r>") == ALL and matcher.is_free
         assert set(allowed(matcher, "1, no: 2</r>")) == set(" 0123456789")
 
+    def test_it_may_not_end_the_output(self, following: Following) -> None:
+        matcher = following(DIGITS, reasoning=thinking(begins_inside=True))
+        assert matcher.must_go_on
+        matcher.observe(byte_ids("text</r>"))
+        assert not matcher.must_go_on
+        assert not following(reasoning=thinking(begins_inside=True, budget=9)).must_go_on
+
     def test_or_not(self, following: Following) -> None:
         matcher = following(DIGITS, reasoning=thinking())
         assert allowed(matcher, "12") == "0123456789"
@@ -283,6 +291,14 @@ def recurrent_engine(architecture: str, **config: Any) -> SteppedEngine:
 def recurrent_outputs(architecture: str) -> list[list[int]]:
     """Return the tokens of each request that runs alone, without planning ahead."""
     return [token_ids(run_all(recurrent_engine(architecture), [request])[0]) for request in requests()[:7]]
+
+
+def test_an_output_does_not_end_within_the_reasoning_before_a_structured_output() -> None:
+    phases = OutputPhases(reasoning=thinking(begins_inside=True))
+    params = SamplingParams(max_tokens=20, temperature=0.0, structured_outputs=DIGITS, phases=phases)
+    biased = replace(params, logit_bias={EOS: 100.0})
+    (outputs,) = run_all(tiny_engine(), [(byte_ids("a"), biased)])
+    assert len(token_ids(outputs)) == 20 and EOS not in token_ids(outputs)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5", "mamba"])

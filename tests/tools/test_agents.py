@@ -29,7 +29,7 @@ from tools.agents.scripted_model import LoggedRequest, Script, read_script, scri
 from tools.agents.soak import AgentReport
 from tools.fixtures.fake_engine import EOS, tiny_tokenizer
 
-FILE = "/tmp/note.txt"
+FILE = "note.txt"
 
 
 def tool(name: str, properties: dict[str, Any], *required: str) -> dict[str, Any]:
