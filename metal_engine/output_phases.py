@@ -37,6 +37,22 @@ class ReasoningPhase:
 
 
 @dataclass(frozen=True)
+class ToolArguments:
+    """Rule of a grammar for the arguments of one tool.
+
+    Attributes:
+        tool: name of the tool.
+        rule: name of the rule.
+        open_rule: name of the rule for arguments of any kind. It takes the place of ``rule`` if the grammar cannot be
+            compiled with ``rule``.
+    """
+
+    tool: str
+    rule: str
+    open_rule: str
+
+
+@dataclass(frozen=True)
 class CallTrigger:
     """A mark that begins a tool call, and the grammar of the call.
 
@@ -44,10 +60,12 @@ class CallTrigger:
         mark: the mark.
         grammar: Lark rules. The rule ``call`` derives the text from the mark, exclusive, to the end of the call,
             inclusive. After it, the output is free again.
+        arguments: rules that depend on the schema of a tool. Each has a line of its own, ``rule: definition``.
     """
 
     mark: str
     grammar: str
+    arguments: tuple[ToolArguments, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ _WORD = re.compile(r"[\w.-]{1,256}")
 _RECIPIENT = re.compile(r"[^\s<>:@]{1,256}")
 
 
-def _object(tool: ToolSchema) -> str:
-    """Return a Lark expression for the arguments of a tool."""
-    return json_value(tool.schema, strict=tool.is_strict)
+def _object(rules: Rules, tool: ToolSchema) -> str:
+    """Return the name of a rule for the arguments of a tool."""
+    return rules.arguments(tool, lambda one: json_value(one.schema, strict=one.is_strict))
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class JSONSyntax:
         triggers = []
         for text, call in self.marks:
             rules = Rules()
-            triggers.append(CallTrigger(text, rules.text(call(rules, tools, parallel))))
+            triggers.append(rules.trigger(text, call(rules, tools, parallel)))
         return tuple(triggers)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
@@ -68,7 +68,7 @@ class JSONSyntax:
 def _hermes(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     options = [
         f"{string(json.dumps(tool.name, ensure_ascii=False))} {GAP} "
-        f'"," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {_object(tool)}'
+        f'"," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {_object(rules, tool)}'
         for tool in tools
     ]
     one = choice([rules.rule(option) for option in options])
@@ -89,7 +89,7 @@ HERMES = JSONSyntax(
 def _mistral(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     headed, listed = [], []
     for tool in tools:
-        arguments = rules.rule(_object(tool))
+        arguments = _object(rules, tool)
         call_id = f"({mark('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?"
         headed.append(f"{string(checked_name(_WORD, tool.name))} {call_id} {mark('[ARGS]')} {arguments}")
         name = string(f'"{tool.name}"')
@@ -144,7 +144,7 @@ def _kimi_k2(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     begin, end = mark("<|tool_call_begin|>"), mark("<|tool_call_end|>")
     calls = [
         f"{string(checked_name(_RECIPIENT, tool.name))} /:[0-9]{{1,3}}/ {mark('<|tool_call_argument_begin|>')} "
-        f"{GAP} {_object(tool)} {GAP}"
+        f"{GAP} {_object(rules, tool)} {GAP}"
         for tool in tools
     ]
     one = rules.rule(f'{begin} "functions." {choice([rules.rule(call) for call in calls])} {end}')
@@ -165,8 +165,10 @@ KIMI_K2 = JSONSyntax(
 def _harmony_call(rules: Rules, tools: Sequence[ToolSchema], header: str) -> str:
     """Return the definition of a call. ``header`` is the rest of the message's header after the recipient."""
     kind = f'(" "? {mark("<|constrain|>")} "json" | " json")?'
-    calls = [f"{string(checked_name(_RECIPIENT, tool.name))} {header} {kind} {mark('<|message|>')} {_object(tool)}"
-             for tool in tools]  # fmt: skip
+    calls = [
+        f"{string(checked_name(_RECIPIENT, tool.name))} {header} {kind} {mark('<|message|>')} {_object(rules, tool)}"
+        for tool in tools
+    ]
     return f'"functions." {choice([rules.rule(call) for call in calls])} {mark("<|call|>")}'
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, json_value, mark, string
+from metal_engine.answers.call_syntaxes.lark import GAP, NameNotExpressibleError, Rules, json_value, mark, string
 from metal_engine.answers.call_syntaxes.syntax import Quotes, checked_name, choice
 from metal_engine.answers.call_syntaxes.tags import object_text
 from metal_engine.answers.call_syntaxes.tool_schemas import Argument, ToolSchema
@@ -64,9 +65,13 @@ class PythonicSyntax:
         one = rules.rule(choice([self._call(rules, tool) for tool in tools]))
         more = f'({GAP} "," {GAP} {one})*' if parallel else ""
         call = f'{GAP} "[" {GAP} {one} {more} {GAP} "]" {GAP} {mark("<|tool_call_end|>")}'
-        return (CallTrigger("<|tool_call_start|>", rules.text(call)),)
+        return (rules.trigger("<|tool_call_start|>", call),)
 
     def _call(self, rules: Rules, tool: ToolSchema) -> str:
+        name = string(checked_name(_NAME, tool.name) + "(")
+        return rules.rule(f'{name} {GAP} {rules.arguments(tool, partial(self._arguments, rules))} {GAP} ")"')
+
+    def _arguments(self, rules: Rules, tool: ToolSchema) -> str:
         listed, others = tool.arguments()
         items = []
         for argument in listed:
@@ -74,12 +79,11 @@ class PythonicSyntax:
                 value = self._value(rules, tool, argument.schema)
                 items.append((f"{string(argument.name + '=')} {value}", argument.is_required))
             elif argument.is_required:
-                raise NotExpressibleError
+                raise NameNotExpressibleError
         other = None
         if others is not False:
             other = f'{other_names(rules, listed, _OTHER_KEY)} "=" {self._value(rules, tool, others)}'
-        name = string(checked_name(_NAME, tool.name) + "(")
-        return rules.rule(f'{name} {GAP} {in_order(rules, items, other)} {GAP} ")"')
+        return in_order(rules, items, other)
 
     def _value(self, rules: Rules, tool: ToolSchema, schema: Any) -> str:
         literals = python_literals(tool, schema)
