@@ -110,7 +110,7 @@ class _Search:
         return found
 
     def _problem_within(self, suspects: Sequence[int]) -> str:
-        """Return the problem of a grammar in which all other arguments are open; empty without one."""
+        """Compile a grammar in which all other arguments are open. Return its problem; an empty text on success."""
         if not self._num_left or time.monotonic() > self._deadline:
             return _NOT_CHECKED
         self._num_left -= 1

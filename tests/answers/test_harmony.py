@@ -52,6 +52,18 @@ RECORDED: list[tuple[str, str, str, list[Call]]] = [
 ]  # fmt: skip
 
 
+def test_a_prompt_that_ends_within_reasoning() -> None:
+    call = f"{NEXT}<|channel|>commentary to=functions.get_weather<|message|>{ARGUMENTS}<|call|>"
+    for text in (f"2 < 3, so.\n\nSay so.<|end|>{NEXT}{FINAL}", f"2 < 3, so.\n\nSay so.<|end|>{call}"):
+        for parts in cuts(text):
+            splitter = HarmonySplitter(harmony_format(), TOOLS, in_reasoning=True)
+            found = run(splitter, parts)[:3]
+            assert found == (
+                ("", THOUGHT, [WEATHER]) if text.endswith("<|call|>") else ("It is: 2 <| 3. ", THOUGHT, [])
+            )
+            assert splitter.reasoning_bounds == [0, text.index(NEXT)]
+
+
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize(("text", "content", "reasoning", "calls"), RECORDED)
 def test_recorded(text: str, content: str, reasoning: str, calls: list[Call], incremental: bool) -> None:
