@@ -30,7 +30,7 @@ class BackgroundMetrics(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        unfinished = Counter((state.model, state.status) for state in self._background.unfinished)
+        unfinished: Counter[tuple[str, str]] = Counter((one.model, one.status) for one in self._background.unfinished)
         help_ = "Responses in the background that have not ended, by status."
         yield self._by_status(GaugeMetricFamily, "background_responses", help_, unfinished, _UNFINISHED)
         help_ = "Responses in the background that ended, by status."
