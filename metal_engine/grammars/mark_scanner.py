@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -71,12 +72,14 @@ class MarkScanner:
     phase: FreePhase
     num_reasoning_tokens: int = 0
     _longest: int = field(init=False)  # length of the longest mark
+    _first_bytes: dict[FreePhase, re.Pattern[bytes]] = field(init=False)  # first bytes of the marks of each phase
     _text: bytes = b""  # bytes at the end of the output that may belong to a mark
     _end: int = 0  # number of bytes of the output
     _tokens: list[tuple[int, int]] = field(default_factory=list)  # end and id of each token whose bytes are in `_text`
 
     def __post_init__(self) -> None:
         self._longest = max((len(mark.text) for marks in self.marks.values() for mark in marks), default=1)
+        self._first_bytes = {phase: _first_bytes(marks) for phase, marks in self.marks.items()}
 
     def copy(self) -> MarkScanner:
         other = copy(self)
@@ -86,6 +89,9 @@ class MarkScanner:
     def add(self, token_id: int) -> Entry | None:
         """Process the next token. Return the segment that begins with it, or may begin with it; None for free text."""
         piece = self.token_bytes(token_id)
+        if not self._text and self._first_bytes[self.phase].search(piece) is None:  # most tokens
+            self.num_reasoning_tokens += self.phase == "reasoning"
+            return None
         self._text += piece
         self._end += len(piece)
         self._tokens.append((self._end, token_id))
@@ -101,7 +107,7 @@ class MarkScanner:
             self._text = self._text[end:]
             self.phase, self.num_reasoning_tokens = mark.target, int(mark.target == "reasoning")
         self._trim()
-        return self._partial_entry()
+        return self._partial_entry() if self._text else None
 
     def enter(self, phase: FreePhase, text: bytes = b"") -> None:
         """Begin a phase. ``text`` is the part of the last token that belongs to it."""
@@ -125,8 +131,8 @@ class MarkScanner:
 
     def _trim(self) -> None:
         """Drop the beginning of the text, which can belong to no mark any more."""
-        if len(self._text) >= self._longest:
-            self._text = self._text[len(self._text) - self._longest + 1 :]
+        first = self._first_bytes[self.phase].search(self._text, max(len(self._text) - self._longest + 1, 0))
+        self._text = b"" if first is None else self._text[first.start() :]
         begin = self._end - len(self._text)
         if self._tokens and self._tokens[0][0] <= begin:
             self._tokens = [(end, token_id) for end, token_id in self._tokens if end > begin]
@@ -146,3 +152,8 @@ class MarkScanner:
                     return Entry(mark, self._tokens_from(at + head), is_partial=True)
                 at = self._text.find(beginning, at + 1)
         return None
+
+
+def _first_bytes(marks: Sequence[Mark]) -> re.Pattern[bytes]:
+    """Return a pattern for the first byte of any of some marks."""
+    return re.compile(b"|".join(re.escape(byte) for byte in sorted({mark.text[:1] for mark in marks})) or b"(?!)")

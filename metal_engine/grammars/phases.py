@@ -44,6 +44,12 @@ class PhaseRules:
     several_calls: bool = True
 
     @cached_property
+    def phases_before_structure(self) -> frozenset[FreePhase]:
+        """Phases that a structured output follows."""
+        targets = ((phase, mark.target) for phase, marks in self.marks.items() for mark in marks)
+        return frozenset(phase for phase, target in targets if isinstance(target, Segment) and not target.is_call)
+
+    @cached_property
     def begins_free(self) -> bool:
         return self.matcher().is_free
 
@@ -116,10 +122,7 @@ class PhaseMatcher:
 
     @property
     def must_go_on(self) -> bool:
-        return self.is_free and any(
-            isinstance(mark.target, Segment) and not mark.target.is_call
-            for mark in self._rules.marks[self._scanner.phase]
-        )
+        return self._scanner.phase in self._rules.phases_before_structure and self.is_free
 
     def is_free_after(self, drafts: Sequence[int]) -> bool:
         if not self.is_free or not drafts:
@@ -168,6 +171,9 @@ class PhaseMatcher:
         """Process a token of free or forced text."""
         is_forced = self._num_forced is not None
         entry = self._scanner.add(token_id)
+        if entry is None and self._segment is None and not is_forced:  # most tokens
+            self._check_budget()
+            return
         live, self._segment = self._segment, None
         if self._num_forced is not None:
             self._num_forced += 1
@@ -207,7 +213,7 @@ class PhaseMatcher:
 
     def _check_budget(self) -> None:
         """Force the end of the reasoning at the budget."""
-        if self.is_free and self._rules.end_tokens and self._is_at_budget(self._scanner):
+        if self._rules.end_tokens and self.is_free and self._is_at_budget(self._scanner):
             self._num_forced = 0
 
     def _end_call(self, later: Sequence[int]) -> None:

@@ -118,6 +118,8 @@ class RequestTable:
         self.edits: dict[int, RequestEdits] = {}  # by index; requests with edits only
         # Requests with phases: True if the next token has to match a grammar, as last reported; None: not reported yet.
         self._constrained: dict[str, bool | None] = {}
+        # Indices of requests with edits whose next token has none, as phases were last followed.
+        self.without_edits: set[int] = set()
         self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_seqs
         self.pooling: dict[str, PooledPrompt] = {}  # by request id; pooling requests only
         self.num_prompt_logprobs_requests = 0
@@ -159,6 +161,7 @@ class RequestTable:
         if index is not None:
             self._free_indices.append(index)
             self.edits.pop(index, None)
+            self.without_edits.discard(index)
             self._constrained.pop(request_id, None)
             self._before_drafts.pop(index, None)
             self.pooling.pop(request_id, None)
@@ -223,11 +226,17 @@ class RequestTable:
             index = self._index_of[request_id]
             edits = self.edits[index]
             assert edits.grammar is not None
-            edits.observe(self.token_ids(index))
-            output.num_unconstrained_calls += edits.grammar.take_failed_calls()
+            edits.observe(self._token_ids[index, edits.num_processed : self._num_tokens[index]].tolist())
             is_constrained = not edits.grammar.is_free
+            if not is_constrained and before is False:  # free text goes on, as in most steps
+                continue
+            output.num_unconstrained_calls += edits.grammar.take_failed_calls()
             if is_constrained:
                 waiting.add(request_id)
+            if edits.has_edits_after(()):
+                self.without_edits.discard(index)
+            else:
+                self.without_edits.add(index)
             if is_constrained != before:
                 self._constrained[request_id] = output.constrained[request_id] = is_constrained
         return waiting

@@ -80,6 +80,9 @@ class RequestEdits:
         rules: ``params`` resolved for the model's vocabulary.
         token_ids: all tokens of the request so far, [T] int32. :meth:`catch_up` processes the output tokens among them.
         num_prompt_tokens: number of prompt tokens at the start of ``token_ids``.
+
+    Attributes:
+        num_processed: number of tokens of the request, prompt included, up to the last one that was processed.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class RequestEdits:
         self.grammar: GrammarState | None = None
         if rules.grammar is not None:
             self.grammar = GrammarState(rules.grammar, rules.stop_token_ids, params.min_tokens)
-        self._num_processed = num_prompt_tokens
+        self.num_processed = num_prompt_tokens
         changes_all = params.allowed_token_ids is not None or params.min_tokens > 0 or bool(params.logit_bias)
         self._always_edits = changes_all or params.needs_token_on_host
         self._bad_word_lengths = sorted({len(before) for before in rules.bad_words})
@@ -108,23 +111,21 @@ class RequestEdits:
             token_ids: all tokens of the request, [T] int32.
             drafts: tokens that may follow. The step also samples a token after each draft.
         """
-        new = self._unprocessed(token_ids)
+        new = token_ids[self.num_processed :].tolist()
+        self._count(new)
         if self.grammar is not None:
             self.grammar.consume(new, drafts)
 
-    def observe(self, token_ids: np.ndarray) -> None:
-        """Process new tokens like :meth:`catch_up`, without computing masks."""
-        new = self._unprocessed(token_ids)
+    def observe(self, new: list[int]) -> None:
+        """Process the tokens after the first ``num_processed`` like :meth:`catch_up`, without computing masks."""
+        self._count(new)
         if self.grammar is not None:
             self.grammar.observe(new)
 
-    def _unprocessed(self, token_ids: np.ndarray) -> list[int]:
-        """Return the tokens since the last call, and count them."""
-        new: list[int] = token_ids[self._num_processed :].tolist()
-        self._num_processed = len(token_ids)
+    def _count(self, new: list[int]) -> None:
+        self.num_processed += len(new)
         if self.counts is not None:
             self.counts.add(new)
-        return new
 
     def has_edits_after(self, drafts: Sequence[int]) -> bool:
         """Return True if logits are edited after some drafts."""

@@ -96,7 +96,7 @@ class StepSampling:
         edits = StepEdits()
         for row, index in enumerate(self._indices.tolist()):
             request_edits = table.edits.get(index)
-            if request_edits is None:
+            if request_edits is None or (index in table.without_edits and not self._drafts):
                 continue
             request_id, num_drafts = self._row(row)
             token_ids = table.token_ids(index, num_drafts)

@@ -227,7 +227,7 @@ def _exclusions_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ignore the drafts before a row when excluding bad words."""
     excluded = RequestEdits.excluded
     monkeypatch.setattr(
-        RequestEdits, "excluded", lambda self, ids, position: excluded(self, ids[: self._num_processed], position)
+        RequestEdits, "excluded", lambda self, ids, position: excluded(self, ids[: self.num_processed], position)
     )
 
 
