@@ -11,7 +11,8 @@ import numpy as np
 
 from metal_engine.lora_adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
-from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.token_rules import NO_RULES, TokenRules
 
 
 @dataclass(frozen=True, kw_only=True)

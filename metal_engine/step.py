@@ -10,7 +10,8 @@ import numpy as np
 
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, TokenLogprobs
-from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.token_rules import NO_RULES, TokenRules
 
 # Placeholder for a draft that the runner's draft model fills in.
 UNKNOWN_DRAFT = -1

@@ -9,12 +9,13 @@ from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest
-from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.settings.config import EngineConfig
 from metal_engine.text.prompt_boundaries import PromptBoundaries
 from metal_engine.text.tokenizer import Tokenizer
+from metal_engine.token_rules import NO_RULES, TokenRules
 
 # Sampling parameters of pooling requests: they produce one result where other requests produce a first token.
 _POOLING = SamplingParams(max_tokens=1, temperature=0.0)

@@ -7,8 +7,9 @@ import numpy as np
 from metal_engine.engine.phase_rules import PhaseRulesMaker
 from metal_engine.errors import ParameterError, short
 from metal_engine.grammars.compiler import GrammarCompiler
-from metal_engine.sampling_params import Grammar, SamplingParams, TokenRules
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.text.tokenizer import Tokenizer
+from metal_engine.token_rules import Grammar, TokenRules
 
 # Token ids converted in one call, which holds the GIL for 2 ms.
 _IDS_AT_ONCE = 1 << 16

@@ -55,7 +55,7 @@ class SegmentEnd(Exception):
 
 
 class CompiledGrammar:
-    """Compiled grammar in a separate process. Implements :class:`metal_engine.sampling_params.Grammar`.
+    """Compiled grammar in a separate process. Implements :class:`metal_engine.token_rules.Grammar`.
 
     All outputs with the same grammar share the process. It ends when neither an output nor the compiler references the
     grammar. While no output uses the grammar, it can be suspended: its process ends, and the next output starts a new
@@ -221,7 +221,7 @@ class CompiledGrammar:
 
 
 class GrammarMatcher:
-    """Matcher of one output of a :class:`CompiledGrammar`. Implements :class:`metal_engine.sampling_params.Matcher`."""
+    """Matcher of one output of a :class:`CompiledGrammar`. Implements :class:`metal_engine.token_rules.Matcher`."""
 
     def __init__(self, grammar: CompiledGrammar, output_id: int) -> None:
         self._grammar = grammar

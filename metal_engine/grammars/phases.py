@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PhaseRules:
-    """Rules of an output's phases for one vocabulary. Implements :class:`metal_engine.sampling_params.Grammar`.
+    """Rules of an output's phases for one vocabulary. Implements :class:`metal_engine.token_rules.Grammar`.
 
     Attributes:
         begins_in: phase at the start of the output.
@@ -94,7 +94,7 @@ class _LiveSegment:
 
 
 class PhaseMatcher:
-    """Follows one output through its phases. Implements :class:`metal_engine.sampling_params.Matcher`.
+    """Follows one output through its phases. Implements :class:`metal_engine.token_rules.Matcher`.
 
     Free text costs no mask. In a segment, the process of the segment's grammar computes the masks.
 

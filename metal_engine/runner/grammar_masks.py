@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.sampling_params import Grammar
+from metal_engine.token_rules import Grammar
 
 
 class GrammarState:

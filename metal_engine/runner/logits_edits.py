@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.runner.grammar_masks import GrammarState, apply_masks, without
-from metal_engine.sampling_params import SamplingParams, TokenRules
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.token_rules import TokenRules
 
 
 class NoTokenLeftError(ValueError):

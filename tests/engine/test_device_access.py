@@ -12,7 +12,8 @@ import pytest
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.request import PreparedRequest, RequestOutput
-from metal_engine.sampling_params import NO_RULES, SamplingParams
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.token_rules import NO_RULES
 from tests.support.serving import serve, wait_until
 
 

@@ -13,8 +13,9 @@ import pytest
 
 from metal_engine.engine.engine_thread import EngineDeadError, EngineThread, _Call
 from metal_engine.request import PreparedRequest, RequestOutput
-from metal_engine.sampling_params import NO_RULES, SamplingParams
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import RunnerLostError
+from metal_engine.token_rules import NO_RULES
 from tests.support.serving import wait_until
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import FakeRunner, fake_config, tiny_tokenizer

@@ -14,8 +14,9 @@ import pytest
 
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.output_phases import CallPhase, CallTrigger, OutputPhases, ReasoningPhase
-from metal_engine.sampling_params import Matcher, SamplingParams, StructuredOutputsParams
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import SpeculativeConfig
+from metal_engine.token_rules import Matcher
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import EOS, VOCAB_SIZE, byte_ids, tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine

@@ -24,13 +24,14 @@ from metal_engine.request import Request
 from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
-from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import IN_FLIGHT_STATES, IN_FLIGHT_STATES_OF_DRAFTS, CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
+from metal_engine.token_rules import NO_RULES, TokenRules
 from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes, draft_model_config, speculative_config
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model, tiny_model

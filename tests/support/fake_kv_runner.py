@@ -19,7 +19,7 @@ import numpy as np
 from metal_engine.kv_transfer.layout import state_key
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
-from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.proposals import make_proposer
@@ -33,6 +33,7 @@ from metal_engine.step import (
     RunnerLostError,
     SchedulerOutput,
 )
+from metal_engine.token_rules import NO_RULES, TokenRules
 from tests.support.fake_kv_transfer import FakeTransfer
 from tests.support.scheduling_checks import (
     check_drafts,

@@ -16,7 +16,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ContextLengthError, OverloadedError, ParameterError, PromptError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import PreparedRequest, RequestOptions
-from metal_engine.sampling_params import SamplingParams, TokenRules
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission, overloaded
 from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, ChoiceOutput, Generation
@@ -29,6 +29,7 @@ from metal_engine.server.protocol import GenerationBody, KVTransferParams
 from metal_engine.server.usage import Usage
 from metal_engine.server.workers import Weight, Workers
 from metal_engine.text.tokenizer import Tokenizer
+from metal_engine.token_rules import TokenRules
 
 # Maximum number of sequences of one request. Each takes memory before it runs.
 MAX_SEQUENCES = 2048

@@ -1,0 +1,89 @@
+"""Rules for the tokens of outputs: sampling parameters resolved for a model's vocabulary, and grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+
+class Matcher(Protocol):
+    """Position of one output in its grammar. Belongs to one request. Used by one thread at a time.
+
+    Attributes:
+        num_unconstrained_calls: number of tool calls whose grammar has failed, so that they are free text.
+    """
+
+    num_unconstrained_calls: int
+
+    @property
+    def is_free(self) -> bool:
+        """True if any token may follow. The matcher need not be asked for a mask then."""
+
+    @property
+    def must_go_on(self) -> bool:
+        """True if the free text may not end the output, because a structured output follows."""
+
+    def is_free_after(self, drafts: Sequence[int]) -> bool:
+        """Return True if any token may follow now, after each of some tokens that may follow, and after all of them."""
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Advance past tokens of the output. The next mask is not computed before :meth:`consume`."""
+
+    def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """Advance past tokens of the output, and start computing the next mask.
+
+        Args:
+            drafts: tokens that may follow. The mask after each of them is computed, too, but the output does not
+                advance past them. Must be empty while an earlier mask has not been returned.
+        """
+
+    def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
+        """Write the mask of the next token: bit ``i % 32`` of word ``i // 32`` of ``mask`` for token ``i``, [W] int32.
+
+        Returns False, without writing, if the mask is not ready at ``deadline``, a time of ``time.monotonic``.
+
+        Args:
+            num_drafts: number of drafts before the token. The mask after a draft that is not allowed is arbitrary.
+
+        Raises:
+            ValueError: the grammar forbids one of the output's tokens, or has become too complex.
+        """
+
+
+class Grammar(Protocol):
+    """Compiled grammar, shared by the requests that use it."""
+
+    @property
+    def begins_free(self) -> bool:
+        """True if any token may begin an output."""
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the start of an output."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRules:
+    """Sampling parameters resolved for a model's vocabulary. Created once and shared by all outputs of a request.
+
+    Attributes:
+        stop_token_ids: tokens that end generation, and that are excluded in the first ``min_tokens`` tokens; [S] int32.
+        bad_words: tokens before an excluded token -> excluded tokens.
+        allowed: mask of the only allowed tokens: bit ``i % 32`` of word ``i // 32`` for token ``i``, [W] int32; None
+            allows all tokens.
+        bias_ids: tokens whose logits are biased, [A] int32.
+        biases: numbers added to the logits of ``bias_ids``, [A] float32.
+        grammar: grammar of the whole output; None without structured output.
+    """
+
+    stop_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    bad_words: Mapping[tuple[int, ...], Sequence[int]] = field(default_factory=dict)
+    allowed: np.ndarray | None = None
+    bias_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    biases: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    grammar: Grammar | None = None
+
+
+NO_RULES = TokenRules()
