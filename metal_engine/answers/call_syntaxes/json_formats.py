@@ -1,4 +1,4 @@
-"""Calls whose arguments are one JSON object: Hermes and Qwen, Mistral, Kimi K2, gpt-oss."""
+"""Calls whose arguments are one JSON object: Hermes and Qwen, Mistral, Kimi K2, DeepSeek, gpt-oss."""
 
 from __future__ import annotations
 
@@ -160,6 +160,30 @@ KIMI_K2 = JSONSyntax(
     re.compile(rf"{_SPACE}<\|tool_call_end\|>"),
     re.compile(""),
 )
+
+
+def _deepseek(before: str, after: str, closing: str) -> JSONSyntax:
+    """Return the form of DeepSeek's calls.
+
+    Args:
+        before: text between the mark that begins a call and the tool's name.
+        after: text between the name and the arguments.
+        closing: text between the arguments and the mark that ends the call.
+    """
+    begin, end = f"<｜tool▁call▁begin｜>{before}", f"{closing}<｜tool▁call▁end｜>"
+
+    def several(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+        calls = [f"{string(checked_name(_RECIPIENT, tool.name))} {mark(after)} {_object(tool)}" for tool in tools]
+        one = rules.rule(f"{mark(begin)} {choice([rules.rule(call) for call in calls])} {mark(end)} {GAP}")
+        return f"{GAP} {one}{'+' if parallel else ''} {mark('<｜tool▁calls▁end｜>')}"
+
+    head = rf"{_SPACE}{re.escape(begin)}(?P<name>{_RECIPIENT.pattern}){re.escape(after)}(?=\{{)"
+    marks = (("<｜tool▁calls▁begin｜>", several),)
+    return JSONSyntax(marks, re.compile(head), re.compile(re.escape(end)), re.compile(_SPACE))
+
+
+DEEPSEEK_V3 = _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```")
+DEEPSEEK_V31 = _deepseek("", "<｜tool▁sep｜>", "")
 
 
 def _harmony_call(rules: Rules, tools: Sequence[ToolSchema], header: str) -> str:
