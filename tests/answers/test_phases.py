@@ -34,8 +34,14 @@ def test_triggers() -> None:
     marks = [trigger.mark for trigger in phase.triggers]
     assert marks == ["<tool_call>", "<function="] and not phase.parallel
     phase = call_phase(harmony_format(), TOOLS, parallel=True)
-    assert [trigger.mark for trigger in phase.triggers] == ["<|channel|>commentary to=", "<|start|>assistant to="]
+    marks = [(trigger.mark, trigger.is_whole) for trigger in phase.triggers]
+    assert marks == [("<|channel|>commentary to=", False), ("<|start|>assistant to=", False), ("to=", True)]
     assert phase.parallel
+    phase = call_phase(answer_format("pythonic"), TOOLS, parallel=True)
+    marked, bare = phase.triggers
+    assert (marked.mark, marked.heads, marked.is_whole) == ("<|tool_call_start|>", (), False)
+    assert (bare.mark, bare.is_whole) == ("[", True)
+    assert [head for head, _ in bare.heads] == ["get_weather(", "find_trains("]
 
 
 def test_formats_without_grammar() -> None:

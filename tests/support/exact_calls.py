@@ -205,6 +205,7 @@ EXACT = [
         f"options={_OPTIONS})]<|tool_call_end|>",
     ),
     Recorded("pythonic", "<|tool_call_start|>[list_all(), list_all()]<|tool_call_end|>", [_NONE, _NONE]),
+    Recorded("pythonic", '[edit(path=")]", line=None), list_all()]', [("edit", {"path": ")]", "line": None}), _NONE]),
     _one(
         "function_gemma",
         "<start_function_call>"
@@ -242,6 +243,7 @@ EXACT = [
         [_NONE],
     ),
     _one("harmony", _HARMONY.format("edit", _json("harmony"))),
+    Recorded("harmony", " to=functions.list_all<|channel|>commentary json<|message|>{}<|call|>", [_NONE]),
     Recorded("harmony", f"<|start|>assistant{_HARMONY.format('list_all', '{}')}", [_NONE]),
     Recorded(
         "harmony", "<|start|>assistant to=functions.list_all<|channel|>commentary json<|message|>{}<|call|>", [_NONE]

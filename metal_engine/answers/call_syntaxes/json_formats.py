@@ -34,12 +34,14 @@ class JSONSyntax:
         head: pattern for the start of each call, with the groups ``name`` and, optionally, ``id``.
         tail: pattern for the text after the arguments of a call.
         end: pattern for the text after the last call.
+        whole: marks of calls that are the whole content.
     """
 
     marks: tuple[tuple[str, Callable[[Rules, Sequence[ToolSchema], bool], str]], ...]
     head: re.Pattern[str]
     tail: re.Pattern[str]
     end: re.Pattern[str]
+    whole: tuple[str, ...] = ()
 
     def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
         return JSON_QUOTES
@@ -48,7 +50,7 @@ class JSONSyntax:
         triggers = []
         for text, call in self.marks:
             rules = Rules()
-            triggers.append(CallTrigger(text, rules.text(call(rules, tools, parallel))))
+            triggers.append(CallTrigger(text, rules.text(call(rules, tools, parallel)), is_whole=text in self.whole))
         return tuple(triggers)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
@@ -202,10 +204,16 @@ def _from_assistant(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -
     return _harmony_call(rules, tools, f'{mark("<|channel|>")} "commentary"')
 
 
-# :class:`metal_engine.answers.harmony.HarmonySplitter` brings both forms to the first one.
+# :class:`metal_engine.answers.harmony.HarmonySplitter` brings all forms to the first one. The last form follows a
+# prompt that ends with ``<|start|>assistant``.
 HARMONY = JSONSyntax(
-    (("<|channel|>commentary to=", _to_recipient), ("<|start|>assistant to=", _from_assistant)),
+    (
+        ("<|channel|>commentary to=", _to_recipient),
+        ("<|start|>assistant to=", _from_assistant),
+        ("to=", _from_assistant),
+    ),
     re.compile(rf"(?:functions\.)?(?P<name>{_RECIPIENT.pattern})<\|message\|>(?=\{{)"),
     re.compile(""),
     re.compile(""),
+    ("to=",),
 )

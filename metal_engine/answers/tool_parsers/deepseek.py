@@ -88,7 +88,7 @@ class DSMLCalls:
                 arguments, at = _parameters(text, invoke.end())
             end = _INVOKE_END.match(text, at)
             if end is None:
-                raise ValueError("the call has text beside its arguments, or no end")
+                raise ValueError("the arguments are not followed by the end of the call")
             calls.append({"name": invoke["name"], "arguments": arguments})
             at = end.end()
         return calls
