@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from metal_engine.answers import harmony
 from metal_engine.answers.answer_format import AnswerFormat, BareOpening, ReasoningMarks, ToolParser
 from metal_engine.answers.call_syntaxes.gemma import FUNCTION_GEMMA, GEMMA4
-from metal_engine.answers.call_syntaxes.json_formats import DEEPSEEK_V3, DEEPSEEK_V31, HERMES, KIMI_K2, MISTRAL
+from metal_engine.answers.call_syntaxes.json_formats import DEEPSEEK_V3, DEEPSEEK_V31, HERMES, KIMI_K2, LLAMA3, MISTRAL
 from metal_engine.answers.call_syntaxes.pythonic import PYTHONIC
 from metal_engine.answers.call_syntaxes.syntax import CallSyntax, ExactParser
 from metal_engine.answers.call_syntaxes.tag_formats import (
@@ -29,6 +29,7 @@ from metal_engine.answers.call_syntaxes.tag_formats import (
 )
 from metal_engine.answers.tool_parsers.deepseek import DeepSeekCalls, DSMLCalls
 from metal_engine.answers.tool_parsers.json_calls import JSON_CALL_HEAD, JSON_CALLS
+from metal_engine.answers.tool_parsers.llama3 import Llama3Calls
 from metal_engine.answers.tool_parsers.mistral import MISTRAL_CALL_HEAD, MistralCalls
 from metal_engine.answers.tool_parsers.pythonic import PythonicCalls
 from metal_engine.answers.tool_parsers.qwen3_coder import Qwen3CoderCalls
@@ -50,6 +51,7 @@ _OWN_PARSERS: dict[str, ToolParser] = {
     "deepseek_v32": DSMLCalls("function_calls"),
     "deepseek_v4": DSMLCalls("tool_calls"),
     "json_tools": JSON_CALLS,
+    "llama3_json": Llama3Calls(),
     "mistral": MistralCalls(),
     "pythonic": PythonicCalls(),
     "qwen3_coder": Qwen3CoderCalls(),
@@ -59,6 +61,7 @@ _CALL_HEADS = {
     "deepseek_v3": DEEPSEEK_V3.head,
     "deepseek_v31": DEEPSEEK_V31.head,
     "json_tools": JSON_CALL_HEAD,
+    "llama3_json": JSON_CALL_HEAD,
     "mistral": MISTRAL_CALL_HEAD,
 }
 # Name of a format -> exact form of the calls, for which there is a grammar.
@@ -74,6 +77,7 @@ CALL_SYNTAXES: dict[str, CallSyntax] = {
     "kimi_k2": KIMI_K2,
     "kimi_k3": KIMI_K3,
     "laguna": glm(),
+    "llama3_json": LLAMA3,
     "longcat": glm("longcat_"),
     "minicpm5": MINICPM5,
     "minimax_m2": MINIMAX_M2,
@@ -83,7 +87,11 @@ CALL_SYNTAXES: dict[str, CallSyntax] = {
     "qwen3_coder": QWEN3_CODER,
 }
 # Starts of calls for models that sometimes omit the opening mark.
-_BARE_OPENINGS = {"pythonic": BareOpening("[", "(", only_first=True), "qwen3_coder": BareOpening("<function=", ">")}
+_BARE_OPENINGS = {
+    "llama3_json": BareOpening('{"name": "', '"', only_first=True),
+    "pythonic": BareOpening("[", "(", only_first=True),
+    "qwen3_coder": BareOpening("<function=", ">"),
+}
 
 # Start of a model's type -> text before the end of its reasoning if the budget ends it. Qwen's documentation has it in
 # the section about the thinking budget, and the technical report of Qwen3 in the section about post-training.
@@ -167,18 +175,20 @@ def _tool_parser_name(tokenizer: PreTrainedTokenizerFast, wanted: str) -> str | 
     asked_for = tokenizer.init_kwargs.get("tool_parser_type")
     if asked_for and not (isinstance(asked_for, str) and asked_for.isidentifier()):  # used as the name of a module
         raise _no_parser(asked_for)
-    return asked_for or tokenizer_utils._infer_tool_parser(tokenizer) or _deepseek_parser_name(tokenizer)
+    return asked_for or tokenizer_utils._infer_tool_parser(tokenizer) or _own_parser_name(tokenizer)
 
 
-def _deepseek_parser_name(tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Return the name of the format of a tokenizer of DeepSeek; None for other tokenizers.
+def _own_parser_name(tokenizer: PreTrainedTokenizerFast) -> str | None:
+    """Return the name of a tool parser that mlx-lm lacks; None if the tokenizer fits none of them.
 
-    The distilled models have the chat template of DeepSeek R1 without the tokens of tool calls, so they get None.
+    The distilled models of DeepSeek have the chat template of R1 without the tokens of tool calls, so they get None.
     """
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     vocabulary = tokenizer.get_vocab()
     if "<｜tool▁calls▁begin｜>" in template and "<｜tool▁calls▁begin｜>" in vocabulary:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
+    if '{"name": function name, "parameters":' in template:
+        return "llama3_json"
     if "｜DSML｜" in vocabulary:
         return "deepseek_v4" if "tool_calls>" in template else "deepseek_v32"
     return None

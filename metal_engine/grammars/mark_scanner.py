@@ -154,7 +154,7 @@ class MarkScanner:
 
     def _drop(self, length: int) -> None:
         """Drop the first bytes of the text, which belong to the current phase."""
-        if self.phase == "content" and self._text[:length].strip():
+        if self.first_marks and self.phase == "content" and self._text[:length].strip():
             self.first_marks = ()
         self._text = self._text[length:]
 

@@ -163,6 +163,13 @@ class TestCalls:
         matcher = following(calls=call_phase(answer_format("pythonic"), TOOLS, parallel=False))
         assert set(allowed(matcher, text)) == set(" ]")
 
+    def test_a_bare_object(self, following: Following) -> None:
+        matcher = following(calls=call_phase(answer_format("llama3_json"), TOOLS, parallel=True))
+        assert allowed(matcher, '{"name": "get_me') == ALL and matcher.is_free
+        matcher = following(calls=call_phase(answer_format("llama3_json"), TOOLS, parallel=True))
+        assert set(allowed(matcher, '{"name": "get_weather"')) == set(" ,")
+        assert allowed(matcher, ', "parameters": {"city": "Rome"}}') == "" and not matcher.is_free
+
     def test_the_recipient_of_a_message_that_the_prompt_begins(self, following: Following) -> None:
         matcher = following(calls=call_phase(harmony_format(), TOOLS, parallel=True))
         assert allowed(matcher, " to=") == "f"

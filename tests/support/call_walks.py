@@ -31,6 +31,7 @@ SPECIAL = (
     "<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel|>", "<|message|>",
     "<|call|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<｜tool▁calls▁begin｜>",
     "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "｜DSML｜",
+    "<|python_tag|>",
 )  # fmt: skip
 # Texts that a walk writes at once if the grammar allows them.
 SNIPPETS = (

@@ -35,7 +35,7 @@ MARKS = {
     "minicpm5": "</function>", "minimax_m2": "</invoke>\n</minimax:tool_call>",
     "muse_spark": "</atem:invoke></atem:function_calls>", "pythonic": "<|tool_call_end|>)]",
     "function_gemma": "<end_function_call>}", "gemma4": "<tool_call|>}",
-    "deepseek_v3": "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "llama3_json": "<|python_tag|>", "deepseek_v3": "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v31": "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "deepseek_v32": "</｜DSML｜invoke>\n</｜DSML｜function_calls>", "deepseek_v4": "</｜DSML｜tool_calls>",
     "harmony": "<|call|><|end|>",
@@ -223,6 +223,8 @@ EXACT = [
         f"<｜tool▁calls▁begin｜>{_V3.format('list_all', '{}')}\n{_V3.format('list_all', '{}')}\n<｜tool▁calls▁end｜>",
         [_NONE, _NONE],
     ),
+    _one("llama3_json", f'<|python_tag|>{{"name": "edit", "parameters": {_json("llama3_json")}}}'),
+    _one("llama3_json", f'{{"name": "edit", "parameters": {_json("llama3_json")}}}'),
     _one("deepseek_v31", f"<｜tool▁calls▁begin｜>{_V31.format('edit', _json('deepseek_v31'))}<｜tool▁calls▁end｜>"),
     Recorded(
         "deepseek_v31", f"<｜tool▁calls▁begin｜>{_V31.format('list_all', '{}') * 2}<｜tool▁calls▁end｜>", [_NONE, _NONE]

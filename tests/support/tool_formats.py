@@ -153,6 +153,12 @@ RECORDED = [
         SAID,
     ),
     Recorded(
+        "llama3_json",
+        PROSE + '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Zürich 😀", "days": 3}}',
+        [WEATHER],
+        SAID,
+    ),
+    Recorded(
         "deepseek_v3",
         PROSE
         + "<｜tool▁calls▁begin｜>"
@@ -204,6 +210,7 @@ MALFORMED = {
     "minicpm5": 'Hm. <function name="other"></function> So be it.',
     "muse_spark": "Hm. <atem:function_calls>get_weather</atem:function_calls> So be it.",
     "pythonic": "Hm. <|tool_call_start|>get_weather<|tool_call_end|> So be it.",
+    "llama3_json": 'Hm. <|python_tag|>get_weather.call(city="Rome")',
     "deepseek_v3": "Hm. <｜tool▁calls▁begin｜>function<｜tool▁sep｜>get_weather<｜tool▁calls▁end｜> So be it.",
     "deepseek_v31": "Hm. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁calls▁end｜> So be it.",
     "deepseek_v32": "Hm. <｜DSML｜function_calls>get_weather</｜DSML｜function_calls> So be it.",

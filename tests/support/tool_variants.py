@@ -166,6 +166,13 @@ VARIANTS: dict[str, Recorded] = {
         '"{\\"city\\": \\"Rome\\"}"<|tool_call_end|><|tool_calls_section_end|>',
         [TRAINS],
     ),
+    "llama3_json bare": Recorded("llama3_json", '\n{"name": "find_trains", "parameters": {"city": "Rome"}}', [TRAINS]),
+    "llama3_json two objects": Recorded(
+        "llama3_json", f"Both. <|python_tag|>{_JSON['get_weather']}; {_JSON['find_trains']}", [WEATHER, TRAINS], "Both."
+    ),
+    "llama3_json text behind": Recorded(
+        "llama3_json", f"<|python_tag|>{_JSON['find_trains']} One moment.", [TRAINS], "One moment."
+    ),
     "deepseek_v3 no code block": Recorded(
         "deepseek_v3",
         _DEEPSEEK.format('<｜tool▁call▁begin｜>function<｜tool▁sep｜>find_trains\n{"city": "Rome"}<｜tool▁call▁end｜>'),
@@ -312,6 +319,9 @@ UNREADABLE: dict[str, tuple[str, str]] = {
         '<|open|>tools<|sep|><|open|>call tool="find_trains"<|sep|><|open|>argument key="city" type="string"<|sep|>Rome'
         "<|close|>call<|sep|><|close|>tools<|sep|>",
     ),
+    "llama3_json bare, not a tool": ("llama3_json", '{"name": "other", "parameters": {}}'),
+    "llama3_json bare, behind text": ("llama3_json", f"Like so: {_JSON['find_trains']}"),
+    "llama3_json bare, another key": ("llama3_json", '{"name": "find_trains", "city": "Rome"}'),
     "deepseek_v3 text between calls": (
         "deepseek_v3",
         _DEEPSEEK.format(f"{_V3}<｜tool▁call▁end｜> and"),

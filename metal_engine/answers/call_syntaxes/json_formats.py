@@ -1,4 +1,4 @@
-"""Calls whose arguments are one JSON object: Hermes and Qwen, Mistral, Kimi K2, DeepSeek, gpt-oss."""
+"""Calls whose arguments are one JSON object: Hermes and Qwen, Llama 3, Mistral, Kimi K2, DeepSeek, gpt-oss."""
 
 from __future__ import annotations
 
@@ -85,6 +85,34 @@ HERMES = JSONSyntax(
     ),
     re.compile(rf"{_SPACE}\}}{_SPACE}"),
     re.compile(""),
+)
+
+
+class Llama3Syntax(JSONSyntax):
+    """Form of Llama 3's calls: one JSON object after a mark, or as the whole content."""
+
+    def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
+        rules = Rules()
+        heads = []
+        for tool in tools:
+            arguments = f'{GAP} "," {GAP} "\\"parameters\\"" {GAP} ":" {GAP} {_object(tool)} {GAP} "}}"'
+            heads.append((f'{checked_name(_WORD, tool.name)}"', rules.rule(arguments)))
+        one = rules.rule(choice([rules.rule(f"{string(head)} {arguments}") for head, arguments in heads]))
+        opening = f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} "\\""'
+        return (
+            CallTrigger("<|python_tag|>", rules.text(f"{opening} {one}")),
+            CallTrigger('{"name": "', rules.text(one), tuple(heads), is_whole=True),
+        )
+
+
+LLAMA3 = Llama3Syntax(
+    (),
+    re.compile(
+        rf'{_SPACE}\{{{_SPACE}"name"{_SPACE}:{_SPACE}"(?P<name>{_WORD.pattern})"{_SPACE},{_SPACE}"parameters"'
+        rf"{_SPACE}:{_SPACE}(?=\{{)"
+    ),
+    re.compile(rf"{_SPACE}\}}"),
+    re.compile(_SPACE),
 )
 
 

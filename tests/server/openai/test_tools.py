@@ -293,6 +293,7 @@ def tokenizer_with(*tokens: str, special: bool = False, template: str = "") -> A
 
 
 DEEPSEEK_V3 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ tool.type }}<｜tool▁sep｜>{{ tool.name }}\n```json\n"
+LLAMA3 = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
 DEEPSEEK_V31 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ tool.name }}<｜tool▁sep｜>{{ tool.arguments }}"
 
 
@@ -308,6 +309,7 @@ def test_parsers_are_chosen_from_the_tokenizer() -> None:
         (tokenizer_with("｜DSML｜"), "<｜DSML｜function_calls>", None, False),
         (tokenizer_with("｜DSML｜", template="<｜DSML｜tool_calls>"), "<｜DSML｜tool_calls>", None, False),
         (tokenizer_with(template=DEEPSEEK_V3), None, None, False),
+        (tokenizer_with("<|python_tag|>", template=LLAMA3, special=True), "<|python_tag|>", None, True),
     ]:
         chosen = find_answer_format(hf)
         assert (None if chosen.tool is None else chosen.tool.tool_call_start) == tool
