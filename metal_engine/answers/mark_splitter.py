@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from metal_engine.answers.answer_format import AnswerFormat, BareOpening
+from metal_engine.answers.answer_format import AnswerFormat, BareOpening, ToolParser
 from metal_engine.answers.call_end import CallEnd
 from metal_engine.answers.call_reader import CallReader
 from metal_engine.answers.call_syntaxes.syntax import NO_QUOTES
@@ -17,6 +17,8 @@ from metal_engine.answers.splitter import ContentGaps, Splitter, overlap
 
 class MarkSplitter(Splitter):
     """Splits text at marks. White space next to a mark belongs to the mark, but separates two parts of the content.
+
+    Calls within reasoning are reasoning. The exception are calls at the end of an output whose reasoning has no end.
 
     Args:
         answer_format: output format of the model.
@@ -36,6 +38,8 @@ class MarkSplitter(Splitter):
         incremental: bool = False,
     ) -> None:
         self.reasoning_bounds: list[int] = [0] if in_reasoning else []
+        self._opening = ""  # mark that the prompt ends with, as long as the output may repeat it
+        self._dropped: tuple[str, ...] = ()
         self._tool = tool = answer_format.tool if tools else None
         self._calls: CallReader | None = None
         self._bare: _BareOpenings | None = None
@@ -44,7 +48,9 @@ class MarkSplitter(Splitter):
         # Marks that end each state.
         self._marks: dict[str, list[str]] = {"content": [], "reasoning": [], "call": []}
         if reasoning is not None:
-            self._marks["content"].append(reasoning.start)
+            self._opening = reasoning.start if in_reasoning else ""
+            self._dropped = reasoning.dropped
+            self._marks["content"] += [reasoning.start, *self._dropped]
             self._marks["reasoning"].append(reasoning.end)
         if tool is not None:
             head = answer_format.call_head if incremental else None
@@ -73,6 +79,12 @@ class MarkSplitter(Splitter):
         searched = len(self._text)
         self._text += text
         self._end += length
+        if self._opening:
+            begun = self._text.lstrip()
+            if self._opening.startswith(begun) and begun != self._opening:
+                return []
+            self._text = begun.removeprefix(self._opening)
+            self._opening, searched = "", 0
         deltas: list[AnswerDelta] = []
         while (found := self._next_mark(searched)) is not None:
             deltas += self._cross_at(*found)
@@ -85,6 +97,12 @@ class MarkSplitter(Splitter):
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
         deltas: list[AnswerDelta] = []
+        if self._state == "reasoning" and self._tool is not None and not truncated:
+            at = _calls_at_end(self._text, self._tool)
+            if at < len(self._text) and self._text.rstrip().endswith(self._tool.tool_call_end):
+                deltas += self._cross_at(at, "")
+                calls, self._text = self._text, ""
+                deltas += self.take(calls, 0)
         while self._state == "call" and not truncated and (found := self._call_end.first_mark) is not None:
             # The quoted part around the mark has no end.
             deltas += self._cross_at(*found)
@@ -144,7 +162,9 @@ class MarkSplitter(Splitter):
         if self._bare is not None and state == "content" and shown:
             self._bare.pass_content()
         is_call = self._tool is not None and state == "content" and mark in ("", self._tool.tool_call_start)
-        if is_call:
+        if state == "content" and mark in self._dropped:
+            pass
+        elif is_call:
             self._state, self._before_call = "call", before[len(shown) :] + mark
         else:
             self._state = "content" if state == "reasoning" else "reasoning"
@@ -162,6 +182,8 @@ class MarkSplitter(Splitter):
         held = max(overlap(text, mark) for mark in self._marks[self._state])
         if self._bare is not None and self._state == "content":
             held = max(held, self._bare.overlap(text))
+        if self._tool is not None and self._state == "reasoning":
+            held = max(held, len(text) - _calls_at_end(text, self._tool))
         end = len(text[: len(text) - held].rstrip())
         begin = len(text) - len(text.lstrip()) if self._after_mark else 0
         if end <= begin:
@@ -196,6 +218,23 @@ class MarkSplitter(Splitter):
         if any(isinstance(delta, TextDelta) for delta in deltas):
             self._after_mark = False
         return deltas
+
+
+def _calls_at_end(text: str, tool: ToolParser) -> int:
+    """Return the position from which a text consists of marks of calls and the text between them.
+
+    The last call may be incomplete. Return the length of the text if it does not end with a call.
+    """
+    begin, end = tool.tool_call_start, tool.tool_call_end
+    if not end:
+        return len(text)
+    at = text.rfind(begin)
+    closed = text.find(end, at)
+    if at < 0 or (closed >= 0 and not begin.startswith(text[closed + len(end) :].strip())):
+        return len(text) - overlap(text, begin)
+    while (before := text[:at].rstrip()).endswith(end) and (earlier := before.rfind(begin)) >= 0:
+        at = earlier
+    return at
 
 
 class _BareOpenings:

@@ -34,7 +34,8 @@ def test_triggers() -> None:
     marks = [trigger.mark for trigger in phase.triggers]
     assert marks == ["<tool_call>", "<function="] and not phase.parallel
     phase = call_phase(harmony_format(), TOOLS, parallel=True)
-    assert [trigger.mark for trigger in phase.triggers] == ["<|channel|>commentary to=", "<|start|>assistant to="]
+    marks = ["<|channel|>commentary to=", "<|channel|>analysis to=", "<|start|>assistant to="]
+    assert [trigger.mark for trigger in phase.triggers] == marks
     assert phase.parallel
 
 
