@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.json_formats import json_call
+from metal_engine.answers.call_syntaxes.json_formats import HERMES, json_call
 from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, json_value, mark
 from metal_engine.answers.call_syntaxes.strings import text_terminal
 from metal_engine.answers.call_syntaxes.syntax import JSON_QUOTES, Quotes, choice
@@ -55,6 +55,9 @@ class _LongCat(TagSyntax):
 
     def _any_call(self, rules: Rules, tools: Sequence[ToolSchema]) -> str:
         return choice([rules.rule(super()._any_call(rules, tools)), rules.rule(json_call(rules, tools))])
+
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
+        return super().read(text, tools) or HERMES.read(text, tools)
 
 
 GLM = _glm(TagSyntax)
