@@ -38,11 +38,12 @@ class MarkSplitter(Splitter):
         incremental: bool = False,
     ) -> None:
         self.reasoning_bounds: list[int] = [0] if in_reasoning else []
-        self._opening = ""  # mark that the prompt ends with, as long as the output may repeat it
+        self._opening = ""  # mark at the end of the prompt; empty once the output cannot repeat the mark
         self._dropped: tuple[str, ...] = ()
         self._tool = tool = answer_format.tool if tools else None
         self._calls: CallReader | None = None
         self._bare: _BareOpenings | None = None
+        self._calls_at_end: _CallsAtEnd | None = None
         self._gaps = ContentGaps()
         reasoning = answer_format.reasoning
         # Marks that end each state.
@@ -57,8 +58,11 @@ class MarkSplitter(Splitter):
             self._calls = CallReader(tool, tools, parallel=parallel, head=head, gaps=self._gaps)
             self._marks["content"].append(tool.tool_call_start)
             self._marks["call"].append(tool.tool_call_end or tool.tool_call_start)
+            names = [tool["function"]["name"] for tool in tools]
             if answer_format.bare is not None:
-                self._bare = _BareOpenings(answer_format.bare, [tool["function"]["name"] for tool in tools])
+                self._bare = _BareOpenings(answer_format.bare, names)
+            if reasoning is not None and tool.tool_call_end:
+                self._calls_at_end = _CallsAtEnd(tool, names)
         self._quotes = NO_QUOTES if answer_format.syntax is None else answer_format.syntax.quotes(tool_schemas(tools))
         self._call_end = CallEnd(NO_QUOTES, ("",))  # search for the end of the current call
         self._state: Literal["content", "reasoning", "call"] = "reasoning" if in_reasoning else "content"
@@ -97,9 +101,9 @@ class MarkSplitter(Splitter):
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
         deltas: list[AnswerDelta] = []
-        if self._state == "reasoning" and self._tool is not None and not truncated:
-            at = _calls_at_end(self._text, self._tool)
-            if at < len(self._text) and self._text.rstrip().endswith(self._tool.tool_call_end):
+        if self._state == "reasoning" and self._calls_at_end is not None and not truncated:
+            at = self._calls_at_end.find(self._text)
+            if self._calls_at_end.has_ended(self._text[at:]):
                 deltas += self._cross_at(at, "")
                 calls, self._text = self._text, ""
                 deltas += self.take(calls, 0)
@@ -182,8 +186,8 @@ class MarkSplitter(Splitter):
         held = max(overlap(text, mark) for mark in self._marks[self._state])
         if self._bare is not None and self._state == "content":
             held = max(held, self._bare.overlap(text))
-        if self._tool is not None and self._state == "reasoning":
-            held = max(held, len(text) - _calls_at_end(text, self._tool))
+        if self._calls_at_end is not None and self._state == "reasoning":
+            held = max(held, len(text) - self._calls_at_end.find(text))
         end = len(text[: len(text) - held].rstrip())
         begin = len(text) - len(text.lstrip()) if self._after_mark else 0
         if end <= begin:
@@ -220,21 +224,39 @@ class MarkSplitter(Splitter):
         return deltas
 
 
-def _calls_at_end(text: str, tool: ToolParser) -> int:
-    """Return the position from which a text consists of marks of calls and the text between them.
+class _CallsAtEnd:
+    """Finds calls at the end of reasoning.
 
-    The last call may be incomplete. Return the length of the text if it does not end with a call.
+    Args:
+        tool: parser of the call format.
+        names: names of the tools.
     """
-    begin, end = tool.tool_call_start, tool.tool_call_end
-    if not end:
-        return len(text)
-    at = text.rfind(begin)
-    closed = text.find(end, at)
-    if at < 0 or (closed >= 0 and not begin.startswith(text[closed + len(end) :].strip())):
-        return len(text) - overlap(text, begin)
-    while (before := text[:at].rstrip()).endswith(end) and (earlier := before.rfind(begin)) >= 0:
-        at = earlier
-    return at
+
+    def __init__(self, tool: ToolParser, names: Sequence[str]) -> None:
+        self._begin = tool.tool_call_start
+        self._end = tool.tool_call_end
+        # A call names its tool at its beginning. Other text with the mark is prose about calls.
+        named = "|".join(map(re.escape, names))
+        self._head = re.compile(rf"{re.escape(self._begin)}\s{{0,8}}(?:.{{0,30}}?[\"'=.:\[>])?(?:{named})\b", re.DOTALL)
+        self._longest_head = len(self._begin) + 40 + max(map(len, names))
+
+    def find(self, text: str) -> int:
+        """Return the position from which a text consists of calls. The last call may be incomplete.
+
+        Return the position of a possible mark, or the length of the text, if the text does not end with a call.
+        """
+        at = text.rfind(self._begin)
+        closed = text.find(self._end, at)
+        is_call = at >= 0 and (len(text) - at < self._longest_head or self._head.match(text, at))
+        if not is_call or (closed >= 0 and not self._begin.startswith(text[closed + len(self._end) :].strip())):
+            return len(text) - overlap(text, self._begin)
+        while (before := text[:at].rstrip()).endswith(self._end) and (earlier := before.rfind(self._begin)) >= 0:
+            at = earlier
+        return at
+
+    def has_ended(self, text: str) -> bool:
+        """Return True if a text ends with a call's closing mark."""
+        return text.rstrip().endswith(self._end)
 
 
 class _BareOpenings:

@@ -61,7 +61,7 @@ def test_golden_answers(case: GoldenCase, caplog: pytest.LogCaptureFixture) -> N
     reasons = {"length" if "cut" in case.options else "stop"}
     if not case.calls and case.reasoning is None:
         reasons.add("length")
-    # If a call turns out to be none, parts of it have been streamed.
+    # A stream contains the beginning of a malformed call.
     streams = [False, True] if case.calls and "cut" not in case.options else [False]
     for parts, incremental, reason in product(cuts(case.text), streams, reasons):
         content, reasoning, calls, ids = read(chat, parts, reason, incremental=incremental)

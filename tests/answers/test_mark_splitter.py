@@ -167,6 +167,16 @@ def test_content_is_not_held_back_longer_than_it_must() -> None:
     assert splitter.add("m") == [TextDelta("content", "<tool_calm")]
 
 
+def test_prose_about_calls_is_not_held_back_within_reasoning() -> None:
+    splitter = MarkSplitter(answer_format("json_tools"), TOOLS, in_reasoning=True)
+    splitter.add("I could write <tool_call>")
+    assert splitter.add(" with find_trains in it, or ask the user for more, or do both.") != []
+    assert splitter.add(" Hm.") == [TextDelta("reasoning", " Hm.")]
+    assert splitter.add('\n<tool_call>{"name": "find_trains", "arguments": {"city": "') == []
+    assert splitter.add('Rome"}}</tool_call>') == []
+    assert splitter.add(" No.")[0].kind == "reasoning"  # type: ignore[union-attr]
+
+
 def test_a_string_without_an_end_does_not_hide_later_calls() -> None:
     text = '<tool_call>{"name": "find_trains", "arguments": {"city": "a}}</tool_call>'
     call = '<tool_call>{"name": "find_trains", "arguments": {"city": "Rome"}}</tool_call>'
