@@ -97,4 +97,6 @@ def _structured_source(wanted: Mapping[str, Any]) -> str:
     options: JsonCompileOptions = {"whitespace_pattern": wanted.get("whitespace_pattern") or _WHITESPACE}
     if wanted.get("disable_any_whitespace"):
         options = {"whitespace_flexible": False}
+    # Models that write JSON in ASCII escape all other characters. By default, only control characters may be escaped.
+    options["json_allow_general_unicode_escapes"] = True
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)

@@ -35,7 +35,12 @@ def test_triggers() -> None:
     assert marks == ["<tool_call>", "<function="] and not phase.parallel
     phase = call_phase(harmony_format(), TOOLS, parallel=True)
     marks = [(trigger.mark, trigger.is_whole) for trigger in phase.triggers]
-    assert marks == [("<|channel|>commentary to=", False), ("<|start|>assistant to=", False), ("to=", True)]
+    assert marks == [
+        ("<|channel|>commentary to=", False),
+        ("<|channel|>analysis to=", False),
+        ("<|start|>assistant to=", False),
+        ("to=", True),
+    ]
     assert phase.parallel
     phase = call_phase(answer_format("pythonic"), TOOLS, parallel=True)
     marked, bare = phase.triggers

@@ -99,6 +99,29 @@ def accepts(vocab: Vocabulary, trigger: CallTrigger, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting() and matcher.is_stopped()
 
 
+def called(vocab: Vocabulary, triggers: Sequence[CallTrigger], text: str) -> int:
+    """Return the number of marks in a text that begin calls. The grammars of all of them must allow the text there.
+
+    If a grammar refuses a special token, the text is written out.
+    """
+    num_marks = 0
+    while found := [(text.index(one.mark), -len(one.mark), i) for i, one in enumerate(triggers) if one.mark in text]:
+        at, length, i = min(found)
+        num_marks += 1
+        text = text[at - length :]
+        matcher = vocab.matcher(triggers[i].grammar)
+        written = b""
+        for token in vocab.tokens(text):
+            tokens = [token] if matcher.validate_tokens([token]) else list(vocab.text(token))
+            assert matcher.try_consume_tokens(tokens) == len(tokens), (written.decode(errors="replace"), text)
+            written += vocab.text(token)
+            if matcher.is_stopped():
+                break
+        assert matcher.is_accepting() and matcher.is_stopped(), text
+        text = text[len(written.decode()) :]
+    return num_marks
+
+
 def walk(
     rng: random.Random, vocab: Vocabulary, trigger: CallTrigger, closers: Sequence[str], num_free: int
 ) -> str | None:

@@ -67,14 +67,19 @@ class JSONSyntax:
         return calls if self.end.fullmatch(text, at) else None
 
 
-def _hermes(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+def json_call(rules: Rules, tools: Sequence[ToolSchema]) -> str:
+    """Return a Lark expression for a call that is a JSON object with ``name`` and ``arguments``."""
     options = [
         f"{string(json.dumps(tool.name, ensure_ascii=False))} {GAP} "
         f'"," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {_object(tool)}'
         for tool in tools
     ]
     one = choice([rules.rule(option) for option in options])
-    return f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} {one} {GAP} "}}" {GAP} {mark("</tool_call>")}'
+    return f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} {one} {GAP} "}}" {GAP}'
+
+
+def _hermes(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+    return f"{json_call(rules, tools)} {mark('</tool_call>')}"
 
 
 HERMES = JSONSyntax(
@@ -121,7 +126,7 @@ def _mistral(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     for tool in tools:
         arguments = rules.rule(_object(tool))
         call_id = f"({mark('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?"
-        headed.append(f"{string(checked_name(_WORD, tool.name))} {call_id} {mark('[ARGS]')} {arguments}")
+        headed.append(f"{string(checked_name(_WORD, tool.name))} {call_id} {mark('[ARGS]')}? {arguments}")
         name = string(f'"{tool.name}"')
         listed.append(f'{name} {GAP} "," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {arguments}')
     listed_id = rules.rule(f'{GAP} "," {GAP} "\\"id\\"" {GAP} ":" {GAP} /"[A-Za-z0-9]{{9}}"/')
@@ -164,7 +169,7 @@ class MistralSyntax(JSONSyntax):
 
 MISTRAL = MistralSyntax(
     (("[TOOL_CALLS]", _mistral),),
-    re.compile(rf"{_SPACE}(?P<name>{_WORD.pattern})(?:\[CALL_ID\](?P<id>[A-Za-z0-9]{{9}}))?\[ARGS\](?=\{{)"),
+    re.compile(rf"{_SPACE}(?P<name>{_WORD.pattern})(?:\[CALL_ID\](?P<id>[A-Za-z0-9]{{9}}))?(?:\[ARGS\])?(?=\{{)"),
     re.compile(""),
     re.compile(""),
 )
@@ -173,21 +178,21 @@ MISTRAL = MistralSyntax(
 def _kimi_k2(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     begin, end = mark("<|tool_call_begin|>"), mark("<|tool_call_end|>")
     calls = [
-        f"{string(checked_name(_RECIPIENT, tool.name))} /:[0-9]{{1,3}}/ {mark('<|tool_call_argument_begin|>')} "
+        f"{string(checked_name(_RECIPIENT, tool.name))} /:[0-9]{{1,3}}/ {GAP} {mark('<|tool_call_argument_begin|>')} "
         f"{GAP} {_object(tool)} {GAP}"
         for tool in tools
     ]
-    one = rules.rule(f'{begin} "functions." {choice([rules.rule(call) for call in calls])} {end}')
+    one = rules.rule(f'{begin} "functions."? {choice([rules.rule(call) for call in calls])} {end}')
     return f"{one}{'+' if parallel else ''} {mark('<|tool_calls_section_end|>')}"
 
 
 KIMI_K2 = JSONSyntax(
     (("<|tool_calls_section_begin|>", _kimi_k2),),
     re.compile(
-        rf"<\|tool_call_begin\|>(?P<id>functions\.(?P<name>{_RECIPIENT.pattern}):\d{{1,3}})"
+        rf"<\|tool_call_begin\|>(?P<id>(?:functions\.)?(?P<name>{_RECIPIENT.pattern}):\d{{1,3}}){_SPACE}"
         rf"<\|tool_call_argument_begin\|>{_SPACE}(?=\{{)"
     ),
-    re.compile(rf"{_SPACE}<\|tool_call_end\|>"),
+    re.compile(rf"{_SPACE}(?:<\|tool_call_end\|>|(?=<\|tool_call_begin\|>)|\Z)"),
     re.compile(""),
 )
 
@@ -229,7 +234,7 @@ def _to_recipient(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> 
 
 
 def _from_assistant(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
-    return _harmony_call(rules, tools, f'{mark("<|channel|>")} "commentary"')
+    return _harmony_call(rules, tools, f'{mark("<|channel|>")} ("commentary" | "analysis")')
 
 
 # :class:`metal_engine.answers.harmony.HarmonySplitter` brings all forms to the first one. The last form follows a
@@ -237,6 +242,7 @@ def _from_assistant(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -
 HARMONY = JSONSyntax(
     (
         ("<|channel|>commentary to=", _to_recipient),
+        ("<|channel|>analysis to=", _to_recipient),
         ("<|start|>assistant to=", _from_assistant),
         ("to=", _from_assistant),
     ),

@@ -33,6 +33,7 @@ def json_value(schema: Any, *, strict: bool) -> str:
     if not isinstance(schema, dict):
         schema = {} if schema else {"not": {}}
     options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE, "lenient": not strict}
+    options["json_allow_general_unicode_escapes"] = True  # as in structured outputs
     text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
     return "%json " + text.replace("@", "\\u0040")
 
