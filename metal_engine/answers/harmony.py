@@ -76,12 +76,19 @@ class HarmonySplitter(MarkSplitter):
     Text that does not begin with a header is content, because a grammar may force such an output.
     """
 
-    def __init__(self, answer_format: AnswerFormat, tools: Sequence[dict[str, Any]] = (), **options: Any) -> None:
-        super().__init__(answer_format, tools, **options)
+    def __init__(
+        self,
+        answer_format: AnswerFormat,
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        in_reasoning: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(answer_format, tools, in_reasoning=in_reasoning, **options)
         self._raw = ""  # received text that was not passed to `MarkSplitter` yet
-        self._in_header = True
+        self._in_header = not in_reasoning
         self._is_first = True
-        self._end_mark = ""  # end mark of the current message in the canonical form
+        self._end_mark = _END if in_reasoning else ""  # end mark of the current message in the canonical form
         self._had_content = False
         self._message_end = CallEnd(NO_QUOTES, _ENDS)  # search for the end of the current message
 

@@ -34,12 +34,12 @@ def without_marks(grammar: str, special: Mapping[str, int]) -> str:
         whole, before = f"{upper}_ALL & ~{upper}_END", json.dumps(end[: first.start()], ensure_ascii=False)
         body = f"{upper}_TEXT: {whole}" if not first.start() else f"{upper}_TEXT: ({whole}) {before}"
         return (
-            f"{name}: {upper}_TEXT {as_lark(end[first.start() :], special)}\n{body}\n"
+            f"{name}: {upper}_TEXT {_as_lark(end[first.start() :], special, tokens)}\n{body}\n"
             f"{upper}_ALL: {terminal}\n{upper}_END: /(?s:.*){text}(?s:.*)/"
         )
 
     grammar = _TEXT_UNTIL.sub(text_until, grammar)
-    return _MARK_PATTERN.sub(lambda found: as_lark(json.loads(found[1]), special), grammar)
+    return _MARK_PATTERN.sub(lambda found: _as_lark(json.loads(found[1]), special, tokens), grammar)
 
 
 def as_lark(text: str, special: Mapping[str, int]) -> str:
@@ -48,8 +48,12 @@ def as_lark(text: str, special: Mapping[str, int]) -> str:
     Args:
         special: ids of the special tokens, by their texts.
     """
+    return _as_lark(text, special, _pattern(special))
+
+
+def _as_lark(text: str, special: Mapping[str, int], tokens: re.Pattern[str]) -> str:
     parts, end = [], 0
-    for found in _pattern(special).finditer(text):
+    for found in tokens.finditer(text):
         parts += [json.dumps(text[end : found.start()], ensure_ascii=False)] if found.start() > end else []
         parts.append(f"<[{special[found[0]]}]>")
         end = found.end()

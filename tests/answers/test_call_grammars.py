@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -14,6 +15,7 @@ from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.answers.phases import call_phase
 from metal_engine.answers.splitter import Splitter
 from metal_engine.checkpoints.answer_formats import CALL_SYNTAXES
+from metal_engine.grammars.call_grammar import CallGrammar
 from tests.support.call_walks import describe, random_tools, vocabulary, walk
 from tests.support.splitting import answer_format, run
 
@@ -44,6 +46,10 @@ def check_walk(name: str, kind: str, seed: int) -> bool:
     phase = call_phase(format_of(name), tools, parallel=parallel)
     assert phase is not None, describe(tools)
     trigger = rng.choice(phase.triggers)
+    opened = [i for i in range(len(trigger.arguments)) if rng.random() < 0.1]
+    wanted = json.loads(CallGrammar(trigger, vocabulary(kind).ids).wanted(opened))
+    trigger = replace(trigger, grammar=wanted["call"])
+    open_tools = {trigger.arguments[i].rule for i in opened}
     rest = walk(rng, vocabulary(kind), trigger, closers(name), rng.choice([0, 10, 40, 120]))
     if rest is None:
         return False
@@ -53,6 +59,7 @@ def check_walk(name: str, kind: str, seed: int) -> bool:
     assert calls and not content, where
     assert parallel or len(calls) == 1, where
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    schemas |= {one.tool: {} for one in trigger.arguments if one.rule in open_tools}
     for called, arguments in calls:
         try:
             jsonschema.validate(arguments, schemas[called])

@@ -125,29 +125,39 @@ def called(vocab: Vocabulary, triggers: Sequence[CallTrigger], text: str) -> int
 def walk(
     rng: random.Random, vocab: Vocabulary, trigger: CallTrigger, closers: Sequence[str], num_free: int
 ) -> str | None:
-    """Return a random text that the trigger's grammar allows; None if it has no end within some thousand tokens.
+    """Return a random text that the trigger's grammar allows. The arguments are those of :func:`walk_tokens`."""
+    tokens = walk_tokens(rng, vocab, trigger, closers, num_free)
+    return None if tokens is None else b"".join(map(vocab.text, tokens)).decode()
+
+
+def walk_tokens(
+    rng: random.Random, vocab: Vocabulary, trigger: CallTrigger, closers: Sequence[str], num_free: int
+) -> list[int] | None:
+    """Return random tokens that the trigger's grammar allows; None if they have no end within some thousand tokens.
 
     Args:
         closers: texts that end values and calls in the format. They are preferred after ``num_free`` tokens.
         num_free: number of random tokens.
     """
     matcher = vocab.matcher(trigger.grammar)
-    written = b""
+    written, tokens = b"", []
     for step in range(4000):
         if matcher.is_stopped():
             assert matcher.is_accepting() and not matcher.is_error(), matcher.get_error()
-            return written.decode()
+            return tokens
         is_free = step < num_free
         if is_free and rng.random() < 0.15:
             snippet = list(rng.choice(SNIPPETS).encode())
             if matcher.validate_tokens(snippet) == len(snippet):
                 assert matcher.consume_tokens(snippet)
                 written += bytes(snippet)
+                tokens += snippet
                 continue
         allowed = vocab.allowed(matcher)
         token = _choose(rng, allowed, written, closers, is_free)
         assert matcher.consume_token(token), matcher.get_error()
         written += vocab.text(token)
+        tokens.append(token)
     return None
 
 
