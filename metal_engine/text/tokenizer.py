@@ -17,7 +17,7 @@ from metal_engine.text.control_tokens import ControlTokens
 from metal_engine.text.detokenizer import Detokenizer
 from metal_engine.text.infilling import Infilling
 from metal_engine.text.long_text import TextTooLongError, encode, limit_word_cache, special_token_affixes
-from metal_engine.text.message_rules import MessageRules
+from metal_engine.text.message_rules import MessageRules, with_content_as_thinking
 
 # Spelling of a single byte in tokenizers without a byte alphabet.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -270,7 +270,7 @@ class Tokenizer:
         template_kwargs.setdefault("add_generation_prompt", not template_kwargs.get("continue_final_message"))
         self._check_length({"messages": messages, **template_kwargs})
         try:
-            given = chat_template.plain_messages(messages)
+            given = with_content_as_thinking(chat_template.plain_messages(messages), self.message_rules)
             variables = chat_template.plain_variables(template_kwargs)
             # The template writes its own BOS, so none is added here.
             if self._allow_special_tokens:
