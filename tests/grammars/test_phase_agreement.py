@@ -154,6 +154,7 @@ class Answer:
         ends: Sequence[str],
     ) -> None:  # fmt: skip
         self.parts: list[list[int]] = [[]]
+        self._has_content = False
         self._vocab = vocab
         tool = known.tool
         assert tool is not None
@@ -171,13 +172,17 @@ class Answer:
                 text = random_text(rng, marks, [*triggers, reasoning.start, *bare, *(("<|",) if known.harmony else ())])
                 self._add(f"{_HEADERS['content']}{text}<|end|>" if known.harmony else text)
             else:
-                trigger = rng.choice(calls.triggers)
+                is_first = not self._has_content
+                trigger = rng.choice([one for one in calls.triggers if is_first or not one.is_whole])
                 rest = walk_tokens(rng, vocab, trigger, ends, rng.choice([0, 10, 40]))
                 if rest is None:
                     continue
                 self._add(trigger.mark)
                 self.parts[-1] += rest
                 self.parts.append([])
+                if trigger.is_whole:
+                    break
+            self._has_content |= kind != "reasoning"
             if known.harmony:
                 self._add("<|start|>assistant")
 
