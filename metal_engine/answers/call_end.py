@@ -72,6 +72,10 @@ class CallEnd:
             elif kind == "quote":
                 self._state = "string" if self._state == "json" else "json"
 
+    def ends_in_escape(self, text: str) -> bool:
+        """Return True if a text, after :meth:`find`, ends with a backslash that escapes the next character."""
+        return self._state in ("text", "string") and text.endswith("\\") and self._at < len(text)
+
     def forget(self, length: int) -> None:
         """Record that the first ``length`` characters of the text are removed."""
         self._at -= length

@@ -91,7 +91,7 @@ class HarmonySplitter(MarkSplitter):
         while (more := self._take_header() if self._in_header else self._take_body()) is not None:
             deltas += more
         if not self._in_header:
-            held = max(overlap(self._raw, mark) for mark in _ENDS)
+            held = max(overlap(self._raw, mark) for mark in _ENDS) or self._message_end.ends_in_escape(self._raw)
             deltas += self._pass_on(len(self._raw) - held)
         return joined(deltas)
 

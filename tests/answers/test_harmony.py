@@ -22,6 +22,7 @@ ANALYSIS = "<|channel|>analysis<|message|>2 < 3, so.\n\nSay so.<|end|>"
 NEXT = "<|start|>assistant"
 FINAL = "<|channel|>final<|message|>It is: 2 <| 3. "
 ARGUMENTS = json.dumps(WEATHER[1], ensure_ascii=False)
+ESCAPED = {"city": 'a"<|end|>\\"<|call|>\\\\', "days": 3}
 THOUGHT = "2 < 3, so.\n\nSay so."
 
 # An output without its last token; its content, reasoning and calls.
@@ -46,6 +47,9 @@ RECORDED: list[tuple[str, str, str, list[Call]]] = [
     (f"<|channel|>commentary to=get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>", "", "", [WEATHER]),
     (f"<|start|>assistant to=find_trains<|channel|>analysis code<|message|>{json.dumps(TRAINS[1])}<|call|>",
      "", "", [TRAINS]),
+    # Marks after escapes are text.
+    (f"<|channel|>commentary to=functions.get_weather<|message|>{json.dumps(ESCAPED)}<|call|>",
+     "", "", [("get_weather", ESCAPED)]),
     # Text that a grammar forces, or that continues a prefill, has no header.
     (' {"a": "to=x"} ', ' {"a": "to=x"} ', "", []),
     ("to Rome<|end|>", "to Rome", "", []),

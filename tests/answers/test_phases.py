@@ -136,7 +136,8 @@ def test_marks_become_tokens_and_strings() -> None:
 
 def test_a_text_up_to_a_mark_with_a_special_token_within() -> None:
     assert without_marks('r1[suffix=@"</D>"]: T\nT: /a*/\n', {"D": 5}) == (
-        'r1: R1_TEXT (<[5]> ">")\nR1_TEXT: (R1_ALL & ~R1_END) "</"\nR1_ALL: T\nR1_END: /(?s:.*)<\\/D>(?s:.*)/\nT: /a*/\n'
+        'r1: R1_TEXT (<[5]> ">")\nR1_TEXT: (R1_ALL & ~R1_END) "</"\nR1_ALL: T\n'
+        "R1_END: /(?s:.*)<\\/D>(?s:.*)/\nT: /a*/\n"
     )
 
 
