@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from metal_engine.errors import InsufficientMemoryError, ModelLoadError, ModelTo
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelState
 from metal_engine.model_pool.registry import RegistryClosedError
 from tests.support.registry import RegistryOfFakes, until, with_fakes
+from tools.fixtures.fake_engine import Death
 
 
 @with_fakes()
@@ -151,8 +151,7 @@ async def test_an_unload_that_fails_holds_up_nobody(made: RegistryOfFakes) -> No
 @with_fakes()
 async def test_an_engine_that_has_died_is_made_anew(made: RegistryOfFakes) -> None:
     await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
-    core: Any = made["a"].loaded_engine.engine._started.core  # type: ignore[union-attr]
-    core.scheduler.schedule = core.scheduler.check_integrity = lambda: 1 / 0
+    made.models["a"].runners[-1].raise_next = Death("gone")
     with pytest.raises(AssertionError, match="stopped"):
         await made.ask("a", [2])
     assert made["a"].failure is not None
