@@ -33,7 +33,7 @@ TO_NEXT_MESSAGE = f"{_END}{_START}assistant"
 
 _ENDS = (_END, _CALL, _RETURN, _START)  # a stray <|start|> also ends the message
 _HEADER_BEGINNINGS = (_START, _CHANNEL, _MESSAGE, "to=")
-_NAME = re.compile(re.escape(_CHANNEL) + r"\s*(\w+)")
+_NAME = re.compile(r".*" + re.escape(_CHANNEL) + r"\s*(\w+)", re.DOTALL)  # the last channel counts
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 # Models sometimes leave out the namespace of the recipient.
 _CALL_TEXT = re.compile(r"(?:functions\.)?([^<]+)" + re.escape(_MESSAGE) + "(.*)", re.DOTALL)
@@ -99,6 +99,8 @@ class HarmonySplitter(MarkSplitter):
             deltas += more
         if not self._in_header:
             held = max(overlap(self._raw, mark) for mark in _ENDS)
+            num_escapes = len(self._raw) - len(self._raw.rstrip("\\"))
+            held = max(held, num_escapes % 2)  # an escape may not be divided: it may be one of a quote
             deltas += self._pass_on(len(self._raw) - held)
         return joined(deltas)
 
@@ -126,7 +128,7 @@ class HarmonySplitter(MarkSplitter):
         if at < 0:
             return []
         header = self._raw[:at]
-        channel, recipient = _NAME.search(header), _RECIPIENT.search(header)
+        channel, recipient = _NAME.match(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] != "assistant":
             self._message_end = CallEnd(HARMONY.quotes(()), _ENDS)
             self._end_mark, shown = _CALL, f"{HarmonyCalls.tool_call_start}{recipient[1]}{_MESSAGE}"

@@ -61,16 +61,20 @@ class PhaseRulesMaker:
                     self._compiler.compile(structured, opening=as_lark(reasoning.start, self._special))
                 )
         content: list[Mark] = []
+        first: list[Mark] = []
         if reasoning is not None:
             content.append(Mark(reasoning.start.encode(), "reasoning"))
         if phases.calls is not None and structured is None:
             for trigger in phases.calls.triggers:
                 grammar = self._call_grammar(trigger)
                 task = self._compiler.compile_call(grammar)
-                content.append(Mark(grammar.mark.encode(), Segment(task, grammar.tail.encode(), is_call=True)))
+                for text, tail_text in grammar.marks:
+                    segment = Segment(task, tail_text.encode(), is_call=True, is_whole=trigger.is_whole)
+                    (first if trigger.is_whole else content).append(Mark(text.encode(), segment))
         return PhaseRules(
             begins_in="reasoning" if reasoning is not None and reasoning.begins_inside else "content",
             marks={"content": content, "reasoning": [] if reasoning is None else [Mark(reasoning.end.encode(), after)]},
+            first_marks=first,
             token_bytes=self._tokenizer.token_bytes,
             stop_token_ids=stop_token_ids,
             opening=opening,

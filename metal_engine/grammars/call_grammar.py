@@ -26,14 +26,16 @@ class CallGrammar:
         special: ids of the vocabulary's special tokens, by their texts.
 
     Attributes:
-        mark: text of the mark.
-        tail: end of the mark that the grammar begins with: the text after the mark's last special token.
+        marks: texts of the marks, each with the end of the mark that the grammar begins with: the text after the
+            mark's last special token.
         opened: indices of the rules for arguments that are left open, because the grammar could not be compiled.
     """
 
     def __init__(self, trigger: CallTrigger, special: Mapping[str, int]) -> None:
-        self.mark = trigger.mark
-        self.tail = tail(trigger.mark, special)
+        heads = trigger.heads or (("", "call"),)
+        end = tail(trigger.mark, special)
+        self.marks = tuple((trigger.mark + head, end + head) for head, _ in heads)
+        self._tails = {end + head: rule for head, rule in heads}
         self.opened: frozenset[int] = frozenset()
         self._rules = without_marks(trigger.grammar, special)
         self._arguments = trigger.arguments
@@ -63,7 +65,7 @@ class CallGrammar:
         if open_rules:
             lines = re.compile(rf"^({'|'.join(open_rules)}): .*$", re.MULTILINE)
             rules = lines.sub(lambda found: f"{found[1]}: {open_rules[found[1]]}", rules)
-        return json.dumps({"call": rules, "tail": self.tail}).encode()
+        return json.dumps({"call": rules, "tails": self._tails}).encode()
 
 
 def tail(mark: str, special: Mapping[str, int]) -> str:

@@ -527,8 +527,7 @@ def test_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_that_come_once_are_not_traced() -> None:
-    engine = tiny(model_of("llama"))
-    replay_of(engine)._trace_at = replay.TRACE_AT
+    engine = tiny(model_of("llama"), trace_at=replay.TRACE_AT)
     run(engine, PROMPTS[:2], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     assert engine.metrics.num_decode_forwards == {"untraced": 2} and replay_of(engine).num_traces == 0
     decode(engine)

@@ -29,13 +29,16 @@ SPECIAL = (
     "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|open|>", "<|close|>", "<|sep|>",
     "<minimax:tool_call>", "</minimax:tool_call>", "<|tool_call_start|>", "<start_function_call>",
     "<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel|>", "<|message|>",
-    "<|call|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>",
+    "<|call|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "｜DSML｜",
+    "<|python_tag|>",
 )  # fmt: skip
 # Texts that a walk writes at once if the grammar allows them.
 SNIPPETS = (
     "</tool_call>", "</parameter>", "</function>", "<|call|>", "<|end|>", "[TOOL_CALLS]", "</arg_value>", "<escape>",
     "<tool_call|>", "<|tool_call_end|>", "</minimax:tool_call>", "<|close|>", "</param>", "</atem:parameter>", "\n",
     '\\"', "'", "é", "😀", "\\n", "null", "True", "12", "-3.5", "[1]", "{}", " ", "<", "it's", "\\\\", "]]>", "1e999",
+    "</｜DSML｜parameter>", "<｜DSML｜parameter", "</", "```<｜tool▁call▁end｜>",
 )  # fmt: skip
 _CLOSING = b'"}])>'
 
@@ -96,6 +99,29 @@ def accepts(vocab: Vocabulary, trigger: CallTrigger, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting() and matcher.is_stopped()
 
 
+def called(vocab: Vocabulary, triggers: Sequence[CallTrigger], text: str) -> int:
+    """Return the number of marks in a text that begin calls. The grammars of all of them must allow the text there.
+
+    If a grammar refuses a special token, the text is written out.
+    """
+    num_marks = 0
+    while found := [(text.index(one.mark), -len(one.mark), i) for i, one in enumerate(triggers) if one.mark in text]:
+        at, length, i = min(found)
+        num_marks += 1
+        text = text[at - length :]
+        matcher = vocab.matcher(triggers[i].grammar)
+        written = b""
+        for token in vocab.tokens(text):
+            tokens = [token] if matcher.validate_tokens([token]) else list(vocab.text(token))
+            assert matcher.try_consume_tokens(tokens) == len(tokens), (written.decode(errors="replace"), text)
+            written += vocab.text(token)
+            if matcher.is_stopped():
+                break
+        assert matcher.is_accepting() and matcher.is_stopped(), text
+        text = text[len(written.decode()) :]
+    return num_marks
+
+
 def walk(
     rng: random.Random, vocab: Vocabulary, trigger: CallTrigger, closers: Sequence[str], num_free: int
 ) -> str | None:
@@ -142,7 +168,9 @@ def _choose(rng: random.Random, allowed: np.ndarray, written: bytes, closers: Se
         return rng.choice(letters if letters and rng.random() < 0.6 else tokens)
     marks = [token for token in tokens if token > 256]
     if marks:
-        return rng.choice(marks)
+        # In a closing tag, the special token may follow ``</``.
+        is_tag = written.endswith(b"<") and ord("/") in tokens
+        return rng.choice([*marks, ord("/")] if is_tag else marks)
     wanted = (1, -1)
     for closer in map(str.encode, closers):
         for length in range(len(closer) - 1, 0, -1):

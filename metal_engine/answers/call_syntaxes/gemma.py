@@ -25,7 +25,7 @@ from metal_engine.output_phases import CallTrigger
 
 _NAME = re.compile(r"[^\s<>:,@{}\[\]]{1,256}")
 _OTHER_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,40}/"
-_CALL = re.compile(rf"[ \t\r\n]*call:(?P<name>{_NAME.pattern})(?=\{{)")
+_CALL = re.compile(rf"[ \t\r\n]*:?call:(?P<name>{_NAME.pattern})(?=\{{)")
 _KEY = re.compile(rf"(?P<name>{_NAME.pattern}):")
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 

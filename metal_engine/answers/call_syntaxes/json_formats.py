@@ -1,4 +1,4 @@
-"""Calls whose arguments are one JSON object: Hermes and Qwen, Mistral, Kimi K2, gpt-oss."""
+"""Calls whose arguments are one JSON object: Hermes and Qwen, Llama 3, Mistral, Kimi K2, DeepSeek, gpt-oss."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ class JSONSyntax:
         head: pattern for the start of each call, with the groups ``name`` and, optionally, ``id``.
         tail: pattern for the text after the arguments of a call.
         end: pattern for the text after the last call.
+        whole: marks of calls that are the whole content.
     """
 
     marks: tuple[tuple[str, Callable[[Rules, Sequence[ToolSchema], bool], str]], ...]
     head: re.Pattern[str]
     tail: re.Pattern[str]
     end: re.Pattern[str]
+    whole: tuple[str, ...] = ()
 
     def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
         return JSON_QUOTES
@@ -48,7 +50,7 @@ class JSONSyntax:
         triggers = []
         for text, call in self.marks:
             rules = Rules()
-            triggers.append(rules.trigger(text, call(rules, tools, parallel)))
+            triggers.append(rules.trigger(text, call(rules, tools, parallel), is_whole=text in self.whole))
         return tuple(triggers)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
@@ -65,14 +67,19 @@ class JSONSyntax:
         return calls if self.end.fullmatch(text, at) else None
 
 
-def _hermes(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+def json_call(rules: Rules, tools: Sequence[ToolSchema]) -> str:
+    """Return a Lark expression for a call that is a JSON object with ``name`` and ``arguments``."""
     options = [
         f"{string(json.dumps(tool.name, ensure_ascii=False))} {GAP} "
         f'"," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {_object(rules, tool)}'
         for tool in tools
     ]
     one = choice([rules.rule(option) for option in options])
-    return f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} {one} {GAP} "}}" {GAP} {mark("</tool_call>")}'
+    return f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} {one} {GAP} "}}" {GAP}'
+
+
+def _hermes(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+    return f"{json_call(rules, tools)} {mark('</tool_call>')}"
 
 
 HERMES = JSONSyntax(
@@ -86,12 +93,40 @@ HERMES = JSONSyntax(
 )
 
 
+class Llama3Syntax(JSONSyntax):
+    """Form of Llama 3's calls: one JSON object after a mark, or as the whole content."""
+
+    def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
+        rules = Rules()
+        heads = []
+        for tool in tools:
+            arguments = f'{GAP} "," {GAP} "\\"parameters\\"" {GAP} ":" {GAP} {_object(rules, tool)} {GAP} "}}"'
+            heads.append((f'{checked_name(_WORD, tool.name)}"', rules.rule(arguments)))
+        one = rules.rule(choice([rules.rule(f"{string(head)} {arguments}") for head, arguments in heads]))
+        opening = f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} "\\""'
+        return (
+            rules.trigger("<|python_tag|>", f"{opening} {one}"),
+            rules.trigger('{"name": "', one, tuple(heads), is_whole=True),
+        )
+
+
+LLAMA3 = Llama3Syntax(
+    (),
+    re.compile(
+        rf'{_SPACE}\{{{_SPACE}"name"{_SPACE}:{_SPACE}"(?P<name>{_WORD.pattern})"{_SPACE},{_SPACE}"parameters"'
+        rf"{_SPACE}:{_SPACE}(?=\{{)"
+    ),
+    re.compile(rf"{_SPACE}\}}"),
+    re.compile(_SPACE),
+)
+
+
 def _mistral(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     headed, listed = [], []
     for tool in tools:
         arguments = _object(rules, tool)
         call_id = f"({mark('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?"
-        headed.append(f"{string(checked_name(_WORD, tool.name))} {call_id} {mark('[ARGS]')} {arguments}")
+        headed.append(f"{string(checked_name(_WORD, tool.name))} {call_id} {mark('[ARGS]')}? {arguments}")
         name = string(f'"{tool.name}"')
         listed.append(f'{name} {GAP} "," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {arguments}')
     listed_id = rules.rule(f'{GAP} "," {GAP} "\\"id\\"" {GAP} ":" {GAP} /"[A-Za-z0-9]{{9}}"/')
@@ -134,7 +169,7 @@ class MistralSyntax(JSONSyntax):
 
 MISTRAL = MistralSyntax(
     (("[TOOL_CALLS]", _mistral),),
-    re.compile(rf"{_SPACE}(?P<name>{_WORD.pattern})(?:\[CALL_ID\](?P<id>[A-Za-z0-9]{{9}}))?\[ARGS\](?=\{{)"),
+    re.compile(rf"{_SPACE}(?P<name>{_WORD.pattern})(?:\[CALL_ID\](?P<id>[A-Za-z0-9]{{9}}))?(?:\[ARGS\])?(?=\{{)"),
     re.compile(""),
     re.compile(""),
 )
@@ -143,23 +178,49 @@ MISTRAL = MistralSyntax(
 def _kimi_k2(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     begin, end = mark("<|tool_call_begin|>"), mark("<|tool_call_end|>")
     calls = [
-        f"{string(checked_name(_RECIPIENT, tool.name))} /:[0-9]{{1,3}}/ {mark('<|tool_call_argument_begin|>')} "
+        f"{string(checked_name(_RECIPIENT, tool.name))} /:[0-9]{{1,3}}/ {GAP} {mark('<|tool_call_argument_begin|>')} "
         f"{GAP} {_object(rules, tool)} {GAP}"
         for tool in tools
     ]
-    one = rules.rule(f'{begin} "functions." {choice([rules.rule(call) for call in calls])} {end}')
+    one = rules.rule(f'{begin} "functions."? {choice([rules.rule(call) for call in calls])} {end}')
     return f"{one}{'+' if parallel else ''} {mark('<|tool_calls_section_end|>')}"
 
 
 KIMI_K2 = JSONSyntax(
     (("<|tool_calls_section_begin|>", _kimi_k2),),
     re.compile(
-        rf"<\|tool_call_begin\|>(?P<id>functions\.(?P<name>{_RECIPIENT.pattern}):\d{{1,3}})"
+        rf"<\|tool_call_begin\|>(?P<id>(?:functions\.)?(?P<name>{_RECIPIENT.pattern}):\d{{1,3}}){_SPACE}"
         rf"<\|tool_call_argument_begin\|>{_SPACE}(?=\{{)"
     ),
-    re.compile(rf"{_SPACE}<\|tool_call_end\|>"),
+    re.compile(rf"{_SPACE}(?:<\|tool_call_end\|>|(?=<\|tool_call_begin\|>)|\Z)"),
     re.compile(""),
 )
+
+
+def _deepseek(before: str, after: str, closing: str) -> JSONSyntax:
+    """Return the form of DeepSeek's calls.
+
+    Args:
+        before: text between the mark that begins a call and the tool's name.
+        after: text between the name and the arguments.
+        closing: text between the arguments and the mark that ends the call.
+    """
+    begin, end = f"<｜tool▁call▁begin｜>{before}", f"{closing}<｜tool▁call▁end｜>"
+
+    def several(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+        calls = [
+            f"{string(checked_name(_RECIPIENT, tool.name))} {mark(after)} {_object(rules, tool)}" for tool in tools
+        ]
+        one = rules.rule(f"{mark(begin)} {choice([rules.rule(call) for call in calls])} {mark(end)} {GAP}")
+        return f"{GAP} {one}{'+' if parallel else ''} {mark('<｜tool▁calls▁end｜>')}"
+
+    head = rf"{_SPACE}{re.escape(begin)}(?P<name>{_RECIPIENT.pattern}){re.escape(after)}(?=\{{)"
+    marks = (("<｜tool▁calls▁begin｜>", several),)
+    return JSONSyntax(marks, re.compile(head), re.compile(re.escape(end)), re.compile(_SPACE))
+
+
+DEEPSEEK_V3 = _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```")
+DEEPSEEK_V31 = _deepseek("", "<｜tool▁sep｜>", "")
 
 
 def _harmony_call(rules: Rules, tools: Sequence[ToolSchema], header: str) -> str:
@@ -177,13 +238,20 @@ def _to_recipient(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> 
 
 
 def _from_assistant(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
-    return _harmony_call(rules, tools, f'{mark("<|channel|>")} "commentary"')
+    return _harmony_call(rules, tools, f'{mark("<|channel|>")} ("commentary" | "analysis")')
 
 
-# :class:`metal_engine.answers.harmony.HarmonySplitter` brings both forms to the first one.
+# :class:`metal_engine.answers.harmony.HarmonySplitter` brings all forms to the first one. The last form follows a
+# prompt that ends with ``<|start|>assistant``.
 HARMONY = JSONSyntax(
-    (("<|channel|>commentary to=", _to_recipient), ("<|start|>assistant to=", _from_assistant)),
+    (
+        ("<|channel|>commentary to=", _to_recipient),
+        ("<|channel|>analysis to=", _to_recipient),
+        ("<|start|>assistant to=", _from_assistant),
+        ("to=", _from_assistant),
+    ),
     re.compile(rf"(?:functions\.)?(?P<name>{_RECIPIENT.pattern})<\|message\|>(?=\{{)"),
     re.compile(""),
     re.compile(""),
+    ("to=",),
 )

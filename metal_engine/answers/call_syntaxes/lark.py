@@ -39,6 +39,7 @@ def json_value(schema: Any, *, strict: bool) -> str:
     if not isinstance(schema, dict):
         schema = {} if schema else {"not": {}}
     options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE, "lenient": not strict}
+    options["json_allow_general_unicode_escapes"] = True  # as in structured outputs
     text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
     return "%json " + text.replace("@", "\\u0040")
 
@@ -145,9 +146,11 @@ class Rules:
             self._named[name + attributes] = definition
         return self._names[key]
 
-    def trigger(self, mark: str, call: str) -> CallTrigger:
+    def trigger(
+        self, mark: str, call: str, heads: tuple[tuple[str, str], ...] = (), *, is_whole: bool = False
+    ) -> CallTrigger:
         """Return the trigger with the grammar whose rule ``call`` has the given definition."""
         lines = [f"call: {call}"]
         for name, definition in self._named.items():
             lines.append(f"{name}: {definition}")
-        return CallTrigger(mark, "\n".join(lines) + "\n", tuple(self._arguments))
+        return CallTrigger(mark, "\n".join(lines) + "\n", tuple(self._arguments), heads, is_whole)

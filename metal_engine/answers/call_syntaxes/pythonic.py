@@ -61,15 +61,25 @@ class PythonicSyntax:
         return _QUOTES
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
-        rules = Rules()
-        one = rules.rule(choice([self._call(rules, tool) for tool in tools]))
-        more = f'({GAP} "," {GAP} {one})*' if parallel else ""
-        call = f'{GAP} "[" {GAP} {one} {more} {GAP} "]" {GAP} {mark("<|tool_call_end|>")}'
-        return (rules.trigger("<|tool_call_start|>", call),)
+        rules, bare_rules = Rules(), Rules()
+        one, more, _ = self._calls(rules, tools, parallel)
+        call = f'{GAP} "[" {GAP} {one} {more} {GAP} {mark("<|tool_call_end|>")}'
+        bare, more, arguments = self._calls(bare_rules, tools, parallel)
+        heads = tuple((f"{name}(", bare_rules.rule(f"{rest} {more}")) for name, rest in arguments.items())
+        return (
+            rules.trigger("<|tool_call_start|>", call),
+            bare_rules.trigger("[", f"{bare} {more}", heads, is_whole=True),
+        )
 
-    def _call(self, rules: Rules, tool: ToolSchema) -> str:
-        name = string(checked_name(_NAME, tool.name) + "(")
-        return rules.rule(f'{name} {GAP} {rules.arguments(tool, partial(self._arguments, rules))} {GAP} ")"')
+    def _calls(self, rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> tuple[str, str, dict[str, str]]:
+        """Return rules for a call, for the rest of the list after it, and for the arguments of each tool."""
+        arguments = {}
+        for tool in tools:
+            listed = rules.arguments(tool, partial(self._arguments, rules))
+            arguments[checked_name(_NAME, tool.name)] = rules.rule(f'{GAP} {listed} {GAP} ")"')
+        one = rules.rule(choice([rules.rule(f"{string(name + '(')} {rest}") for name, rest in arguments.items()]))
+        more = f'({GAP} "," {GAP} {one})*' if parallel else ""
+        return one, rules.rule(f'{more} {GAP} "]"'), arguments
 
     def _arguments(self, rules: Rules, tool: ToolSchema) -> str:
         listed, others = tool.arguments()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, json_value, mark
+from metal_engine.answers.call_syntaxes.json_formats import HERMES, json_call
+from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, containing, json_value, mark
 from metal_engine.answers.call_syntaxes.strings import text_terminal
+from metal_engine.answers.call_syntaxes.syntax import JSON_QUOTES, Quotes, choice
 from metal_engine.answers.call_syntaxes.tags import TagSyntax, expression
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
 from metal_engine.answers.call_syntaxes.values import DECODER, after_space, json_of
@@ -30,9 +33,9 @@ QWEN3_CODER = TagSyntax(
 )
 
 
-def glm(prefix: str = "") -> TagSyntax:
+def _glm(form: type[TagSyntax], prefix: str = "") -> TagSyntax:
     """Return the form of GLM's calls. ``prefix`` is the beginning of all tag names."""
-    return TagSyntax(
+    return form(
         mark=f"<{prefix}tool_call>",
         call="{name}",
         argument=f"<{prefix}arg_key>{{name}}</{prefix}arg_key>~<{prefix}arg_value>",
@@ -43,6 +46,22 @@ def glm(prefix: str = "") -> TagSyntax:
     )
 
 
+class _LongCat(TagSyntax):
+    """Form of LongCat's calls. The first models write a JSON object instead of tags."""
+
+    def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
+        tags = super().quotes(tools)
+        return replace(tags, pairs={**tags.pairs, **JSON_QUOTES.pairs}, after=tags.after + JSON_QUOTES.after)
+
+    def _any_call(self, rules: Rules, tools: Sequence[ToolSchema]) -> str:
+        return choice([rules.rule(super()._any_call(rules, tools)), rules.rule(json_call(rules, tools))])
+
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
+        return super().read(text, tools) or HERMES.read(text, tools)
+
+
+GLM = _glm(TagSyntax)
+LONGCAT = _glm(_LongCat, "longcat_")
 MINIMAX_M2 = TagSyntax(
     mark="<minimax:tool_call>",
     call='<invoke name="{name}">',
@@ -152,3 +171,51 @@ KIMI_K3 = _KimiK3(
     without=("<|open|>argument",),
     several=True,
 )
+
+
+@dataclass(frozen=True)
+class _DSML(TagSyntax):
+    """Form of the calls of DeepSeek V3.2 and V4. The opening tag of an argument has ``true`` if the value is a string.
+
+    Other values are JSON.
+    """
+
+    def _argument(self, rules: Rules, tool: ToolSchema, name: str, schema: Any) -> str:
+        kinds = tool.kinds(schema)
+        options = []
+        without = [containing(text) for text in self.without]
+        terminal = text_terminal(rules, tool, schema, without=without) if "string" in kinds else None
+        if terminal is not None:
+            opening = expression(self.argument, name=name, kind="true")
+            options.append(f"{opening} {rules.text_until(terminal, self.value_end)}")
+        if others := kinds - {"string"}:
+            opening = expression(self.argument, name=name, kind="false")
+            options.append(f"{opening} {json_of(tool, schema, others)} {mark(self.value_end)}")
+        if not options:
+            raise NotExpressibleError
+        return rules.rule(f"{choice(options)} {GAP}")
+
+    def _read_value(self, text: str, opening: re.Match[str], tool: ToolSchema, schema: Any) -> tuple[str, int] | None:
+        start = opening.end()
+        end = text.find(self.value_end, start)
+        value = json_text(text[start:end])
+        if opening["type"] == "false":
+            end = DECODER.raw_decode(text, start)[1]
+            value = text[start:end]
+        elif any(one in text[start:end] for one in self.without):
+            return None
+        return (value, end + len(self.value_end)) if text.startswith(self.value_end, end) else None
+
+
+def dsml(block: str) -> TagSyntax:
+    """Return the form of DeepSeek's calls as tags. ``block`` is the name of the tag around all calls."""
+    return _DSML(
+        mark=f"<｜DSML｜{block}>",
+        call='<｜DSML｜invoke name="{name}">',
+        argument='<｜DSML｜parameter name="{name}" string="{type}">',
+        value_end="</｜DSML｜parameter>",
+        call_end="</｜DSML｜invoke>",
+        end=f"</｜DSML｜{block}>",
+        without=("<｜DSML｜parameter",),
+        several=True,
+    )

@@ -85,7 +85,7 @@ class TagSyntax:
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
         rules = Rules()
-        one = rules.rule(choice([self._call(rules, tool) for tool in tools]))
+        one = rules.rule(self._any_call(rules, tools))
         several = f"{one}+" if parallel and self.several else one
         triggers = [rules.trigger(self.mark, f"{GAP} {several} {mark(self.end)}")]
         if self.bare:
@@ -95,6 +95,10 @@ class TagSyntax:
             one = choice([rules.rule(call) for call in calls])
             triggers.append(rules.trigger(opening, f"{one} {mark(self.end)}"))
         return tuple(triggers)
+
+    def _any_call(self, rules: Rules, tools: Sequence[ToolSchema]) -> str:
+        """Return a Lark expression for a call of any of the tools."""
+        return choice([self._call(rules, tool) for tool in tools])
 
     def _call(self, rules: Rules, tool: ToolSchema) -> str:
         name = checked_name(_NAME, tool.name)
