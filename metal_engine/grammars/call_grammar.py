@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 
 from metal_engine.grammars.marks import without_marks
 from metal_engine.output_phases import CallTrigger
 
-# Limits of the search. Most compilations take milliseconds. The slowest take a second of CPU time.
+# Limits of the search. Most compilations take milliseconds of CPU time. One that exceeds its own limits takes at most a
+# second.
 _MAX_COMPILATIONS = 64
-_MAX_SECONDS = 4.0
+_MAX_CPU_SECONDS = 4.0
+_EXCESSIVE_SECONDS = 1.0
 _NOT_CHECKED = "too many schemas cannot be compiled"
 
 
@@ -73,7 +74,12 @@ def tail(mark: str, special: Mapping[str, int]) -> str:
     return mark[max((mark.rfind(text) + len(text) for text in special if text in mark), default=0) :]
 
 
-def faulty_arguments(num_arguments: int, problem: str, problem_of: Callable[[frozenset[int]], str]) -> dict[int, str]:
+# Function that compiles a grammar with open arguments at some indices. Returns the problem, which is empty if there is
+# none, and the CPU time in seconds, which is infinite if a limit was exceeded.
+Check = Callable[[frozenset[int]], tuple[str, float]]
+
+
+def faulty_arguments(num_arguments: int, problem: str, check: Check) -> dict[int, str]:
     """Return the indices of the arguments that make a grammar fail, each with the problem.
 
     Halves the arguments repeatedly. If the limits of the search are reached, arguments that are not known to be correct
@@ -82,17 +88,17 @@ def faulty_arguments(num_arguments: int, problem: str, problem_of: Callable[[fro
     Args:
         num_arguments: number of arguments, at least 1. The grammar fails if none is open.
         problem: problem of the grammar.
-        problem_of: compiles the grammar with open arguments at some indices. Returns the problem; empty without one.
+        check: compiles the grammar.
     """
-    return _Search(num_arguments, problem_of).among(range(num_arguments), problem)
+    return _Search(num_arguments, check).among(range(num_arguments), problem)
 
 
 class _Search:
-    def __init__(self, num_arguments: int, problem_of: Callable[[frozenset[int]], str]) -> None:
+    def __init__(self, num_arguments: int, check: Check) -> None:
         self._all = frozenset(range(num_arguments))
-        self._problem_of = problem_of
+        self._check = check
         self._num_left = _MAX_COMPILATIONS
-        self._deadline = time.monotonic() + _MAX_SECONDS
+        self._seconds_left = _MAX_CPU_SECONDS
 
     def among(self, suspects: Sequence[int], problem: str) -> dict[int, str]:
         """Return the faulty ones of some arguments, which fail together."""
@@ -113,7 +119,9 @@ class _Search:
 
     def _problem_within(self, suspects: Sequence[int]) -> str:
         """Compile a grammar in which all other arguments are open. Return its problem; an empty text on success."""
-        if not self._num_left or time.monotonic() > self._deadline:
+        if not self._num_left or self._seconds_left <= 0:
             return _NOT_CHECKED
+        problem, seconds = self._check(self._all.difference(suspects))
         self._num_left -= 1
-        return self._problem_of(self._all.difference(suspects))
+        self._seconds_left -= min(seconds, _EXCESSIVE_SECONDS)
+        return problem

@@ -68,6 +68,7 @@ class CompiledGrammar:
         reopen: returns a socket to a new process, to which the grammar has been sent.
 
     Attributes:
+        compile_seconds: CPU time that compilation took.
         needs_replacement: True if the process has ended or grown much. New outputs should use another process.
     """
 
@@ -75,6 +76,7 @@ class CompiledGrammar:
         self, channel: socket.socket, vocab_size: int, compile_seconds: float, reopen: Callable[[], socket.socket]
     ) -> None:
         self._reopen = reopen
+        self.compile_seconds = compile_seconds
         self._can_be_suspended = compile_seconds <= _SUSPENDABLE_SECONDS
         self._lock = threading.Lock()  # held to suspend the process, or to prevent that
         self._is_suspended = False

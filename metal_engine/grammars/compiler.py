@@ -47,7 +47,15 @@ _POLL_SECONDS = 0.02
 
 
 class GrammarRefusedError(ParameterError):
-    """Raised if the process of a grammar could not compile it."""
+    """Raised if the process of a grammar could not compile it.
+
+    Attributes:
+        seconds: CPU time that compilation took; infinite if it exceeded a limit.
+    """
+
+    def __init__(self, problem: str, seconds: float) -> None:
+        super().__init__("structured_outputs", problem)
+        self.seconds = seconds
 
 
 class GrammarTask:
@@ -143,14 +151,13 @@ class GrammarCompiler:
                 raise
             problem = error.message
 
-        def problem_of(opened: frozenset[int]) -> str:
+        def check(opened: frozenset[int]) -> tuple[str, float]:
             try:
-                self._compile(grammar.wanted(opened))
+                return "", self._compile(grammar.wanted(opened)).compile_seconds
             except GrammarRefusedError as error:
-                return error.message
-            return ""
+                return error.message, error.seconds
 
-        found = faulty_arguments(grammar.num_arguments, problem, problem_of)
+        found = faulty_arguments(grammar.num_arguments, problem, check)
         try:
             compiled = self._compile(grammar.wanted(found))
         except GrammarRefusedError as error:
@@ -257,7 +264,7 @@ class GrammarCompiler:
             return CompiledGrammar(channel, self._vocab_size, seconds, partial(self._reopened, wanted))
         channel.close()
         self._check_wanted()
-        raise GrammarRefusedError("structured_outputs", problem)
+        raise GrammarRefusedError(problem, seconds)
 
     def _check_wanted(self) -> None:
         check_cancelled()

@@ -8,6 +8,7 @@ output that continues (:func:`pack_step`). The answers arrive in the same order:
 
 from __future__ import annotations
 
+import math
 import struct
 from array import array
 from collections.abc import Sequence
@@ -38,15 +39,26 @@ def pack_compiled(seconds: float) -> bytes:
     return b"+%f" % seconds
 
 
+def pack_refused(seconds: float, problem: str) -> bytes:
+    """Return the answer for a grammar that was refused after ``seconds`` of CPU time."""
+    return b"-%f %s" % (seconds, problem.encode())
+
+
 def unpack_compiled(answer: bytes | None) -> tuple[float, str]:
     """Parse the answer to a grammar; None stands for a missing answer.
 
     Returns:
-        Seconds of CPU time that compilation took, and the reason of a failure (empty on success).
+        Seconds of CPU time that compilation took, and the reason of a failure (empty on success). Infinite seconds if
+        the process has ended without an answer, because it exceeded a limit.
     """
     if answer is None:
-        return 0.0, "takes more time or memory to compile than a grammar may"
-    return (float(answer), "") if answer[:1] == b"+" else (0.0, answer.decode())
+        return math.inf, "takes more time or memory to compile than a grammar may"
+    if answer[:1] == b"+":
+        return float(answer), ""
+    if answer[:1] == b"-":
+        seconds, _, problem = answer[1:].partition(b" ")
+        return float(seconds), problem.decode()
+    return 0.0, answer.decode()
 
 
 def pack_step(output_id: int, token_ids: Sequence[int], drafts: Sequence[int] = (), *, ends: bool = False) -> bytes:

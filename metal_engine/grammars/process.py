@@ -50,6 +50,7 @@ from metal_engine.grammars.messages import (
     pack_compiled,
     pack_end,
     pack_masks,
+    pack_refused,
     pack_step,
     unpack_masks,
     unpack_step,
@@ -321,7 +322,7 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
     try:
         compiled = compile_grammar(tokenizer, wanted)
     except ValueError as error:
-        channel.sendall(framed(str(error).encode()))
+        channel.sendall(framed(pack_refused(time.process_time() - started, str(error))))
         return
     signal.setitimer(signal.ITIMER_PROF, 0)
     seconds = time.process_time() - started

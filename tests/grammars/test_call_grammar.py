@@ -30,18 +30,20 @@ BAD = [
 class Check:
     """Compilation of a grammar whose arguments at some indices are faulty."""
 
-    def __init__(self, faulty: set[int], most: int = 10**9) -> None:
+    def __init__(self, faulty: set[int], most: int = 10**9, seconds: float = 0.001) -> None:
         self.num_compilations = 0
+        self._seconds = seconds
         self._faulty = faulty
         self._most = most
 
     def found(self, num_arguments: int) -> dict[int, str]:
-        def problem_of(opened: frozenset[int]) -> str:
+        def check(opened: frozenset[int]) -> tuple[str, float]:
             self.num_compilations += 1
             kept = set(range(num_arguments)) - opened
-            return "too large" if len(kept) > self._most else "bad" if kept & self._faulty else ""
+            problem = "too large" if len(kept) > self._most else "bad" if kept & self._faulty else ""
+            return problem, self._seconds if problem else 0.001
 
-        return faulty_arguments(num_arguments, "bad", problem_of)
+        return faulty_arguments(num_arguments, "bad", check)
 
 
 @pytest.mark.parametrize("faulty", [{0}, {49}, {0, 1}, {3, 17, 40}])
@@ -65,6 +67,13 @@ def test_the_search_is_limited() -> None:
     check = Check(set(range(200)))
     assert set(check.found(200)) == set(range(200))
     assert check.num_compilations <= _MAX_COMPILATIONS
+
+
+def test_the_cpu_time_of_the_search_is_limited() -> None:
+    """Arguments that were found to be correct keep their rules."""
+    check = Check({0}, seconds=math.inf)
+    found = check.found(64)
+    assert 0 in found and len(found) <= 8 and check.num_compilations <= 10
 
 
 # --- with the processes of grammars --------------------------------------------------------------------------------
