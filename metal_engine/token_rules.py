@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +25,13 @@ class Matcher(Protocol):
     @property
     def must_go_on(self) -> bool:
         """True if the free text may not end the output, because a structured output follows."""
+
+    @property
+    def plain_tokens(self) -> Set[int]:
+        """Tokens after which any token may follow, too. They need not be observed before another token arrives.
+
+        The set is incomplete: it grows with the tokens that outputs have had.
+        """
 
     def is_free_after(self, drafts: Sequence[int]) -> bool:
         """Return True if any token may follow now, after each of some tokens that may follow, and after all of them."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from metal_engine.grammars.call_grammar import CallGrammar, tail
 from metal_engine.grammars.compiler import GrammarCompiler, GrammarTask
-from metal_engine.grammars.mark_scanner import FreePhase, Mark, Segment
+from metal_engine.grammars.mark_scanner import FreePhase, Mark, PlainTokens, Segment
 from metal_engine.grammars.marks import as_lark
 from metal_engine.grammars.phases import PhaseRules
 from metal_engine.output_phases import CallTrigger, OutputPhases, ReasoningPhase
@@ -31,6 +31,7 @@ class PhaseRulesMaker:
         self._special = tokenizer.special_token_texts
         # Requests with the same tools share their triggers.
         self._calls: WeakKeyDictionary[CallTrigger, CallGrammar] = WeakKeyDictionary()
+        self._plain_tokens: dict[frozenset[bytes], PlainTokens] = {}  # by the first bytes of marks
         self._lock = threading.Lock()
 
     def rules_for(
@@ -71,9 +72,11 @@ class PhaseRulesMaker:
                 for text, tail_text in grammar.marks:
                     segment = Segment(task, tail_text.encode(), is_call=True, is_whole=trigger.is_whole)
                     (first if trigger.is_whole else content).append(Mark(text.encode(), segment))
+        reasoning_marks = [] if reasoning is None else [Mark(reasoning.end.encode(), after)]
         return PhaseRules(
             begins_in="reasoning" if reasoning is not None and reasoning.begins_inside else "content",
-            marks={"content": content, "reasoning": [] if reasoning is None else [Mark(reasoning.end.encode(), after)]},
+            marks={"content": content, "reasoning": reasoning_marks},
+            plain={"content": self._plain([*content, *first]), "reasoning": self._plain(reasoning_marks)},
             first_marks=first,
             token_bytes=self._tokenizer.token_bytes,
             stop_token_ids=stop_token_ids,
@@ -83,6 +86,13 @@ class PhaseRulesMaker:
             end_tokens=self._end_tokens(reasoning),
             several_calls=phases.calls is None or phases.calls.parallel,
         )
+
+    def _plain(self, marks: list[Mark]) -> PlainTokens:
+        first_bytes = frozenset(mark.text[:1] for mark in marks)
+        with self._lock:
+            if first_bytes not in self._plain_tokens:
+                self._plain_tokens[first_bytes] = PlainTokens(first_bytes, self._tokenizer.token_bytes)
+            return self._plain_tokens[first_bytes]
 
     def _end_tokens(self, reasoning: ReasoningPhase | None) -> tuple[int, ...]:
         if reasoning is None or reasoning.budget is None:

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 
@@ -239,6 +239,10 @@ class GrammarMatcher:
     @property
     def must_go_on(self) -> bool:
         return False
+
+    @property
+    def plain_tokens(self) -> Set[int]:
+        return frozenset()
 
     def is_free_after(self, drafts: Sequence[int]) -> bool:
         return False

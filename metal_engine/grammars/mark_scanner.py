@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
@@ -61,12 +61,39 @@ class Entry:
     is_partial: bool
 
 
+class PlainTokens:
+    """Tokens that cannot belong to the beginning of a mark. Shared by all outputs with such marks.
+
+    Args:
+        first_bytes: first bytes of the marks.
+        token_bytes: returns the UTF-8 bytes of a token.
+
+    Attributes:
+        known: tokens that were found to be plain so far.
+        first_byte: pattern for the first byte of a mark.
+    """
+
+    def __init__(self, first_bytes: frozenset[bytes], token_bytes: Callable[[int], bytes]) -> None:
+        self.known: set[int] = set()
+        self.first_byte = re.compile(b"|".join(map(re.escape, sorted(first_bytes))) or b"(?!)")
+        self._token_bytes = token_bytes
+
+    def __contains__(self, token_id: int) -> bool:
+        if token_id in self.known:
+            return True
+        is_plain = self.first_byte.search(self._token_bytes(token_id)) is None
+        if is_plain:
+            self.known.add(token_id)
+        return is_plain
+
+
 @dataclass(eq=False, slots=True)
 class MarkScanner:
     """Follows the free phases of one output, a token at a time.
 
     Args:
         marks: marks that end each phase.
+        plain: tokens without the first byte of any mark, for each phase.
         token_bytes: returns the UTF-8 bytes of a token.
         phase: current phase.
         first_marks: marks that end the content only at its beginning, after white space or reasoning. Empty once the
@@ -77,12 +104,12 @@ class MarkScanner:
     """
 
     marks: Mapping[FreePhase, Sequence[Mark]]
+    plain: Mapping[FreePhase, PlainTokens]
     token_bytes: Callable[[int], bytes]
     phase: FreePhase
     first_marks: Sequence[Mark] = ()
     num_reasoning_tokens: int = 0
     _longest: int = field(init=False)  # length of the longest mark
-    _first_bytes: dict[FreePhase, re.Pattern[bytes]] = field(init=False)  # first bytes of the marks of each phase
     _text: bytes = b""  # bytes at the end of the output that may belong to a mark
     _end: int = 0  # number of bytes of the output
     _tokens: list[tuple[int, int]] = field(default_factory=list)  # end and id of each token whose bytes are in `_text`
@@ -90,10 +117,6 @@ class MarkScanner:
     def __post_init__(self) -> None:
         every = [mark for marks in (*self.marks.values(), self.first_marks) for mark in marks]
         self._longest = max((len(mark.text) for mark in every), default=1)
-        self._first_bytes = {
-            phase: _first_bytes([*marks, *self.first_marks] if phase == "content" else marks)
-            for phase, marks in self.marks.items()
-        }
 
     def copy(self) -> MarkScanner:
         other = copy(self)
@@ -102,13 +125,13 @@ class MarkScanner:
 
     def add(self, token_id: int) -> Entry | None:
         """Process the next token. Return the segment that begins with it, or may begin with it; None for free text."""
-        piece = self.token_bytes(token_id)
-        if not self._text and self._first_bytes[self.phase].search(piece) is None:  # most tokens
+        if not self._text and token_id in self.plain[self.phase]:  # most tokens
             self.num_reasoning_tokens += self.phase == "reasoning"
             if self.first_marks:
-                self._text = piece
-                self._drop(len(piece))
+                self._text = self.token_bytes(token_id)
+                self._drop(len(self._text))
             return None
+        piece = self.token_bytes(token_id)
         self._text += piece
         self._end += len(piece)
         self._tokens.append((self._end, token_id))
@@ -127,6 +150,12 @@ class MarkScanner:
             self.phase, self.num_reasoning_tokens = mark.target, int(mark.target == "reasoning")
         self._trim()
         return self._partial_entry() if self._text else None
+
+    @property
+    def known_plain_tokens(self) -> Set[int]:
+        """Tokens of which none can begin another phase next, as far as they are known."""
+        is_at_beginning = self.first_marks and self.phase == "content"
+        return frozenset() if self._text or is_at_beginning else self.plain[self.phase].known
 
     def enter(self, phase: FreePhase, text: bytes = b"") -> None:
         """Begin a phase. ``text`` is the part of the last token that belongs to it."""
@@ -158,7 +187,7 @@ class MarkScanner:
 
     def _trim(self) -> None:
         """Drop the beginning of the text, which can belong to no mark any more."""
-        first = self._first_bytes[self.phase].search(self._text, max(len(self._text) - self._longest + 1, 0))
+        first = self.plain[self.phase].first_byte.search(self._text, max(len(self._text) - self._longest + 1, 0))
         self._drop(len(self._text) if first is None else first.start())
         begin = self._end - len(self._text)
         if self._tokens and self._tokens[0][0] <= begin:
@@ -185,8 +214,3 @@ class MarkScanner:
                     return Entry(mark, self._tokens_from(at + head), is_partial=True)
                 at = self._text.find(beginning, at + 1)
         return None
-
-
-def _first_bytes(marks: Sequence[Mark]) -> re.Pattern[bytes]:
-    """Return a pattern for the first byte of any of some marks."""
-    return re.compile(b"|".join(re.escape(byte) for byte in sorted({mark.text[:1] for mark in marks})) or b"(?!)")

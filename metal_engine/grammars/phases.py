@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import dropwhile
 
 import numpy as np
 
 from metal_engine.grammars.compiled import GrammarMatcher, SegmentEnd
 from metal_engine.grammars.compiler import GrammarTask
-from metal_engine.grammars.mark_scanner import FreePhase, Mark, MarkScanner, Segment
+from metal_engine.grammars.mark_scanner import FreePhase, Mark, MarkScanner, PlainTokens, Segment
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class PhaseRules:
     Attributes:
         begins_in: phase at the start of the output.
         marks: marks that end each free phase.
+        plain: tokens without the first byte of any mark, for each free phase.
         first_marks: marks that count only at the beginning of the content.
         token_bytes: returns the UTF-8 bytes of a token.
         stop_token_ids: tokens that end generation, [S] int32.
@@ -36,6 +38,7 @@ class PhaseRules:
 
     begins_in: FreePhase
     marks: Mapping[FreePhase, Sequence[Mark]]
+    plain: Mapping[FreePhase, PlainTokens]
     token_bytes: Callable[[int], bytes]
     stop_token_ids: np.ndarray
     opening: GrammarTask | None = None
@@ -107,7 +110,7 @@ class PhaseMatcher:
 
     def __init__(self, rules: PhaseRules) -> None:
         self._rules = rules
-        self._scanner = MarkScanner(rules.marks, rules.token_bytes, rules.begins_in, rules.first_marks)
+        self._scanner = MarkScanner(rules.marks, rules.plain, rules.token_bytes, rules.begins_in, rules.first_marks)
         self._drafts: list[int] = []
         self._segment: _LiveSegment | None = None
         self._opening: bytes | None = None  # text so far, while it may become the opening mark
@@ -127,6 +130,11 @@ class PhaseMatcher:
     def must_go_on(self) -> bool:
         return self._scanner.phase in self._rules.phases_before_structure and self.is_free
 
+    @property
+    def plain_tokens(self) -> Set[int]:
+        counts_tokens = self._scanner.phase == "reasoning" and self._rules.budget is not None
+        return self._scanner.known_plain_tokens if self.is_free and not counts_tokens else frozenset()
+
     def is_free_after(self, drafts: Sequence[int]) -> bool:
         if not self.is_free or not drafts:
             return self.is_free
@@ -134,7 +142,7 @@ class PhaseMatcher:
         return all(scanner.add(draft) is None and not self._is_at_budget(scanner) for draft in drafts)
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
+        for token_id in dropwhile(self.plain_tokens.__contains__, token_ids):
             if self._opening is not None:
                 self._open(token_id)
             elif self._segment is not None and not self._segment.is_partial:

@@ -5,6 +5,7 @@ Work per token is done by NumPy operations over the whole step. Python loops run
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -118,6 +119,8 @@ class RequestTable:
         self.edits: dict[int, RequestEdits] = {}  # by index; requests with edits only
         # Requests with phases: True if the next token has to match a grammar, as last reported; None: not reported yet.
         self._constrained: dict[str, bool | None] = {}
+        # Requests with phases: tokens that change nothing if one of them is the next token. They are followed later.
+        self._plain_tokens: dict[str, Set[int]] = {}
         # Indices of requests with edits whose next token has none, as phases were last followed.
         self.without_edits: set[int] = set()
         self._stop_token_ids: list[frozenset[int]] = [frozenset()] * max_num_seqs
@@ -150,6 +153,7 @@ class RequestTable:
             self.edits[index] = RequestEdits(params, new.rules, self.token_ids(index), new.num_prompt_tokens)
             if params.has_phase_rules:
                 self._constrained[new.request_id] = None
+                self._plain_tokens[new.request_id] = frozenset()
         self.num_prompt_logprobs_requests += params.prompt_logprobs is not None
         self._adapter_slots[index] = new.adapter_slot
         self._num_with_adapter += new.adapter_slot > 0
@@ -163,6 +167,7 @@ class RequestTable:
             self.edits.pop(index, None)
             self.without_edits.discard(index)
             self._constrained.pop(request_id, None)
+            self._plain_tokens.pop(request_id, None)
             self._before_drafts.pop(index, None)
             self.pooling.pop(request_id, None)
             self.num_prompt_logprobs_requests -= int(self.sampling.prompt_logprobs[index] >= 0)
@@ -216,27 +221,33 @@ class RequestTable:
         self._token_ids[indices, self._num_tokens[indices]] = token_ids
         self._num_tokens[indices] += 1
 
-    def follow_phases(self, output: ModelOutput) -> set[str]:
+    def follow_phases(self, request_ids: list[str], output: ModelOutput) -> set[str]:
         """Follow the phases of outputs to their last known tokens. Return the requests whose next token needs a mask.
 
-        Reports changes in ``output.constrained``.
+        Reports changes in ``output.constrained``. The arguments are those of :meth:`append_tokens`.
         """
         waiting = set()
-        for request_id, before in self._constrained.items():
+        # Most tokens of free text are plain, so most requests take no time here.
+        single = not output.num_accepted_tokens
+        token_of = dict(zip(request_ids, output.sampled_token_ids, strict=True)) if single else {}
+        for request_id, plain_tokens in self._plain_tokens.items():
+            if token_of.get(request_id) in plain_tokens:
+                continue
+            before = self._constrained[request_id]
             index = self._index_of[request_id]
             edits = self.edits[index]
             assert edits.grammar is not None
             edits.observe(self._token_ids[index, edits.num_processed : self._num_tokens[index]].tolist())
             is_constrained = not edits.grammar.is_free
-            if not is_constrained and before is False:  # free text goes on, as in most steps
-                continue
             output.num_unconstrained_calls += edits.grammar.take_failed_calls()
             if is_constrained:
                 waiting.add(request_id)
             if edits.has_edits_after(()):
                 self.without_edits.discard(index)
+                self._plain_tokens[request_id] = frozenset()
             else:
                 self.without_edits.add(index)
+                self._plain_tokens[request_id] = edits.grammar.plain_tokens
             if is_constrained != before:
                 self._constrained[request_id] = output.constrained[request_id] = is_constrained
         return waiting

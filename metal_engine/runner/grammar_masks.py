@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import mlx.core as mx
 import numpy as np
@@ -34,6 +34,11 @@ class GrammarState:
     def must_go_on(self) -> bool:
         """True if the free text may not end the output, because a structured output follows."""
         return self._matcher.must_go_on
+
+    @property
+    def plain_tokens(self) -> Set[int]:
+        """Tokens that need not be observed before another token arrives (:class:`metal_engine.token_rules.Matcher`)."""
+        return self._matcher.plain_tokens
 
     def is_free_after(self, drafts: Sequence[int]) -> bool:
         """Return True if any token may follow now, and after each of some drafts."""

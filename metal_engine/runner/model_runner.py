@@ -333,7 +333,7 @@ class ModelRunner:
             # Include requests for which the draft model returned no drafts.
             output.num_accepted_tokens = dict.fromkeys(step.drafting.token_ids, 0) | output.num_accepted_tokens
         self._table.append_tokens(step.sampled_req_ids, output)
-        if waiting := self._table.follow_phases(output):
+        if waiting := self._table.follow_phases(step.sampled_req_ids, output):
             for later in self._steps:
                 later.sampling.void_samples(waiting)
         if step.pooling is not None:

@@ -91,7 +91,7 @@ class StepSampling:
         return self._rows[row] if self._drafts else (self._req_ids[row], 0)
 
     def _collect_edits(self, table: RequestTable) -> StepEdits | None:
-        if not table.edits:
+        if not self._drafts and len(table.without_edits) == len(table.edits):
             return None
         edits = StepEdits()
         for row, index in enumerate(self._indices.tolist()):

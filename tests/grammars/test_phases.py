@@ -93,6 +93,16 @@ class TestCalls:
         assert matcher.is_free and matcher.is_free_after(byte_ids("text <ca"))
         assert not matcher.is_free_after(byte_ids("text <call>"))
 
+    def test_plain_tokens_may_be_observed_late(self, following: Following) -> None:
+        matcher = following(calls=calls("<call>"), reasoning=thinking(begins_inside=True, budget=50))
+        matcher.observe(byte_ids("think"))
+        assert not matcher.plain_tokens  # each token counts
+        matcher.observe(byte_ids("</r>answer <"))
+        assert not matcher.plain_tokens  # the mark has begun
+        matcher.observe(byte_ids("a text"))
+        assert matcher.plain_tokens >= set(byte_ids("answer ")) and not matcher.plain_tokens & set(byte_ids("<"))
+        assert allowed(matcher, "answer<call>") == "abc" and not matcher.plain_tokens
+
     def test_a_call_follows_its_grammar_and_then_the_text_is_free(self, following: Following) -> None:
         matcher = following(calls=calls("<call>"))
         assert allowed(matcher, "so <call>") == "abc"
