@@ -23,12 +23,12 @@ def table(cls: type, same_as: type | None = None, command: str = "") -> str:
     """
     rows = ["| flag | |", "| --- | --- |"]
     known = [] if same_as is None else [(_names(one), help_text(one)) for one in settings_of(same_as)]
-    shared = [_names(one) for one in settings_of(cls) if (_names(one), help_text(one)) in known]
+    shared = [one for one in settings_of(cls) if (_names(one), help_text(one)) in known]
     groups: dict[str, list[Setting]] = {}
     for one in settings_of(cls):
-        if _names(one) not in shared:
+        if one not in shared:
             groups.setdefault(one.group, []).append(one)
-    rows += [f"| {', '.join(shared)} | As for `{command}`. |"] if shared else []
+    rows += [f"| {', '.join(f'`{one.flag}`' for one in shared)} | As for `{command}`. |"] if shared else []
     for heading, settings in groups.items():
         rows += [f"| **{heading}** | |"] if heading else []
         rows += [f"| {_marked(one, cls)} | {one.help.replace('|', chr(92) + '|')} |" for one in settings]
