@@ -77,18 +77,18 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
     all_came, ended = threading.Event(), threading.Event()
 
     def build() -> SteppedEngine:
-        core = tiny_engine(behind=True)
-        add = core.add_request
+        engine = tiny_engine(behind=True)
+        add = engine.core.add_request
 
         def looked(*args: Any, **options: Any) -> None:
             look()
             add(*args, **options)
 
-        core.add_request = looked  # type: ignore[method-assign]
-        return core
+        engine.core.add_request = looked  # type: ignore[method-assign]
+        return engine
 
     def look() -> None:
-        runner: Any = core.runner
+        runner: Any = engine.runner
         found.extend((step.is_dispatched, step.has_second_part) for step in runner._steps)
 
     def on_outputs(outputs: list[RequestOutput]) -> None:
@@ -98,12 +98,12 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
             thread._inbox.put(_Call(look, Future()))
             if len(found) > 8:
                 all_came.set()
-        elif not core.request_ids:
+        elif not engine.core.request_ids:
             ended.set()
 
     thread = EngineThread(build, on_outputs)
-    core = thread.start()
-    prepared = core.prepare([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    engine = thread.start()
+    prepared = engine.prepare([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     thread.submit("first", prepared)
     assert ended.wait(60)
     assert thread.shutdown()

@@ -271,8 +271,8 @@ def test_there_is_one_cache_at_a_time(where: str, replay: bool, monkeypatch: pyt
     for _ in range(4):
         engine.step()
     errors = []
-    fail = engine._fail
-    monkeypatch.setattr(engine, "_fail", lambda plan, error: (errors.append(error), fail(plan, error))[1])
+    fail = engine.core._fail
+    monkeypatch.setattr(engine.core, "_fail", lambda plan, error: (errors.append(error), fail(plan, error))[1])
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()

@@ -156,7 +156,7 @@ class FailureMachine(RuleBasedStateMachine):
         for where in POINTS:
             self._install(where)
         self.failing: list[set[str]] = []
-        fail = self.engine._fail
+        fail = self.engine.core._fail
 
         def noted(plan: Any, error: Exception) -> list[RequestOutput]:
             self.failing.append(
@@ -164,7 +164,7 @@ class FailureMachine(RuleBasedStateMachine):
             )
             return fail(plan, error)
 
-        self.patch.setattr(self.engine, "_fail", noted)
+        self.patch.setattr(self.engine.core, "_fail", noted)
         self.asked: dict[str, int] = {}
         self.found: dict[str, Answer] = {}
         self._add(first)
