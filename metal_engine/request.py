@@ -5,13 +5,16 @@ from __future__ import annotations
 import enum
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from metal_engine.lora_adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
+
+if TYPE_CHECKING:
+    from metal_engine.text.stop_strings import StopPrefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,8 @@ class PreparedRequest:
         params: sampling parameters.
         max_tokens: maximum number of tokens to generate.
         rules: ``params`` resolved for the model's vocabulary.
+        eos_token_ids: end-of-sequence ids of the model.
+        stop_automaton: automaton of the stop strings; None if there are none.
         cache_salt: requests share cached prefixes only with requests that have the same salt.
         block_hashes: hashes of the prompt's full blocks, with this salt.
         pooling_params: pooling parameters with the model's defaults filled in; None to generate.
@@ -54,6 +59,9 @@ class PreparedRequest:
     params: SamplingParams
     max_tokens: int
     rules: TokenRules
+    _: KW_ONLY
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_automaton: StopPrefix | None = None
     cache_salt: str = ""
     block_hashes: list[bytes] = field(default_factory=list)
     pooling_params: PoolingParams | None = None
@@ -82,6 +90,11 @@ class RequestStatus(enum.Enum):
         """OpenAI's ``finish_reason``, or ``abort`` or ``error``; None while the request is unfinished."""
         return _FINISH_REASONS.get(self)
 
+    @staticmethod
+    def of(finish_reason: str) -> RequestStatus:
+        """Return the final status with this ``finish_reason``."""
+        return _FINAL_STATUSES[finish_reason]
+
 
 _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -89,6 +102,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_ABORTED: "abort",
     RequestStatus.FINISHED_ERROR: "error",
 }
+_FINAL_STATUSES = {reason: status for status, reason in _FINISH_REASONS.items()}
 
 
 @lru_cache(maxsize=4)  # the outputs of a request share the set, which may take a MiB
@@ -97,9 +111,9 @@ def _union(eos_token_ids: frozenset[int], stop_token_ids: tuple[int, ...]) -> fr
 
 
 def client_id(request_id: str) -> str:
-    """Return the id under which the client submitted a request.
+    """Return the id under which the client submitted a request, from the request's id in the engine.
 
-    The internal id differs: a client may reuse an id at once, while a step in flight computes the aborted request.
+    The ids differ: a client may reuse an id at once, while a step in flight computes the aborted request.
     """
     return request_id.rpartition("#")[0]
 
@@ -236,6 +250,9 @@ class TokenLogprobs:
 @dataclass(slots=True)
 class RequestOutput:
     """Results of a request since its previous output.
+
+    The engine leaves out the text and the counts of prompt and output tokens: ``text``, ``token_ends``,
+    ``text_logprobs``, ``num_prompt_tokens`` and ``num_output_tokens``. The client fills them in.
 
     Attributes:
         request_id: id given at submission.

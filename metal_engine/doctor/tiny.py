@@ -103,7 +103,6 @@ def generate(engine: BuiltEngine, prompts: list[list[int]], max_tokens: int) -> 
     """
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     token_ids: list[list[int]] = [[] for _ in prompts]
-    texts = [""] * len(prompts)
     core = engine.core
     try:
         for i, prompt in enumerate(prompts):
@@ -113,9 +112,9 @@ def generate(engine: BuiltEngine, prompts: list[list[int]], max_tokens: int) -> 
                 if output.error is not None:
                     raise RuntimeError(output.error)
                 token_ids[int(output.request_id)] += output.token_ids
-                texts[int(output.request_id)] += output.text
     finally:
         engine.close()
+    texts = [engine.preparer.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
     return list(zip(token_ids, texts, strict=True))
 
 
