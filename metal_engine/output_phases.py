@@ -44,10 +44,16 @@ class CallTrigger:
         mark: the mark.
         grammar: Lark rules. The rule ``call`` derives the text from the mark, exclusive, to the end of the call,
             inclusive. After it, the output is free again.
+        heads: texts that follow the mark at the start of calls, each with the name of the rule that derives the rest of
+            such a call. A mark without one of these texts is content. Empty: every mark begins a call.
+        is_whole: True if the call is the whole content. The mark counts only at the beginning of the content, after
+            white space or reasoning. The output ends after the call.
     """
 
     mark: str
     grammar: str
+    heads: tuple[tuple[str, str], ...] = ()
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)

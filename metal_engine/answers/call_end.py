@@ -9,6 +9,8 @@ from typing import Literal
 from metal_engine.answers.call_syntaxes.syntax import Quotes
 
 _SPACE = re.compile(r"\s*")
+# Types of values that are strings, in the opening tags of Kimi K3 and DeepSeek.
+_STRING_TYPES = ("string", "true")
 
 
 class CallEnd:
@@ -115,7 +117,7 @@ class CallEnd:
         first = _end_of_space(text, head.end())
         if first == len(text):
             return False
-        is_string = head.groupdict().get("type") == "string"
+        is_string = head.groupdict().get("type") in _STRING_TYPES
         is_json = text[first] in "{[" and not is_string and self._quotes.is_json(head["name"])
         self._at, self._state = head.end(), "json" if is_json else "text"
         return True

@@ -54,16 +54,22 @@ class PhaseRulesMaker:
                     self._compiler.compile(structured, opening=as_lark(reasoning.start, self._special))
                 )
         content: list[Mark] = []
+        first: list[Mark] = []
         if reasoning is not None:
             content.append(Mark(reasoning.start.encode(), "reasoning"))
         if phases.calls is not None and structured is None:
             for trigger in phases.calls.triggers:
                 tail = self._tail(trigger.mark)
-                task = self._compiler.compile_call(without_marks(trigger.grammar, self._special), tail)
-                content.append(Mark(trigger.mark.encode(), Segment(task, tail.encode(), is_call=True)))
+                heads = trigger.heads or (("", "call"),)
+                tails = {tail + head: rule for head, rule in heads}
+                task = self._compiler.compile_call(without_marks(trigger.grammar, self._special), tails)
+                for head, _ in heads:
+                    segment = Segment(task, (tail + head).encode(), is_call=True, is_whole=trigger.is_whole)
+                    (first if trigger.is_whole else content).append(Mark((trigger.mark + head).encode(), segment))
         return PhaseRules(
             begins_in="reasoning" if reasoning is not None and reasoning.begins_inside else "content",
             marks={"content": content, "reasoning": [] if reasoning is None else [Mark(reasoning.end.encode(), after)]},
+            first_marks=first,
             token_bytes=self._tokenizer.token_bytes,
             stop_token_ids=stop_token_ids,
             opening=opening,

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -110,14 +110,14 @@ class GrammarCompiler:
             raise ParameterError("structured_outputs", f"cannot be read: {error}") from error
         return self._compiled(wanted)
 
-    def compile_call(self, rules: str, tail: str) -> GrammarTask:
+    def compile_call(self, rules: str, tails: Mapping[str, str]) -> GrammarTask:
         """Start compiling the grammar of a tool call in the background, unless it is compiled already.
 
         Args:
-            rules: Lark rules with the rule ``call``.
-            tail: text of the trigger's mark that the grammar begins with.
+            rules: Lark rules.
+            tails: text at the end of a mark -> name of the rule that derives the text after it.
         """
-        wanted = json.dumps({"call": rules, "tail": tail}).encode()
+        wanted = json.dumps({"call": rules, "tails": tails}).encode()
         known = self._known(hashlib.sha256(wanted).digest())
         return GrammarTask(known if known is not None else self._background.submit(self._compiled, wanted))
 

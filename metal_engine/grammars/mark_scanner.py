@@ -23,11 +23,13 @@ class Segment:
         grammar: grammar of the text from ``tail`` on.
         tail: end of the mark that the grammar begins with: the bytes after the mark's last special token.
         is_call: True for a tool call; False for a structured output, which lasts until the end.
+        is_whole: True for a tool call that is the whole content.
     """
 
     grammar: GrammarTask
     tail: bytes
     is_call: bool
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +38,11 @@ class Mark:
 
     text: bytes
     target: FreePhase | Segment
+
+    @property
+    def is_whole(self) -> bool:
+        """True for the mark of a call that is the whole content."""
+        return isinstance(self.target, Segment) and self.target.is_whole
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,8 @@ class MarkScanner:
         marks: marks that end each phase.
         token_bytes: returns the UTF-8 bytes of a token.
         phase: current phase.
+        first_marks: marks that end the content only at its beginning, after white space or reasoning. Empty once the
+            output has other content.
 
     Attributes:
         num_reasoning_tokens: number of tokens since the current reasoning began.
@@ -69,6 +78,7 @@ class MarkScanner:
     marks: Mapping[FreePhase, Sequence[Mark]]
     token_bytes: Callable[[int], bytes]
     phase: FreePhase
+    first_marks: Sequence[Mark] = ()
     num_reasoning_tokens: int = 0
     _longest: int = field(init=False)  # length of the longest mark
     _text: bytes = b""  # bytes at the end of the output that may belong to a mark
@@ -76,7 +86,8 @@ class MarkScanner:
     _tokens: list[tuple[int, int]] = field(default_factory=list)  # end and id of each token whose bytes are in `_text`
 
     def __post_init__(self) -> None:
-        self._longest = max((len(mark.text) for marks in self.marks.values() for mark in marks), default=1)
+        every = [mark for marks in (*self.marks.values(), self.first_marks) for mark in marks]
+        self._longest = max((len(mark.text) for mark in every), default=1)
 
     def copy(self) -> MarkScanner:
         other = copy(self)
@@ -97,8 +108,10 @@ class MarkScanner:
             if isinstance(mark.target, Segment):
                 entry = Entry(mark, self._tokens_from(end - len(mark.target.tail)), is_partial=False)
                 self.enter(self.phase)
+                self.first_marks = ()
                 return entry
-            self._text = self._text[end:]
+            self._drop(at)
+            self._text = self._text[end - at :]
             self.phase, self.num_reasoning_tokens = mark.target, int(mark.target == "reasoning")
         self._trim()
         return self._partial_entry()
@@ -112,11 +125,19 @@ class MarkScanner:
     def _first_mark(self) -> tuple[int, Mark] | None:
         """Return the first mark in the text and its position. Of several marks there, the first in the list wins."""
         found = None
-        for mark in self.marks[self.phase]:
+        for mark in self._possible_marks():
             at = self._text.find(mark.text)
-            if at >= 0 and (found is None or at < found[0]):
+            if at >= 0 and (found is None or at < found[0]) and self._may_begin(mark, at):
                 found = at, mark
         return found
+
+    def _possible_marks(self) -> Sequence[Mark]:
+        marks = self.marks[self.phase]
+        return [*marks, *self.first_marks] if self.first_marks and self.phase == "content" else marks
+
+    def _may_begin(self, mark: Mark, at: int) -> bool:
+        """Return True if the text before position ``at`` allows a mark there."""
+        return not mark.is_whole or not self._text[:at].strip()
 
     def _tokens_from(self, start: int) -> list[int]:
         """Return the tokens with bytes at or after position ``start`` of the text."""
@@ -126,14 +147,20 @@ class MarkScanner:
     def _trim(self) -> None:
         """Drop the beginning of the text, which can belong to no mark any more."""
         if len(self._text) >= self._longest:
-            self._text = self._text[len(self._text) - self._longest + 1 :]
+            self._drop(len(self._text) - self._longest + 1)
         begin = self._end - len(self._text)
         if self._tokens and self._tokens[0][0] <= begin:
             self._tokens = [(end, token_id) for end, token_id in self._tokens if end > begin]
 
+    def _drop(self, length: int) -> None:
+        """Drop the first bytes of the text, which belong to the current phase."""
+        if self.first_marks and self.phase == "content" and self._text[:length].strip():
+            self.first_marks = ()
+        self._text = self._text[length:]
+
     def _partial_entry(self) -> Entry | None:
         """Return the segment whose mark the text ends with a part of, if its grammar can check the mark's rest."""
-        for mark in self.marks[self.phase]:
+        for mark in self._possible_marks():
             segment = mark.target
             if not isinstance(segment, Segment) or not segment.tail:
                 continue
@@ -142,7 +169,7 @@ class MarkScanner:
             beginning = mark.text[: max(least, head + 1)]
             at = self._text.find(beginning)
             while at >= 0:
-                if mark.text.startswith(self._text[at:]):
+                if mark.text.startswith(self._text[at:]) and self._may_begin(mark, at):
                     return Entry(mark, self._tokens_from(at + head), is_partial=True)
                 at = self._text.find(beginning, at + 1)
         return None

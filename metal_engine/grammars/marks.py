@@ -15,9 +15,9 @@ _TEXT_UNTIL = re.compile(rf"^(\w+)\[suffix={_MARK}\]: (.*)$", re.MULTILINE)
 def without_marks(grammar: str, special: Mapping[str, int]) -> str:
     """Return Lark rules in which special tokens and strings replace the marks.
 
-    llguidance does not accept special tokens as suffixes. If the mark after a text begins with a special token, the
-    text is a terminal without a suffix, because terminals never contain special tokens. The text does not contain the
-    mark as plain characters either, which readers could not distinguish.
+    llguidance does not accept special tokens as suffixes. If the mark after a text has a special token, the text is a
+    terminal up to this token, because terminals never contain special tokens. The text does not contain the mark as
+    plain characters either, which readers could not distinguish.
 
     Args:
         grammar: Lark rules, as in :class:`metal_engine.output_phases.CallTrigger`.
@@ -27,11 +27,14 @@ def without_marks(grammar: str, special: Mapping[str, int]) -> str:
 
     def text_until(found: re.Match[str]) -> str:
         name, end, terminal = found[1], json.loads(found[2]), found[3]
-        if tokens.match(end) is None:
+        first = tokens.search(end)
+        if first is None:
             return f"{name}[suffix={json.dumps(end, ensure_ascii=False)}]: {terminal}"
         text, upper = re.escape(end).replace("/", r"\/").replace("\n", "n"), name.upper()
+        whole, before = f"{upper}_ALL & ~{upper}_END", json.dumps(end[: first.start()], ensure_ascii=False)
+        body = f"{upper}_TEXT: {whole}" if not first.start() else f"{upper}_TEXT: ({whole}) {before}"
         return (
-            f"{name}: {upper}_TEXT {as_lark(end, special)}\n{upper}_TEXT: {upper}_ALL & ~{upper}_END\n"
+            f"{name}: {upper}_TEXT {as_lark(end[first.start() :], special)}\n{body}\n"
             f"{upper}_ALL: {terminal}\n{upper}_END: /(?s:.*){text}(?s:.*)/"
         )
 

@@ -23,6 +23,7 @@ class PhaseRules:
     Attributes:
         begins_in: phase at the start of the output.
         marks: marks that end each free phase.
+        first_marks: marks that count only at the beginning of the content.
         token_bytes: returns the UTF-8 bytes of a token.
         stop_token_ids: tokens that end generation, [S] int32.
         opening: grammar of an output that begins with either reasoning or the structured output; None if the output
@@ -42,6 +43,7 @@ class PhaseRules:
     budget: int | None = None
     end_tokens: tuple[int, ...] = ()
     several_calls: bool = True
+    first_marks: Sequence[Mark] = ()
 
     @cached_property
     def begins_free(self) -> bool:
@@ -56,6 +58,7 @@ class _LiveSegment:
     """Segment that an output is in.
 
     Attributes:
+        grammar: grammar of the segment.
         mark: mark that begins the segment; None for the opening of an output.
         is_partial: True if the text is only the beginning of the mark so far.
         unsent: tokens that were not sent to the grammar's process yet.
@@ -98,7 +101,7 @@ class PhaseMatcher:
 
     def __init__(self, rules: PhaseRules) -> None:
         self._rules = rules
-        self._scanner = MarkScanner(rules.marks, rules.token_bytes, rules.begins_in)
+        self._scanner = MarkScanner(rules.marks, rules.token_bytes, rules.begins_in, rules.first_marks)
         self._drafts: list[int] = []
         self._segment: _LiveSegment | None = None
         self._opening: bytes | None = None  # text so far, while it may become the opening mark
@@ -212,9 +215,10 @@ class PhaseMatcher:
 
     def _end_call(self, later: Sequence[int]) -> None:
         """End a tool call. ``later`` are tokens after it."""
+        assert self._segment is not None and self._segment.mark is not None
+        self._has_ended = self._segment.mark.is_whole or not self._rules.several_calls
         self._segment = None
         self._scanner.enter("content")
-        self._has_ended = not self._rules.several_calls
         self.observe(later)
 
     def _fail(self, error: ValueError) -> None:

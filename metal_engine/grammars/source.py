@@ -2,8 +2,9 @@
 
 A wanted grammar is a dictionary: the fields of :class:`metal_engine.sampling_params.StructuredOutputsParams`, or
 ``call``, the Lark rules of a tool call. With ``tail``, it is the grammar of a part of an output that follows a mark:
-``tail`` is the text of the mark that the grammar begins with. With ``opening``, the output may begin with this text
-instead, in Lark's syntax, and then continue in any way.
+``tail`` is the text of the mark that the grammar begins with. ``tails`` has such a text for each mark of a tool call,
+and the name of the rule that derives the text after it. With ``opening``, the output may begin with this text instead,
+in Lark's syntax, and then continue in any way.
 """
 
 from __future__ import annotations
@@ -37,28 +38,33 @@ def grammar_source(wanted: Mapping[str, Any]) -> str:
         RecursionError: the grammar is nested too deeply.
     """
     if "call" in wanted:
-        return llguidance.LLMatcher.grammar_from_lark(f"{_after_mark(wanted['tail'], 'call')}\n{wanted['call']}")
+        return llguidance.LLMatcher.grammar_from_lark(f"{_after_mark(wanted['tails'])}\n{wanted['call']}")
     source = _structured_source(wanted)
     if wanted.get("opening") is not None:
         return _nested(f"start: opening | WS? @content\nopening: {wanted['opening']} REST\nREST: /(?s:.*)/", source)
     if wanted.get("tail") is not None:
-        return _nested(_after_mark(wanted["tail"], "WS? @content"), source)
+        return _nested(_after_mark({wanted["tail"]: "WS? @content"}), source)
     return source
 
 
-def _after_mark(tail: str, rest: str) -> str:
-    """Return the Lark rules of a text that begins with ``tail`` and continues with ``rest``.
+def _after_mark(rests: Mapping[str, str]) -> str:
+    """Return the Lark rules of a text that begins with the end of a mark.
 
-    Before ``tail`` is complete, the text may also become another one, since the grammar is used from the first
-    characters of a mark on.
+    The grammar is used from the first characters of a mark on. Until the mark is complete, other text is allowed, too.
+
+    Args:
+        rests: text at the end of a mark -> Lark expression for the text after it.
     """
-    if not tail:
-        return f"start: {rest}"
-    pattern = re.escape(tail).replace("/", r"\/").replace("\n", r"\n")
-    return (
-        f"start: UNMARKED | marked {rest}\n"
-        f"marked[suffix={json.dumps(tail)}]: /(?s:.*)/\n"
-        f"UNMARKED: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/"
+    if "" in rests:
+        return f"start: {rests['']}"
+    patterns = (re.escape(tail).replace("/", r"\/").replace("\n", r"\n") for tail in rests)
+    options = (f"marked{i} {rest}" for i, rest in enumerate(rests.values()))
+    return "\n".join(
+        [
+            f"start: UNMARKED | {' | '.join(options)}",
+            *(f"marked{i}[suffix={json.dumps(tail)}]: /(?s:.*)/" for i, tail in enumerate(rests)),
+            f"UNMARKED: /(?s:.*)/ & ~/(?s:.*)(?:{'|'.join(patterns)})(?s:.*)/",
+        ]
     )
 
 

@@ -18,8 +18,9 @@ from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, TRAINS, WEATH
 
 def test_every_parser_of_mlx_lm_is_known_and_tested() -> None:
     modules = {info.name for info in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)}
-    assert set(TOOL_PARSERS) == modules | {"auto", "none"}
-    assert {r.parser for r in RECORDED} == modules == MALFORMED.keys()
+    own = {"deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "llama3_json"}
+    assert not own & modules and set(TOOL_PARSERS) == modules | own | {"auto", "none"}
+    assert {r.parser for r in RECORDED} == modules | own == MALFORMED.keys()
     assert set(TOOL_PARSER_ALIASES.values()) <= modules
 
 
@@ -39,6 +40,15 @@ def test_recorded_formats(recorded: Recorded, thought: str, incremental: bool) -
 HEADS = {
     "json_tools": ('<tool_call>\n{"name": "find_trains", "arguments": ', "}\n</tool_call>"),
     "mistral": ("[TOOL_CALLS]find_trains[ARGS]", ""),
+    "llama3_json": ('{"name": "find_trains", "parameters": ', "}"),
+    "deepseek_v3": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find_trains\n```json\n",
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>find_trains<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
 }
 
 

@@ -34,8 +34,14 @@ def test_triggers() -> None:
     marks = [trigger.mark for trigger in phase.triggers]
     assert marks == ["<tool_call>", "<function="] and not phase.parallel
     phase = call_phase(harmony_format(), TOOLS, parallel=True)
-    assert [trigger.mark for trigger in phase.triggers] == ["<|channel|>commentary to=", "<|start|>assistant to="]
+    marks = [(trigger.mark, trigger.is_whole) for trigger in phase.triggers]
+    assert marks == [("<|channel|>commentary to=", False), ("<|start|>assistant to=", False), ("to=", True)]
     assert phase.parallel
+    phase = call_phase(answer_format("pythonic"), TOOLS, parallel=True)
+    marked, bare = phase.triggers
+    assert (marked.mark, marked.heads, marked.is_whole) == ("<|tool_call_start|>", (), False)
+    assert (bare.mark, bare.is_whole) == ("[", True)
+    assert [head for head, _ in bare.heads] == ["get_weather(", "find_trains("]
 
 
 def test_formats_without_grammar() -> None:
@@ -125,6 +131,12 @@ def test_marks_become_tokens_and_strings() -> None:
     assert without_marks(grammar, {"<a>": 5}) == (
         'call: (<[5]> "x<b>") r1\nr1: R1_TEXT (<[5]>)\nR1_TEXT: R1_ALL & ~R1_END\nR1_ALL: T\n'
         'R1_END: /(?s:.*)<a>(?s:.*)/\nr2[suffix="y"]: T\nT: /a*/\n'
+    )
+
+
+def test_a_text_up_to_a_mark_with_a_special_token_within() -> None:
+    assert without_marks('r1[suffix=@"</D>"]: T\nT: /a*/\n', {"D": 5}) == (
+        'r1: R1_TEXT (<[5]> ">")\nR1_TEXT: (R1_ALL & ~R1_END) "</"\nR1_ALL: T\nR1_END: /(?s:.*)<\\/D>(?s:.*)/\nT: /a*/\n'
     )
 
 

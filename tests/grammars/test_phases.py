@@ -12,11 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from metal_engine.answers.harmony import harmony_format
+from metal_engine.answers.phases import call_phase
 from metal_engine.engine.token_rules import TokenRulesMaker
 from metal_engine.output_phases import CallPhase, CallTrigger, OutputPhases, ReasoningPhase
 from metal_engine.sampling_params import Matcher, SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import SpeculativeConfig
+from tests.support.splitting import answer_format
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
+from tests.support.tool_formats import TOOLS
 from tools.fixtures.fake_engine import EOS, VOCAB_SIZE, byte_ids, tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
 
@@ -26,6 +30,19 @@ DIGITS = StructuredOutputsParams(regex="[0-9]{1,5}")
 
 def calls(*marks: str, parallel: bool = True) -> CallPhase:
     return CallPhase(tuple(CallTrigger(mark, CALL) for mark in marks), parallel)
+
+
+WHOLE = CallPhase(
+    (
+        CallTrigger("<call>", CALL),
+        CallTrigger(
+            "[",
+            'call: "a(" r1 | "bc(" r2\nr1: /[0-9]{1,3}/ ")]"\nr2: /[x-z]{1,2}/ ")]"',
+            heads=(("a(", "r1"), ("bc(", "r2")),
+            is_whole=True,
+        ),
+    )
+)
 
 
 def thinking(**fields: Any) -> ReasoningPhase:
@@ -109,6 +126,55 @@ class TestCalls:
         assert matcher.fill_mask(mask, math.inf)
         bits = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         assert bits.tolist() == sorted(tiny_tokenizer().eos_token_ids)
+
+    def test_a_call_that_is_the_whole_content(self, following: Following) -> None:
+        for before in ("", " \n", " " * 40, "<r>[a(no</r>", "\n<r>hm</r>\n"):
+            for head, first in (("[a(", "0123456789"), ("[bc(", "xyz")):
+                matcher = following(calls=WHOLE, reasoning=thinking())
+                assert allowed(matcher, before + head) == first and not matcher.is_free
+        assert allowed(following(calls=WHOLE), "[a(1") == ")0123456789"
+        matcher = following(calls=WHOLE)
+        assert not matcher.is_free_after(byte_ids("[bc("))
+        assert allowed(matcher, "[a(12)]") == "" and not matcher.is_free
+        assert allowed(matcher, "[a(1)] and more") == ""
+
+    def test_other_content_is_free(self, following: Following) -> None:
+        for text in ("[", "[x](bc(", "[b(", "text [a(", "x<r>hm</r>[a(", " " * 40 + "x" + " " * 40 + "[a(", "[[a("):
+            matcher = following(calls=WHOLE, reasoning=thinking())
+            for ch in text:
+                assert allowed(matcher, ch) == ALL, text
+            assert matcher.is_free
+            assert allowed(matcher, "<call>") == "abc"
+        matcher = following(calls=WHOLE)
+        assert allowed(matcher, "<call>a=1)[a(") == ALL and matcher.is_free
+
+    def test_part_of_a_head_may_become_another_text(self, following: Following) -> None:
+        matcher = following(calls=WHOLE)
+        assert allowed(matcher, "[bc") == ALL and not matcher.is_free
+        assert allowed(matcher, "d") == ALL and matcher.is_free
+        assert allowed(matcher, " [bc(") == ALL and matcher.is_free
+
+    @pytest.mark.parametrize("text", ['[get_weather(city="Rome", days=3)', '\n[find_trains(city="x")'])
+    def test_a_bare_list_of_calls(self, following: Following, text: str) -> None:
+        matcher = following(calls=call_phase(answer_format("pythonic"), TOOLS, parallel=True))
+        assert set(allowed(matcher, text)) == set(" ,]")
+        assert set(allowed(matcher, ", ")) == set(" gf")
+        assert allowed(matcher, 'find_trains(city="Oslo")]') == "" and not matcher.is_free
+        matcher = following(calls=call_phase(answer_format("pythonic"), TOOLS, parallel=False))
+        assert set(allowed(matcher, text)) == set(" ]")
+
+    def test_a_bare_object(self, following: Following) -> None:
+        matcher = following(calls=call_phase(answer_format("llama3_json"), TOOLS, parallel=True))
+        assert allowed(matcher, '{"name": "get_me') == ALL and matcher.is_free
+        matcher = following(calls=call_phase(answer_format("llama3_json"), TOOLS, parallel=True))
+        assert set(allowed(matcher, '{"name": "get_weather"')) == set(" ,")
+        assert allowed(matcher, ', "parameters": {"city": "Rome"}}') == "" and not matcher.is_free
+
+    def test_the_recipient_of_a_message_that_the_prompt_begins(self, following: Following) -> None:
+        matcher = following(calls=call_phase(harmony_format(), TOOLS, parallel=True))
+        assert allowed(matcher, " to=") == "f"
+        assert allowed(matcher, "functions.") == "fg"
+        assert set(allowed(matcher, "find_trains<|channel|>commentary json<|message|>{")) == set(' "')
 
     def test_calls_within_reasoning_are_text(self, following: Following) -> None:
         matcher = following(calls=calls("<call>"), reasoning=thinking(begins_inside=True))

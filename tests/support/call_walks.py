@@ -29,13 +29,16 @@ SPECIAL = (
     "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|open|>", "<|close|>", "<|sep|>",
     "<minimax:tool_call>", "</minimax:tool_call>", "<|tool_call_start|>", "<start_function_call>",
     "<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel|>", "<|message|>",
-    "<|call|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>",
+    "<|call|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "｜DSML｜",
+    "<|python_tag|>",
 )  # fmt: skip
 # Texts that a walk writes at once if the grammar allows them.
 SNIPPETS = (
     "</tool_call>", "</parameter>", "</function>", "<|call|>", "<|end|>", "[TOOL_CALLS]", "</arg_value>", "<escape>",
     "<tool_call|>", "<|tool_call_end|>", "</minimax:tool_call>", "<|close|>", "</param>", "</atem:parameter>", "\n",
     '\\"', "'", "é", "😀", "\\n", "null", "True", "12", "-3.5", "[1]", "{}", " ", "<", "it's", "\\\\", "]]>", "1e999",
+    "</｜DSML｜parameter>", "<｜DSML｜parameter", "</", "```<｜tool▁call▁end｜>",
 )  # fmt: skip
 _CLOSING = b'"}])>'
 
@@ -132,7 +135,9 @@ def _choose(rng: random.Random, allowed: np.ndarray, written: bytes, closers: Se
         return rng.choice(letters if letters and rng.random() < 0.6 else tokens)
     marks = [token for token in tokens if token > 256]
     if marks:
-        return rng.choice(marks)
+        # In a closing tag, the special token may follow ``</``.
+        is_tag = written.endswith(b"<") and ord("/") in tokens
+        return rng.choice([*marks, ord("/")] if is_tag else marks)
     wanted = (1, -1)
     for closer in map(str.encode, closers):
         for length in range(len(closer) - 1, 0, -1):

@@ -34,7 +34,11 @@ MARKS = {
     "kimi_k2": "<|tool_call_end|><|tool_calls_section_end|>", "kimi_k3": "<|sep|>tools",
     "minicpm5": "</function>", "minimax_m2": "</invoke>\n</minimax:tool_call>",
     "muse_spark": "</atem:invoke></atem:function_calls>", "pythonic": "<|tool_call_end|>)]",
-    "function_gemma": "<end_function_call>}", "gemma4": "<tool_call|>}", "harmony": "<|call|><|end|>",
+    "function_gemma": "<end_function_call>}", "gemma4": "<tool_call|>}",
+    "llama3_json": "<|python_tag|>", "deepseek_v3": "```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v32": "</｜DSML｜invoke>\n</｜DSML｜function_calls>", "deepseek_v4": "</｜DSML｜tool_calls>",
+    "harmony": "<|call|><|end|>",
 }  # fmt: skip
 _NONE: Call = ("list_all", {})
 
@@ -77,9 +81,23 @@ _K3 = '<|open|>argument key="{}" type="{}"<|sep|>{}<|close|>argument<|sep|>'
 _TYPES = {"path": "string", "text": "string", "line": "number", "force": "boolean", "options": "object"}
 _K3_VALUES = {"path": "a.py", "text": _text("kimi_k3"), "line": "3", "force": "true", "options": _OPTIONS}
 _K3_ARGUMENTS = "".join(_K3.format(key, _TYPES[key], value) for key, value in _K3_VALUES.items())
+_V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+_V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 _GEMMA = "call:edit{{path:Qa.pyQ,text:Q{}Q,line:3,force:true,options:{{mode:QwQ,tags:[QaQ,QbQ]}}}}"
 _KIMI = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
 _HARMONY = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+
+
+def _dsml(parser: str, options: str = _OPTIONS) -> str:
+    """Return a call in DeepSeek's form as tags."""
+    values = {**_K3_VALUES, "text": _text(parser), "options": options}
+    return '<｜DSML｜invoke name="edit">\n' + "".join(
+        f'<｜DSML｜parameter name="{key}" string="{str(_TYPES[key] == "string").lower()}">{value}</｜DSML｜parameter>\n'
+        for key, value in values.items()
+    ) + "</｜DSML｜invoke>\n"  # fmt: skip
+
+
+_DSML_ENDS = "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜function_calls>"
 
 
 def _one(parser: str, text: str) -> Recorded:
@@ -110,6 +128,12 @@ NESTED_MARKS = [
             "</invoke>\n</minimax:tool_call>",
         ),
     ]
+] + [
+    Recorded(
+        "deepseek_v32",
+        f"<｜DSML｜function_calls>{_dsml('deepseek_v32', _MARKED.replace('END', _DSML_ENDS))}</｜DSML｜function_calls>",
+        [("edit", {**_full("deepseek_v32")[1], "options": {"mode": "a", "tags": [_DSML_ENDS, '"' + _DSML_ENDS]}})],
+    )
 ]
 
 EXACT = [
@@ -181,6 +205,7 @@ EXACT = [
         f"options={_OPTIONS})]<|tool_call_end|>",
     ),
     Recorded("pythonic", "<|tool_call_start|>[list_all(), list_all()]<|tool_call_end|>", [_NONE, _NONE]),
+    Recorded("pythonic", '[edit(path=")]", line=None), list_all()]', [("edit", {"path": ")]", "line": None}), _NONE]),
     _one(
         "function_gemma",
         "<start_function_call>"
@@ -192,7 +217,35 @@ EXACT = [
         "<|tool_call>" + _GEMMA.format("TEXT").replace("Q", '<|"|>').replace("TEXT", _text("gemma4")) + "<tool_call|>",
     ),
     Recorded("gemma4", "<|tool_call>call:list_all{}<tool_call|>", [_NONE]),
+    _one("deepseek_v3", f"<｜tool▁calls▁begin｜>{_V3.format('edit', _json('deepseek_v3'))}<｜tool▁calls▁end｜>"),
+    Recorded(
+        "deepseek_v3",
+        f"<｜tool▁calls▁begin｜>{_V3.format('list_all', '{}')}\n{_V3.format('list_all', '{}')}\n<｜tool▁calls▁end｜>",
+        [_NONE, _NONE],
+    ),
+    _one("llama3_json", f'<|python_tag|>{{"name": "edit", "parameters": {_json("llama3_json")}}}'),
+    _one("llama3_json", f'{{"name": "edit", "parameters": {_json("llama3_json")}}}'),
+    _one("deepseek_v31", f"<｜tool▁calls▁begin｜>{_V31.format('edit', _json('deepseek_v31'))}<｜tool▁calls▁end｜>"),
+    Recorded(
+        "deepseek_v31", f"<｜tool▁calls▁begin｜>{_V31.format('list_all', '{}') * 2}<｜tool▁calls▁end｜>", [_NONE, _NONE]
+    ),
+    _one("deepseek_v32", f"<｜DSML｜function_calls>\n{_dsml('deepseek_v32')}</｜DSML｜function_calls>"),
+    Recorded(
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="edit">\n'
+        '<｜DSML｜parameter name="path" string="true">{"a": "</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="line" string="false">null</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        [("edit", {"path": '{"a": "', "line": None})],
+    ),
+    _one("deepseek_v4", f"<｜DSML｜tool_calls>\n{_dsml('deepseek_v4')}</｜DSML｜tool_calls>"),
+    Recorded(
+        "deepseek_v4",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="list_all">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        [_NONE],
+    ),
     _one("harmony", _HARMONY.format("edit", _json("harmony"))),
+    Recorded("harmony", " to=functions.list_all<|channel|>commentary json<|message|>{}<|call|>", [_NONE]),
     Recorded("harmony", f"<|start|>assistant{_HARMONY.format('list_all', '{}')}", [_NONE]),
     Recorded(
         "harmony", "<|start|>assistant to=functions.list_all<|channel|>commentary json<|message|>{}<|call|>", [_NONE]

@@ -45,6 +45,14 @@ TRAINS: Call = ("find_trains", {"city": "Rome"})
 PROSE = "Let me look: 1 < 2.\n\n"
 SAID = PROSE.strip()
 
+_V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
+_DSML = (
+    '<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">Zürich 😀</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="find_trains">\n<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n"
+)
+
 RECORDED = [
     Recorded(
         "json_tools",
@@ -145,6 +153,35 @@ RECORDED = [
         SAID,
     ),
     Recorded(
+        "llama3_json",
+        PROSE + '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Zürich 😀", "days": 3}}',
+        [WEATHER],
+        SAID,
+    ),
+    Recorded(
+        "deepseek_v3",
+        PROSE
+        + "<｜tool▁calls▁begin｜>"
+        + _V3.format("get_weather", '{"city": "Zürich 😀", "days": 3}')
+        + "\n"
+        + _V3.format("find_trains", '{"city": "Rome"}')
+        + "<｜tool▁calls▁end｜>",
+        [WEATHER, TRAINS],
+        SAID,
+    ),
+    Recorded(
+        "deepseek_v31",
+        PROSE + '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Zürich 😀", "days": 3}'
+        '<｜tool▁call▁end｜><｜tool▁call▁begin｜>find_trains<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        [WEATHER, TRAINS],
+        SAID,
+    ),
+    Recorded(
+        "deepseek_v32", f"{PROSE}<｜DSML｜function_calls>\n{_DSML}</｜DSML｜function_calls>", [WEATHER, TRAINS], SAID
+    ),
+    Recorded("deepseek_v4", f"{PROSE}<｜DSML｜tool_calls>\n{_DSML}</｜DSML｜tool_calls>", [WEATHER, TRAINS], SAID),
+    Recorded(
         "function_gemma",
         "<start_function_call>call:get_weather{city:<escape>Zürich 😀<escape>,days:3}<end_function_call>"
         "<start_function_call>call:find_trains{city:<escape>Rome<escape>}<end_function_call>",
@@ -173,6 +210,11 @@ MALFORMED = {
     "minicpm5": 'Hm. <function name="other"></function> So be it.',
     "muse_spark": "Hm. <atem:function_calls>get_weather</atem:function_calls> So be it.",
     "pythonic": "Hm. <|tool_call_start|>get_weather<|tool_call_end|> So be it.",
+    "llama3_json": 'Hm. <|python_tag|>get_weather.call(city="Rome")',
+    "deepseek_v3": "Hm. <｜tool▁calls▁begin｜>function<｜tool▁sep｜>get_weather<｜tool▁calls▁end｜> So be it.",
+    "deepseek_v31": "Hm. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁calls▁end｜> So be it.",
+    "deepseek_v32": "Hm. <｜DSML｜function_calls>get_weather</｜DSML｜function_calls> So be it.",
+    "deepseek_v4": 'Hm. <｜DSML｜tool_calls><｜DSML｜invoke name="x"></｜DSML｜invoke></｜DSML｜tool_calls> So be it.',
     "function_gemma": "Hm. <start_function_call>get_weather<end_function_call> So be it.",
     "gemma4": "Hm. <|tool_call>call:get_weather{city<tool_call|> So be it.",
 }

@@ -13,6 +13,11 @@ _TRAINS_FUNCTION = "<function=find_trains>\n<parameter=city>\nRome\n</parameter>
 _NESTED = "Write <parameter=x>1</parameter> and <function=f></function>, then go on."
 _BOTH = '[get_weather(city="Zürich 😀", days=3), find_trains(city="Rome")]'
 
+_DEEPSEEK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+_V3 = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>find_trains\n```json\n{"city": "Rome"}\n```'
+_DSML = '<｜DSML｜function_calls>\n<｜DSML｜invoke name="find_trains">\n{}</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+_DSML_CITY = '<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>\n'
+
 # Name -> answer, calls and content.
 VARIANTS: dict[str, Recorded] = {
     "hermes parameters": Recorded(
@@ -161,6 +166,41 @@ VARIANTS: dict[str, Recorded] = {
         '"{\\"city\\": \\"Rome\\"}"<|tool_call_end|><|tool_calls_section_end|>',
         [TRAINS],
     ),
+    "llama3_json bare": Recorded("llama3_json", '\n{"name": "find_trains", "parameters": {"city": "Rome"}}', [TRAINS]),
+    "llama3_json two objects": Recorded(
+        "llama3_json", f"Both. <|python_tag|>{_JSON['get_weather']}; {_JSON['find_trains']}", [WEATHER, TRAINS], "Both."
+    ),
+    "llama3_json text behind": Recorded(
+        "llama3_json", f"<|python_tag|>{_JSON['find_trains']} One moment.", [TRAINS], "One moment."
+    ),
+    "deepseek_v3 no code block": Recorded(
+        "deepseek_v3",
+        _DEEPSEEK.format('<｜tool▁call▁begin｜>function<｜tool▁sep｜>find_trains\n{"city": "Rome"}<｜tool▁call▁end｜>'),
+        [TRAINS],
+    ),
+    "deepseek_v3 without the mark that ends the call": Recorded(
+        "deepseek_v3", f"Well. <｜tool▁calls▁begin｜>{_V3}", [TRAINS], "Well."
+    ),
+    "deepseek_v31 in the form of V3": Recorded(
+        "deepseek_v31", _DEEPSEEK.format(f"{_V3}\n<｜tool▁call▁end｜>\n"), [TRAINS]
+    ),
+    "deepseek_v31 arguments as a string": Recorded(
+        "deepseek_v31",
+        _DEEPSEEK.format('<｜tool▁call▁begin｜>find_trains<｜tool▁sep｜>"{\\"city\\": \\"Rome\\"}"<｜tool▁call▁end｜>'),
+        [TRAINS],
+    ),
+    "deepseek_v31 json": Recorded("deepseek_v31", _DEEPSEEK.format(f"\n{_JSON['find_trains']}\n"), [TRAINS]),
+    "deepseek_v32 one object": Recorded("deepseek_v32", _DSML.format('{"city": "Rome"}\n'), [TRAINS]),
+    "deepseek_v32 no attribute": Recorded(
+        "deepseek_v32", _DSML.format(_DSML_CITY.replace(' string="true"', "")), [TRAINS]
+    ),
+    "deepseek_v32 other types": Recorded(
+        "deepseek_v32",
+        _DSML.format(
+            _DSML_CITY.replace("city", "days").replace("true", "false") + _DSML_CITY.replace("Rome", "a <b> </c>")
+        ),
+        [("find_trains", {"days": "Rome", "city": "a <b> </c>"})],
+    ),
     "qwen3_coder a value has the closing mark": Recorded(
         "qwen3_coder",
         "<tool_call><function=find_trains><parameter=city>Rome</parameter><parameter=days></tool_call></parameter>"
@@ -279,6 +319,28 @@ UNREADABLE: dict[str, tuple[str, str]] = {
         '<|open|>tools<|sep|><|open|>call tool="find_trains"<|sep|><|open|>argument key="city" type="string"<|sep|>Rome'
         "<|close|>call<|sep|><|close|>tools<|sep|>",
     ),
+    "llama3_json bare, not a tool": ("llama3_json", '{"name": "other", "parameters": {}}'),
+    "llama3_json bare, behind text": ("llama3_json", f"Like so: {_JSON['find_trains']}"),
+    "llama3_json bare, another key": ("llama3_json", '{"name": "find_trains", "city": "Rome"}'),
+    "deepseek_v3 text between calls": (
+        "deepseek_v3",
+        _DEEPSEEK.format(f"{_V3}<｜tool▁call▁end｜> and"),
+    ),
+    "deepseek_v3 text after the arguments": (
+        "deepseek_v3",
+        _DEEPSEEK.format(f"{_V3.replace('}', '} or {}')}<｜tool▁call▁end｜>"),
+    ),
+    "deepseek_v31 no arguments": (
+        "deepseek_v31", _DEEPSEEK.format("<｜tool▁call▁begin｜>find_trains<｜tool▁sep｜><｜tool▁call▁end｜>"),
+    ),
+    "deepseek_v31 no tool": (
+        "deepseek_v31", _DEEPSEEK.format("<｜tool▁call▁begin｜>fly<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+    ),
+    "deepseek_v32 a closing tag is missing": (
+        "deepseek_v32", _DSML.format(_DSML_CITY.replace("</｜DSML｜parameter>", "") + _DSML_CITY),
+    ),
+    "deepseek_v32 an argument twice": ("deepseek_v32", _DSML.format(_DSML_CITY * 2)),
+    "deepseek_v32 text behind": ("deepseek_v32", _DSML.format(f"{_DSML_CITY}Done.")),
     "function_gemma two calls": (
         "function_gemma",
         "<start_function_call>call:find_trains{days:2}call:get_weather{days:3}<end_function_call>",

@@ -1,4 +1,4 @@
-"""Calls whose arguments are one JSON object: Hermes and Qwen, Mistral, Kimi K2, gpt-oss."""
+"""Calls whose arguments are one JSON object: Hermes and Qwen, Llama 3, Mistral, Kimi K2, DeepSeek, gpt-oss."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ class JSONSyntax:
         head: pattern for the start of each call, with the groups ``name`` and, optionally, ``id``.
         tail: pattern for the text after the arguments of a call.
         end: pattern for the text after the last call.
+        whole: marks of calls that are the whole content.
     """
 
     marks: tuple[tuple[str, Callable[[Rules, Sequence[ToolSchema], bool], str]], ...]
     head: re.Pattern[str]
     tail: re.Pattern[str]
     end: re.Pattern[str]
+    whole: tuple[str, ...] = ()
 
     def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
         return JSON_QUOTES
@@ -48,7 +50,7 @@ class JSONSyntax:
         triggers = []
         for text, call in self.marks:
             rules = Rules()
-            triggers.append(CallTrigger(text, rules.text(call(rules, tools, parallel))))
+            triggers.append(CallTrigger(text, rules.text(call(rules, tools, parallel)), is_whole=text in self.whole))
         return tuple(triggers)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
@@ -83,6 +85,34 @@ HERMES = JSONSyntax(
     ),
     re.compile(rf"{_SPACE}\}}{_SPACE}"),
     re.compile(""),
+)
+
+
+class Llama3Syntax(JSONSyntax):
+    """Form of Llama 3's calls: one JSON object after a mark, or as the whole content."""
+
+    def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
+        rules = Rules()
+        heads = []
+        for tool in tools:
+            arguments = f'{GAP} "," {GAP} "\\"parameters\\"" {GAP} ":" {GAP} {_object(tool)} {GAP} "}}"'
+            heads.append((f'{checked_name(_WORD, tool.name)}"', rules.rule(arguments)))
+        one = rules.rule(choice([rules.rule(f"{string(head)} {arguments}") for head, arguments in heads]))
+        opening = f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} "\\""'
+        return (
+            CallTrigger("<|python_tag|>", rules.text(f"{opening} {one}")),
+            CallTrigger('{"name": "', rules.text(one), tuple(heads), is_whole=True),
+        )
+
+
+LLAMA3 = Llama3Syntax(
+    (),
+    re.compile(
+        rf'{_SPACE}\{{{_SPACE}"name"{_SPACE}:{_SPACE}"(?P<name>{_WORD.pattern})"{_SPACE},{_SPACE}"parameters"'
+        rf"{_SPACE}:{_SPACE}(?=\{{)"
+    ),
+    re.compile(rf"{_SPACE}\}}"),
+    re.compile(_SPACE),
 )
 
 
@@ -162,6 +192,30 @@ KIMI_K2 = JSONSyntax(
 )
 
 
+def _deepseek(before: str, after: str, closing: str) -> JSONSyntax:
+    """Return the form of DeepSeek's calls.
+
+    Args:
+        before: text between the mark that begins a call and the tool's name.
+        after: text between the name and the arguments.
+        closing: text between the arguments and the mark that ends the call.
+    """
+    begin, end = f"<｜tool▁call▁begin｜>{before}", f"{closing}<｜tool▁call▁end｜>"
+
+    def several(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+        calls = [f"{string(checked_name(_RECIPIENT, tool.name))} {mark(after)} {_object(tool)}" for tool in tools]
+        one = rules.rule(f"{mark(begin)} {choice([rules.rule(call) for call in calls])} {mark(end)} {GAP}")
+        return f"{GAP} {one}{'+' if parallel else ''} {mark('<｜tool▁calls▁end｜>')}"
+
+    head = rf"{_SPACE}{re.escape(begin)}(?P<name>{_RECIPIENT.pattern}){re.escape(after)}(?=\{{)"
+    marks = (("<｜tool▁calls▁begin｜>", several),)
+    return JSONSyntax(marks, re.compile(head), re.compile(re.escape(end)), re.compile(_SPACE))
+
+
+DEEPSEEK_V3 = _deepseek("function<｜tool▁sep｜>", "\n```json\n", "\n```")
+DEEPSEEK_V31 = _deepseek("", "<｜tool▁sep｜>", "")
+
+
 def _harmony_call(rules: Rules, tools: Sequence[ToolSchema], header: str) -> str:
     """Return the definition of a call. ``header`` is the rest of the message's header after the recipient."""
     kind = f'(" "? {mark("<|constrain|>")} "json" | " json")?'
@@ -178,10 +232,16 @@ def _from_assistant(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -
     return _harmony_call(rules, tools, f'{mark("<|channel|>")} "commentary"')
 
 
-# :class:`metal_engine.answers.harmony.HarmonySplitter` brings both forms to the first one.
+# :class:`metal_engine.answers.harmony.HarmonySplitter` brings all forms to the first one. The last form follows a
+# prompt that ends with ``<|start|>assistant``.
 HARMONY = JSONSyntax(
-    (("<|channel|>commentary to=", _to_recipient), ("<|start|>assistant to=", _from_assistant)),
+    (
+        ("<|channel|>commentary to=", _to_recipient),
+        ("<|start|>assistant to=", _from_assistant),
+        ("to=", _from_assistant),
+    ),
     re.compile(rf"(?:functions\.)?(?P<name>{_RECIPIENT.pattern})<\|message\|>(?=\{{)"),
     re.compile(""),
     re.compile(""),
+    ("to=",),
 )

@@ -60,13 +60,24 @@ class PythonicSyntax:
         return _QUOTES
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
-        rules = Rules()
-        one = rules.rule(choice([self._call(rules, tool) for tool in tools]))
-        more = f'({GAP} "," {GAP} {one})*' if parallel else ""
-        call = f'{GAP} "[" {GAP} {one} {more} {GAP} "]" {GAP} {mark("<|tool_call_end|>")}'
-        return (CallTrigger("<|tool_call_start|>", rules.text(call)),)
+        rules, bare_rules = Rules(), Rules()
+        one, more, _ = self._calls(rules, tools, parallel)
+        call = f'{GAP} "[" {GAP} {one} {more} {GAP} {mark("<|tool_call_end|>")}'
+        bare, more, arguments = self._calls(bare_rules, tools, parallel)
+        heads = tuple((f"{name}(", bare_rules.rule(f"{rest} {more}")) for name, rest in arguments.items())
+        return (
+            CallTrigger("<|tool_call_start|>", rules.text(call)),
+            CallTrigger("[", bare_rules.text(f"{bare} {more}"), heads, is_whole=True),
+        )
 
-    def _call(self, rules: Rules, tool: ToolSchema) -> str:
+    def _calls(self, rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> tuple[str, str, dict[str, str]]:
+        """Return rules for a call, for the rest of the list after it, and for the arguments of each tool."""
+        arguments = {checked_name(_NAME, tool.name): self._arguments(rules, tool) for tool in tools}
+        one = rules.rule(choice([rules.rule(f"{string(name + '(')} {rest}") for name, rest in arguments.items()]))
+        more = f'({GAP} "," {GAP} {one})*' if parallel else ""
+        return one, rules.rule(f'{more} {GAP} "]"'), arguments
+
+    def _arguments(self, rules: Rules, tool: ToolSchema) -> str:
         listed, others = tool.arguments()
         items = []
         for argument in listed:
@@ -78,8 +89,7 @@ class PythonicSyntax:
         other = None
         if others is not False:
             other = f'{other_names(rules, listed, _OTHER_KEY)} "=" {self._value(rules, tool, others)}'
-        name = string(checked_name(_NAME, tool.name) + "(")
-        return rules.rule(f'{name} {GAP} {in_order(rules, items, other)} {GAP} ")"')
+        return rules.rule(f'{GAP} {in_order(rules, items, other)} {GAP} ")"')
 
     def _value(self, rules: Rules, tool: ToolSchema, schema: Any) -> str:
         literals = python_literals(tool, schema)

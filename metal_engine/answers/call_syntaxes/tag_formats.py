@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, json_value, mark
+from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, containing, json_value, mark
 from metal_engine.answers.call_syntaxes.strings import text_terminal
+from metal_engine.answers.call_syntaxes.syntax import choice
 from metal_engine.answers.call_syntaxes.tags import TagSyntax, expression
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
 from metal_engine.answers.call_syntaxes.values import DECODER, after_space, json_of
@@ -152,3 +153,51 @@ KIMI_K3 = _KimiK3(
     without=("<|open|>argument",),
     several=True,
 )
+
+
+@dataclass(frozen=True)
+class _DSML(TagSyntax):
+    """Form of the calls of DeepSeek V3.2 and V4. The opening tag of an argument has ``true`` if the value is a string.
+
+    Other values are JSON.
+    """
+
+    def _argument(self, rules: Rules, tool: ToolSchema, name: str, schema: Any) -> str:
+        kinds = tool.kinds(schema)
+        options = []
+        without = [containing(text) for text in self.without]
+        terminal = text_terminal(rules, tool, schema, without=without) if "string" in kinds else None
+        if terminal is not None:
+            opening = expression(self.argument, name=name, kind="true")
+            options.append(f"{opening} {rules.text_until(terminal, self.value_end)}")
+        if others := kinds - {"string"}:
+            opening = expression(self.argument, name=name, kind="false")
+            options.append(f"{opening} {json_of(tool, schema, others)} {mark(self.value_end)}")
+        if not options:
+            raise NotExpressibleError
+        return rules.rule(f"{choice(options)} {GAP}")
+
+    def _read_value(self, text: str, opening: re.Match[str], tool: ToolSchema, schema: Any) -> tuple[str, int] | None:
+        start = opening.end()
+        end = text.find(self.value_end, start)
+        value = json_text(text[start:end])
+        if opening["type"] == "false":
+            end = DECODER.raw_decode(text, start)[1]
+            value = text[start:end]
+        elif any(one in text[start:end] for one in self.without):
+            return None
+        return (value, end + len(self.value_end)) if text.startswith(self.value_end, end) else None
+
+
+def dsml(block: str) -> TagSyntax:
+    """Return the form of DeepSeek's calls as tags. ``block`` is the name of the tag around all calls."""
+    return _DSML(
+        mark=f"<｜DSML｜{block}>",
+        call='<｜DSML｜invoke name="{name}">',
+        argument='<｜DSML｜parameter name="{name}" string="{type}">',
+        value_end="</｜DSML｜parameter>",
+        call_end="</｜DSML｜invoke>",
+        end=f"</｜DSML｜{block}>",
+        without=("<｜DSML｜parameter",),
+        several=True,
+    )

@@ -15,7 +15,7 @@ import pytest
 from tokenizers import AddedToken
 
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.checkpoints.answer_formats import find_answer_format
+from metal_engine.checkpoints.answer_formats import CALL_SYNTAXES, find_answer_format
 from metal_engine.errors import ConfigError
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.logs import Notices
@@ -292,6 +292,11 @@ def tokenizer_with(*tokens: str, special: bool = False, template: str = "") -> A
     return hf
 
 
+DEEPSEEK_V3 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ tool.type }}<｜tool▁sep｜>{{ tool.name }}\n```json\n"
+LLAMA3 = 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+DEEPSEEK_V31 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ tool.name }}<｜tool▁sep｜>{{ tool.arguments }}"
+
+
 def test_parsers_are_chosen_from_the_tokenizer() -> None:
     hermes = "{% if tools %}<tool_call>{{ tool_call.name }}{% endif %}"
     for hf, tool, marks, special in [
@@ -301,11 +306,18 @@ def test_parsers_are_chosen_from_the_tokenizer() -> None:
         (tokenizer_with("[THINK]", "[/THINK]", special=True), None, ("[THINK]", "[/THINK]"), True),
         (tokenizer_with("[TOOL_CALLS]", template="{{ tools }}[TOOL_CALLS]", special=True), "[TOOL_CALLS]", None, True),
         (tokenizer_with("<|tool_call_start|>", "<|tool_call_end|>"), "<|tool_call_start|>", None, False),
+        (tokenizer_with("｜DSML｜"), "<｜DSML｜function_calls>", None, False),
+        (tokenizer_with("｜DSML｜", template="<｜DSML｜tool_calls>"), "<｜DSML｜tool_calls>", None, False),
+        (tokenizer_with(template=DEEPSEEK_V3), None, None, False),
+        (tokenizer_with("<|python_tag|>", template=LLAMA3, special=True), "<|python_tag|>", None, True),
     ]:
         chosen = find_answer_format(hf)
         assert (None if chosen.tool is None else chosen.tool.tool_call_start) == tool
         assert (chosen.reasoning and (chosen.reasoning.start, chosen.reasoning.end)) == marks
         assert chosen.special == special
+    for template, name in ((DEEPSEEK_V3, "deepseek_v3"), (DEEPSEEK_V31, "deepseek_v31")):
+        found = find_answer_format(tokenizer_with("<｜tool▁calls▁begin｜>", template=template))
+        assert found.syntax is CALL_SYNTAXES[name]
     named = find_answer_format(tokenizer_with(), "hermes", "qwen3")
     assert named.tool is not None and named.tool.tool_call_start == "<tool_call>" and named.reasoning == THINK
     qwen = find_answer_format(tokenizer_with("<think>", "</think>"), model_type="qwen3_moe")

@@ -1,0 +1,109 @@
+"""DeepSeek's tool calls: JSON arguments between special tokens, or an element for each argument.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+<｜DSML｜function_calls><｜DSML｜invoke name="NAME">
+<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>
+</｜DSML｜invoke></｜DSML｜function_calls>
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from typing import Any
+
+from metal_engine.answers.tool_parsers.json_calls import JSON_CALLS
+
+_DECODER = json.JSONDecoder()
+# Start of a call up to its arguments. V3 and R1 write ``function`` before the name, and a code block.
+_HEAD = re.compile(
+    r"\s*<｜tool▁call▁begin｜>\s*(?:function\s*<｜tool▁sep｜>)?\s*(?P<name>[^\s<>`{]{1,256})\s*(?:<｜tool▁sep｜>)?\s*"
+    r"(?:```(?:json)?\s*)?"
+)
+# The last call may lack its closing mark.
+_TAIL = re.compile(r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>\s*|\Z)")
+
+_NAME = r'\s+name\s*=\s*"(?P<name>[^"<>]{1,256})"'
+_INVOKE = re.compile(rf"\s*<｜DSML｜invoke{_NAME}\s*>\s*")
+_INVOKE_END = re.compile(r"\s*</｜DSML｜invoke>\s*")
+_PARAMETER = re.compile(
+    rf'<｜DSML｜parameter{_NAME}(?:\s+string\s*=\s*"(?P<string>true|false)")?\s*>'
+    r"(?P<value>[^<]*+(?:<(?!/?｜DSML｜)[^<]*+)*+)</｜DSML｜parameter>\s*"
+)
+
+
+class DeepSeekCalls:
+    """Parser of calls in the form of V3 and R1, or of V3.1."""
+
+    tool_call_start = "<｜tool▁calls▁begin｜>"
+    tool_call_end = "<｜tool▁calls▁end｜>"
+
+    def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
+        """Return the calls in a text. Raises an exception of any type if the text has anything else."""
+        if text.lstrip().startswith(("{", "[")):
+            return JSON_CALLS.parse_tool_call(text)
+        calls: list[dict[str, Any]] = []
+        at = 0
+        while at < len(text):
+            head = _HEAD.match(text, at)
+            if head is None:
+                raise ValueError("the text has parts outside of calls")
+            arguments, end = _DECODER.raw_decode(text, head.end())
+            tail = _TAIL.match(text, end)
+            if tail is None:
+                raise ValueError("the arguments are not followed by the end of the call")
+            calls.append({"name": head["name"], "arguments": arguments})
+            at = tail.end()
+        return calls
+
+
+class DSMLCalls:
+    """Parser of calls as tags, in the form of V3.2 and V4.
+
+    Args:
+        block: name of the tag around all calls.
+    """
+
+    def __init__(self, block: str) -> None:
+        self.tool_call_start = f"<｜DSML｜{block}>"
+        self.tool_call_end = f"</｜DSML｜{block}>"
+
+    def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
+        """Return the calls in a text. Raises an exception of any type if the text has anything else.
+
+        Some calls have one JSON object in place of the tags of arguments.
+        """
+        if text.lstrip().startswith(("{", "[")):
+            return JSON_CALLS.parse_tool_call(text)
+        calls: list[dict[str, Any]] = []
+        at = 0
+        while at < len(text):
+            invoke = _INVOKE.match(text, at)
+            if invoke is None:
+                raise ValueError("the text has parts outside of calls")
+            if text.startswith("{", invoke.end()):
+                arguments, at = _DECODER.raw_decode(text, invoke.end())
+            else:
+                arguments, at = _parameters(text, invoke.end())
+            end = _INVOKE_END.match(text, at)
+            if end is None:
+                raise ValueError("the arguments are not followed by the end of the call")
+            calls.append({"name": invoke["name"], "arguments": arguments})
+            at = end.end()
+        return calls
+
+
+def _parameters(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """Return the arguments whose tags begin at a position, and the position after them."""
+    arguments: dict[str, Any] = {}
+    while (found := _PARAMETER.match(text, at)) is not None:
+        if found["name"] in arguments:
+            raise ValueError("an argument occurs twice")
+        value: Any = found["value"]
+        if found["string"] == "false":
+            with suppress(ValueError):
+                value = json.loads(value)
+        arguments[found["name"]] = value
+        at = found.end()
+    return arguments, at
