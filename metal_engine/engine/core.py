@@ -66,7 +66,7 @@ class EngineCore:
         """Queue one output of a prepared request.
 
         Args:
-            request_id: id that no other request of this engine has had, since steps in flight may still compute them.
+            request_id: id that is new to this engine: steps in flight may still compute requests that have ended.
             seed: seed of the output's random draws.
             arrival_time: arrival of the request in seconds of ``time.monotonic``. Default: now.
 

@@ -24,7 +24,7 @@ class TokenEngine(Protocol):
         """Queue a request. Its outputs are passed to the client's :meth:`EngineClient.receive`.
 
         Args:
-            request_id: id that no other request of this engine has had.
+            request_id: id that is new to the engine.
             seed: seed of the output's random draws.
         """
 

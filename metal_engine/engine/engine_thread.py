@@ -127,7 +127,7 @@ class EngineThread:
         """Queue one output of a request. Outputs or an error are passed to ``on_outputs``.
 
         Args:
-            request_id: id that no other request of this engine has had.
+            request_id: id that is new to the engine.
             seed: seed of the output's random draws.
 
         Raises:

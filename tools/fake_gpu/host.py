@@ -34,7 +34,7 @@ _WARM_UP = 20
 
 
 class Ours:
-    """Engine with requests in decode. Its outputs go to an event loop, which converts them to text, as in a server."""
+    """Engine with requests in decode. As in a server, an event loop converts the outputs to text."""
 
     def __init__(self, workload: Workload, *, replay: bool) -> None:
         self.engine = make_engine(workload, ahead=True, replay=replay, allow_queued_dispatch=True)
