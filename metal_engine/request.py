@@ -128,6 +128,10 @@ class Request:
     A request with ``pooling_params`` ends with its prompt. Its result takes the place of the first output token,
     including the placeholder while it is computed. Its ``max_tokens`` is therefore 1.
 
+    Args:
+        so_far: output that an earlier run of the request has generated, without its end. The request continues after
+            it, as after preemption.
+
     Attributes:
         token_ids: token ids of the prompt, followed by the output.
         num_computed_tokens: number of leading tokens with KV in the cache after the steps in flight.
@@ -172,6 +176,7 @@ class Request:
     adapter: Adapter | None = None
     cache_salt: str = ""
     block_hashes: list[bytes] = field(default_factory=list)
+    so_far: InitVar[RequestOutput | None] = None
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     stop_token_id_set: frozenset[int] = field(init=False)
@@ -189,10 +194,16 @@ class Request:
     num_predicted_tokens: tuple[int, int] = field(default=(0, 0), init=False)
     is_constrained: bool = field(init=False)
 
-    def __post_init__(self, prompt_token_ids: list[int]) -> None:
+    def __post_init__(self, prompt_token_ids: list[int], so_far: RequestOutput | None) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.is_constrained = self.rules.grammar is not None and not self.rules.grammar.begins_free
+        if so_far is not None:
+            self.token_ids += so_far.token_ids
+            self.num_cached_tokens, self.num_external_tokens = so_far.num_cached_tokens, so_far.num_external_tokens
+            self.num_predicted_tokens = so_far.num_predicted_tokens
+            # Unknown until the first step has replayed the output. A mask that is not needed does no harm.
+            self.is_constrained = self.rules.grammar is not None
         self.num_lasting_tokens = self.num_lasting_tokens or self.num_prompt_tokens
         if self.sampling_params.ignore_eos:
             self.eos_token_ids = frozenset()

@@ -61,13 +61,18 @@ class EngineCore:
         seed: int = 0,
         options: RequestOptions | None = None,
         *,
+        so_far: RequestOutput | None = None,
         arrival_time: float | None = None,
     ) -> None:
         """Queue one output of a prepared request.
 
+        A request that another engine has begun continues after its output ``so_far``. Later outputs have the same
+        tokens, log probabilities and counts as if one engine had computed the whole request.
+
         Args:
             request_id: id that is new to this engine: steps in flight may still compute requests that have ended.
             seed: seed of the output's random draws.
+            so_far: all outputs of the other engine, merged, at least one token; None for a new request.
             arrival_time: arrival of the request in seconds of ``time.monotonic``. Default: now.
 
         Raises:
@@ -90,9 +95,10 @@ class EngineCore:
             num_instruction_tokens=prepared.num_instruction_tokens,
             pooling_params=prepared.pooling_params,
             adapter=prepared.adapter,
+            so_far=so_far,
         )
         self.scheduler.add_request(request)
-        if request.needs_prompt_rows:
+        if request.needs_prompt_rows and so_far is None:
             self._prompt_logprobs[request_id] = [None]
         self.metrics.arrived(request, arrival_time)
 

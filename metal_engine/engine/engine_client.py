@@ -96,7 +96,7 @@ class EngineClient:
     def receive(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Convert the engine's outputs: fill in text and counts, and replace the engine's ids by the client's.
 
-        Changes the outputs, and drops those of requests that have ended.
+        Changes the outputs. Leaves out the outputs of requests that have ended.
         """
         received = []
         for output in outputs:
@@ -113,7 +113,7 @@ class EngineClient:
         return received
 
     def _with_text(self, output: RequestOutput, text: OutputText, engine_id: str) -> RequestOutput:
-        """Fill in an output's text. End the request in the engine if only the text shows that it has ended."""
+        """Fill in an output's text. End the request in the engine if the text has ended it."""
         try:
             text.add(output)
         except Exception as error:

@@ -42,6 +42,7 @@ class _Add:
     prepared: PreparedRequest
     seed: int
     options: RequestOptions | None
+    so_far: RequestOutput | None
     arrival_time: float
 
 
@@ -122,13 +123,19 @@ class EngineThread:
         return self._engine
 
     def submit(
-        self, request_id: str, prepared: PreparedRequest, seed: int = 0, options: RequestOptions | None = None
+        self,
+        request_id: str,
+        prepared: PreparedRequest,
+        seed: int = 0,
+        options: RequestOptions | None = None,
+        so_far: RequestOutput | None = None,
     ) -> None:
         """Queue one output of a request. Outputs or an error are passed to ``on_outputs``.
 
         Args:
             request_id: id that is new to the engine.
             seed: seed of the output's random draws.
+            so_far: outputs of another engine, after which the request continues (:meth:`EngineCore.add_request`).
 
         Raises:
             EngineDeadError: the thread has ended.
@@ -136,7 +143,7 @@ class EngineThread:
         with self._lock:
             if self._stopped:
                 raise self._dead()
-            self._inbox.put(_Add(request_id, prepared, seed, options, time.monotonic()))
+            self._inbox.put(_Add(request_id, prepared, seed, options, so_far, time.monotonic()))
 
     def end(self, request_id: str, status: RequestStatus, num_output_tokens: int | None = None) -> None:
         """End a request before the next step (:meth:`EngineCore.end_request`). No further output follows after that."""
@@ -266,6 +273,7 @@ class EngineThread:
                     message.prepared,
                     message.seed,
                     message.options,
+                    so_far=message.so_far,
                     arrival_time=message.arrival_time,
                 )
             except ValueError as error:

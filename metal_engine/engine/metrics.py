@@ -133,10 +133,17 @@ class EngineMetrics:
         self._times: dict[str, _Times] = {}
 
     def arrived(self, request: Request, arrival: float | None = None) -> None:
-        """Record a queued request and its arrival time in seconds of ``time.monotonic``. Default: now."""
-        arrival = time.monotonic() if arrival is None else arrival
+        """Record a queued request and its arrival time in seconds of ``time.monotonic``. Default: now.
+
+        The engine that began a request counts its prompt and its first token.
+        """
+        now = time.monotonic()
+        arrival = now if arrival is None else arrival
         ends_in_text = bool(request.sampling_params.stop)
-        self._times[request.request_id] = _Times(arrival, request.num_prompt_tokens, ends_in_text)
+        times = _Times(arrival, request.num_prompt_tokens, ends_in_text, request.num_output_tokens)
+        if request.num_output_tokens:
+            times.scheduled = times.first_token = times.last_token = now
+        self._times[request.request_id] = times
 
     def scheduled(self, plan: SchedulerOutput, now: float, *, is_ahead: bool = False) -> None:
         """Count a step that is about to run.
