@@ -110,7 +110,7 @@ class LLM:
         Raises:
             ValueError: a prompt can never be served or has invalid token ids, or an adapter cannot be loaded. Raised
                 before any generation.
-            RuntimeError: a step failed, or the engine has stopped.
+            RuntimeError: a request failed, or the engine has stopped.
         """
         each: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
         params = self._params_for(each, sampling_params)
@@ -146,7 +146,7 @@ class LLM:
             ConfigError: the format of the model's tool calls or reasoning is not known here.
             ValueError: a conversation can never be served, or the model does not support these tools. Raised before
                 any generation.
-            RuntimeError: a step failed, or the engine has stopped.
+            RuntimeError: a request failed, or the engine has stopped.
         """
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         answer_format = self._answer_format(self._tool_call_parser if tools else "none")
@@ -193,7 +193,7 @@ class LLM:
         Raises:
             ValueError: a prompt can never be served, or the model does not support these vectors. Raised before any
                 computation.
-            RuntimeError: a step failed, or the engine has stopped.
+            RuntimeError: a request failed, or the engine has stopped.
         """
         given: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
         each = pooling_params or PoolingParams()
@@ -238,7 +238,7 @@ class LLM:
 
         Raises:
             ValueError: ``n`` is not 1, or the request can never be served.
-            RuntimeError: a step failed, or the engine has stopped.
+            RuntimeError: a request failed, or the engine has stopped.
         """
         params = sampling_params or self.default_sampling_params
         _check_type(params)

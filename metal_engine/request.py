@@ -155,6 +155,7 @@ class Request:
         sort_key: order of service; lower goes first.
         last_step: id of the last step that computed tokens of the request; -1 before the first.
         num_preemptions: number of times that the request was preempted.
+        num_failures: number of failed steps that computed the request since its last token.
         num_draft_tokens: (number of proposed drafts, number of accepted drafts).
         num_predicted_tokens: numbers of accepted and of rejected drafts that came from the client's predicted text.
         is_constrained: True if the next token has to match a grammar, as far as the output is known.
@@ -184,6 +185,7 @@ class Request:
     num_computed_tokens: int = field(default=0, init=False)
     num_output_placeholders: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
+    num_failures: int = field(default=0, init=False)
     arrival: int = field(default=-1, init=False)
     num_cached_tokens: int = field(default=-1, init=False)
     num_external_tokens: int = field(default=0, init=False)
@@ -225,6 +227,11 @@ class Request:
         """True if every prompt token must be computed, so that cached prefixes cannot be used."""
         pooling = self.pooling_params
         return self.needs_prompt_rows or (pooling is not None and pooling.needs_every_token)
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if the request may be the cause of failed steps: two steps have failed since its last token."""
+        return self.num_failures > 1
 
     @property
     def num_tokens(self) -> int:

@@ -23,6 +23,8 @@ from metal_engine.step import KVCacheLostError, PromptLogprobs, Runner, RunnerLo
 
 logger = logging.getLogger(__name__)
 
+# Failed steps in a row, without a new token, that fail a request.
+_MAX_FAILURES = 3
 _LOAD_WAIT_SECONDS = 0.01  # wait in one step if every request is waiting for KV to be loaded
 
 
@@ -162,7 +164,8 @@ class EngineCore:
         """Plan and start a step, then finish the oldest step in flight and return its outputs.
 
         With ``async_scheduling``, the step just started stays in flight, so that the next step is planned while it
-        runs. A step that raises fails only its own requests.
+        runs. If a step raises, its requests are preempted and computed again. Two failed steps in a row make a request
+        a suspect, and suspects run one at a time until they have a token. A third failed step fails the request.
 
         Raises:
             AssertionError: the scheduler's state is inconsistent, even after every request was failed.
@@ -182,13 +185,15 @@ class EngineCore:
             self.metrics.scheduled(plan, started, is_ahead=bool(self._in_flight))
             try:
                 handle = self._runner.execute(plan)
+            except RunnerLostError:
+                raise
             except Exception as error:  # noqa: BLE001  (logged there)
                 self.scheduler.refused(plan)
-                outputs = failed + self._fail(plan, error)
                 # The next plan cannot follow directly on the steps in flight, because this failed plan came between.
+                # Their tokens are no progress after the failure.
                 while self._in_flight:
-                    outputs += self._finish_oldest()
-                return outputs
+                    failed += self._finish_oldest()
+                return failed + self._retry(plan, error)
             self._in_flight.append((plan, handle, started))
             if len(self._in_flight) <= self._num_ahead:
                 return failed
@@ -206,8 +211,10 @@ class EngineCore:
         plan, handle, started = self._in_flight.popleft()
         try:
             model_output = handle.result()
+        except RunnerLostError:
+            raise
         except Exception as error:  # noqa: BLE001  (logged there)
-            outputs = self._fail(plan, error)
+            outputs = self._retry(plan, error)
             for void_plan, _, _ in self._in_flight:
                 self.scheduler.cancel(void_plan)
             self._in_flight.clear()
@@ -236,17 +243,23 @@ class EngineCore:
         for output in outputs:
             output.prompt_logprobs = self._prompt_logprobs.pop(output.request_id, None)
 
-    def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
-        if isinstance(error, RunnerLostError):
-            raise error
-        logger.error("step %d failed: %s", plan.step_id, plan.composition, exc_info=error)
+    def _retry(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+        """Preempt the requests of a failed step. Return the errors of requests that have failed too often."""
         self.metrics.num_failed_steps += 1
-        self.scheduler.failed(plan)
-        message = f"the step that computed this request failed: {type(error).__name__}: {error}"
-        scheduled = [r for r in plan.num_scheduled_tokens if r in self.scheduler.requests]
-        outputs = [self._fail_request(request_id, message) for request_id in scheduled]
+        self.scheduler.cancel(plan)
         if isinstance(error, KVCacheLostError):
             self.scheduler.preempt_all()  # the KV of all other requests is lost too
+        message = f"the step that computed this request failed: {type(error).__name__}: {error}"
+        requests = [request for r in plan.num_scheduled_tokens if (request := self.scheduler.requests.get(r))]
+        outputs = []
+        for request in requests:
+            request.num_failures += 1
+            if request.num_failures == _MAX_FAILURES:
+                outputs.append(self._fail_request(request.request_id, message))
+        num_retried = len(requests) - len(outputs)
+        self.metrics.num_retried_requests += num_retried
+        retries = f"{num_retried} requests are retried, {len(outputs)} fail"
+        logger.error("step %d failed: %s; %s", plan.step_id, plan.composition, retries, exc_info=error)
         return outputs
 
     def _fail_everything(self, error: Exception) -> list[RequestOutput]:

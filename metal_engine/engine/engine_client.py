@@ -96,7 +96,7 @@ class EngineClient:
     def receive(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Convert the engine's outputs: fill in text and counts, and replace the engine's ids by the client's.
 
-        Changes the outputs. Leaves out the outputs of requests that have ended.
+        Changes the outputs. Skips the outputs of finished requests.
         """
         received = []
         for output in outputs:

@@ -88,6 +88,7 @@ class EngineMetrics:
         step_tokens: number of rows in each step.
         step_time: time from planning a step to its tokens.
         num_failed_steps: steps that raised.
+        num_retried_requests: requests of failed steps that were computed again, counted once for each step.
         num_late_masks: rows computed again because their grammar mask was late.
         num_unconstrained_calls: tool calls whose grammars failed, so that their text was free.
         num_decode_forwards: steps in which every row samples, by the outcome of their forward pass
@@ -103,6 +104,7 @@ class EngineMetrics:
     def __init__(self, kv_transfer: KVTransferStats | None = None, replay_refusal: str | None = None) -> None:
         self.kv_transfer = kv_transfer
         self.num_failed_steps = 0
+        self.num_retried_requests = 0
         self.num_late_masks = 0
         self.num_unconstrained_calls = 0
         self.num_decode_forwards: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Requests that one engine has begun continue in another engine, as if one engine had computed them."""
+"""Requests continue in another engine, with the same outputs as in a single engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.fixtures.stepped_engine import SteppedCore, SteppedEngine
 
 @dataclass
 class RecordingCore(SteppedCore):
-    """Interface of a core that records what is needed to submit its unfinished requests to another core.
+    """Interface of a core that can submit its unfinished requests to another core.
 
     Attributes:
         submitted: arguments of each submission, by request.
@@ -53,7 +53,7 @@ class RecordingCore(SteppedCore):
 @pytest.mark.parametrize("at_steps", [(1, 3), (2, 7), (5, 8), (11, 16)])
 @pytest.mark.parametrize("model", MODELS)
 def test_another_engine_continues(model: str, at_steps: tuple[int, int], mode: str) -> None:
-    """Two engines end before their requests. The client gets what one engine would have given."""
+    """Two engines end before their requests. The client gets the outputs of a single engine."""
 
     def make() -> SteppedEngine:
         return tiny_engine(**MODELS[model], **MODES[mode])

@@ -54,7 +54,7 @@ def add_all(engine: SteppedEngine) -> None:
 
 
 def check_equal(found: dict[str, list[RequestOutput]], model: str) -> None:
-    """Check that the merged outputs are those of undisturbed steps, and that nothing was given twice."""
+    """Check that the merged outputs equal the outputs of undisturbed steps, without repetition."""
     expected = undisturbed(model)
     assert found.keys() == expected.keys()
     for request_id, outputs in found.items():
