@@ -206,7 +206,7 @@ def _assemble(
         )
     except RecursionError as error:
         raise ModelLoadError(f"the control tokens of {loaded.name} are too long or too many to search for") from error
-    core = EngineCore(config, ranks.lead(runner) or runner, tokenizer, scheduler_side)
+    core = EngineCore(config, ranks.lead(runner) or runner, scheduler_side)
     return BuiltEngine(core, RequestPreparer(config, tokenizer), adapters)
 
 

@@ -25,6 +25,7 @@ from metal_engine.answers.results import (
 from metal_engine.answers.tool_plan import Tool, ToolPlan, plan_tools
 from metal_engine.answers.tool_prompts import with_instructions
 from metal_engine.build import build_engine
+from metal_engine.engine.engine_client import EngineClient
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.errors import ParameterError
 from metal_engine.lora_adapter import Adapter, LoRARequest
@@ -67,6 +68,7 @@ class LLM:
         self._thread = EngineThread(lambda: build_engine(args), self._dispatch)
         engine = self._thread.start()
         self._core, self._preparer, self._adapters = engine.core, engine.preparer, engine.adapters
+        self._client = EngineClient(self._thread, self.tokenizer, self.config.seed)
         if args.num_ranks > 1:  # if the program ends without close(), notify the other ranks
             atexit.register(self._thread.shutdown)
         self._ids = itertools.count()
@@ -108,7 +110,7 @@ class LLM:
         Raises:
             ValueError: a prompt can never be served or has invalid token ids, or an adapter cannot be loaded. Raised
                 before any generation.
-            RuntimeError: a step failed, or the engine has stopped.
+            RuntimeError: a request failed, or the engine has stopped.
         """
         each: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
         params = self._params_for(each, sampling_params)
@@ -144,7 +146,7 @@ class LLM:
             ConfigError: the format of the model's tool calls or reasoning is not known here.
             ValueError: a conversation can never be served, or the model does not support these tools. Raised before
                 any generation.
-            RuntimeError: a step failed, or the engine has stopped.
+            RuntimeError: a request failed, or the engine has stopped.
         """
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         answer_format = self._answer_format(self._tool_call_parser if tools else "none")
@@ -191,7 +193,7 @@ class LLM:
         Raises:
             ValueError: a prompt can never be served, or the model does not support these vectors. Raised before any
                 computation.
-            RuntimeError: a step failed, or the engine has stopped.
+            RuntimeError: a request failed, or the engine has stopped.
         """
         given: list[Any] = list(prompts) if _is_batch(prompts) else [prompts]
         each = pooling_params or PoolingParams()
@@ -236,7 +238,7 @@ class LLM:
 
         Raises:
             ValueError: ``n`` is not 1, or the request can never be served.
-            RuntimeError: a step failed, or the engine has stopped.
+            RuntimeError: a request failed, or the engine has stopped.
         """
         params = sampling_params or self.default_sampling_params
         _check_type(params)
@@ -312,7 +314,7 @@ class LLM:
         self._queues.update(dict.fromkeys(ids, outputs))
         try:
             for request_id, (request, index) in zip(ids, sequences, strict=True):
-                self._thread.submit(request_id, request, index)
+                self._client.submit(request_id, request, index)
             while unfinished:
                 output = outputs.get()
                 if output.finished:
@@ -324,11 +326,14 @@ class LLM:
             for request_id in ids:
                 del self._queues[request_id]
             for request_id in unfinished:
-                self._thread.abort(request_id)
+                self._client.abort(request_id)
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
-        """Pass each output to the call that waits for its request, if any. Runs in the engine thread."""
-        for output in outputs:
+        """Pass each output to the call that waits for its request, if any.
+
+        Runs in the engine thread, so that a stop string ends its request before the next step.
+        """
+        for output in self._client.receive(outputs):
             waiting = self._queues.get(output.request_id)
             if waiting is not None:
                 waiting.put(output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from metal_engine.lora_adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.token_rules import NO_RULES, TokenRules
+
+if TYPE_CHECKING:
+    from metal_engine.text.stop_strings import StopPrefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class PreparedRequest:
         params: sampling parameters.
         max_tokens: maximum number of tokens to generate.
         rules: ``params`` resolved for the model's vocabulary.
+        eos_token_ids: end-of-sequence ids of the model.
+        stop_automaton: automaton of the stop strings; None if there are none.
         cache_salt: requests share cached prefixes only with requests that have the same salt.
         block_hashes: hashes of the prompt's full blocks, with this salt.
         pooling_params: pooling parameters with the model's defaults filled in; None to generate.
@@ -55,6 +60,9 @@ class PreparedRequest:
     params: SamplingParams
     max_tokens: int
     rules: TokenRules
+    _: KW_ONLY
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_automaton: StopPrefix | None = None
     cache_salt: str = ""
     block_hashes: list[bytes] = field(default_factory=list)
     pooling_params: PoolingParams | None = None
@@ -83,6 +91,11 @@ class RequestStatus(enum.Enum):
         """OpenAI's ``finish_reason``, or ``abort`` or ``error``; None while the request is unfinished."""
         return _FINISH_REASONS.get(self)
 
+    @staticmethod
+    def of(finish_reason: str) -> RequestStatus:
+        """Return the final status with this ``finish_reason``."""
+        return _FINAL_STATUSES[finish_reason]
+
 
 _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -90,6 +103,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_ABORTED: "abort",
     RequestStatus.FINISHED_ERROR: "error",
 }
+_FINAL_STATUSES = {reason: status for status, reason in _FINISH_REASONS.items()}
 
 
 @lru_cache(maxsize=4)  # the outputs of a request share the set, which may take a MiB
@@ -98,9 +112,9 @@ def _union(eos_token_ids: frozenset[int], stop_token_ids: tuple[int, ...]) -> fr
 
 
 def client_id(request_id: str) -> str:
-    """Return the id under which the client submitted a request.
+    """Return the id under which the client submitted a request, from the request's id in the engine.
 
-    The internal id differs: a client may reuse an id at once, while a step in flight computes the aborted request.
+    The ids differ: a client may reuse an id at once, while a step in flight computes the aborted request.
     """
     return request_id.rpartition("#")[0]
 
@@ -114,6 +128,10 @@ class Request:
 
     A request with ``pooling_params`` ends with its prompt. Its result takes the place of the first output token,
     including the placeholder while it is computed. Its ``max_tokens`` is therefore 1.
+
+    Args:
+        so_far: output that an earlier run of the request has generated, without its end. The request continues after
+            it, as after preemption.
 
     Attributes:
         token_ids: token ids of the prompt, followed by the output.
@@ -138,6 +156,7 @@ class Request:
         sort_key: order of service; lower goes first.
         last_step: id of the last step that computed tokens of the request; -1 before the first.
         num_preemptions: number of times that the request was preempted.
+        num_failures: number of failed steps that computed the request since its last token.
         num_draft_tokens: (number of proposed drafts, number of accepted drafts).
         num_predicted_tokens: numbers of accepted and of rejected drafts that came from the client's predicted text.
         is_constrained: True if the next token has to match a grammar, as far as the output is known.
@@ -159,6 +178,7 @@ class Request:
     adapter: Adapter | None = None
     cache_salt: str = ""
     block_hashes: list[bytes] = field(default_factory=list)
+    so_far: InitVar[RequestOutput | None] = None
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     stop_token_id_set: frozenset[int] = field(init=False)
@@ -166,6 +186,7 @@ class Request:
     num_computed_tokens: int = field(default=0, init=False)
     num_output_placeholders: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
+    num_failures: int = field(default=0, init=False)
     arrival: int = field(default=-1, init=False)
     num_cached_tokens: int = field(default=-1, init=False)
     num_external_tokens: int = field(default=0, init=False)
@@ -176,10 +197,16 @@ class Request:
     num_predicted_tokens: tuple[int, int] = field(default=(0, 0), init=False)
     is_constrained: bool = field(init=False)
 
-    def __post_init__(self, prompt_token_ids: list[int]) -> None:
+    def __post_init__(self, prompt_token_ids: list[int], so_far: RequestOutput | None) -> None:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.is_constrained = self.rules.grammar is not None and not self.rules.grammar.begins_free
+        if so_far is not None:
+            self.token_ids += so_far.token_ids
+            self.num_cached_tokens, self.num_external_tokens = so_far.num_cached_tokens, so_far.num_external_tokens
+            self.num_predicted_tokens = so_far.num_predicted_tokens
+            # Unknown until the first step has replayed the output. A mask that is not needed does no harm.
+            self.is_constrained = self.rules.grammar is not None
         self.num_lasting_tokens = self.num_lasting_tokens or self.num_prompt_tokens
         if self.sampling_params.ignore_eos:
             self.eos_token_ids = frozenset()
@@ -201,6 +228,11 @@ class Request:
         """True if every prompt token must be computed, so that cached prefixes cannot be used."""
         pooling = self.pooling_params
         return self.needs_prompt_rows or (pooling is not None and pooling.needs_every_token)
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if the request may be the cause of failed steps: two steps have failed since its last token."""
+        return self.num_failures > 1
 
     @property
     def num_tokens(self) -> int:
@@ -237,6 +269,9 @@ class TokenLogprobs:
 @dataclass(slots=True)
 class RequestOutput:
     """Results of a request since its previous output.
+
+    The engine leaves out the text and the counts of prompt and output tokens: ``text``, ``token_ends``,
+    ``text_logprobs``, ``num_prompt_tokens`` and ``num_output_tokens``. The client fills them in.
 
     Attributes:
         request_id: id given at submission.

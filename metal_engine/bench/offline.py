@@ -84,7 +84,7 @@ def _run(engine: BuiltEngine, requests: Sequence[BenchRequest], *, show: bool) -
     """Run requests to their ends. Return the duration in seconds, and the numbers of prompt and output tokens.
 
     Raises:
-        RuntimeError: a step failed.
+        RuntimeError: a request failed.
     """
     core, preparer = engine.core, engine.preparer
     prompts = [preparer.tokenizer.encode(request.prompt) for request in requests]

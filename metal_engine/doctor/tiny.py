@@ -45,7 +45,7 @@ def check_tiny_model() -> str:
         Description of the test.
 
     Raises:
-        RuntimeError: an output differs, or a step failed.
+        RuntimeError: an output differs, or a request failed.
     """
     model = _tiny_llama()
     engine = _tiny_engine(model)
@@ -65,7 +65,7 @@ def check_quantized_kv(kv_cache_dtype: str) -> str:
 
     Raises:
         UnsupportedModelError: logits differ.
-        RuntimeError: a step failed.
+        RuntimeError: a request failed.
     """
     engine = _tiny_engine(_tiny_llama(), kv_cache_dtype)
     generate(engine, [engine.preparer.tokenizer.encode(prompt) for prompt in _PROMPTS], _MAX_TOKENS)
@@ -99,11 +99,10 @@ def generate(engine: BuiltEngine, prompts: list[list[int]], max_tokens: int) -> 
     Return each output's tokens and text.
 
     Raises:
-        RuntimeError: a step failed.
+        RuntimeError: a request failed.
     """
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     token_ids: list[list[int]] = [[] for _ in prompts]
-    texts = [""] * len(prompts)
     core = engine.core
     try:
         for i, prompt in enumerate(prompts):
@@ -113,9 +112,9 @@ def generate(engine: BuiltEngine, prompts: list[list[int]], max_tokens: int) -> 
                 if output.error is not None:
                     raise RuntimeError(output.error)
                 token_ids[int(output.request_id)] += output.token_ids
-                texts[int(output.request_id)] += output.text
     finally:
         engine.close()
+    texts = [engine.preparer.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
     return list(zip(token_ids, texts, strict=True))
 
 

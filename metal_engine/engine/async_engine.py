@@ -10,6 +10,7 @@ from pathlib import Path
 
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.device_access import FairDeviceLock
+from metal_engine.engine.engine_client import EngineClient
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.metrics import EngineMetrics
@@ -18,7 +19,7 @@ from metal_engine.engine.step_observer import Frame, FrameSink
 from metal_engine.errors import AdapterError
 from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.lora_adapter import Adapter
-from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, merge_outputs
+from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, RequestStatus, merge_outputs
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 from metal_engine.text.tokenizer import Tokenizer
@@ -142,11 +143,13 @@ class AsyncEngine:
         self._num_reserved = 0
         self._num_held = 0
         self._engine: BuiltEngine | None = None
+        self._client: EngineClient  # set in `start`
         self._cut: str | None = None
 
     def start(self) -> None:
         """Start the thread and load the model. Block until it is ready. Raises the errors of loading."""
         self._engine = self._thread.start()
+        self._client = EngineClient(self._thread, self.tokenizer, self.config.seed)
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop the thread after the step in flight. Return True if it has ended within ``timeout`` seconds."""
@@ -168,7 +171,7 @@ class AsyncEngine:
         """
         if request_id in self._queues:
             self._queues[request_id].put(RequestOutput(request_id, finish_reason="abort", error=message))
-            self._thread.abort(request_id)
+            self._client.abort(request_id)
 
     @property
     def _started(self) -> BuiltEngine:
@@ -281,7 +284,7 @@ class AsyncEngine:
                 finished = True
                 yield RequestOutput(request_id, finish_reason="abort", error=self._cut)
                 return
-            self._thread.submit(request_id, prepared, index, options)
+            self._client.submit(request_id, prepared, index, options)
             while not finished:
                 output = await outputs.take()
                 if outputs.num_prompt_tokens:
@@ -291,8 +294,7 @@ class AsyncEngine:
         finally:
             del self._queues[request_id]
             self._begun(outputs)
-            if not finished:
-                self._thread.abort(request_id)
+            self._client.abort(request_id)
             if reservation is not None:
                 reservation.end_request()
 
@@ -322,7 +324,7 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
         except RuntimeError:  # the loop has closed, so there are no readers
             for output in outputs:
-                self._thread.abort(output.request_id)
+                self._thread.end(output.request_id, RequestStatus.FINISHED_ABORTED)
 
     def _on_end(self, message: str) -> None:
         """End the requests that are still open. Runs in the engine's thread when the thread ends."""
@@ -335,7 +337,7 @@ class AsyncEngine:
             queue.put(RequestOutput(request_id, finish_reason="error", error=message))
 
     def _dispatch(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
+        for output in self._client.receive(outputs):
             queue = self._queues.get(output.request_id)
             if queue is not None:
                 queue.put(output)
@@ -344,4 +346,4 @@ class AsyncEngine:
                     queue.put(
                         RequestOutput(output.request_id, finish_reason="error", error=problem, caused_by_request=True)
                     )
-                    self._thread.abort(output.request_id)
+                    self._client.abort(output.request_id)

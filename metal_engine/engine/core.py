@@ -1,13 +1,12 @@
 """The engine's step loop: schedule, execute, update.
 
-Single-threaded. Does not depend on MLX, asyncio or HTTP.
+Takes and returns token ids, which the client converts to text (``engine_client.py``). Single-threaded. Does not depend
+on MLX, asyncio or HTTP.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,17 +14,17 @@ from collections.abc import Callable
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.step_observer import FrameSink, StepObserver
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
-from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus, client_id
+from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus, TokenLogprobs
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
-from metal_engine.step import KVCacheLostError, Runner, RunnerLostError, SchedulerOutput, StepHandle
-from metal_engine.text.output_processor import OutputProcessor, under_client_ids
-from metal_engine.text.tokenizer import Tokenizer
+from metal_engine.step import KVCacheLostError, PromptLogprobs, Runner, RunnerLostError, SchedulerOutput, StepHandle
 
 logger = logging.getLogger(__name__)
 
+# Failed steps in a row, without a new token, that fail a request.
+_MAX_FAILURES = 3
 _LOAD_WAIT_SECONDS = 0.01  # wait in one step if every request is waiting for KV to be loaded
 
 
@@ -38,27 +37,17 @@ class EngineCore:
     Args:
         config: configuration with every value resolved.
         runner: executes plans. Tests pass a runner that computes nothing.
-        tokenizer: decodes text and provides the end-of-sequence ids.
         kv_connector: scheduler half of the KV connector, which loads and saves KV. The runner has the other half.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        runner: Runner,
-        tokenizer: Tokenizer,
-        kv_connector: KVConnectorScheduler | None = None,
-    ) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner, kv_connector: KVConnectorScheduler | None = None) -> None:
         self.config = config
-        self._eos_token_ids = tokenizer.eos_token_ids
         proposer = None if (given := config.scheduler.speculative) is None else make_proposer(given)
         self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector, proposer)
         self._runner = runner
-        self._outputs = OutputProcessor(tokenizer)
         self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats, runner.replay_refusal)
-        self._seeds = random.Random(config.seed)
-        self._serials = itertools.count()
-        self._ids: dict[str, str] = {}  # client's request id -> internal request id
+        # Log probabilities of prompts whose requests have no output yet, by request, if requested.
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         # Steps in flight with their start times, and how many may be in flight when step() returns.
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._num_ahead = int(config.scheduler.async_scheduling)
@@ -71,36 +60,36 @@ class EngineCore:
         self,
         request_id: str,
         prepared: PreparedRequest,
+        seed: int = 0,
         options: RequestOptions | None = None,
         *,
-        index: int = 0,
+        so_far: RequestOutput | None = None,
         arrival_time: float | None = None,
     ) -> None:
         """Queue one output of a prepared request.
 
+        A request that another engine has begun continues after its output ``so_far``. Later outputs have the same
+        tokens, log probabilities and counts as if one engine had computed the whole request.
+
         Args:
-            index: index of the output among the ``n`` outputs of the request; selects the seed.
+            request_id: id that is new to this engine: steps in flight may still compute requests that have ended.
+            seed: seed of the output's random draws.
+            so_far: all outputs of the other engine, merged, at least one token; None for a new request.
             arrival_time: arrival of the request in seconds of ``time.monotonic``. Default: now.
 
         Raises:
             ValueError: the id is in use.
         """
-        if request_id in self._ids:
-            raise ValueError(f"request id {request_id!r} is in use")
-        params, options = prepared.params, options or RequestOptions()
-        seed = params.seed_of(index)
-        if seed is None:
-            # Drawn once, so that the request samples with the same random numbers after preemption.
-            seed = 0 if params.is_greedy else self._seeds.getrandbits(63)
+        params = prepared.params
         request = Request(
-            f"{request_id}#{next(self._serials)}",
+            request_id,
             prepared.prompt_token_ids,
             params,
             max_tokens=prepared.max_tokens,
             rules=prepared.rules,
             seed=seed,
-            eos_token_ids=self._eos_token_ids,
-            options=options,
+            eos_token_ids=prepared.eos_token_ids,
+            options=options or RequestOptions(),
             cache_salt=prepared.cache_salt,
             block_hashes=list(prepared.block_hashes),
             needs_prompt_rows=params.prompt_logprobs is not None,
@@ -108,23 +97,29 @@ class EngineCore:
             num_instruction_tokens=prepared.num_instruction_tokens,
             pooling_params=prepared.pooling_params,
             adapter=prepared.adapter,
+            so_far=so_far,
         )
         self.scheduler.add_request(request)
-        if prepared.pooling_params is None:  # pooling produces no text
-            self._outputs.add_request(request)
-        self._ids[request_id] = request.request_id
-        self.metrics.arrived(request.request_id, request.num_prompt_tokens, arrival_time)
+        if request.needs_prompt_rows and so_far is None:
+            self._prompt_logprobs[request_id] = [None]
+        self.metrics.arrived(request, arrival_time)
 
-    def abort_request(self, request_id: str) -> None:
-        """End a request and free its blocks. Unknown ids are ignored."""
-        if request_id in self._ids:
-            self.metrics.finished(self._ids[request_id], "abort")
-            self._forget(self._ids[request_id], RequestStatus.FINISHED_ABORTED)
+    def end_request(self, request_id: str, status: RequestStatus, num_output_tokens: int | None = None) -> None:
+        """End a request for its client, and free its blocks.
+
+        The client aborts the request, or has found its end in the text. A request with stop strings has ended in the
+        metrics only after this call. Unknown ids are ignored.
+
+        Args:
+            num_output_tokens: number of tokens up to the end. Default: all tokens.
+        """
+        assert status.finish_reason is not None
+        self.metrics.finished(request_id, status.finish_reason, num_output_tokens)
+        self._forget(request_id, status)
 
     def _forget(self, request_id: str, status: RequestStatus) -> None:
         self.scheduler.finish_request(request_id, status)
-        self._outputs.remove_request(request_id)
-        self._ids.pop(client_id(request_id), None)
+        self._prompt_logprobs.pop(request_id, None)
 
     def close(self) -> None:
         """Close the runner.
@@ -135,8 +130,8 @@ class EngineCore:
 
     @property
     def request_ids(self) -> list[str]:
-        """Client ids of all unfinished requests."""
-        return list(self._ids)
+        """Ids of all unfinished requests."""
+        return list(self.scheduler.requests)
 
     @property
     def has_requests(self) -> bool:
@@ -169,7 +164,8 @@ class EngineCore:
         """Plan and start a step, then finish the oldest step in flight and return its outputs.
 
         With ``async_scheduling``, the step just started stays in flight, so that the next step is planned while it
-        runs. A step that raises fails only its own requests.
+        runs. If a step raises, its requests are preempted and computed again. Two failed steps in a row make a request
+        a suspect, and suspects run one at a time until they have a token. A third failed step fails the request.
 
         Raises:
             AssertionError: the scheduler's state is inconsistent, even after every request was failed.
@@ -189,13 +185,15 @@ class EngineCore:
             self.metrics.scheduled(plan, started, is_ahead=bool(self._in_flight))
             try:
                 handle = self._runner.execute(plan)
+            except RunnerLostError:
+                raise
             except Exception as error:  # noqa: BLE001  (logged there)
                 self.scheduler.refused(plan)
-                outputs = failed + self._fail(plan, error)
                 # The next plan cannot follow directly on the steps in flight, because this failed plan came between.
+                # Their tokens are no progress after the failure.
                 while self._in_flight:
-                    outputs += self._finish_oldest()
-                return outputs
+                    failed += self._finish_oldest()
+                return failed + self._retry(plan, error)
             self._in_flight.append((plan, handle, started))
             if len(self._in_flight) <= self._num_ahead:
                 return failed
@@ -207,14 +205,16 @@ class EngineCore:
         """End the requests whose KV could not be loaded, if the load failure policy demands it."""
         connector = self.scheduler.connector
         failed = [] if connector is None else list(connector.failed_loads.items())
-        return under_client_ids([self._fail_request(r, message) for r, message in failed])
+        return [self._fail_request(request_id, message) for request_id, message in failed]
 
     def _finish_oldest(self) -> list[RequestOutput]:
         plan, handle, started = self._in_flight.popleft()
         try:
             model_output = handle.result()
+        except RunnerLostError:
+            raise
         except Exception as error:  # noqa: BLE001  (logged there)
-            outputs = self._fail(plan, error)
+            outputs = self._retry(plan, error)
             for void_plan, _, _ in self._in_flight:
                 self.scheduler.cancel(void_plan)
             self._in_flight.clear()
@@ -222,43 +222,45 @@ class EngineCore:
         self.metrics.computed(model_output)
         if plan.scheduled_spec_decode_tokens:
             self.metrics.speculated(plan, model_output)
-        for request_id, prompt_logprobs in model_output.prompt_logprobs.items():
-            self._outputs.add_prompt_logprobs(request_id, prompt_logprobs)
         try:
             outputs = self.scheduler.update(plan, model_output)
         except Exception as error:  # noqa: BLE001  (logged there)
             return self._fail_everything(error)
-        outputs = [self._process(output) for output in outputs]
+        if self._prompt_logprobs:
+            self._add_prompt_logprobs(outputs, model_output.prompt_logprobs)
         self.metrics.produced(outputs, started, time.monotonic())
-        return under_client_ids(outputs)
+        return outputs
 
-    def _process(self, output: RequestOutput) -> RequestOutput:
-        """Fill in one request's new text. A stop string in the text also ends the request in the scheduler."""
-        request_id = output.request_id
-        if output.error is not None:
-            return self._fail_request(request_id, output.error, caused_by_request=output.caused_by_request)
-        try:
-            if output.pooled is None:
-                self._outputs.process(output)
-        except Exception as error:
-            logger.exception("no text for %s from tokens %s", request_id, output.token_ids)
-            return self._fail_request(request_id, f"its tokens cannot be decoded: {error}")
-        if output.finished:  # no effect in the scheduler, except after a stop string
-            self._forget(request_id, RequestStatus.FINISHED_STOPPED)
-        return output
+    def _add_prompt_logprobs(self, outputs: list[RequestOutput], parts: dict[str, PromptLogprobs]) -> None:
+        """Collect a step's log probabilities of prompts, and add them to each request's first output.
 
-    def _fail(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
-        if isinstance(error, RunnerLostError):
-            raise error
-        logger.error("step %d failed: %s", plan.step_id, plan.composition, exc_info=error)
+        If a part is computed again, the first values are kept.
+        """
+        for request_id, part in parts.items():
+            known = self._prompt_logprobs.get(request_id)
+            if known is not None:
+                known += part.tokens[len(known) - part.start :]
+        for output in outputs:
+            output.prompt_logprobs = self._prompt_logprobs.pop(output.request_id, None)
+
+    def _retry(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+        """Preempt the requests of a failed step. Return the errors of requests that have failed too often."""
         self.metrics.num_failed_steps += 1
-        self.scheduler.failed(plan)
-        message = f"the step that computed this request failed: {type(error).__name__}: {error}"
-        scheduled = [r for r in plan.num_scheduled_tokens if r in self.scheduler.requests]
-        outputs = [self._fail_request(request_id, message) for request_id in scheduled]
+        self.scheduler.cancel(plan)
         if isinstance(error, KVCacheLostError):
             self.scheduler.preempt_all()  # the KV of all other requests is lost too
-        return under_client_ids(outputs)
+        message = f"the step that computed this request failed: {type(error).__name__}: {error}"
+        requests = [request for r in plan.num_scheduled_tokens if (request := self.scheduler.requests.get(r))]
+        outputs = []
+        for request in requests:
+            request.num_failures += 1
+            if request.num_failures == _MAX_FAILURES:
+                outputs.append(self._fail_request(request.request_id, message))
+        num_retried = len(requests) - len(outputs)
+        self.metrics.num_retried_requests += num_retried
+        retries = f"{num_retried} requests are retried, {len(outputs)} fail"
+        logger.error("step %d failed: %s; %s", plan.step_id, plan.composition, retries, exc_info=error)
+        return outputs
 
     def _fail_everything(self, error: Exception) -> list[RequestOutput]:
         """Fail every request after an error in the scheduler. The scheduler is then empty and can continue."""
@@ -269,7 +271,7 @@ class EngineCore:
         outputs = [self._fail_request(request_id, message) for request_id in list(self.scheduler.requests)]
         self.scheduler.failed()
         self.scheduler.check_integrity()
-        return under_client_ids(outputs)
+        return outputs
 
     def _abandon_steps(self) -> None:
         """Wait for the steps in flight and discard their results."""

@@ -21,7 +21,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads, LentThread
 from metal_engine.engine.step_observer import FrameSink
-from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
+from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.step import RunnerLostError
 
 logger = logging.getLogger(__name__)
@@ -40,14 +40,17 @@ class EngineDeadError(RuntimeError):
 class _Add:
     request_id: str
     prepared: PreparedRequest
-    index: int
+    seed: int
     options: RequestOptions | None
+    so_far: RequestOutput | None
     arrival_time: float
 
 
 @dataclass(frozen=True)
-class _Abort:
+class _End:
     request_id: str
+    status: RequestStatus
+    num_output_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class EngineThread:
         self._on_outputs = on_outputs
         self._device_lock = device_lock
         self._on_end = on_end
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Watch | _Call | None] = queue.SimpleQueue()  # None: stop
+        self._inbox: queue.SimpleQueue[_Add | _End | _Watch | _Call | None] = queue.SimpleQueue()  # None: stop
         self._ready = threading.Event()
         self._engine: BuiltEngine | None = None
         self.error: BaseException | None = None
@@ -120,9 +123,19 @@ class EngineThread:
         return self._engine
 
     def submit(
-        self, request_id: str, prepared: PreparedRequest, index: int = 0, options: RequestOptions | None = None
+        self,
+        request_id: str,
+        prepared: PreparedRequest,
+        seed: int = 0,
+        options: RequestOptions | None = None,
+        so_far: RequestOutput | None = None,
     ) -> None:
-        """Queue output ``index`` of a request. Outputs or an error are passed to ``on_outputs``.
+        """Queue one output of a request. Outputs or an error are passed to ``on_outputs``.
+
+        Args:
+            request_id: id that is new to the engine.
+            seed: seed of the output's random draws.
+            so_far: outputs of another engine, after which the request continues (:meth:`EngineCore.add_request`).
 
         Raises:
             EngineDeadError: the thread has ended.
@@ -130,11 +143,11 @@ class EngineThread:
         with self._lock:
             if self._stopped:
                 raise self._dead()
-            self._inbox.put(_Add(request_id, prepared, index, options, time.monotonic()))
+            self._inbox.put(_Add(request_id, prepared, seed, options, so_far, time.monotonic()))
 
-    def abort(self, request_id: str) -> None:
-        """Abort a request before the next step. No further output follows after that."""
-        self._inbox.put(_Abort(request_id))
+    def end(self, request_id: str, status: RequestStatus, num_output_tokens: int | None = None) -> None:
+        """End a request before the next step (:meth:`EngineCore.end_request`). No further output follows after that."""
+        self._inbox.put(_End(request_id, status, num_output_tokens))
 
     def watch(self, on_frame: FrameSink | None) -> None:
         """Set the callback for frames from the next step on. None turns frames off.
@@ -251,15 +264,16 @@ class EngineThread:
             if isinstance(message, _Call):
                 message.run()
                 continue
-            if isinstance(message, _Abort):
-                engine.abort_request(message.request_id)
+            if isinstance(message, _End):
+                engine.end_request(message.request_id, message.status, message.num_output_tokens)
                 continue
             try:
                 engine.add_request(
                     message.request_id,
                     message.prepared,
+                    message.seed,
                     message.options,
-                    index=message.index,
+                    so_far=message.so_far,
                     arrival_time=message.arrival_time,
                 )
             except ValueError as error:
@@ -267,7 +281,7 @@ class EngineThread:
             except Exception as error:
                 # A bug in the engine. Only this request fails.
                 logger.exception("request %s could not be added", message.request_id)
-                engine.abort_request(message.request_id)
+                engine.end_request(message.request_id, RequestStatus.FINISHED_ERROR)
                 text = f"the request could not be added: {type(error).__name__}: {error}"
                 return [RequestOutput(message.request_id, finish_reason="error", error=text)]
         return []

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from metal_engine.kv_transfer.stats import KVTransferStats
-from metal_engine.request import RequestOutput
+from metal_engine.request import Request, RequestOutput
 from metal_engine.step import ModelOutput, SchedulerOutput
 
 # Upper bounds of the buckets in seconds, from a step of a small model to a long response on a slow machine.
@@ -44,10 +44,16 @@ class Histogram:
 
 @dataclass(slots=True)
 class _Times:
-    """Times of a request's events in seconds of :func:`time.monotonic`; 0 for events that have not happened yet."""
+    """Times of a request's events in seconds of :func:`time.monotonic`; 0 for events that have not happened yet.
+
+    Attributes:
+        ends_in_text: True if the request has stop strings, so that the client reports its end.
+    """
 
     arrival: float
     num_prompt_tokens: int
+    ends_in_text: bool
+    num_output_tokens: int = 0
     scheduled: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
@@ -60,7 +66,7 @@ class EngineMetrics:
 
     Attributes:
         num_prompt_tokens: tokens of the computed prompts, including tokens found in the prefix cache.
-        num_generation_tokens: tokens sampled.
+        num_generation_tokens: tokens sampled. Tokens after a stop string are subtracted from later tokens.
         num_cache_queries: tokens looked up in the prefix cache, at every admission.
         num_cache_hits: tokens found in the prefix cache.
         num_rows: rows of packed steps by kind. ``decode``: the only row of a request, not counting drafts. ``fresh``:
@@ -82,6 +88,7 @@ class EngineMetrics:
         step_tokens: number of rows in each step.
         step_time: time from planning a step to its tokens.
         num_failed_steps: steps that raised.
+        num_retried_requests: requests of failed steps that were computed again, counted once for each step.
         num_late_masks: rows computed again because their grammar mask was late.
         num_unconstrained_calls: tool calls whose grammars failed, so that their text was free.
         num_decode_forwards: steps in which every row samples, by the outcome of their forward pass
@@ -97,6 +104,7 @@ class EngineMetrics:
     def __init__(self, kv_transfer: KVTransferStats | None = None, replay_refusal: str | None = None) -> None:
         self.kv_transfer = kv_transfer
         self.num_failed_steps = 0
+        self.num_retried_requests = 0
         self.num_late_masks = 0
         self.num_unconstrained_calls = 0
         self.num_decode_forwards: Counter[str] = Counter()
@@ -107,6 +115,7 @@ class EngineMetrics:
         self.num_unmasked_tokens = 0
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
+        self._num_beyond_stop = 0  # number of tokens after stop strings that are still to be subtracted
         self.num_cache_queries = 0
         self.num_cache_hits = 0
         self.num_rows = {"decode": 0, "chunk": 0, "fresh": 0}
@@ -125,9 +134,18 @@ class EngineMetrics:
         self.step_time = Histogram(_TOKEN_SECONDS)
         self._times: dict[str, _Times] = {}
 
-    def arrived(self, request_id: str, num_prompt_tokens: int, arrival: float | None = None) -> None:
-        """Record a queued request and its arrival time in seconds of ``time.monotonic``. Default: now."""
-        self._times[request_id] = _Times(time.monotonic() if arrival is None else arrival, num_prompt_tokens)
+    def arrived(self, request: Request, arrival: float | None = None) -> None:
+        """Record a queued request and its arrival time in seconds of ``time.monotonic``. Default: now.
+
+        The engine that began a request counts its prompt and its first token.
+        """
+        now = time.monotonic()
+        arrival = now if arrival is None else arrival
+        ends_in_text = bool(request.sampling_params.stop)
+        times = _Times(arrival, request.num_prompt_tokens, ends_in_text, request.num_output_tokens)
+        if request.num_output_tokens:
+            times.scheduled = times.first_token = times.last_token = now
+        self._times[request.request_id] = times
 
     def scheduled(self, plan: SchedulerOutput, now: float, *, is_ahead: bool = False) -> None:
         """Count a step that is about to run.
@@ -192,6 +210,7 @@ class EngineMetrics:
                 continue
             if output.token_ids:
                 num_tokens += len(output.token_ids)
+                times.num_output_tokens += len(output.token_ids)
                 if times.last_token:
                     inter_token.add(now - times.last_token)
                 else:
@@ -203,15 +222,24 @@ class EngineMetrics:
             elif output.pooled is not None:
                 times.last_token = now
                 self.num_prompt_tokens += times.num_prompt_tokens
-            if output.finish_reason is not None:
-                self.finished(output.request_id, output.finish_reason, output.num_output_tokens)
-        self.num_generation_tokens += num_tokens
+            if output.finish_reason is not None and (output.error is not None or not times.ends_in_text):
+                self.finished(output.request_id, output.finish_reason)
+        num_dropped = min(self._num_beyond_stop, num_tokens)
+        self._num_beyond_stop -= num_dropped
+        self.num_generation_tokens += num_tokens - num_dropped
 
-    def finished(self, request_id: str, reason: str, num_output_tokens: int = 0) -> None:
-        """Count a request that has ended. Unknown ids are ignored."""
+    def finished(self, request_id: str, reason: str, num_output_tokens: int | None = None) -> None:
+        """Count a request that has ended. Unknown ids are ignored.
+
+        Args:
+            num_output_tokens: number of tokens without those after a stop string. Default: all tokens.
+        """
         times = self._times.pop(request_id, None)
         if times is None:
             return
+        if num_output_tokens is None:
+            num_output_tokens = times.num_output_tokens
+        self._num_beyond_stop += times.num_output_tokens - num_output_tokens
         self.num_finished[reason] += 1
         if reason not in ("stop", "length"):
             return  # the durations of aborted and failed requests are not representative

@@ -10,7 +10,7 @@ import numpy as np
 from metal_engine.grammars.call_grammar import CallGrammar, tail
 from metal_engine.grammars.compiler import GrammarCompiler, GrammarTask
 from metal_engine.grammars.mark_scanner import FreePhase, Mark, PlainTokens, Segment
-from metal_engine.grammars.marks import as_lark
+from metal_engine.grammars.marks import as_lark, token_ranges
 from metal_engine.grammars.phases import PhaseRules
 from metal_engine.output_phases import CallTrigger, OutputPhases, ReasoningPhase
 from metal_engine.sampling_params import StructuredOutputsParams
@@ -54,8 +54,8 @@ class PhaseRulesMaker:
         opening = None
         if structured is not None:
             assert reasoning is not None
-            end = tail(reasoning.end, self._special)
-            task = GrammarTask(self._compiler.compile(structured, tail=end))
+            end, ranges = tail(reasoning.end, self._special), token_ranges(self._special.values())
+            task = GrammarTask(self._compiler.compile(structured, tail=end, special=ranges))
             after = Segment(task, end.encode(), is_call=False)
             if not reasoning.begins_inside:
                 opening = GrammarTask(

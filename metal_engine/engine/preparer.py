@@ -14,6 +14,7 @@ from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.settings.config import EngineConfig
 from metal_engine.text.prompt_boundaries import PromptBoundaries
+from metal_engine.text.stop_strings import stop_automaton
 from metal_engine.text.tokenizer import Tokenizer
 from metal_engine.token_rules import NO_RULES, TokenRules
 
@@ -63,6 +64,7 @@ class RequestPreparer:
         if not self._config.model.can_generate:
             raise PromptError(f"{self._config.model.name} has no LM head: it gives embeddings, and cannot generate")
         rules = rules or self.rules_for(params)
+        stops = stop_automaton(params.stop) if params.stop else None
         prepared = []
         for prompt in prompts:
             check_cancelled()
@@ -70,7 +72,17 @@ class RequestPreparer:
             max_tokens = self._max_tokens(len(kept), params)
             self._check_token_ids(kept)
             hashes = prompt_block_hashes(kept, self._config.cache, cache_salt, adapter)
-            request = PreparedRequest(kept, params, max_tokens, rules, cache_salt, hashes, adapter=adapter)
+            request = PreparedRequest(
+                kept,
+                params,
+                max_tokens,
+                rules,
+                eos_token_ids=self.tokenizer.eos_token_ids,
+                stop_automaton=stops,
+                cache_salt=cache_salt,
+                block_hashes=hashes,
+                adapter=adapter,
+            )
             prepared.append(request if self._parts is None else self._parts.marked(request))
         return prepared
 
@@ -92,7 +104,17 @@ class RequestPreparer:
             self._check_fits_alone(len(kept))
             self._check_token_ids(kept)
             hashes = prompt_block_hashes(kept, self._config.cache, cache_salt, adapter)
-            prepared.append(PreparedRequest(kept, _POOLING, 1, NO_RULES, cache_salt, hashes, whole, adapter=adapter))
+            request = PreparedRequest(
+                kept,
+                _POOLING,
+                1,
+                NO_RULES,
+                cache_salt=cache_salt,
+                block_hashes=hashes,
+                pooling_params=whole,
+                adapter=adapter,
+            )
+            prepared.append(request)
         return prepared
 
     def rules_for(self, params: SamplingParams) -> TokenRules:

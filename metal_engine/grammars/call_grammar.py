@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 
-from metal_engine.grammars.marks import without_marks
+from metal_engine.grammars.marks import token_ranges, without_marks
 from metal_engine.output_phases import CallTrigger
 
 # Limits of the search. Most compilations take milliseconds of CPU time. One that exceeds its own limits takes at most a
@@ -38,6 +38,7 @@ class CallGrammar:
         self.marks = tuple((trigger.mark + head, end + head) for head, _ in heads)
         self._tails = {end + head: rule for head, rule in heads}
         self.opened: frozenset[int] = frozenset()
+        self._special = token_ranges(special.values())
         self._rules = without_marks(trigger.grammar, special)
         self._arguments = trigger.arguments
 
@@ -66,7 +67,7 @@ class CallGrammar:
         if open_rules:
             lines = re.compile(rf"^({'|'.join(open_rules)}): .*$", re.MULTILINE)
             rules = lines.sub(lambda found: f"{found[1]}: {open_rules[found[1]]}", rules)
-        return json.dumps({"call": rules, "tails": self._tails}).encode()
+        return json.dumps({"call": rules, "tails": self._tails, "special": self._special}).encode()
 
 
 def tail(mark: str, special: Mapping[str, int]) -> str:

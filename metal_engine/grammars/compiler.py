@@ -106,7 +106,7 @@ class GrammarCompiler:
     def compile(self, params: StructuredOutputsParams, **place: str) -> CompiledGrammar:
         """Compile a request's grammar, unless it is compiled already.
 
-        ``place`` may have ``tail`` or ``opening``, for a grammar that is only a part of the output's
+        ``place`` may have ``tail`` and ``special``, or ``opening``, for a grammar that is only a part of the output's
         (:mod:`metal_engine.grammars.source`).
 
         Takes milliseconds for most grammars and at most a second, plus the wait for earlier compilations. The first

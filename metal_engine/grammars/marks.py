@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _MARK = r'@("(?:[^"\\]|\\.)*")'
 _MARK_PATTERN = re.compile(_MARK)
@@ -60,6 +60,17 @@ def _as_lark(text: str, special: Mapping[str, int], tokens: re.Pattern[str]) -> 
     if end < len(text):
         parts.append(json.dumps(text[end:], ensure_ascii=False))
     return f"({' '.join(parts)})"
+
+
+def token_ranges(token_ids: Iterable[int]) -> str:
+    """Return token ids as llguidance's ranges, such as ``3,5-7``."""
+    ranges: list[list[int]] = []
+    for token_id in sorted(set(token_ids)):
+        if ranges and ranges[-1][1] == token_id - 1:
+            ranges[-1][1] = token_id
+        else:
+            ranges.append([token_id, token_id])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def _pattern(special: Mapping[str, int]) -> re.Pattern[str]:

@@ -174,8 +174,8 @@ class DecodeReplay:
         """Handle a failed step. A trace may be the cause, so delete all traces.
 
         If a trace ran for the first time in the failed step or in a step behind it, the trace is assumed to be the
-        cause, and replay is disabled. Otherwise each newly traced step would fail its requests. If the failed step was
-        built, the steps queued behind it are not assumed to be the cause.
+        cause, and replay is disabled. Otherwise each newly traced step would fail. If the failed step was built, the
+        steps queued behind it are not assumed to be the cause.
 
         Args:
             forward: forward of the failed step; None if not every row of it sampled.

@@ -109,12 +109,15 @@ class Admissions:
 
     # --- selection ------------------------------------------------------------------------------------------
 
-    def next(self, prefills: PrefillAllocator) -> Candidate | None:
+    def next(self, prefills: PrefillAllocator, running: Mapping[str, Request]) -> Candidate | None:
         """Return the request to admit next, or None if no request can be admitted now.
 
-        The caller removes the request from the queue. Two kinds of requests are skipped: long prompts while
-        ``max_long_partial_prefills`` long prompts are in progress, and requests with a prefix that a running prefill
-        is about to compute.
+        The caller removes the request from the queue. These requests are skipped:
+
+        - long prompts while ``max_long_partial_prefills`` long prompts are in progress;
+        - requests with a prefix that a running prefill is about to compute;
+        - suspects (:attr:`Request.is_suspect`) while another suspect runs. If a step fails again, only the suspect in
+          it may be the cause.
         """
         may_be_long = prefills.num_long < self._config.max_long_partial_prefills
         for _ in range(_MAX_PASSED_OVER):
@@ -124,6 +127,8 @@ class Admissions:
             candidate = Candidate(request, self._find_cached(request), self._block_size)
             if not may_be_long and is_long(candidate.num_remaining_tokens, self._config):
                 self.waiting.push(request, is_long=True)  # its cached blocks have been evicted since it was queued
+            elif request.is_suspect and (suspect := next((r for r in running.values() if r.is_suspect), None)):
+                self.waiting.park(request, suspect, suspect.num_tokens + 1)
             elif owner := self._find_owner(candidate, prefills):
                 self.waiting.park(request, *owner)
                 self._states.want(*owner)

@@ -198,7 +198,7 @@ class Scheduler:
         """Return the request to admit next, or None if the step's budget or ``max_num_seqs`` does not allow any."""
         if prefills.step.tokens <= 0 or len(self.running) >= self.config.max_num_seqs:
             return None
-        return self.admissions.next(prefills)
+        return self.admissions.next(prefills, self.running)
 
     def _admit(self, plan: SchedulerOutput, candidate: Candidate) -> bool:
         """Admit a request if there are enough free blocks for all its tokens. Return True if it was admitted."""
@@ -299,7 +299,7 @@ class Scheduler:
         self._dropped += [r for r in plan.dropped_req_ids if r not in self.held_by_runner]
 
     def cancel(self, plan: SchedulerOutput) -> None:
-        """Cancel a plan that will not run. Its requests are preempted and recomputed from their start.
+        """Cancel a plan that has failed or will not run. Its requests are preempted and recomputed from their start.
 
         Plans made after it must be cancelled too.
         """
@@ -371,6 +371,7 @@ class Scheduler:
                 self._take_back_token(request)
                 continue
             request.token_ids += token_ids
+            request.num_failures = 0
             status = request.status_after(token_id)
             is_unpublished = len(token_ids) > 1 or request.num_computed_tokens == request.num_tokens
             if status is not None and request.rules.grammar is not None and not self.states.may_go_back(request):

@@ -22,9 +22,9 @@ class _Entry:
 class WaitingQueue:
     """Waiting requests in order of their sort keys.
 
-    Long prompts are in a separate heap, so that short prompts after them in the order can be found. A
-    request can also be parked until a running request has computed their common prefix, so that the prefix is computed
-    only once.
+    Long prompts are in a separate heap, so that short prompts after them in the order can be found. A request can also
+    be parked until a running request has computed a number of tokens: for example their common prefix, so that the
+    prefix is computed only once.
     """
 
     def __init__(self) -> None:

@@ -352,7 +352,7 @@ def _record_heads(backend: Any, name: str, seen: list[str]) -> None:
 
 
 def test_a_failure_in_a_step_is_not_a_reason_to_change() -> None:
-    """The choice made at load stays. An error in a later step fails only that step."""
+    """The choice made at load stays. An error in a later step is raised."""
     chosen = auto(failing(RuntimeError("out of luck"), HAS_SOFTCAP=True)).for_layers([kind(), kind(520)], 16)
     assert chosen.layers.metal == 1
     step = make_step([(1, 5)], head_dim=64, dtype=mx.float16)

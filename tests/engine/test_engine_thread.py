@@ -18,7 +18,7 @@ from metal_engine.step import RunnerLostError
 from metal_engine.token_rules import NO_RULES
 from tests.support.serving import wait_until
 from tests.support.tiny_engine import tiny_engine
-from tools.fixtures.fake_engine import FakeRunner, fake_config, tiny_tokenizer
+from tools.fixtures.fake_engine import FakeRunner, fake_config, generated, tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
 
 
@@ -78,18 +78,18 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
     all_came, ended = threading.Event(), threading.Event()
 
     def build() -> SteppedEngine:
-        core = tiny_engine(behind=True)
-        add = core.add_request
+        engine = tiny_engine(behind=True)
+        add = engine.core.add_request
 
         def looked(*args: Any, **options: Any) -> None:
             look()
             add(*args, **options)
 
-        core.add_request = looked  # type: ignore[method-assign]
-        return core
+        engine.core.add_request = looked  # type: ignore[method-assign]
+        return engine
 
     def look() -> None:
-        runner: Any = core.runner
+        runner: Any = engine.runner
         found.extend((step.is_dispatched, step.has_second_part) for step in runner._steps)
 
     def on_outputs(outputs: list[RequestOutput]) -> None:
@@ -99,12 +99,12 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
             thread._inbox.put(_Call(look, Future()))
             if len(found) > 8:
                 all_came.set()
-        elif not core.request_ids:
+        elif not engine.core.request_ids:
             ended.set()
 
     thread = EngineThread(build, on_outputs)
-    core = thread.start()
-    prepared = core.prepare([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    engine = thread.start()
+    prepared = engine.prepare([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     thread.submit("first", prepared)
     assert ended.wait(60)
     assert thread.shutdown()
@@ -144,3 +144,23 @@ def test_a_step_that_finds_ranks_lost_ends_the_engine() -> None:
     thread.submit("a", core.prepare([1, 2, 3], SamplingParams(max_tokens=4)))
     assert [output.error for output in outputs.get(timeout=60)] == ["the engine has stopped: rank 2 (there) has gone"]
     assert isinstance(thread.error, RunnerLostError)
+
+
+def test_a_request_of_another_engine_continues() -> None:
+    config = fake_config()
+    outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+    runner = FakeRunner(config.cache.block_size)
+    thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer()), outputs.put)
+    core = thread.start()
+    prompt = [1, 2, 3]
+    tokens = generated(prompt, 9)
+    so_far = RequestOutput("a", tokens[:4], num_cached_tokens=2, num_predicted_tokens=(3, 1))
+    thread.submit("a", core.prepare(prompt, SamplingParams(max_tokens=9)), seed=7, so_far=so_far)
+    received = [outputs.get(timeout=60)[0] for _ in range(5)]
+    assert [token_id for output in received for token_id in output.token_ids] == tokens[4:]
+    assert [output.finish_reason for output in received] == [None] * 4 + ["length"]
+    assert {(output.num_cached_tokens, output.num_predicted_tokens) for output in received} == {(2, (3, 1))}
+    assert runner.seen_seeds == [7]
+    assert thread.shutdown()
+    metrics = core.core.metrics
+    assert (metrics.num_prompt_tokens, metrics.num_generation_tokens, metrics.generation_tokens.sum) == (0, 5, 9)

@@ -1,4 +1,4 @@
-"""Steps that fail in MLX: their requests get an error. The KV of other requests survives or is recomputed."""
+"""Steps that fail in MLX: their requests are computed again. The KV of other requests survives or is recomputed."""
 
 from __future__ import annotations
 
@@ -138,36 +138,31 @@ def engine(
     )
 
 
-def remaining_tokens(engine: SteppedEngine) -> list[int]:
-    """Run the remaining requests to their end. Return their tokens."""
-    outputs = []
+def remaining_tokens(engine: SteppedEngine) -> dict[str, list[int]]:
+    """Run the remaining requests to their end. Return the tokens of each."""
+    outputs: dict[str, list[int]] = {}
     while engine.has_requests:
-        outputs += engine.step()
-    return [token_id for output in outputs for token_id in output.token_ids]
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).extend(output.token_ids)
+    return outputs
 
 
-def run_with_fault(
-    engine: SteppedEngine, fault: Fault, kind: str, at_step: int
-) -> tuple[set[str], dict[str, list[int]]]:
-    """Run all prompts with a fault at a step. Return the failed requests, and the tokens of the others."""
+def run_with_fault(engine: SteppedEngine, fault: Fault, kind: str, at_step: int) -> list[list[int]]:
+    """Run all prompts with a fault at a step. Return their tokens."""
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(str(i), engine.prepare(prompt, GREEDY))
-    failed: set[str] = set()
-    outputs: dict[str, list[int]] = {str(i): [] for i in range(len(PROMPTS))}
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
     for step in range(200):
         if not engine.has_requests:
             break
         if step == at_step:
             fault.kind = kind
         for output in engine.step():
-            if output.error is not None:
-                failed.add(output.request_id)
-                del outputs[output.request_id]
-            else:
-                outputs[output.request_id] += output.token_ids
+            assert output.error is None, output.error
+            outputs[int(output.request_id)] += output.token_ids
         engine.scheduler.check_integrity()
     assert not engine.has_requests and engine.stats.num_used_blocks == 0
-    return failed, outputs
+    return outputs
 
 
 # After an evaluation failed on a CPU, MLX misses the end of some of its tasks, and may later wait for them forever.
@@ -185,18 +180,18 @@ on_device = pytest.mark.own_process
 def test_the_engine_goes_on(
     engine: SteppedEngine, fault: Fault, kind: str, at_step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
+    expected = run(engine, PROMPTS, GREEDY)
     with caplog.at_level(logging.ERROR):
-        failed, outputs = run_with_fault(engine, fault, kind, at_step)
-    assert failed and "3" not in failed
-    assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
+        assert run_with_fault(engine, fault, kind, at_step) == expected
     (record,) = [r for r in caplog.records if "failed:" in r.message]
-    assert f"{len(failed)} requests" in record.message and record.exc_info
+    num_retried = engine.metrics.num_retried_requests
+    assert 1 <= num_retried <= 3, "the fourth request was not in the step"
+    assert f"; {num_retried} requests are retried, 0 fail" in record.message and record.exc_info
     assert engine.metrics.num_failed_steps == 1
     # The first steps have prompt chunks. Steps with recurrent states are not replayed here.
     is_replayed = engine.config.cache.num_padding_blocks > 0 and engine.metrics.replay_refusal is None
     assert fault.num_replayed == int(is_replayed and at_step >= 2 and kind != "result")
-    assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected
+    assert run(engine, PROMPTS, GREEDY) == expected
 
 
 def fails_once(original: Any, at_call: int = 0) -> Any:
@@ -219,7 +214,7 @@ def fails_once(original: Any, at_call: int = 0) -> Any:
 def test_what_a_step_has_computed_cannot_be_taken_over(
     owner: type, name: str, at_call: int, dispatch: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step's requests fail. Nothing remains of it or of the steps built on it. All other outputs are complete."""
+    """Nothing remains of the step and of the steps built on it. All outputs are complete."""
     engine = tiny_engine(**dispatch, max_num_batched_tokens=16, max_num_seqs=4)
     runner: Any = engine.runner
     requests: list[Any] = [([70] * 40, PoolingParams(pooling_type="MEAN")), *((prompt, GREEDY) for prompt in PROMPTS)]
@@ -230,17 +225,17 @@ def test_what_a_step_has_computed_cannot_be_taken_over(
             is_pooling = isinstance(params, PoolingParams)
             prepared = engine.prepare_pooling([prompt], params)[0] if is_pooling else engine.prepare(prompt, params)
             engine.add_request(str(i), prepared)
-        failed, found = set(), [[] if isinstance(params, SamplingParams) else None for _, params in requests]
+        found = [[] if isinstance(params, SamplingParams) else None for _, params in requests]
         while engine.has_requests:
             for output in engine.step():
+                assert output.error is None, output.error
                 i = int(output.request_id)
-                failed |= {i} if output.error is not None else set()
                 found[i] = output.pooled if output.pooled is not None else (found[i] or []) + output.token_ids
             engine.scheduler.check_integrity()
-    assert failed and engine.metrics.num_failed_steps == 1
+    assert engine.metrics.num_failed_steps == 1
     assert not runner._steps and engine.stats.num_used_blocks == 0
-    for i in set(range(len(requests))) - failed:
-        np.testing.assert_allclose(found[i], expected[i], atol=1e-5)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
     for ours, theirs in zip(run_pooling(engine, requests), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
@@ -271,8 +266,8 @@ def test_there_is_one_cache_at_a_time(where: str, replay: bool, monkeypatch: pyt
     for _ in range(4):
         engine.step()
     errors = []
-    fail = engine._fail
-    monkeypatch.setattr(engine, "_fail", lambda plan, error: (errors.append(error), fail(plan, error))[1])
+    retry = engine.core._retry
+    monkeypatch.setattr(engine.core, "_retry", lambda plan, error: (errors.append(error), retry(plan, error))[1])
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -316,15 +311,18 @@ def test_nothing_cached_outlives_a_failed_step(fault: Fault, monkeypatch: pytest
         return outputs[-1].num_cached_tokens
 
     fault.kind = "eval"
-    num_cached_tokens("fails")
+    assert num_cached_tokens("fails") == 0
     assert engine.metrics.num_failed_steps == 1
-    assert num_cached_tokens("cold") == 0
     assert num_cached_tokens("warm") == 16
+    fault.kind = "eval"
+    assert num_cached_tokens("fails again") == 16, "as at its first admission"
+    assert engine.metrics.num_failed_steps == 2
+    assert engine.metrics.num_cache_hits == 32, "none after a failed step"
 
 
 @on_device
 def test_a_lost_cache_is_computed_again(engine: SteppedEngine, fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
+    expected = run(engine, PROMPTS, GREEDY)
     pool = engine.runner.pool  # type: ignore[attr-defined]
     evaluate = pool.evaluate
 
@@ -337,10 +335,8 @@ def test_a_lost_cache_is_computed_again(engine: SteppedEngine, fault: Fault, mon
     allocations = []
     allocate = pool.allocate
     monkeypatch.setattr(pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
-    failed, outputs = run_with_fault(engine, fault, "eval", 3)
+    assert run_with_fault(engine, fault, "eval", 3) == expected
     assert len(allocations) == 1, "the pool must be reallocated once"
-    assert failed and "3" not in failed
-    assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
 
 
 def test_a_scheduler_that_raises_fails_what_there_is(
@@ -401,11 +397,10 @@ def test_a_refused_step_leaves_those_out_of_it_alone(
         behind=behind,
         replay=replay,
     )
-    expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
+    expected = run(engine, PROMPTS, GREEDY)
     engine.scheduler.config = replace(engine.scheduler.config, max_num_batched_tokens=1)
-    failed, outputs = run_with_fault(engine, fault, "build", at_step)
-    assert len(failed) == 1 and engine.metrics.num_failed_steps == 1
-    assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
+    assert run_with_fault(engine, fault, "build", at_step) == expected
+    assert engine.metrics.num_retried_requests == engine.metrics.num_failed_steps == 1
 
 
 @on_device
@@ -424,23 +419,23 @@ def test_what_is_built_on_a_step_that_fails_never_runs(fault: Fault, monkeypatch
         ahead=True,
     )
     runner: Any = engine.runner
-    expected = run(engine, [[11] * 3], GREEDY)[0]
-    engine.add_request("fails", engine.prepare([5, 7, 9, 3, 4], GREEDY))
-    engine.add_request("again", engine.prepare([11] * 3, GREEDY))
+    prompts = {"fails": [5, 7, 9, 3, 4], "void": [11] * 3}
+    expected = dict(zip(prompts, run(engine, list(prompts.values()), GREEDY), strict=True))
+    for request_id, prompt in prompts.items():
+        engine.add_request(request_id, engine.prepare(prompt, GREEDY))
     fault.kind = "eval"
     assert engine.step() == []
     started = list(runner._steps)
     execute = runner.execute
     monkeypatch.setattr(runner, "execute", lambda plan: started.append(execute(plan)) or started[-1])
-    # Builds a step with a token of the first request and the prompt of the second. Then the first request fails.
-    (output,) = engine.step()
-    assert output.request_id == "fails" and output.error is not None
+    # Builds a step with a token of the first request and the prompt of the second. Then the first step fails.
+    assert engine.step() == [] and engine.metrics.num_failed_steps == 1
     assert len(started) == 2
     assert started[0].is_dispatched and not started[1].is_dispatched
     with pytest.raises(RuntimeError, match="in the order"):
         started[1].result()
     assert remaining_tokens(engine) == expected
-    assert engine.metrics.num_failed_steps == 1
+    assert engine.metrics.num_retried_requests == 1, "the second request was in a void step only"
 
 
 def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,9 +444,10 @@ def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPa
     model = PagedModel(tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE))
     engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True)
     runner: Any = engine.runner
-    expected = run(engine, [[11] * 3], GREEDY)[0]
-    engine.add_request("fails", engine.prepare([5, 7, 9, 3, 4], GREEDY))
-    engine.add_request("again", engine.prepare([11] * 3, GREEDY))
+    prompts = {"fails": [5, 7, 9, 3, 4], "void": [11] * 3}
+    expected = dict(zip(prompts, run(engine, list(prompts.values()), GREEDY), strict=True))
+    for request_id, prompt in prompts.items():
+        engine.add_request(request_id, engine.prepare(prompt, GREEDY))
     assert engine.step() == []
     started = list(runner._steps)
     execute, wait = runner.execute, PendingStep.wait
@@ -466,14 +462,13 @@ def test_what_runs_behind_a_step_that_fails_is_void(monkeypatch: pytest.MonkeyPa
     allocations = []
     allocate = runner.pool.allocate
     monkeypatch.setattr(runner.pool, "allocate", lambda *size: (allocations.append(size), allocate(*size)))
-    (output,) = engine.step()
-    assert output.request_id == "fails" and output.error is not None
+    assert engine.step() == [] and engine.metrics.num_failed_steps == 1
     assert len(started) == 2 and started[1].is_dispatched and started[0].has_queued_successor
     assert len(allocations) == 1
     with pytest.raises(RuntimeError, match="in the order"):
         started[1].result()
     assert remaining_tokens(engine) == expected
-    assert engine.metrics.num_failed_steps == 1
+    assert engine.metrics.num_retried_requests == 1
 
 
 @on_device
@@ -485,7 +480,7 @@ def test_a_dispatch_that_raises(at_call: int, replay: bool, monkeypatch: pytest.
     model = PagedModel(tiny_model(num_hidden_layers=4, vocab_size=VOCAB_SIZE))
     sizes = {"vocab_size": VOCAB_SIZE, "budget": 16, "block_size": 8, "num_blocks": 64, "max_num_seqs": 3}
     engine = engine_for(model, tiny_tokenizer(), **sizes, ahead=True, behind=True, replay=replay)
-    expected = dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True))
+    expected = run(engine, PROMPTS, GREEDY)
     calls = iter(range(1000))
     async_eval = mx.async_eval
 
@@ -495,10 +490,9 @@ def test_a_dispatch_that_raises(at_call: int, replay: bool, monkeypatch: pytest.
         async_eval(*arrays)
 
     monkeypatch.setattr(mx, "async_eval", raises_once)
-    failed, outputs = run_with_fault(engine, Fault(), "", -1)
-    assert failed and engine.metrics.num_failed_steps == 1
-    assert outputs == {i: tokens for i, tokens in expected.items() if i not in failed}
-    assert dict(zip("0123", run(engine, PROMPTS, GREEDY), strict=True)) == expected
+    assert run_with_fault(engine, Fault(), "", -1) == expected
+    assert engine.metrics.num_failed_steps == 1
+    assert run(engine, PROMPTS, GREEDY) == expected
 
 
 def test_an_error_on_both_streams_is_raised_once() -> None:

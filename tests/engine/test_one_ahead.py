@@ -65,7 +65,7 @@ def ask_all(engine: SteppedEngine, tokenizer: Tokenizer) -> list[list[RequestOut
 def with_caching(engine: SteppedEngine) -> SteppedEngine:
     cache = replace(engine.config.cache, enable_prefix_caching=True)
     config = replace(engine.config.scheduler, max_num_partial_prefills=2)
-    engine.scheduler = Scheduler(config, cache)
+    engine.core.scheduler = Scheduler(config, cache)
     return engine
 
 

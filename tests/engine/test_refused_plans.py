@@ -29,8 +29,9 @@ def test_requests_that_ended_are_dropped_though_the_next_plan_is_not_taken_in(
         raise RuntimeError("refused before anything is taken in")
 
     monkeypatch.setattr(RequestTable, "update", fail)
-    engine.add_request("lost", engine.prepare([1, 2], GREEDY))
-    assert [output.finish_reason for output in engine.step()] == ["error"]
+    engine.add_request("late", engine.prepare([1, 2], GREEDY))
+    assert engine.step() == [] and engine.metrics.num_failed_steps == 1
+    engine.abort_request("late")
     assert run(engine, prompts, GREEDY) == expected
     engine.scheduler.check_integrity()
 

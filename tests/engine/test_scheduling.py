@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 def with_knobs(engine: SteppedEngine, *, caching: bool = False, **knobs: Any) -> SteppedEngine:
     """Return the engine with other scheduler settings."""
     cache = replace(engine.config.cache, enable_prefix_caching=caching)
-    engine.scheduler = Scheduler(replace(engine.config.scheduler, **knobs), cache)
+    engine.core.scheduler = Scheduler(replace(engine.config.scheduler, **knobs), cache)
     return engine
 
 

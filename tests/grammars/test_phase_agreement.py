@@ -123,6 +123,10 @@ class LocalGrammar:
             )
         self._end = len(token_ids) if self._compiled.is_stopped() else None
 
+    def allows(self, token_id: int) -> bool:
+        whole = [token_id] if token_id < _FIRST_ID else list(self._tokens.token_bytes(token_id))
+        return self._end is not None or self._compiled.validate_tokens(whole) == len(whole)
+
     def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
         if self._end is not None:
             raise SegmentEnd(self._end)
@@ -226,6 +230,9 @@ def check_answer(demo: Tokenizer, name: str, seed: int) -> None:
     mask, so_far = np.zeros(64, np.int32), ""
     for part in answer.parts:
         for token in tokens.cut(rng, part):
+            segment = matcher._segment
+            if segment is not None and isinstance(segment.matcher, LocalGrammar):
+                assert segment.matcher.allows(token), f"{tools}\n{so_far} -> {tokens.token_bytes(token)!r}"
             matcher.consume([token])
             matcher.fill_mask(mask, math.inf)
             text = decode(tokens.token_bytes(token))

@@ -339,7 +339,9 @@ def test_a_step_that_raises_fails_its_requests_only(
         wait_until(lambda: served.engine.num_open_requests == num_doomed, "all prompts")
         other = pool.submit(served.post, COMPLETIONS, {"prompt": "other", "max_tokens": 9})
         wait_until(lambda: served.engine.num_open_requests == num_doomed + 1, "the other")
-        served.runner.raise_next = RuntimeError("the GPU is on fire")
+        others = [served.tokenizer.encode(text) for text in ("other", "more")]
+        fire = RuntimeError("the GPU is on fire")
+        served.runner.error_for = lambda tokens: None if any(tokens[: len(one)] == one for one in others) else fire
         served.runner.running.set()
         if stream:
             response = doomed.result()
@@ -360,7 +362,7 @@ def test_an_error_within_a_stream_reaches_the_official_client() -> None:
     with serve(step_time=0.002) as served:
         stream = served.client().completions.create(model=MODEL, prompt="a", max_tokens=400, stream=True)
         next(iter(stream))
-        served.runner.raise_next = RuntimeError("no more")
+        served.runner.error_for = lambda tokens: RuntimeError("no more")
         with pytest.raises(openai.APIError, match="no more"):
             list(stream)
         served.wait_until_idle()

@@ -73,7 +73,7 @@ class Served:
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
         assert (self.engine.num_waiting, self.engine.num_queued_tokens) == (0, 0)
         self.core.scheduler.check_integrity()
-        assert not self.core._outputs._states
+        assert not self.engine._client._open
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import numpy as np
 
 from metal_engine.build import build_engine
 from metal_engine.kv_transfer.stores.choice import open_store
-from metal_engine.request import RequestOptions
+from metal_engine.request import RequestOptions, RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 
@@ -77,14 +77,14 @@ class Engine:
     def add(self, prompt: list[int], max_tokens: int = 1, options: RequestOptions | None = None) -> str:
         request_id = str(next(self._ids))
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.core.add_request(request_id, self.preparer.prepare(prompt, params), options)
+        self.core.add_request(request_id, self.preparer.prepare(prompt, params), options=options)
         return request_id
 
     def hashes_of(self, prompt: list[int]) -> list[bytes]:
         """Return the hashes of the prompt's full blocks."""
         request_id = self.add(prompt)
         hashes = list(next(reversed(self.core.scheduler.requests.values())).block_hashes)
-        self.core.abort_request(request_id)
+        self.core.end_request(request_id, RequestStatus.FINISHED_ABORTED)
         return hashes
 
     def first_token_seconds(self, prompts: Sequence[list[int]]) -> list[float]:
@@ -259,7 +259,7 @@ def measure_decoding(engine: Engine, prompts: list[list[int]], repeats: int) -> 
                 part()
                 assert len(engine.core.scheduler.requests) == 4, "a window is too short"
         for request_id in decoding:
-            engine.core.abort_request(request_id)
+            engine.core.end_request(request_id, RequestStatus.FINISHED_ABORTED)
         assert not engine.core.scheduler.requests
     num_loaded = sum(len(prompt) // engine.core.config.cache.block_size for prompt in prompts)
     loaded = num_loaded * engine.transfer.layout.nbytes >> 20

@@ -22,9 +22,11 @@ from typing import Any
 
 from metal_engine.build import build_engine
 from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
+from metal_engine.engine.engine_client import EngineClient
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from tools.benchmarks.engine_timing import random_prompt
+from tools.fixtures.stepped_engine import SteppedCore
 
 PARTS = {
     "schedule": "scheduler: token allotments",
@@ -39,7 +41,6 @@ PARTS = {
     "device": "waiting for the device",
     "read": "copy of tokens to the host",
     "update": "scheduler: processing of sampled tokens",
-    "text": "detokenizing, stop strings",
     "delivery": "outputs to the event loop",
     "other": "everything else in a step",
 }
@@ -88,12 +89,10 @@ def instrument(profile: Profile) -> None:
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner import batch, model_runner, pending_step, step_sampling
     from metal_engine.scheduling.scheduler import Scheduler
-    from metal_engine.text.output_processor import OutputProcessor
 
     for owner, name, part in (
         (Scheduler, "schedule", "schedule"),
         (Scheduler, "update", "update"),
-        (OutputProcessor, "process", "text"),
         (AsyncEngine, "_on_outputs", "delivery"),
         (batch.RequestTable, "pack", "pack"),
         (batch.PackedBatch, "validate", "validate"),
@@ -135,12 +134,14 @@ class Answers:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._clients = AsyncEngine(lambda: engine)
         self._clients._loop = self._loop
+        client = EngineClient(SteppedCore(self.core), engine.preparer.tokenizer, seed=0)
+        self._clients._client = client
         rng = random.Random(0)
         params = SamplingParams(temperature=0.0, max_tokens=2 * num_steps + 40, ignore_eos=True)
         for i in range(num_requests):
             self._clients._queues[str(i)] = _Mailbox(0, max_unread=1000)
             prompt = random_prompt(rng, rng.randint(40, 80))
-            self.core.add_request(str(i), engine.preparer.prepare(prompt, params))
+            client.submit(str(i), engine.preparer.prepare(prompt, params))
         while any(r.num_output_tokens < 2 for r in self.core.scheduler.requests.values()):
             self.step()
 

@@ -23,6 +23,7 @@ from typing import Any
 from metal_engine.build import build_engine
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
+from metal_engine.request import RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 
@@ -152,7 +153,7 @@ def prepare(engine: BuiltEngine, args: argparse.Namespace, seed: int) -> None:
 
 def drop(core: EngineCore, args: argparse.Namespace, seed: int) -> None:
     for i in range(args.num_requests):
-        core.abort_request(f"{seed}-{i}")
+        core.end_request(f"{seed}-{i}", RequestStatus.FINISHED_ABORTED)
 
 
 def timed_step(core: EngineCore) -> float:

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from metal_engine.build import build_engine
 from metal_engine.device.blas.load import load_optimized_blas
+from metal_engine.request import RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 
@@ -59,7 +60,7 @@ def be_variant(args: argparse.Namespace, limits: dict[str, object]) -> None:
 
     def begin() -> None:
         for name in names:
-            core.abort_request(name)
+            core.end_request(name, RequestStatus.FINISHED_ABORTED)
         names[:] = [f"{time.monotonic_ns()}-{i}" for i in range(args.num_requests)]
         for name in names:
             prompt = [random.randrange(100, 40_000) for _ in range(args.prompt_len)]

@@ -34,7 +34,7 @@ _WARM_UP = 20
 
 
 class Ours:
-    """Engine with requests in decode. Its outputs go to queues of an event loop, as in a server."""
+    """Engine with requests in decode. As in a server, an event loop converts the outputs to text."""
 
     def __init__(self, workload: Workload, *, replay: bool) -> None:
         self.engine = make_engine(workload, ahead=True, replay=replay, allow_queued_dispatch=True)
@@ -43,11 +43,12 @@ class Ours:
         self._thread.start()
         self._clients = AsyncEngine(lambda: self.engine)
         self._clients._loop = self._loop
+        self._clients._client = self.engine.client
         for i in range(workload.num_requests):
             self._clients._queues[str(i)] = _Mailbox(0, max_unread=1 << 20)
 
     def step(self) -> None:
-        self._clients._on_outputs(self.engine.step())
+        self._clients._on_outputs(self.engine.core.step())
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -158,6 +158,8 @@ class _EngineReader:
                 "checkpoint_evictions", "State checkpoints that were evicted.", stats.checkpoint_evictions
             )
         yield self._counter("failed_steps", "Steps that raised.", metrics.num_failed_steps)
+        help_ = "Requests of failed steps that were computed again."
+        yield self._counter("retried_requests", help_, metrics.num_retried_requests)
         yield self._counter(
             "late_masks", "Rows computed again because their grammar masks were late.", metrics.num_late_masks
         )

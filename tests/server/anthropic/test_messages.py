@@ -193,7 +193,7 @@ def test_errors_are_anthropics(served: Served) -> None:
 
 def test_an_error_within_a_stream() -> None:
     with serve(step_time=0.002) as served:
-        served.runner.raise_next = RuntimeError("no more")
+        served.runner.error_for = lambda tokens: RuntimeError("no more")
         with (
             pytest.raises(anthropic.APIStatusError, match="no more"),
             client(served).messages.stream(model=MODEL, max_tokens=400, messages=USER) as stream,

@@ -185,9 +185,10 @@ def test_a_request_that_takes_too_long_is_cut() -> None:
 
 
 def test_a_step_that_fails_is_an_error(served: Served) -> None:
-    served.runner.raise_next = RuntimeError("as asked")
+    served.runner.error_for = lambda tokens: RuntimeError("as asked")
     check_error(served.post("/v1/embeddings", {"input": ["a", "b"]}), 500, code="generation_failed")
     served.wait_until_idle()
+    served.runner.error_for = None
     assert len(embeddings(served, input="a")) == 1
 
 

@@ -349,7 +349,7 @@ def test_a_failure_is_the_last_line() -> None:
         served.runner.running.clear()
         body = {"model": MODEL, "messages": USER, **limit(50)}
         with httpx.stream("POST", served.url + CHAT, json=body, timeout=DEADLINE) as response:
-            served.runner.raise_next = RuntimeError("broken")
+            served.runner.error_for = lambda tokens: RuntimeError("broken")
             served.runner.running.set()
             told = [json.loads(line) for line in response.iter_lines()]
         assert told[-1].keys() == {"error"} and told[-1]["error"]

@@ -228,10 +228,11 @@ def test_a_failure(slow: Served) -> None:
     response_id = next(stream).response.id  # type: ignore[union-attr]
     other = client.responses.create(**LONG)
     wait_for_status(client, other.id, "in_progress")
-    slow.runner.raise_next = RuntimeError("no more")
+    slow.runner.error_for = lambda tokens: RuntimeError("no more")
     for one in (response_id, other.id):
         response = finished(client, one)
         assert response.status == "failed" and "no more" in response.error.message
+    slow.runner.error_for = None
     kinds = [event.type for event in client.responses.retrieve(response_id, stream=True)]
     assert kinds[-2:] == ["error", "response.failed"]
 

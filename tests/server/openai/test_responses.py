@@ -193,7 +193,7 @@ def test_an_error_within_a_stream() -> None:
     with serve(step_time=0.002) as served:
         stream = served.client().responses.create(model=MODEL, input="a", stream=True)
         kinds = [next(stream).type]
-        served.runner.raise_next = RuntimeError("no more")
+        served.runner.error_for = lambda tokens: RuntimeError("no more")
         last = None
         for event in stream:
             kinds.append(event.type)

@@ -33,9 +33,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     transfer.store = Everything()
     transfer.answer_at_once()
     monkeypatch.setattr(
-        fake_engine,
-        "EngineCore",
-        lambda config, runner, tokenizer: EngineCore(config, runner, tokenizer, transfer.connector()),
+        fake_engine, "EngineCore", lambda config, runner: EngineCore(config, runner, transfer.connector())
     )
     with serve() as served:
         yield served

@@ -14,10 +14,10 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.output_phases import ReasoningPhase
-from metal_engine.request import Request, RequestOutput, TokenLogprobs, merge_outputs
-from metal_engine.sampling_params import SamplingParams
-from metal_engine.text.output_processor import OutputProcessor
-from metal_engine.text.stop_strings import StopStrings, StopStringsOutsideReasoning
+from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs, merge_outputs
+from metal_engine.sampling_params import NO_RULES, SamplingParams
+from metal_engine.text.output_text import OutputText
+from metal_engine.text.stop_strings import StopStrings, StopStringsOutsideReasoning, stop_automaton
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.tokenizers import chat_tokenizer
 from tools.fixtures.fake_engine import EOS, byte_ids, byte_tokens, tiny_tokenizer
@@ -39,7 +39,7 @@ def truth(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
 
 
 def feed(stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], str | None]:
-    finder = StopStrings(stops)
+    finder = StopStrings(stop_automaton(stops))
     shown = []
     for piece in pieces:
         text, found = finder.add(piece)
@@ -76,7 +76,7 @@ def test_nothing_of_a_stop_string_is_shown_for_any_pair_of_cuts(stop: str) -> No
 
 
 def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
-    finder = StopStrings(("STOP",))
+    finder = StopStrings(stop_automaton(("STOP",)))
     assert finder.add("go ST") == ("go ", None)
     assert finder.add("AR") == ("STAR", None)
     assert finder.add("S") == ("", None)
@@ -89,14 +89,10 @@ def test_long_stop_strings_cost_no_more_than_their_length() -> None:
     Without constant time per character, this takes minutes.
     """
     stop = "a" * 16_000 + "b"
-    finder = StopStrings((stop, "a" * 300 + "c"))
+    finder = StopStrings(stop_automaton((stop, "a" * 300 + "c")))
     shown = [finder.add("a") for _ in range(50_000)]
     assert sum(len(text) for text, _ in shown) == 50_000 - 16_000 and not any(found for _, found in shown)
     assert finder.add("b") == ("", stop)
-
-
-def test_without_stop_strings_text_passes_through() -> None:
-    assert StopStrings(()).add("any text") == ("any text", None)
 
 
 # --- Detokenizer --------------------------------------------------------------------------------------------
@@ -202,21 +198,20 @@ def test_special_tokens() -> None:
     assert tokenizer().detokenizer([65], False).add(EOS) == "<|im_end|>"
 
 
-# --- OutputProcessor ----------------------------------------------------------------------------------------
+# --- OutputText ----------------------------------------------------------------------------------------
 
 
-def start(params: SamplingParams, prompt: str = "p") -> OutputProcessor:
-    processor = OutputProcessor(tokenizer())
-    processor.add_request(Request("r", byte_ids(prompt), params, max_tokens=100))
-    return processor
+def start(params: SamplingParams, prompt: str = "p") -> OutputText:
+    stops = stop_automaton(params.stop) if params.stop else None
+    return OutputText(PreparedRequest(byte_ids(prompt), params, 100, NO_RULES, stop_automaton=stops), tokenizer())
 
 
-def run(processor: OutputProcessor, steps: list[RequestOutput]) -> list[RequestOutput]:
+def run(text: OutputText, steps: list[RequestOutput]) -> list[RequestOutput]:
     outputs = []
     for step in steps:
-        outputs.append(processor.process(step))
-        if outputs[-1].finished:
-            assert not processor._states
+        text.add(step)
+        outputs.append(step)
+        if step.finished:
             break
     return outputs
 
@@ -259,31 +254,18 @@ def test_a_stop_string_wins_over_the_length_it_is_completed_at() -> None:
 
 
 def test_a_stop_token_is_no_text_but_is_named() -> None:
-    processor = start(SamplingParams(stop_token_ids=(ord("x"),)))
-    output = processor.process(RequestOutput("r", token_ids=[ord("x")], finish_reason="stop", stop_reason=ord("x")))
+    output = RequestOutput("r", token_ids=[ord("x")], finish_reason="stop", stop_reason=ord("x"))
+    start(SamplingParams(stop_token_ids=(ord("x"),))).add(output)
     assert (output.text, output.stop_reason, output.num_output_tokens) == ("", ord("x"), 1)
 
 
 def test_several_tokens_in_one_step() -> None:
-    processor = start(SamplingParams(stop=("b",)))
-    assert processor.process(RequestOutput("r", token_ids=byte_ids("é日"))).text == "é日"
-    output = processor.process(RequestOutput("r", token_ids=byte_ids("abc")))
+    first, output = (RequestOutput("r", token_ids=byte_ids(text)) for text in ("é日", "abc"))
+    run(start(SamplingParams(stop=("b",))), [first, output])
+    assert first.text == "é日"
     assert (output.text, output.finish_reason) == ("a", "stop")
     assert output.token_ids == byte_ids("ab"), "tokens after a stop string are dropped"
     assert output.num_output_tokens == len(byte_ids("é日ab"))
-
-
-def test_requests_do_not_mix() -> None:
-    processor = OutputProcessor(tokenizer())
-    texts = {"a": "日本", "b": "😀😀", "c": "plain!"}
-    shown = dict.fromkeys(texts, "")
-    for request_id in texts:
-        processor.add_request(Request(request_id, [65], SamplingParams(), max_tokens=100))
-    for i in range(8):
-        for request_id, text in texts.items():
-            for token in byte_ids(text)[i : i + 1]:
-                shown[request_id] += processor.process(RequestOutput(request_id, token_ids=[token])).text
-    assert shown == texts
 
 
 # --- where tokens end ---
@@ -403,7 +385,7 @@ def test_where_tokens_end(
 def test_stop_strings_have_no_effect_within_reasoning(
     text: str, begins_inside: bool, shown: str | None, found: str | None, step: int
 ) -> None:
-    stops = StopStringsOutsideReasoning(("STOP",), ReasoningPhase("<r>", "</r>", begins_inside))
+    stops = StopStringsOutsideReasoning(stop_automaton(("STOP",)), ReasoningPhase("<r>", "</r>", begins_inside))
     result = ""
     for i in range(0, len(text), step):
         more, stop = stops.add(text[i : i + step])
