@@ -15,10 +15,11 @@ from transformers import PreTrainedTokenizerFast
 
 from metal_engine.output_phases import ReasoningPhase
 from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs, merge_outputs
-from metal_engine.sampling_params import NO_RULES, SamplingParams
+from metal_engine.sampling_params import SamplingParams
 from metal_engine.text.output_text import OutputText
 from metal_engine.text.stop_strings import StopStrings, StopStringsOutsideReasoning, stop_automaton
 from metal_engine.text.tokenizer import Tokenizer
+from metal_engine.token_rules import NO_RULES
 from tests.support.tokenizers import chat_tokenizer
 from tools.fixtures.fake_engine import EOS, byte_ids, byte_tokens, tiny_tokenizer
 
