@@ -37,6 +37,22 @@ class ReasoningPhase:
 
 
 @dataclass(frozen=True)
+class ToolArguments:
+    """Rule of a grammar for the arguments of one tool.
+
+    Attributes:
+        tool: name of the tool.
+        rule: name of the rule.
+        open_rule: name of the rule for arguments of any kind. It takes the place of ``rule`` if the grammar cannot be
+            compiled with ``rule``.
+    """
+
+    tool: str
+    rule: str
+    open_rule: str
+
+
+@dataclass(frozen=True)
 class CallTrigger:
     """A mark that begins a tool call, and the grammar of the call.
 
@@ -44,6 +60,7 @@ class CallTrigger:
         mark: the mark.
         grammar: Lark rules. The rule ``call`` derives the text from the mark, exclusive, to the end of the call,
             inclusive. After it, the output is free again.
+        arguments: rules that depend on the schema of a tool. Each has a line of its own, ``rule: definition``.
         heads: texts that follow the mark at the start of calls, each with the name of the rule that derives the rest of
             such a call. A mark without one of these texts is content. Empty: every mark begins a call.
         is_whole: True if the call is the whole content. The mark counts only at the beginning of the content, after
@@ -52,6 +69,7 @@ class CallTrigger:
 
     mark: str
     grammar: str
+    arguments: tuple[ToolArguments, ...] = ()
     heads: tuple[tuple[str, str], ...] = ()
     is_whole: bool = False
 

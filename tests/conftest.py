@@ -25,8 +25,8 @@ load_optimized_blas()
 if sys.platform == "linux":
     use_private_kernel_folder()
 
-# Fixtures: the demo model, and live servers.
-pytest_plugins = ["tests.support.demo", "tests.support.servers"]
+# Fixtures: responses in the background, the demo model, and live servers.
+pytest_plugins = ["tests.support.background", "tests.support.demo", "tests.support.servers"]
 
 
 TESTS = Path(__file__).parent

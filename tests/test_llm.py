@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest.mock import MagicMock, patch
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 from metal_engine import llm as llm_module
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.tool_plan import plan_tools
+from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.errors import ParameterError
 from metal_engine.llm import LLM
 from metal_engine.output_phases import OutputPhases, ReasoningPhase
@@ -138,17 +139,17 @@ def test_a_request_that_cannot_be_added_fails_alone(llm: LLM, monkeypatch: pytes
 # --- chats ---
 
 USER: list[Any] = [{"role": "user", "content": "hi"}]
-CHAT_CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
+ROOMY = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
 
 
 def answering(
     monkeypatch: pytest.MonkeyPatch, next_token: NextToken, tokenizer: Tokenizer | None = None, **settings: Any
 ) -> LLM:
     """Return an LLM whose model generates these tokens."""
-    runner = FakeRunner(CHAT_CONFIG.cache.block_size, next_token)
+    runner = FakeRunner(ROOMY.cache.block_size, next_token)
     tokenizer = tokenizer or tiny_tokenizer(TOOL_TEMPLATE)
     vocab_size = len(tokenizer.hf_tokenizer)
-    config = replace(CHAT_CONFIG, model=replace(CHAT_CONFIG.model, vocab_size=vocab_size))
+    config = replace(ROOMY, model=replace(ROOMY.model, vocab_size=vocab_size))
     monkeypatch.setattr(llm_module, "build_engine", lambda args: SteppedEngine(config, runner, tokenizer))
     return LLM("fake", **settings)
 
@@ -164,7 +165,7 @@ def test_a_chat_is_told_apart_as_the_server_does_it(recorded: Recorded, monkeypa
     served: Any = {"model": MODEL, "messages": USER, "tools": TOOLS}
     with serve(
         script(text),
-        config=CHAT_CONFIG,
+        config=ROOMY,
         tokenizer=tiny_tokenizer(TOOL_TEMPLATE),
         answer_format=answer_format(recorded.parser),
     ) as s:
@@ -196,9 +197,7 @@ def test_a_chat_whose_format_the_tokenizer_tells(monkeypatch: pytest.MonkeyPatch
         return tokens[len(so_far) - num_prompt_tokens]
 
     with answering(monkeypatch, next_token, tokenizer) as llm:
-        with monkeypatch.context() as patch:
-            prepare_all = MagicMock(side_effect=llm._preparer.prepare_all)
-            patch.setattr(llm._preparer, "prepare_all", prepare_all)
+        with recorded_preparations() as prepare_all:
             both = llm.chat([USER, USER], SamplingParams(max_tokens=100), tools=TOOLS, use_tqdm=False)
         prepare_all.assert_called_once()  # chats that share their parameters are prepared together
         (generated,) = generate(llm, "hi", SamplingParams(max_tokens=100))
@@ -209,12 +208,16 @@ def test_a_chat_whose_format_the_tokenizer_tells(monkeypatch: pytest.MonkeyPatch
     assert (generated.content, generated.reasoning, generated.tool_calls) == (None, None, ())
 
 
+def recorded_preparations() -> Any:
+    """Record the calls of all preparers in the context. An argument list begins with the preparer."""
+    return patch.object(RequestPreparer, "prepare_all", autospec=True, side_effect=RequestPreparer.prepare_all)
+
+
 def phases_of_chat(llm: LLM, params: Any, number: int = 1, **more: Any) -> list[OutputPhases | None]:
     """Return the phases of the requests of a chat."""
-    prepare_all = MagicMock(side_effect=llm._preparer.prepare_all)
-    with patch.object(llm._preparer, "prepare_all", prepare_all):
+    with recorded_preparations() as prepare_all:
         llm.chat([USER] * number, params, use_tqdm=False, **more)
-    return [call.args[1].phases for call in prepare_all.call_args_list for _ in call.args[0]]
+    return [call.args[2].phases for call in prepare_all.call_args_list for _ in call.args[1]]
 
 
 def test_limits_of_the_reasoning_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,11 +55,13 @@ class ReasoningMarks:
         start: mark before the reasoning.
         end: mark after the reasoning.
         budget_text: text that the model's authors recommend before ``end`` if the reasoning is ended by its budget.
+        dropped: marks of a model with this reasoning that are dropped from the content.
     """
 
     start: str
     end: str
     budget_text: str = ""
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

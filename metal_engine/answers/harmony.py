@@ -33,7 +33,7 @@ TO_NEXT_MESSAGE = f"{_END}{_START}assistant"
 
 _ENDS = (_END, _CALL, _RETURN, _START)  # a stray <|start|> also ends the message
 _HEADER_BEGINNINGS = (_START, _CHANNEL, _MESSAGE, "to=")
-_NAME = re.compile(re.escape(_CHANNEL) + r"\s*(\w+)")
+_NAME = re.compile(r".*" + re.escape(_CHANNEL) + r"\s*(\w+)", re.DOTALL)  # the last channel counts
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 # Models sometimes leave out the namespace of the recipient.
 _CALL_TEXT = re.compile(r"(?:functions\.)?([^<]+)" + re.escape(_MESSAGE) + "(.*)", re.DOTALL)
@@ -76,12 +76,19 @@ class HarmonySplitter(MarkSplitter):
     Text that does not begin with a header is content, because a grammar may force such an output.
     """
 
-    def __init__(self, answer_format: AnswerFormat, tools: Sequence[dict[str, Any]] = (), **options: Any) -> None:
-        super().__init__(answer_format, tools, **options)
+    def __init__(
+        self,
+        answer_format: AnswerFormat,
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        in_reasoning: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(answer_format, tools, in_reasoning=in_reasoning, **options)
         self._raw = ""  # received text that was not passed to `MarkSplitter` yet
-        self._in_header = True
+        self._in_header = not in_reasoning
         self._is_first = True
-        self._end_mark = ""  # end mark of the current message in the canonical form
+        self._end_mark = _END if in_reasoning else ""  # end mark of the current message in the canonical form
         self._had_content = False
         self._message_end = CallEnd(NO_QUOTES, _ENDS)  # search for the end of the current message
 
@@ -92,6 +99,8 @@ class HarmonySplitter(MarkSplitter):
             deltas += more
         if not self._in_header:
             held = max(overlap(self._raw, mark) for mark in _ENDS)
+            num_escapes = len(self._raw) - len(self._raw.rstrip("\\"))
+            held = max(held, num_escapes % 2)  # an escape may not be divided: it may be one of a quote
             deltas += self._pass_on(len(self._raw) - held)
         return joined(deltas)
 
@@ -119,7 +128,7 @@ class HarmonySplitter(MarkSplitter):
         if at < 0:
             return []
         header = self._raw[:at]
-        channel, recipient = _NAME.search(header), _RECIPIENT.search(header)
+        channel, recipient = _NAME.match(header), _RECIPIENT.search(header)
         if recipient is not None and recipient[1] != "assistant":
             self._message_end = CallEnd(HARMONY.quotes(()), _ENDS)
             self._end_mark, shown = _CALL, f"{HarmonyCalls.tool_call_start}{recipient[1]}{_MESSAGE}"

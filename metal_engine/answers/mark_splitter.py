@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from metal_engine.answers.answer_format import AnswerFormat, BareOpening
+from metal_engine.answers.answer_format import AnswerFormat, BareOpening, ToolParser
 from metal_engine.answers.call_end import CallEnd
 from metal_engine.answers.call_reader import CallReader
 from metal_engine.answers.call_syntaxes.syntax import NO_QUOTES
@@ -17,6 +17,8 @@ from metal_engine.answers.splitter import ContentGaps, Splitter, overlap
 
 class MarkSplitter(Splitter):
     """Splits text at marks. White space next to a mark belongs to the mark, but separates two parts of the content.
+
+    Calls within reasoning are reasoning. The exception are calls at the end of an output whose reasoning has no end.
 
     Args:
         answer_format: output format of the model.
@@ -36,23 +38,31 @@ class MarkSplitter(Splitter):
         incremental: bool = False,
     ) -> None:
         self.reasoning_bounds: list[int] = [0] if in_reasoning else []
+        self._opening = ""  # mark at the end of the prompt; empty once the output cannot repeat the mark
+        self._dropped: tuple[str, ...] = ()
         self._tool = tool = answer_format.tool if tools else None
         self._calls: CallReader | None = None
         self._bare: _BareOpenings | None = None
+        self._calls_at_end: _CallsAtEnd | None = None
         self._gaps = ContentGaps()
         reasoning = answer_format.reasoning
         # Marks that end each state.
         self._marks: dict[str, list[str]] = {"content": [], "reasoning": [], "call": []}
         if reasoning is not None:
-            self._marks["content"].append(reasoning.start)
+            self._opening = reasoning.start if in_reasoning else ""
+            self._dropped = reasoning.dropped
+            self._marks["content"] += [reasoning.start, *self._dropped]
             self._marks["reasoning"].append(reasoning.end)
         if tool is not None:
             head = answer_format.call_head if incremental else None
             self._calls = CallReader(tool, tools, parallel=parallel, head=head, gaps=self._gaps)
             self._marks["content"].append(tool.tool_call_start)
             self._marks["call"].append(tool.tool_call_end or tool.tool_call_start)
+            names = [tool["function"]["name"] for tool in tools]
             if answer_format.bare is not None:
-                self._bare = _BareOpenings(answer_format.bare, [tool["function"]["name"] for tool in tools])
+                self._bare = _BareOpenings(answer_format.bare, names)
+            if reasoning is not None and tool.tool_call_end:
+                self._calls_at_end = _CallsAtEnd(tool, names)
         self._quotes = NO_QUOTES if answer_format.syntax is None else answer_format.syntax.quotes(tool_schemas(tools))
         self._call_end = CallEnd(NO_QUOTES, ("",))  # search for the end of the current call
         self._state: Literal["content", "reasoning", "call"] = "reasoning" if in_reasoning else "content"
@@ -73,6 +83,12 @@ class MarkSplitter(Splitter):
         searched = len(self._text)
         self._text += text
         self._end += length
+        if self._opening:
+            begun = self._text.lstrip()
+            if self._opening.startswith(begun) and begun != self._opening:
+                return []
+            self._text = begun.removeprefix(self._opening)
+            self._opening, searched = "", 0
         deltas: list[AnswerDelta] = []
         while (found := self._next_mark(searched)) is not None:
             deltas += self._cross_at(*found)
@@ -85,6 +101,12 @@ class MarkSplitter(Splitter):
 
     def finish(self, *, truncated: bool) -> list[AnswerDelta]:
         deltas: list[AnswerDelta] = []
+        if self._state == "reasoning" and self._calls_at_end is not None and not truncated:
+            at = self._calls_at_end.find(self._text)
+            if self._calls_at_end.has_ended(self._text[at:]):
+                deltas += self._cross_at(at, "")
+                calls, self._text = self._text, ""
+                deltas += self.take(calls, 0)
         while self._state == "call" and not truncated and (found := self._call_end.first_mark) is not None:
             # The quoted part around the mark has no end.
             deltas += self._cross_at(*found)
@@ -144,7 +166,9 @@ class MarkSplitter(Splitter):
         if self._bare is not None and state == "content" and shown:
             self._bare.pass_content()
         is_call = self._tool is not None and state == "content" and mark in ("", self._tool.tool_call_start)
-        if is_call:
+        if state == "content" and mark in self._dropped:
+            pass
+        elif is_call:
             self._state, self._before_call = "call", before[len(shown) :] + mark
         else:
             self._state = "content" if state == "reasoning" else "reasoning"
@@ -162,6 +186,8 @@ class MarkSplitter(Splitter):
         held = max(overlap(text, mark) for mark in self._marks[self._state])
         if self._bare is not None and self._state == "content":
             held = max(held, self._bare.overlap(text))
+        if self._calls_at_end is not None and self._state == "reasoning":
+            held = max(held, len(text) - self._calls_at_end.find(text))
         end = len(text[: len(text) - held].rstrip())
         begin = len(text) - len(text.lstrip()) if self._after_mark else 0
         if end <= begin:
@@ -196,6 +222,41 @@ class MarkSplitter(Splitter):
         if any(isinstance(delta, TextDelta) for delta in deltas):
             self._after_mark = False
         return deltas
+
+
+class _CallsAtEnd:
+    """Finds calls at the end of reasoning.
+
+    Args:
+        tool: parser of the call format.
+        names: names of the tools.
+    """
+
+    def __init__(self, tool: ToolParser, names: Sequence[str]) -> None:
+        self._begin = tool.tool_call_start
+        self._end = tool.tool_call_end
+        # A call names its tool at its beginning. Other text with the mark is prose about calls.
+        named = "|".join(map(re.escape, names))
+        self._head = re.compile(rf"{re.escape(self._begin)}\s{{0,8}}(?:.{{0,30}}?[\"'=.:\[>])?(?:{named})\b", re.DOTALL)
+        self._longest_head = len(self._begin) + 40 + max(map(len, names))
+
+    def find(self, text: str) -> int:
+        """Return the position from which a text consists of calls. The last call may be incomplete.
+
+        Return the position of a possible mark, or the length of the text, if the text does not end with a call.
+        """
+        at = text.rfind(self._begin)
+        closed = text.find(self._end, at)
+        is_call = at >= 0 and (len(text) - at < self._longest_head or self._head.match(text, at))
+        if not is_call or (closed >= 0 and not self._begin.startswith(text[closed + len(self._end) :].strip())):
+            return len(text) - overlap(text, self._begin)
+        while (before := text[:at].rstrip()).endswith(self._end) and (earlier := before.rfind(self._begin)) >= 0:
+            at = earlier
+        return at
+
+    def has_ended(self, text: str) -> bool:
+        """Return True if a text ends with a call's closing mark."""
+        return text.rstrip().endswith(self._end)
 
 
 class _BareOpenings:

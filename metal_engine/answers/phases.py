@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from metal_engine.answers import harmony
 from metal_engine.answers.answer_format import AnswerFormat
-from metal_engine.answers.call_syntaxes.syntax import NotExpressibleError
+from metal_engine.answers.call_syntaxes.lark import NameNotExpressibleError
+from metal_engine.answers.call_syntaxes.syntax import CallSyntax
 from metal_engine.answers.call_syntaxes.tool_schemas import tool_schemas
 from metal_engine.errors import ParameterError
 from metal_engine.output_phases import CallPhase, ReasoningPhase
 
+# Maximum number of characters of all cached grammars. The grammar of 50 tools has about 100,000.
+_MAX_CACHED = 4_000_000
+
 
 def call_phase(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, parallel: bool) -> CallPhase | None:
-    """Return the grammars of the calls that a model may begin.
+    """Return the grammars of the calls that a model may begin. Caches them, because agents send the same tools again.
 
-    Return None if the grammar of the format is unknown, or if the format cannot express a tool's name or one of its
-    required arguments.
+    Return None if the grammar of the format is unknown, or if the format cannot express the name of a tool or of a
+    required argument. If it cannot express a value of a tool's schema, the arguments of that tool are left open.
 
     Args:
         answer_format: output format of the model.
@@ -31,12 +39,66 @@ def call_phase(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, 
     if syntax is None or not tools:
         return None
     try:
-        triggers = syntax.triggers(tool_schemas(tools), parallel=parallel)
-    except NotExpressibleError:
-        return None
+        key = syntax, _digest(tools), parallel
+        found, phase = _CACHE.get(key)
+        if not found:
+            phase = _made(syntax, tools, parallel=parallel)
+            _CACHE.put(key, phase)
     except RecursionError as error:
         raise ParameterError("tools", "have a schema that is nested too deeply") from error
-    return CallPhase(triggers, parallel=parallel)
+    return phase
+
+
+def _made(syntax: CallSyntax, tools: Sequence[dict[str, Any]], *, parallel: bool) -> CallPhase | None:
+    try:
+        return CallPhase(syntax.triggers(tool_schemas(tools), parallel=parallel), parallel=parallel)
+    except NameNotExpressibleError:
+        return None
+
+
+def _digest(tools: Sequence[dict[str, Any]]) -> bytes:
+    """Return a hash of the parts of tools that grammars depend on, including the order of properties."""
+    functions = [tool["function"] for tool in tools]
+    parts = [(one["name"], one.get("strict") is True, one.get("parameters")) for one in functions]
+    return hashlib.sha256(json.dumps(parts).encode()).digest()
+
+
+class _PhaseCache:
+    """Recently used grammars of calls. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._phases: OrderedDict[Hashable, CallPhase | None] = OrderedDict()  # least recently used first
+        self._num_characters = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> tuple[bool, CallPhase | None]:
+        """Return True and the phase of a key; False and None if the key is unknown."""
+        with self._lock:
+            if key not in self._phases:
+                return False, None
+            self._phases.move_to_end(key)
+            return True, self._phases[key]
+
+    def put(self, key: Hashable, phase: CallPhase | None) -> None:
+        """Add a phase. Drop the least recently used phases if there are too many characters."""
+        with self._lock:
+            self._drop(key)
+            self._phases[key] = phase
+            self._num_characters += _size(phase)
+            while self._num_characters > _MAX_CACHED:
+                self._drop(next(iter(self._phases)))
+
+    def _drop(self, key: Hashable) -> None:
+        if key in self._phases:
+            self._num_characters -= _size(self._phases.pop(key))
+
+
+def _size(phase: CallPhase | None) -> int:
+    """Return the number of characters of a phase; 1,000 more for the entry of the cache."""
+    return 1000 + sum(len(trigger.grammar) for trigger in (phase.triggers if phase is not None else ()))
+
+
+_CACHE = _PhaseCache()
 
 
 def reasoning_phase(

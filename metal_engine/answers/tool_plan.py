@@ -10,6 +10,7 @@ from metal_engine.answers.answer_format import AnswerFormat, ToolParser
 from metal_engine.answers.forced_calls import forced_schema
 from metal_engine.answers.tool_prompts import call_request, forced_instructions, instructions
 from metal_engine.errors import ParameterError, short
+from metal_engine.json_schemas.faults import schema_fault
 
 Tool = dict[str, Any]
 
@@ -90,7 +91,8 @@ def plan_tools(
         forces_calls: True if a grammar forces the calls of ``required``. Otherwise, the prompt asks for them.
 
     Raises:
-        ParameterError: the choice does not fit the tools, or the model does not support it.
+        ParameterError: the choice does not fit the tools, or the model does not support it; a tool's parameters are not
+            a JSON schema.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -102,6 +104,10 @@ def plan_tools(
     if choice == "none":
         return NO_TOOLS  # a model does not call tools that it does not see
     listed = list(tools)
+    for i, tool in enumerate(listed):
+        fault = schema_fault(tool["function"].get("parameters") or {})
+        if fault is not None:
+            raise ParameterError(f"tools[{i}].function.parameters", f"is not a JSON schema: {fault}")
     if choice == "required":
         if name is not None and name not in names:
             raise ParameterError("tool_choice", f"names {short(name)}, which is not among the tools")

@@ -19,8 +19,7 @@ class WorkloadArgs(SettingsBase):
     dataset_name: str = setting(
         "random",
         "Kind of prompts: random (random words), sonnet (an instruction and random lines of verse), prefix (random "
-        "words after a common prefix of --prefix-len tokens), mixed (random words, with a fraction --long-ratio of "
-        "prompts of --long-input-len tokens), sharegpt, or custom (JSONL).",
+        "words after a common prefix), mixed (random words, some prompts long), sharegpt, or custom (JSONL).",
         choices=DATASETS,
     )
     dataset_path: str | None = setting(
@@ -28,20 +27,15 @@ class WorkloadArgs(SettingsBase):
         "File to read. For sharegpt: JSON or JSONL with `conversations`. For custom: JSONL with `prompt` or "
         "`messages`, and optionally `output_len`.",
     )
-    num_prompts: int = setting(100, "Number of requests to send.", ge=1)
-    input_len: int = setting(512, "Number of tokens of a prompt.", ge=1)
-    output_len: int = setting(128, "Number of tokens to generate for each request.", ge=1)
+    num_prompts: int = setting(100, "Requests to send.", ge=1)
+    input_len: int = setting(512, "Tokens of a prompt.", ge=1)
+    output_len: int = setting(128, "Tokens to generate per request.", ge=1)
     range_ratio: float = setting(
-        0.0,
-        "Spread of lengths: each length is drawn uniformly between (1 - X) and (1 + X) times its given value.",
-        ge=0,
-        lt=1,
+        0.0, "Spread: each length is drawn uniformly between (1 - X) and (1 + X) times its value.", ge=0, lt=1
     )
-    prefix_len: int = setting(
-        0, "Number of tokens of a common prefix of all prompts, in addition to --input-len.", ge=0
-    )
+    prefix_len: int = setting(0, "Tokens of a common prefix of all prompts, in addition to --input-len.", ge=0)
     long_ratio: float = setting(0.25, "Fraction of long prompts in `mixed`.", ge=0, le=1)
-    long_input_len: int = setting(2048, "Number of tokens of a long prompt in `mixed`.", ge=1)
+    long_input_len: int = setting(2048, "Tokens of a long prompt in `mixed`.", ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,32 +49,28 @@ class WorkloadArgs(SettingsBase):
 class BenchServeArgs(WorkloadArgs):
     """Settings of ``bench serve``."""
 
-    base_url: str = setting("http://127.0.0.1:8000", "URL of the server, which may be any server with OpenAI's API.")
-    endpoint: str = setting(
-        "completions", "Endpoint for requests: completions, chat or embeddings (each below /v1/).", choices=ENDPOINTS
-    )
-    model: str | None = setting(None, "Model to request. Default: the first model that the server lists.")
+    base_url: str = setting("http://127.0.0.1:8000", "URL of a server with OpenAI's API.")
+    endpoint: str = setting("completions", "Endpoint below /v1/: completions, chat or embeddings.", choices=ENDPOINTS)
+    model: str | None = setting(None, "Model to request. Default: the server's first.")
     tokenizer: str | None = setting(
         None,
         "Tokenizer that counts prompt tokens: a directory, a repository, a .gguf file or `demo`. Default: --model's.",
     )
     seed: int = setting(0, "Seed of prompts, lengths and arrivals.", ge=0)
     api_key: str | None = setting(None, "Key to send as `Authorization: Bearer KEY`.", secret=True)
-    request_rate: float = setting(float("inf"), "Requests to send per second; inf sends all at once.", gt=0)
+    request_rate: float = setting(float("inf"), "Requests per second; inf sends all at once.", gt=0)
     burstiness: float = setting(
         1.0, "Shape of the gamma distribution of times between requests: 1 is Poisson, less is burstier.", gt=0
     )
-    max_concurrency: int | None = setting(None, "Maximum number of requests in flight.", ge=1)
-    num_warmups: int = setting(1, "Number of requests to send and complete before the measured ones.", ge=0)
+    max_concurrency: int | None = setting(None, "Maximum requests in flight.", ge=1)
+    num_warmups: int = setting(1, "Requests to complete before the measured ones.", ge=0)
     temperature: float = setting(0.0, "Sampling temperature.", ge=0)
-    ignore_eos: bool = setting(True, "Request exactly --output-len tokens, and check that the server generates them.")
-    extra_body: str | None = setting(None, "JSON object with additional fields for every request.")
-    request_timeout: float = setting(3600.0, "Maximum duration of a request in seconds.", gt=0)
-    ready_timeout: float = setting(0.0, "Seconds to wait until the server responds.", ge=0)
+    ignore_eos: bool = setting(True, "Request exactly --output-len tokens, and check their number.")
+    extra_body: str | None = setting(None, "JSON object with more fields for every request.")
+    request_timeout: float = setting(3600.0, "Maximum seconds of a request.", gt=0)
+    ready_timeout: float = setting(0.0, "Seconds to wait for the server.", ge=0)
     percentiles: tuple[str, ...] = setting(("99",), "Percentiles to report.")
-    goodput: tuple[str, ...] = setting(
-        (), "Limit in ms for a good request: ttft:N, tpot:N or e2el:N. Repeat the flag for several limits."
-    )
+    goodput: tuple[str, ...] = setting((), "Limit in ms for a good request: ttft:N, tpot:N or e2el:N. Repeatable.")
     save_result: str | None = setting(None, "JSON file for the result, including every request.")
     plot: str | None = setting(None, "PNG file for a plot (requires the extra `plots`).")
     progress: bool = setting(True, "Show progress on a terminal.")
@@ -127,9 +117,9 @@ class BenchThroughputArgs(WorkloadArgs):
 class BenchLatencyArgs(SettingsBase):
     """Settings of ``bench latency``, which repeats the same batch of requests."""
 
-    input_len: int = setting(32, "Number of tokens of a prompt.", ge=1)
-    output_len: int = setting(128, "Number of tokens to generate for each request.", ge=1)
-    batch_size: int = setting(8, "Number of requests in the batch.", ge=1)
-    num_iters: int = setting(10, "Number of measured repetitions.", ge=1)
-    num_iters_warmup: int = setting(2, "Number of repetitions before the measured ones.", ge=0)
+    input_len: int = setting(32, "Tokens of a prompt.", ge=1)
+    output_len: int = setting(128, "Tokens to generate per request.", ge=1)
+    batch_size: int = setting(8, "Requests in the batch.", ge=1)
+    num_iters: int = setting(10, "Measured repetitions.", ge=1)
+    num_iters_warmup: int = setting(2, "Repetitions before the measured ones.", ge=0)
     save_result: str | None = setting(None, "JSON file for the result.")

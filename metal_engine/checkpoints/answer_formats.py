@@ -19,13 +19,14 @@ from metal_engine.answers.call_syntaxes.json_formats import DEEPSEEK_V3, DEEPSEE
 from metal_engine.answers.call_syntaxes.pythonic import PYTHONIC
 from metal_engine.answers.call_syntaxes.syntax import CallSyntax, ExactParser
 from metal_engine.answers.call_syntaxes.tag_formats import (
+    GLM,
     KIMI_K3,
+    LONGCAT,
     MINICPM5,
     MINIMAX_M2,
     MUSE_SPARK,
     QWEN3_CODER,
     dsml,
-    glm,
 )
 from metal_engine.answers.tool_parsers.deepseek import DeepSeekCalls, DSMLCalls
 from metal_engine.answers.tool_parsers.json_calls import JSON_CALL_HEAD, JSON_CALLS
@@ -72,13 +73,13 @@ CALL_SYNTAXES: dict[str, CallSyntax] = {
     "deepseek_v4": dsml("tool_calls"),
     "function_gemma": FUNCTION_GEMMA,
     "gemma4": GEMMA4,
-    "glm47": glm(),
+    "glm47": GLM,
     "json_tools": HERMES,
     "kimi_k2": KIMI_K2,
     "kimi_k3": KIMI_K3,
-    "laguna": glm(),
+    "laguna": GLM,
     "llama3_json": LLAMA3,
-    "longcat": glm("longcat_"),
+    "longcat": LONGCAT,
     "minicpm5": MINICPM5,
     "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
@@ -88,9 +89,17 @@ CALL_SYNTAXES: dict[str, CallSyntax] = {
 }
 # Starts of calls for models that sometimes omit the opening mark.
 _BARE_OPENINGS = {
+    "gemma4": BareOpening("call:", "{", only_first=True),
+    "kimi_k2": BareOpening("<|tool_call_begin|>functions.", ":"),
     "llama3_json": BareOpening('{"name": "', '"', only_first=True),
     "pythonic": BareOpening("[", "(", only_first=True),
     "qwen3_coder": BareOpening("<function=", ">"),
+}
+# Mark before a model's reasoning -> marks that are dropped from its content: those around Kimi K3's responses, and the
+# closing mark that Gemma 4 sometimes writes once more.
+_DROPPED_MARKS = {
+    "<|channel>thought": ("<channel|>",),
+    "<|open|>think<|sep|>": ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 }
 
 # Start of a model's type -> text before the end of its reasoning if the budget ends it. Qwen's documentation has it in
@@ -137,10 +146,14 @@ def find_answer_format(
         call_head=None if name is None else _CALL_HEADS.get(name),
         syntax=None if name is None else CALL_SYNTAXES.get(name),
         bare=None if name is None else _BARE_OPENINGS.get(name),
-        reasoning=None if marks is None else ReasoningMarks(*marks, budget_text=_budget_text(model_type)),
+        reasoning=None if marks is None else _reasoning(*marks, model_type),
         special=_any_special(tokenizer, texts),
         finds_calls=tool_call_parser != "none",
     )
+
+
+def _reasoning(start: str, end: str, model_type: str) -> ReasoningMarks:
+    return ReasoningMarks(start, end, _budget_text(model_type), _DROPPED_MARKS.get(start, ()))
 
 
 def _budget_text(model_type: str) -> str:

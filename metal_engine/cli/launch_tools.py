@@ -122,7 +122,7 @@ def _aider(server: RunningServer) -> dict[str, str]:
 
 
 TOOLS = {
-    "claude": Tool("claude", "npm install -g @anthropic-ai/claude-code", _claude, prompt_tokens=23_000),
+    "claude": Tool("claude", "npm install -g @anthropic-ai/claude-code", _claude, prompt_tokens=20_300),
     "codex": Tool("codex", "npm install -g @openai/codex", _codex_key, _codex, prompt_tokens=6_500),
     "opencode": Tool("opencode", "npm install -g opencode-ai", _opencode, prompt_tokens=7_700),
     "aider": Tool("aider", "python -m pip install aider-install && aider-install", _aider),

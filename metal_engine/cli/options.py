@@ -132,11 +132,11 @@ def _option(one: Setting, heading: str) -> inspect.Parameter:
 
 def help_text(one: Setting) -> str:
     """Return a setting's help text, with its default unless the text already explains it."""
-    shown = _shown(one)
+    shown = default_text(one)
     return f"{one.help} Default: {shown}." if shown else one.help
 
 
-def _shown(one: Setting) -> str:
+def default_text(one: Setting) -> str:
     """Format the default as a user would write it. Empty if there is none, or the help text explains it."""
     if one.default is None:
         return ""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from weakref import WeakKeyDictionary
+
 import numpy as np
 
+from metal_engine.grammars.call_grammar import CallGrammar, tail
 from metal_engine.grammars.compiler import GrammarCompiler, GrammarTask
 from metal_engine.grammars.mark_scanner import FreePhase, Mark, Segment
-from metal_engine.grammars.marks import as_lark, without_marks
+from metal_engine.grammars.marks import as_lark, token_ranges
 from metal_engine.grammars.phases import PhaseRules
-from metal_engine.output_phases import OutputPhases, ReasoningPhase
+from metal_engine.output_phases import CallTrigger, OutputPhases, ReasoningPhase
 from metal_engine.sampling_params import StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer
 
@@ -25,6 +29,9 @@ class PhaseRulesMaker:
         self._tokenizer = tokenizer
         self._compiler = compiler
         self._special = tokenizer.special_token_texts
+        # Requests with the same tools share their triggers.
+        self._calls: WeakKeyDictionary[CallTrigger, CallGrammar] = WeakKeyDictionary()
+        self._lock = threading.Lock()
 
     def rules_for(
         self, phases: OutputPhases, structured: StructuredOutputsParams | None, stop_token_ids: np.ndarray
@@ -46,9 +53,9 @@ class PhaseRulesMaker:
         opening = None
         if structured is not None:
             assert reasoning is not None
-            tail = self._tail(reasoning.end)
-            task = GrammarTask(self._compiler.compile(structured, tail=tail))
-            after = Segment(task, tail.encode(), is_call=False)
+            end, ranges = tail(reasoning.end, self._special), token_ranges(self._special.values())
+            task = GrammarTask(self._compiler.compile(structured, tail=end, special=ranges))
+            after = Segment(task, end.encode(), is_call=False)
             if not reasoning.begins_inside:
                 opening = GrammarTask(
                     self._compiler.compile(structured, opening=as_lark(reasoning.start, self._special))
@@ -59,13 +66,11 @@ class PhaseRulesMaker:
             content.append(Mark(reasoning.start.encode(), "reasoning"))
         if phases.calls is not None and structured is None:
             for trigger in phases.calls.triggers:
-                tail = self._tail(trigger.mark)
-                heads = trigger.heads or (("", "call"),)
-                tails = {tail + head: rule for head, rule in heads}
-                task = self._compiler.compile_call(without_marks(trigger.grammar, self._special), tails)
-                for head, _ in heads:
-                    segment = Segment(task, (tail + head).encode(), is_call=True, is_whole=trigger.is_whole)
-                    (first if trigger.is_whole else content).append(Mark((trigger.mark + head).encode(), segment))
+                grammar = self._call_grammar(trigger)
+                task = self._compiler.compile_call(grammar)
+                for text, tail_text in grammar.marks:
+                    segment = Segment(task, tail_text.encode(), is_call=True, is_whole=trigger.is_whole)
+                    (first if trigger.is_whole else content).append(Mark(text.encode(), segment))
         return PhaseRules(
             begins_in="reasoning" if reasoning is not None and reasoning.begins_inside else "content",
             marks={"content": content, "reasoning": [] if reasoning is None else [Mark(reasoning.end.encode(), after)]},
@@ -84,6 +89,11 @@ class PhaseRulesMaker:
             return ()
         return tuple(self._tokenizer.encode_within(reasoning.end_text + reasoning.end))
 
-    def _tail(self, mark: str) -> str:
-        """Return the part of a mark after its last special token."""
-        return mark[max((mark.rfind(text) + len(text) for text in self._special if text in mark), default=0) :]
+    def _call_grammar(self, trigger: CallTrigger) -> CallGrammar:
+        with self._lock:
+            known = self._calls.get(trigger)
+        if known is None:
+            known = CallGrammar(trigger, self._special)
+            with self._lock:
+                self._calls[trigger] = known
+        return known

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Any
 
 from metal_engine.cancellation import Cancelled, check_cancelled
 from metal_engine.errors import OverloadedError, ParameterError
+from metal_engine.grammars.call_grammar import CallGrammar, faulty_arguments
 from metal_engine.grammars.compiled import CompiledGrammar
 from metal_engine.grammars.messages import framed, unpack_compiled
 from metal_engine.grammars.tokenizer_process import GrammarProcessError, TokenizerProcess, receive_patiently
@@ -43,6 +44,10 @@ _MAX_KEPT = 16
 _MAX_PROCESSES = 512
 # Interval at which a waiting request checks for cancellation.
 _POLL_SECONDS = 0.02
+
+
+class GrammarRefusedError(ParameterError):
+    """Raised if the process of a grammar could not compile it."""
 
 
 class GrammarTask:
@@ -93,7 +98,7 @@ class GrammarCompiler:
     def compile(self, params: StructuredOutputsParams, **place: str) -> CompiledGrammar:
         """Compile a request's grammar, unless it is compiled already.
 
-        ``place`` may have ``tail`` or ``opening``, for a grammar that is only a part of the output's
+        ``place`` may have ``tail`` and ``special``, or ``opening``, for a grammar that is only a part of the output's
         (:mod:`metal_engine.grammars.source`).
 
         Takes milliseconds for most grammars and at most a second, plus the wait for earlier compilations. The first
@@ -108,28 +113,52 @@ class GrammarCompiler:
             wanted = json.dumps(_wanted(params) | place).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise ParameterError("structured_outputs", f"cannot be read: {error}") from error
-        return self._compiled(wanted)
+        return self._once(hashlib.sha256(wanted).digest(), partial(self._compile, wanted))
 
-    def compile_call(self, rules: str, tails: Mapping[str, str]) -> GrammarTask:
+    def compile_call(self, grammar: CallGrammar) -> GrammarTask:
         """Start compiling the grammar of a tool call in the background, unless it is compiled already.
 
-        Args:
-            rules: Lark rules.
-            tails: text at the end of a mark -> name of the rule that derives the text after it.
+        If it cannot be compiled, the arguments of some tools are left open. This is logged.
         """
-        wanted = json.dumps({"call": rules, "tails": tails}).encode()
-        known = self._known(hashlib.sha256(wanted).digest())
-        return GrammarTask(known if known is not None else self._background.submit(self._compiled, wanted))
+        known = self._known(grammar.key)
+        if known is not None:
+            return GrammarTask(known)
+        return GrammarTask(self._background.submit(self._once, grammar.key, partial(self._compile_call, grammar)))
 
-    def _compiled(self, wanted: bytes) -> CompiledGrammar:
-        key = hashlib.sha256(wanted).digest()
+    def _once(self, key: bytes, compile_: Callable[[], CompiledGrammar]) -> CompiledGrammar:
         compiled = self._known(key)
         if compiled is None:
             with self._permit(key):
                 compiled = self._known(key)
                 if compiled is None:
-                    compiled = self._compile(wanted)
+                    compiled = compile_()
                     self._keep(key, compiled)
+        return compiled
+
+    def _compile_call(self, grammar: CallGrammar) -> CompiledGrammar:
+        try:
+            return self._compile(grammar.wanted(grammar.opened))
+        except GrammarRefusedError as error:
+            if not grammar.num_arguments:
+                raise
+            problem = error.message
+
+        def problem_of(opened: frozenset[int]) -> str:
+            try:
+                self._compile(grammar.wanted(opened))
+            except GrammarRefusedError as error:
+                return error.message
+            return ""
+
+        found = faulty_arguments(grammar.num_arguments, problem, problem_of)
+        try:
+            compiled = self._compile(grammar.wanted(found))
+        except GrammarRefusedError as error:
+            found = dict.fromkeys(range(grammar.num_arguments), error.message)
+            compiled = self._compile(grammar.wanted(found))
+        grammar.opened = frozenset(found)
+        listed = "; ".join(f"{grammar.tool(i)}: {problem}" for i, problem in found.items())
+        logger.warning("the arguments of %d tools are not constrained by their schemas: %.500s", len(found), listed)
         return compiled
 
     def close(self) -> None:
@@ -228,7 +257,7 @@ class GrammarCompiler:
             return CompiledGrammar(channel, self._vocab_size, seconds, partial(self._reopened, wanted))
         channel.close()
         self._check_wanted()
-        raise ParameterError("structured_outputs", problem)
+        raise GrammarRefusedError("structured_outputs", problem)
 
     def _check_wanted(self) -> None:
         check_cancelled()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _MARK = r'@("(?:[^"\\]|\\.)*")'
 _MARK_PATTERN = re.compile(_MARK)
@@ -34,12 +34,12 @@ def without_marks(grammar: str, special: Mapping[str, int]) -> str:
         whole, before = f"{upper}_ALL & ~{upper}_END", json.dumps(end[: first.start()], ensure_ascii=False)
         body = f"{upper}_TEXT: {whole}" if not first.start() else f"{upper}_TEXT: ({whole}) {before}"
         return (
-            f"{name}: {upper}_TEXT {as_lark(end[first.start() :], special)}\n{body}\n"
+            f"{name}: {upper}_TEXT {_as_lark(end[first.start() :], special, tokens)}\n{body}\n"
             f"{upper}_ALL: {terminal}\n{upper}_END: /(?s:.*){text}(?s:.*)/"
         )
 
     grammar = _TEXT_UNTIL.sub(text_until, grammar)
-    return _MARK_PATTERN.sub(lambda found: as_lark(json.loads(found[1]), special), grammar)
+    return _MARK_PATTERN.sub(lambda found: _as_lark(json.loads(found[1]), special, tokens), grammar)
 
 
 def as_lark(text: str, special: Mapping[str, int]) -> str:
@@ -48,14 +48,29 @@ def as_lark(text: str, special: Mapping[str, int]) -> str:
     Args:
         special: ids of the special tokens, by their texts.
     """
+    return _as_lark(text, special, _pattern(special))
+
+
+def _as_lark(text: str, special: Mapping[str, int], tokens: re.Pattern[str]) -> str:
     parts, end = [], 0
-    for found in _pattern(special).finditer(text):
+    for found in tokens.finditer(text):
         parts += [json.dumps(text[end : found.start()], ensure_ascii=False)] if found.start() > end else []
         parts.append(f"<[{special[found[0]]}]>")
         end = found.end()
     if end < len(text):
         parts.append(json.dumps(text[end:], ensure_ascii=False))
     return f"({' '.join(parts)})"
+
+
+def token_ranges(token_ids: Iterable[int]) -> str:
+    """Return token ids as llguidance's ranges, such as ``3,5-7``."""
+    ranges: list[list[int]] = []
+    for token_id in sorted(set(token_ids)):
+        if ranges and ranges[-1][1] == token_id - 1:
+            ranges[-1][1] = token_id
+        else:
+            ranges.append([token_id, token_id])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def _pattern(special: Mapping[str, int]) -> re.Pattern[str]:

@@ -3,8 +3,9 @@
 A wanted grammar is a dictionary: the fields of :class:`metal_engine.sampling_params.StructuredOutputsParams`, or
 ``call``, the Lark rules of a tool call. With ``tail``, it is the grammar of a part of an output that follows a mark:
 ``tail`` is the text of the mark that the grammar begins with. ``tails`` has such a text for each mark of a tool call,
-and the name of the rule that derives the text after it. With ``opening``, the output may begin with this text instead,
-in Lark's syntax, and then continue in any way.
+and the name of the rule that derives the text after it. ``special`` are the special tokens of the vocabulary, as
+llguidance's ranges of ids; empty if there are none. With ``opening``, the output may begin with this text instead, in
+Lark's syntax, and then continue in any way.
 """
 
 from __future__ import annotations
@@ -38,22 +39,24 @@ def grammar_source(wanted: Mapping[str, Any]) -> str:
         RecursionError: the grammar is nested too deeply.
     """
     if "call" in wanted:
-        return llguidance.LLMatcher.grammar_from_lark(f"{_after_mark(wanted['tails'])}\n{wanted['call']}")
+        rules = f"{_after_mark(wanted['tails'], wanted['special'])}\n{wanted['call']}"
+        return llguidance.LLMatcher.grammar_from_lark(rules)
     source = _structured_source(wanted)
     if wanted.get("opening") is not None:
-        return _nested(f"start: opening | WS? @content\nopening: {wanted['opening']} REST\nREST: /(?s:.*)/", source)
+        return _nested(f"start: opening | WS? @content\nopening: WS? {wanted['opening']} REST\nREST: /(?s:.*)/", source)
     if wanted.get("tail") is not None:
-        return _nested(_after_mark({wanted["tail"]: "WS? @content"}), source)
+        return _nested(_after_mark({wanted["tail"]: "WS? @content"}, wanted["special"]), source)
     return source
 
 
-def _after_mark(rests: Mapping[str, str]) -> str:
+def _after_mark(rests: Mapping[str, str], special: str) -> str:
     """Return the Lark rules of a text that begins with the end of a mark.
 
     The grammar is used from the first characters of a mark on. Until the mark is complete, other text is allowed, too.
 
     Args:
         rests: text at the end of a mark -> Lark expression for the text after it.
+        special: ids of the special tokens, which plain text does not contain.
     """
     if "" in rests:
         return f"start: {rests['']}"
@@ -61,7 +64,8 @@ def _after_mark(rests: Mapping[str, str]) -> str:
     options = (f"marked{i} {rest}" for i, rest in enumerate(rests.values()))
     return "\n".join(
         [
-            f"start: UNMARKED | {' | '.join(options)}",
+            f"start: UNMARKED {'other?' if special else ''} | {' | '.join(options)}",
+            f"other: (<[{special}]> OTHER?)+\nOTHER: /(?s:.+)/" if special else "",
             *(f"marked{i}[suffix={json.dumps(tail)}]: /(?s:.*)/" for i, tail in enumerate(rests)),
             f"UNMARKED: /(?s:.*)/ & ~/(?s:.*)(?:{'|'.join(patterns)})(?s:.*)/",
         ]
@@ -97,4 +101,6 @@ def _structured_source(wanted: Mapping[str, Any]) -> str:
     options: JsonCompileOptions = {"whitespace_pattern": wanted.get("whitespace_pattern") or _WHITESPACE}
     if wanted.get("disable_any_whitespace"):
         options = {"whitespace_flexible": False}
+    # Models that write JSON in ASCII escape all other characters. By default, only control characters may be escaped.
+    options["json_allow_general_unicode_escapes"] = True
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)

@@ -86,7 +86,7 @@ def app_of(models: Models, args: ServerArgs, discover: Discover | None = None) -
     metrics = ServerMetrics(models)
     answer = Answerer(models, args.sse_keep_alive)
     add_openai_routes(app, answer)
-    add_response_routes(app, models, answer, ResponseStore(args.max_stored_responses), lifecycle)
+    add_response_routes(app, models, answer, ResponseStore(args.max_stored_responses), lifecycle, metrics)
     add_anthropic_routes(app, models, answer)
     add_ollama_routes(app, models, answer)
     add_pooling_routes(app, models)

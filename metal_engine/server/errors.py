@@ -150,9 +150,15 @@ _OLLAMA_PATHS = "/api/"
 
 
 def anthropic_error(error: APIError) -> dict[str, Any]:
-    """Return the body of the error in the shape of Anthropic's API."""
+    """Return the body of the error in the shape of Anthropic's API.
+
+    Anthropic's API has no code for a prompt that is too long. Claude Code recognizes the start of the message, and then
+    shortens the conversation.
+    """
     kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    is_too_long = error.code == "context_length_exceeded" and error.param != "max_tokens"
+    message = f"prompt is too long: {error.message}" if is_too_long else error.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_response(error: APIError, scope: Scope) -> JSONResponse:

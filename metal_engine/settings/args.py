@@ -45,32 +45,27 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
 
     model: str
     tokenizer: str | None = setting(
-        None,
-        "Tokenizer to use instead of the model's own: a directory, or a repository.",
-        group=MODEL,
-        listing=HELP_ALL,
+        None, "Tokenizer instead of the model's own: a directory or a repository.", group=MODEL, listing=HELP_ALL
     )
-    revision: str | None = setting(
-        None, "Branch, tag or commit of the repository to load.", group=MODEL, listing=HELP_ALL
-    )
+    revision: str | None = setting(None, "Branch, tag or commit of the repository.", group=MODEL, listing=HELP_ALL)
     download_dir: str | None = setting(
         None, "Folder for downloaded repositories. Default: the hub's cache.", group=MODEL, listing=HELP_ALL
     )
     trust_remote_code: bool = setting(False, "Run Python code from the model's repository.", group=MODEL)
     generation_config: str = setting(
         "auto",
-        "Source of the sampling defaults: auto (the model's own generation_config.json), vllm (no file), or a folder "
-        "with such a file.",
+        "Source of the sampling defaults: auto (the model's generation_config.json), vllm (none), or a folder with "
+        "such a file.",
         group=MODEL,
         listing=HELP_ALL,
     )
     chat_template: str | None = setting(
-        None, "Chat template to use instead of the model's own: a file, or the Jinja text itself.", group=MODEL
+        None, "Chat template instead of the model's own: a file or Jinja text.", group=MODEL
     )
     allow_special_tokens_in_content: bool = setting(
         False,
-        "Read <|im_end|> and other special tokens in a message as control tokens. Otherwise they are plain text, so "
-        "that message content cannot forge a chat turn.",
+        "Read special tokens such as <|im_end|> in messages as control tokens, so that message content can forge a "
+        "turn.",
         group=MODEL,
         listing=FILE,
     )
@@ -83,75 +78,61 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     seed: int = setting(0, "Default seed of requests.", group=MODEL, listing=HELP_ALL, ge=0, lt=2**64)
     max_model_len: int | None = setting(
         None,
-        "Maximum length of a request in tokens, prompt and output together. Default: the model's context length, or "
-        "the capacity of the KV cache if that is less.",
+        "Maximum tokens of a request, prompt and output together. Default: the model's context length, at most the "
+        "capacity of the KV cache.",
         group=MEMORY,
         kind="count",
         ge=1,
     )
     max_num_seqs: int | None = setting(
         None,
-        "Maximum number of requests that run at once. Default: 256 on Metal, 64 on a CPU, or fewer if their recurrent "
-        "states would take more than a third of the pool's memory; at most the tokens per step.",
+        "Maximum running requests. Default: 256 on Metal, 64 on a CPU; fewer if recurrent states would take more "
+        "than a third of the pool's memory, or a step has fewer tokens.",
         group=SCHEDULING,
         ge=1,
         le=MAX_NUM_SEQS,
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        "Maximum number of tokens that one step computes. Default: 2,048 on Metal, about one second of work on a CPU.",
+        "Maximum tokens of a step. Default: 2,048 on Metal, about a second's work on a CPU.",
         group=SCHEDULING,
         kind="count",
         ge=1,
     )
-    block_size: int = setting(16, "Number of tokens in a block of the KV cache.", group=MEMORY, listing=HELP_ALL, ge=1)
+    block_size: int = setting(16, "Tokens in a block of the KV cache.", group=MEMORY, listing=HELP_ALL, ge=1)
     num_gpu_blocks_override: int | None = setting(
-        None, "Size of the KV cache in blocks, instead of in bytes.", group=MEMORY, listing=HELP_ALL, ge=1
+        None, "KV cache size in blocks instead of bytes.", group=MEMORY, listing=HELP_ALL, ge=1
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "Size of the KV cache including recurrent states, as in 2GiB. Default: on Metal, the remaining memory within "
-        "--gpu-memory-utilization; on a CPU, 2 GiB but at most a quarter of the free memory.",
+        "KV cache size including recurrent states, as in 2GiB. Default: the rest of --gpu-memory-utilization on "
+        "Metal; 2 GiB on a CPU, at most a quarter of the free memory.",
         group=MEMORY,
         kind="size",
         ge=1,
     )
     gpu_memory_utilization: float = setting(
-        0.9,
-        "Fraction of the device's memory for weights, KV cache and activations together (Metal).",
-        group=MEMORY,
-        gt=0,
-        le=1,
+        0.9, "Fraction of the device's memory for weights, KV cache and activations (Metal).", group=MEMORY, gt=0, le=1
     )
     wire_memory: bool = memory_args.WIRE_MEMORY
     attention_backend: str = attention_args.ATTENTION_BACKEND
     attention_tuning: str = attention_args.ATTENTION_TUNING
     kv_cache_dtype: str = setting(
         "auto",
-        "Data type of the KV cache: auto (as the model computes K and V), int8 or int4. Quantized caches have a scale "
-        "and a bias for each 64 elements, and hold 1.9 or 3.6 times the tokens of 16 bits (see "
-        "docs/tuning.md).",
+        "Data type of the KV cache: auto (the type of K and V), int8 or int4 (see docs/tuning.md).",
         group=MEMORY,
         choices=KV_CACHE_DTYPES,
     )
     enable_prefix_caching: bool = setting(True, "Compute a prefix that several requests share only once.", group=MEMORY)
     kv_cache_dir: str | None = setting(
-        None,
-        "Directory in which the KV cache survives restarts, so that the KV of a known prompt is not computed again.",
-        group=KV_TRANSFER,
+        None, "Directory that stores KV across restarts, so that known prompts are not recomputed.", group=KV_TRANSFER
     )
     kv_cache_dir_size: int = setting(
-        20 * GIB,
-        "Maximum size of --kv-cache-dir. The least recently used data is removed first.",
-        group=KV_TRANSFER,
-        listing=HELP_ALL,
-        kind="size",
-        ge=1,
+        20 * GIB, "Maximum size of --kv-cache-dir.", group=KV_TRANSFER, listing=HELP_ALL, kind="size", ge=1
     )
     kv_transfer_config: str | None = setting(
         None,
-        "Connector that loads and saves KV, as JSON: kv_connector, kv_role, kv_connector_extra_config, "
-        "kv_load_failure_policy (see docs/several-macs.md).",
+        "Connector that loads and saves KV, as JSON (see docs/several-macs.md).",
         group=KV_TRANSFER,
         listing=HELP_ALL,
     )
@@ -163,14 +144,14 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     pipeline_parallel_size: int = rank_args.PIPELINE_PARALLEL_SIZE
     distributed_timeout_seconds: float = rank_args.DISTRIBUTED_TIMEOUT_SECONDS
     max_num_partial_prefills: int = setting(
-        4, "Maximum number of prompts in concurrent prefill.", group=SCHEDULING, listing=HELP_ALL, ge=1
+        4, "Maximum prompts in concurrent prefill.", group=SCHEDULING, listing=HELP_ALL, ge=1
     )
     max_long_partial_prefills: int = setting(
-        1, "Maximum number of long prompts in concurrent prefill.", group=SCHEDULING, listing=HELP_ALL, ge=1
+        1, "Maximum long prompts in concurrent prefill.", group=SCHEDULING, listing=HELP_ALL, ge=1
     )
     long_prefill_token_threshold: int = setting(
         0,
-        "A prompt is long if more tokens than this are left to compute. 0 means the number of tokens per step.",
+        "A prompt with more uncomputed tokens than this is long. 0 means the tokens of a step.",
         group=SCHEDULING,
         listing=HELP_ALL,
         ge=0,
@@ -180,15 +161,14 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     )
     scheduling_policy: str = setting(
         "fcfs",
-        "Order of requests: fcfs (by arrival), or priority (by the request's priority, lower values first).",
+        "Order of requests: fcfs (by arrival), or priority (by the request's priority, lower first).",
         group=SCHEDULING,
         listing=HELP_ALL,
         choices=SCHEDULING_POLICIES,
     )
     max_attention_work: int | None = setting(
         None,
-        "Maximum attention work in a step, counted in pairs of a query token and a key token that it attends to. "
-        "Default: about one second of work.",
+        "Maximum pairs of a query token and a key token in a step's attention. Default: about a second's work.",
         group=SCHEDULING,
         listing=FILE,
         ge=1,
@@ -197,8 +177,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
     replay_decodes: str = step_args.REPLAY_DECODES
     speculative_config: str | None = setting(
         None,
-        "Speculative decoding, as JSON: method (ngram or draft_model), num_speculative_tokens; prompt_lookup_max, "
-        "prompt_lookup_min; model, revision (see docs/tuning.md). Outputs do not change.",
+        "Speculative decoding, as JSON (see docs/tuning.md). Outputs do not change.",
         group=SCHEDULING,
         kind="json",
     )
@@ -218,49 +197,38 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
 class ServerArgs(SettingsBase):
     """Settings of ``metal-engine serve`` in addition to the engine's."""
 
-    host: str = setting("127.0.0.1", "Address to listen on; 0.0.0.0 stands for all addresses.", group=SERVER)
+    host: str = setting("127.0.0.1", "Address to listen on, or 0.0.0.0 for all.", group=SERVER)
     port: int = setting(8000, "Port to listen on; 0 selects a free port.", group=SERVER, ge=0, le=65535)
-    uds: str | None = setting(
-        None, "Unix domain socket to listen on instead of --host and --port.", group=SERVER, listing=HELP_ALL
-    )
+    uds: str | None = setting(None, "Unix domain socket instead of --host and --port.", group=SERVER, listing=HELP_ALL)
     served_model_name: tuple[str, ...] = setting(
         (),
-        "Name of the model in the API, instead of MODEL; * stands for any name. Give several names after the flag, "
-        "behind MODEL, or repeat the flag. Responses contain the first name.",
+        "Name in the API instead of MODEL; * accepts any name. Repeatable. Responses contain the first.",
         group=SERVER,
     )
     api_key: tuple[str, ...] = setting(
         (),
-        "Key that clients must send, as `Authorization: Bearer KEY` or `x-api-key: KEY`; /health and /ready need no "
-        "key. Repeat the flag for several keys. Other users can see the command line, so METAL_ENGINE_API_KEY is "
-        "safer.",
+        "Key that clients must send. Repeatable. METAL_ENGINE_API_KEY is safer: other users can see the command line.",
         group=SECURITY,
         secret=True,
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
-        "Origins whose web pages may call the server (CORS), as in https://chat.example; * allows all. Repeat the "
-        "flag for several origins.",
+        "Origins whose web pages may call the server (CORS), as in https://chat.example; * allows all. Repeatable.",
         group=SECURITY,
     )
     allowed_hosts: tuple[str, ...] = setting(
-        (),
-        "Host names under which clients may call a server without a key. Addresses, localhost, --host and the "
-        "machine's own name are always allowed; * allows any. Repeat the flag for several names.",
-        group=SECURITY,
+        (), "Host names for clients of a server without a key; * allows any. Repeatable.", group=SECURITY
     )
     max_connections: int = setting(
         0,
-        "Maximum number of connections. Beyond it, a new connection replaces one that waits for its client, or is "
-        "rejected (/health and /ready have a few extra connections). 0 means 4,096, or fewer if the limit of open "
-        "files is low.",
+        "Maximum connections. 0 means 4,096, or fewer if the limit of open files is low.",
         group=LIMITS,
         listing=FILE,
         ge=0,
     )
     timeout_read: float = setting(
         15.0,
-        "Seconds within which a client must send a request's headers, or the next part of its body.",
+        "Seconds for a client to send the headers, or the next part of a body.",
         group=LIMITS,
         listing=FILE,
         gt=0,
@@ -268,7 +236,7 @@ class ServerArgs(SettingsBase):
     )
     timeout_write: float = setting(
         60.0,
-        "Seconds after which the response to a client that does not read is dropped.",
+        "Seconds after which a response that the client does not read is dropped.",
         group=LIMITS,
         listing=FILE,
         gt=0,
@@ -279,45 +247,36 @@ class ServerArgs(SettingsBase):
     )
     max_num_queued_reqs: int = setting(
         2048,
-        "Maximum number of waiting requests; further requests get 503 with Retry-After. A request with many prompts "
-        "is submitted in portions, and counts as at most twice --max-num-seqs. 0 means no limit.",
+        "Maximum waiting requests; others get 503 with Retry-After. A request with many prompts counts as at most "
+        "twice --max-num-seqs. 0: no limit.",
         group=LIMITS,
         listing=HELP_ALL,
         ge=0,
     )
     max_num_queued_tokens: int = setting(
         0,
-        "Maximum number of prompt tokens of requests without output; further requests get 503 with Retry-After. 0 "
-        "means no limit.",
+        "Maximum prompt tokens of requests without output; others get 503 with Retry-After. 0: no limit.",
         group=LIMITS,
         listing=FILE,
         ge=0,
     )
     request_timeout: float = setting(
-        0.0,
-        "Seconds after which a request ends with an error (504). 0 means no limit.",
-        group=LIMITS,
-        listing=HELP_ALL,
-        ge=0,
-        lt=inf,
+        0.0, "Seconds after which a request ends with 504. 0: no limit.", group=LIMITS, listing=HELP_ALL, ge=0, lt=inf
     )
     ssl_keyfile: str | None = setting(None, "Private key of the certificate (PEM).", group=SECURITY, listing=HELP_ALL)
     ssl_keyfile_password: str | None = setting(
         None, "Password of the private key.", group=SECURITY, listing=FILE, secret=True
     )
-    ssl_certfile: str | None = setting(None, "Certificate (PEM) to serve TLS with.", group=SECURITY, listing=HELP_ALL)
+    ssl_certfile: str | None = setting(None, "Certificate (PEM) for TLS.", group=SECURITY, listing=HELP_ALL)
     ssl_ca_certs: str | None = setting(
-        None,
-        "Certificate authorities (PEM). Clients must present a certificate from one of them.",
-        group=SECURITY,
-        listing=FILE,
+        None, "Certificate authorities (PEM) of mandatory client certificates.", group=SECURITY, listing=FILE
     )
     max_body_size: int = setting(
-        16 << 20, "Maximum size of a request body, as in 16MiB.", group=LIMITS, listing=HELP_ALL, kind="size", ge=1
+        16 << 20, "Maximum size of a request body.", group=LIMITS, listing=HELP_ALL, kind="size", ge=1
     )
     shutdown_timeout: float = setting(
         30.0,
-        "Seconds within which running requests may finish after SIGTERM or SIGINT.",
+        "Seconds for running requests to finish after SIGTERM or SIGINT.",
         group=SERVER,
         listing=HELP_ALL,
         ge=0,
@@ -325,44 +284,39 @@ class ServerArgs(SettingsBase):
     )
     lora_dir: str | None = setting(
         None,
-        "Folder with LoRA adapters that clients may load and unload while the server runs (/v1/load_lora_adapter). "
-        "Requires --enable-lora. Default: clients may not load adapters.",
+        "Folder with LoRA adapters that clients may load and unload (/v1/load_lora_adapter). Requires --enable-lora.",
         group=LORA,
         listing=HELP_ALL,
     )
     strict_params: bool = setting(
-        False,
-        "Reject requests with unknown parameters instead of ignoring those parameters.",
-        group=ANSWERS,
-        listing=HELP_ALL,
+        False, "Reject unknown parameters instead of ignoring them.", group=ANSWERS, listing=HELP_ALL
     )
     enable_auto_tool_choice: bool = setting(
         True, "Let the model decide whether to call a tool (tool_choice auto).", group=ANSWERS, listing=HELP_ALL
     )
     tool_call_parser: str = setting(
         "auto",
-        "Format in which the model writes tool calls: auto (detected from its tokenizer), none, or a name.",
+        "Format of the model's tool calls: auto (by its tokenizer), none, or a name.",
         group=ANSWERS,
         choices=TOOL_PARSER_CHOICES,
     )
     tool_grammar: str = setting(
         "auto",
-        "Tool calls that a grammar constrains to the tools' names and schemas: auto (also calls that the model begins "
-        "itself), required (only those that a request requires), or never (the prompt asks for required calls).",
+        "Tool calls that a grammar constrains to names and schemas: auto (forced calls and the model's own), "
+        "required (forced calls), or never (the prompt asks for forced calls).",
         group=ANSWERS,
         listing=HELP_ALL,
         choices=TOOL_GRAMMARS,
     )
     reasoning_parser: str = setting(
         "auto",
-        "Format in which the model writes its reasoning: auto (detected from its tokenizer), none, or a name.",
+        "Format of the model's reasoning: auto (by its tokenizer), none, or a name.",
         group=ANSWERS,
         choices=REASONING_PARSER_CHOICES,
     )
     sse_keep_alive: float = setting(
         15.0,
-        "Interval in seconds of comments in a stream without events, so that proxies keep the connection open. 0 "
-        "means never.",
+        "Seconds between comments in a silent stream, which keep proxies connected. 0: never.",
         group=ANSWERS,
         listing=FILE,
         ge=0,
@@ -370,24 +324,24 @@ class ServerArgs(SettingsBase):
     )
     max_stored_responses: int = setting(
         1000,
-        "Maximum number of responses of /v1/responses in memory for previous_response_id. 0 stores no responses.",
+        "Maximum responses of /v1/responses in memory, for previous_response_id. 0: none.",
         group=ANSWERS,
         listing=FILE,
         ge=0,
     )
     log_level: str = setting(
-        "info", "Minimum severity of log messages: debug, info, warning or error.", group=LOGGING, choices=LOG_LEVELS
+        "info", "Minimum severity in the log: debug, info, warning or error.", group=LOGGING, choices=LOG_LEVELS
     )
     log_format: str = setting(
         "text",
-        "Format of log lines: text, or json (one object per line).",
+        "Format of log lines: text, or json (an object per line).",
         group=LOGGING,
         listing=HELP_ALL,
         choices=LOG_FORMATS,
     )
     log_stats_interval: float = setting(
         10.0,
-        "Seconds between log lines about throughput, requests and KV cache. 0 writes none.",
+        "Seconds between log lines about throughput, requests and KV cache. 0: never.",
         group=LOGGING,
         listing=FILE,
         ge=0,

@@ -12,15 +12,15 @@ MODEL = "Model"
 # Fields of :class:`metal_engine.settings.args.EngineArgs`.
 ATTENTION_BACKEND: Any = setting(
     "auto",
-    "Attention backend: metal (our kernel, or an error), mlx (MLX's operations), or auto (our kernel for supported "
-    "layers, MLX's operations for other layers).",
+    "Attention backend: metal (our kernel, or an error), mlx (MLX's operations), or auto (our kernel where it "
+    "supports the layer).",
     group=MODEL,
     listing=HELP_ALL,
     choices=("auto", "metal", "mlx"),
 )
 ATTENTION_TUNING: Any = setting(
     "auto",
-    "Tuning of the attention kernel: auto (measure at the first start on a GPU, for at most 10 s) or never.",
+    "Tuning of the attention kernel at the first start on a GPU: auto (at most 10 s) or never.",
     group=MODEL,
     listing=HELP_ALL,
     choices=("auto", "never"),

@@ -13,7 +13,7 @@ from metal_engine.settings.fields import SettingsBase, setting
 HOST_HELP = "Address on which the server listens."
 PORT_HELP = "Port of the server."
 URL_HELP = "URL of the server, instead of --host and --port."
-API_KEY_HELP = "Key of the server. The variable METAL_ENGINE_API_KEY is safer than this flag."
+API_KEY_HELP = "Key of the server. METAL_ENGINE_API_KEY is safer."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,28 +22,22 @@ class ChatArgs(SettingsBase):
 
     host: str = setting(ServerArgs.host, HOST_HELP)
     port: int = setting(ServerArgs.port, PORT_HELP, ge=0, le=65535)
-    url: str | None = setting(
-        None,
-        f"{URL_HELP} The chat ends if this server does not serve MODEL. Without --url, the chat then loads MODEL into "
-        "its own process.",
-    )
+    url: str | None = setting(None, f"{URL_HELP} The chat then never loads MODEL itself.")
     api_key: str | None = setting(None, API_KEY_HELP, secret=True)
     system: str | None = setting(None, "System prompt.")
     temperature: float | None = setting(
         None,
-        "Sampling temperature; 0 is greedy. Default: the model's recommendation, or 0.7 if the model has no "
-        "recommended sampling. A server uses its own default.",
+        "Sampling temperature; 0 is greedy. Default: the server's. Without a server, the model's recommendation, "
+        "or 0.7.",
     )
     top_p: float | None = setting(
         None,
-        "Sample from the most likely tokens with this total probability. Default: the model's recommendation, or 0.95 "
-        "if the model has no recommended sampling. A server uses its own default.",
+        "Sample from the most likely tokens with this total probability. Default: the server's. Without a server, "
+        "the model's recommendation, or 0.95.",
     )
-    max_tokens: int | None = setting(
-        None, "Maximum length of an answer in tokens. Default: as many as fit.", kind="count"
-    )
+    max_tokens: int | None = setting(None, "Maximum tokens of an answer. Default: as many as fit.", kind="count")
     log_level: str = setting(
-        "warning", "Minimum severity of log messages: debug, info, warning or error.", choices=LOG_LEVELS
+        "warning", "Minimum severity in the log: debug, info, warning or error.", choices=LOG_LEVELS
     )
 
     def __post_init__(self) -> None:

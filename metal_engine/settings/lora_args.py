@@ -33,20 +33,16 @@ _KEYS = [Setting("name", "str"), Setting("path", "str"), Setting("base_model_nam
 # Fields of :class:`metal_engine.settings.args.EngineArgs`.
 LORA_MODULES: Any = setting(
     (),
-    "LoRA adapter to serve under its own name: name=path of its folder (format of PEFT or mlx-lm), or JSON with "
-    "name, path and base_model_name. Repeat the flag for several adapters.",
+    "LoRA adapter to serve: name=path of its folder (PEFT or mlx-lm), or JSON with name, path and "
+    "base_model_name. Repeatable.",
     group=LORA,
 )
 ENABLE_LORA: Any = setting(
-    False,
-    "Allow loading LoRA adapters while the engine runs, with reserved memory for --max-loras adapters. Without "
-    "it, only --lora-modules are available.",
-    group=LORA,
-    listing=HELP_ALL,
+    False, "Allow loading LoRA adapters later, with memory for --max-loras adapters.", group=LORA, listing=HELP_ALL
 )
 MAX_LORAS: Any = setting(
     None,
-    "Maximum number of LoRA adapters at once, also within one step. Default: the number of --lora-modules; "
+    "Maximum loaded LoRA adapters, also of one step. Default: the number of --lora-modules; "
     f"at least {_MAX_LORAS} with --enable-lora.",
     group=LORA,
     listing=HELP_ALL,
@@ -55,7 +51,7 @@ MAX_LORAS: Any = setting(
 )
 MAX_LORA_RANK: Any = setting(
     None,
-    "Maximum rank of a LoRA adapter; each adapter takes memory for this rank. Default: maximum of --lora-modules; "
+    "Maximum rank of LoRA adapters. Each adapter takes memory for this rank. Default: maximum of --lora-modules; "
     f"at least {_MAX_LORA_RANK} with --enable-lora.",
     group=LORA,
     listing=HELP_ALL,

@@ -8,8 +8,8 @@ MEMORY = "Memory"
 
 WIRE_MEMORY = setting(
     True,
-    "Wire the memory of weights, KV cache and largest step (Metal), so that macOS cannot swap it out. "
-    "--no-wire-memory leaves the wired limit of MLX unchanged; see docs/mac.md for kernel panics.",
+    "Wire the memory of weights, KV cache and largest step (Metal), so that macOS cannot swap it out (see "
+    "docs/mac.md for kernel panics).",
     group=MEMORY,
     listing=HELP_ALL,
 )

@@ -27,23 +27,22 @@ class RegistryArgs(SettingsBase):
 
     models_dir: str | None = setting(
         None,
-        "Folder of models. Each folder in it with a config.json, and each .gguf file, is served under its name, and "
-        "loaded on its first request.",
+        "Folder of models: each folder in it with a config.json, and each .gguf file, is served under its name, "
+        "and loaded on its first request.",
         group=MODELS,
     )
     models_memory: int | None = setting(
         None,
-        "Memory for all loaded models together, as in 48GiB: weights, KV caches and largest steps. Each model has a "
-        "KV cache of --kv-cache-memory-bytes, or else an eighth of this memory (on a CPU at most 2 GiB). Default: the "
-        "limit of --gpu-memory-utilization on Metal, three quarters of the free memory on a CPU.",
+        "Memory for all loaded models: weights, KV caches and largest steps. Each model's KV cache takes "
+        "--kv-cache-memory-bytes, or else an eighth of this memory (on a CPU at most 2 GiB). Default: "
+        "--gpu-memory-utilization on Metal, three quarters of the free memory on a CPU.",
         group=MODELS,
         kind="size",
         ge=1,
     )
     keep_alive: float = setting(
         0.0,
-        "Seconds without a request after which a model is unloaded. 0 unloads a model only if another model needs its "
-        "memory.",
+        "Seconds without a request after which a model is unloaded. 0 unloads only for a model that needs the memory.",
         group=MODELS,
         listing=HELP_ALL,
         ge=0,
@@ -51,8 +50,8 @@ class RegistryArgs(SettingsBase):
     )
     enable_model_loading: bool = setting(
         False,
-        "Let clients load and unload models with POST /v1/models/load and /v1/models/unload, including models added "
-        "to --models-dir after the start.",
+        "Let clients load and unload models (POST /v1/models/load and /v1/models/unload), also models added to "
+        "--models-dir later.",
         group=MODELS,
         listing=HELP_ALL,
     )

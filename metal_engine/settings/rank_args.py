@@ -14,17 +14,11 @@ TENSOR, PIPELINE = "--tensor-parallel-size", "--pipeline-parallel-size"
 
 # Fields of :class:`metal_engine.settings.args.EngineArgs`.
 TENSOR_PARALLEL_SIZE: Any = setting(
-    1,
-    "Number of ranks that share every layer of the model. Each rank is a process, started by mlx.launch on its "
-    "machines, or else on this machine (see docs/several-macs.md).",
-    group=RANKS,
-    ge=1,
-    le=256,
+    1, "Ranks (processes) that share every layer (see docs/several-macs.md).", group=RANKS, ge=1, le=256
 )
 PIPELINE_PARALLEL_SIZE: Any = setting(
     1,
-    "Number of ranks that each compute some layers of the model, one rank after the other. For models that "
-    "exceed the memory of one machine.",
+    "Ranks that each compute some layers, in sequence, so that a model can exceed one machine's memory.",
     group=RANKS,
     listing=HELP_ALL,
     ge=1,
@@ -32,7 +26,7 @@ PIPELINE_PARALLEL_SIZE: Any = setting(
 )
 DISTRIBUTED_TIMEOUT_SECONDS: Any = setting(
     30.0,
-    "Seconds without a message after which a rank counts as lost. All ranks then end.",
+    "Seconds without a message after which a rank is lost and all ranks end.",
     group=RANKS,
     listing=FILE,
     gt=0,

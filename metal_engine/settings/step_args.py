@@ -12,14 +12,14 @@ SCHEDULING = "Scheduling"
 # Fields of :class:`metal_engine.settings.args.EngineArgs`.
 ASYNC_SCHEDULING: Any = setting(
     None,
-    "Plan the next step while the device computes the current one. Default: on with Metal for one model on one "
-    "machine without a draft model, otherwise off.",
+    "Plan the next step while the device computes. Default: on with Metal for one model on one machine without "
+    "a draft model.",
     group=SCHEDULING,
     listing=HELP_ALL,
 )
 REPLAY_DECODES: Any = setting(
     "auto",
-    "Replay a traced graph in decode steps, which saves CPU time: always, never, or auto (on Metal only).",
+    "Replay traced graphs in decode steps, which saves CPU time: always, never, or auto (on Metal).",
     group=SCHEDULING,
     listing=FILE,
     choices=("auto", "always", "never"),

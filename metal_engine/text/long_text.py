@@ -39,10 +39,13 @@ class TextTooLongError(ValueError):
         name: name of the argument with the text, if there were several arguments.
     """
 
-    def __init__(self, num_characters: int | None = None, name: str | None = None) -> None:
+    def __init__(
+        self, num_characters: int | None = None, name: str | None = None, context_length: int | None = None
+    ) -> None:
         self.name = name
         size = "" if num_characters is None else f" of {num_characters} characters"
-        super().__init__(f"a prompt{size} is longer than the maximum context length of the model")
+        limit = "" if context_length is None else f" ({context_length} tokens)"
+        super().__init__(f"a prompt{size} is longer than the maximum context length of the model{limit}")
 
 
 def encode(backend: Any, text: str, *, add_special_tokens: bool, max_tokens: int | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Determines the orders of message roles that a chat template accepts without dropping or moving messages."""
+"""Determines the messages that a chat template accepts: orders of roles, and messages with reasoning and calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from metal_engine.text.chat_template import Message
 
 
 class MessageRules:
-    """Rules of a chat template about consecutive roles, found by rendering test conversations on first use.
+    """Rules of a chat template, found by rendering test conversations on first use.
 
     Thread-safe.
 
@@ -39,6 +39,21 @@ class MessageRules:
         """True if a user message may follow another user message."""
         return self._takes("user", "user")
 
+    @cached_property
+    def takes_content_or_thinking(self) -> bool:
+        """True if a message with calls may have either content or ``thinking``, as in gpt-oss's template."""
+        function = {"name": "function", "arguments": {}}
+        message = {"role": "assistant", "thinking": "thinking", "tool_calls": [{"id": "call", "function": function}]}
+        return self._renders({**message, "content": ""}) and not self._renders({**message, "content": "content"})
+
+    def _renders(self, answer: Message) -> bool:
+        """Return True if the template accepts an answer to a question."""
+        try:
+            self._render([{"role": "user", "content": "question"}, answer])
+        except ValueError:
+            return False
+        return True
+
     def _takes(self, *roles: str) -> bool:
         """Return True if the template writes every message of such a conversation, in the given order."""
         messages = [{"role": role, "content": f"content{i}of{role}"} for i, role in enumerate(roles)]
@@ -48,3 +63,27 @@ class MessageRules:
             return False
         places = [text.find(message["content"]) for message in messages]
         return -1 not in places and places == sorted(places)
+
+
+def with_content_as_thinking(messages: list[Message], rules: MessageRules) -> list[Message]:
+    """Return messages that a template with :attr:`MessageRules.takes_content_or_thinking` accepts.
+
+    Content before calls becomes the end of the reasoning. Without such content, or with another template, return the
+    same list.
+
+    Args:
+        messages: plain data from :func:`metal_engine.text.chat_template.plain_messages`.
+    """
+    places = [i for i, message in enumerate(messages) if message.get("tool_calls") and _has_both(message)]
+    if not places or not rules.takes_content_or_thinking:
+        return messages
+    changed = list(messages)
+    for i in places:
+        thinking = f"{messages[i]['thinking']}\n\n{messages[i]['content']}"
+        changed[i] = {**messages[i], "content": "", "thinking": thinking}
+    return changed
+
+
+def _has_both(message: Message) -> bool:
+    texts = message.get("content"), message.get("thinking")
+    return all(isinstance(text, str) and text for text in texts)

@@ -17,7 +17,7 @@ from metal_engine.text.control_tokens import ControlTokens
 from metal_engine.text.detokenizer import Detokenizer
 from metal_engine.text.infilling import Infilling
 from metal_engine.text.long_text import TextTooLongError, encode, limit_word_cache, special_token_affixes
-from metal_engine.text.message_rules import MessageRules
+from metal_engine.text.message_rules import MessageRules, with_content_as_thinking
 
 # Spelling of a single byte in tokenizers without a byte alphabet.
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -67,6 +67,7 @@ class Tokenizer:
         self.hf_tokenizer = hf_tokenizer
         self._allow_special_tokens = allow_special_tokens_in_content
         self._max_tokens: int | None = None
+        self._context_length: int | None = None
         self._max_chars: int | None = None
         own = hf_tokenizer.eos_token_id
         self.eos_token_ids = frozenset(eos_token_ids) | ({own} if own is not None else set())
@@ -94,13 +95,17 @@ class Tokenizer:
         """True if the chat template supports tools."""
         return "tool_use" in self._templates or any("tools" in text for text in self._templates.values())
 
-    def limited(self, max_tokens: int) -> Tokenizer:
+    def limited(self, max_tokens: int, context_length: int | None = None) -> Tokenizer:
         """Return a copy that refuses texts of more than ``max_tokens`` tokens.
 
         The copy raises :class:`TextTooLongError` early. Encoding such a text completely could take half a minute.
+
+        Args:
+            context_length: context length for error messages, in tokens. Default: ``max_tokens``.
         """
         limited = copy(self)
         limited._max_tokens = max_tokens
+        limited._context_length = max_tokens if context_length is None else context_length
         most = max(_MAX_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)
         # Computed on the original, because each copy would scan the vocabulary again.
         limited._max_chars = min(_SHRINKING * self._longest_token * max_tokens, most)
@@ -125,11 +130,16 @@ class Tokenizer:
 
     def _encode(self, backend: BackendTokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
         if self._max_chars is not None and len(text) > self._max_chars:
-            raise TextTooLongError(len(text))
+            raise self._too_long(len(text))
         try:
             return encode(backend, text, add_special_tokens=add_special_tokens, max_tokens=self._max_tokens)
+        except TextTooLongError as error:
+            raise self._too_long(len(text)) from error
         except TypeError as error:  # raised for lone surrogates
             raise ValueError("the text is not valid Unicode") from error
+
+    def _too_long(self, num_characters: int | None = None, name: str | None = None) -> TextTooLongError:
+        return TextTooLongError(num_characters, name, self._context_length)
 
     @cached_property
     def infilling(self) -> Infilling | None:
@@ -270,14 +280,14 @@ class Tokenizer:
         template_kwargs.setdefault("add_generation_prompt", not template_kwargs.get("continue_final_message"))
         self._check_length({"messages": messages, **template_kwargs})
         try:
-            given = chat_template.plain_messages(messages)
+            given = with_content_as_thinking(chat_template.plain_messages(messages), self.message_rules)
             variables = chat_template.plain_variables(template_kwargs)
             # The template writes its own BOS, so none is added here.
             if self._allow_special_tokens:
                 return self._encode(self.hf_tokenizer.backend_tokenizer, self._rendered(given, variables))
             return self._control_tokens.encode(given, variables, self._rendered, self._encode)
         except chat_template.RenderedTooLongError as error:
-            raise TextTooLongError from error
+            raise self._too_long() from error
         except RecursionError as error:
             raise ValueError("the messages are nested too deep") from error
 
@@ -300,7 +310,7 @@ class Tokenizer:
                     seen.add(id(one))
                 left -= len(one)
                 if left < 0:
-                    raise TextTooLongError(name=name)
+                    raise self._too_long(name=name)
 
     def encode_filled(self, template: str, texts: dict[str, str]) -> list[int]:
         """Fill texts into a template at ``{name}``, and encode it. Control tokens spelled in the texts stay text.
@@ -310,7 +320,7 @@ class Tokenizer:
             TextTooLongError: the texts are too long.
         """
         if self._max_chars is not None and sum(map(len, texts.values())) > self._max_chars:
-            raise TextTooLongError
+            raise self._too_long()
 
         def render(messages: list[dict[str, Any]], _: dict[str, Any]) -> str:
             return template.format(**{message["role"]: message["content"] for message in messages})

@@ -98,7 +98,7 @@ def test_cuts_make_no_difference(
     reason: str,
 ) -> None:
     text, ends, one, other = data.draw(outputs(fragments))
-    answers = ChatAnswers(known, plan, in_reasoning and not known.harmony)
+    answers = ChatAnswers(known, plan, in_reasoning)
     whole, counts = read(answers.reader(incremental=incremental), text, ends, one, reason)
     again, counts_again = read(answers.reader(incremental=incremental), text, ends, other, reason)
     # Call ids are random. Streamed parts of a malformed call depend on the cuts.

@@ -15,7 +15,7 @@ from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.serving import MODEL, serve
 from tests.support.splitting import cuts, deltas, run
-from tests.support.tool_formats import TOOLS, TRAINS, WEATHER, Call
+from tests.support.tool_formats import TOOLS, WEATHER
 from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, tiny_tokenizer
 
 ANALYSIS = "<|channel|>analysis<|message|>2 < 3, so.\n\nSay so.<|end|>"
@@ -24,45 +24,9 @@ FINAL = "<|channel|>final<|message|>It is: 2 <| 3. "
 ARGUMENTS = json.dumps(WEATHER[1], ensure_ascii=False)
 THOUGHT = "2 < 3, so.\n\nSay so."
 
-# An output without its last token; its content, reasoning and calls.
-RECORDED: list[tuple[str, str, str, list[Call]]] = [
-    (ANALYSIS + NEXT + FINAL, "It is: 2 <| 3. ", THOUGHT, []),
-    (FINAL, "It is: 2 <| 3. ", "", []),
-    ("<|channel|>final to=assistant<|message|>Yes.", "Yes.", "", []),
-    (FINAL + "<|return|>", "It is: 2 <| 3. ", "", []),
-    (f"{ANALYSIS}{NEXT}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}",
-     "", THOUGHT, [WEATHER]),
-    (f"{ANALYSIS}{NEXT}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}"
-     "<|call|>", "", THOUGHT, [WEATHER]),
-    (f"{ANALYSIS}{NEXT} to=functions.find_trains<|channel|>commentary json<|message|>{{\"city\": \"Rome\"}}",
-     "", THOUGHT, [TRAINS]),
-    (" to=functions.find_trains<|channel|>commentary<|message|>{\"city\": \"Rome\"}", "", "", [TRAINS]),
-    # A preamble, which is content, then calls.
-    (f"<|channel|>commentary<|message|>Let me look.<|end|>{NEXT}<|channel|>commentary to=functions.get_weather"
-     f"<|message|>{ARGUMENTS}<|call|>{NEXT} to=functions.find_trains<|channel|>commentary<|message|>"
-     '{"city": "Rome"}', "Let me look.", "", [WEATHER, TRAINS]),
-    (f"<|channel|>commentary<|message|>One.<|end|>{NEXT}{FINAL}", "One.\n\nIt is: 2 <| 3. ", "", []),
-    # The recipient lacks its namespace.
-    (f"<|channel|>commentary to=get_weather <|constrain|>json<|message|>{ARGUMENTS}<|call|>", "", "", [WEATHER]),
-    (f"<|start|>assistant to=find_trains<|channel|>analysis code<|message|>{json.dumps(TRAINS[1])}<|call|>",
-     "", "", [TRAINS]),
-    # Text that a grammar forces, or that continues a prefill, has no header.
-    (' {"a": "to=x"} ', ' {"a": "to=x"} ', "", []),
-    ("to Rome<|end|>", "to Rome", "", []),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("incremental", [False, True])
-@pytest.mark.parametrize(("text", "content", "reasoning", "calls"), RECORDED)
-def test_recorded(text: str, content: str, reasoning: str, calls: list[Call], incremental: bool) -> None:
-    for parts in cuts(text):
-        splitter = HarmonySplitter(harmony_format(), TOOLS, incremental=incremental)
-        assert run(splitter, parts)[:3] == (content, reasoning, calls), parts
-        assert splitter.num_calls == len(calls)
-
 
 def test_no_markup_of_an_answer_that_is_cut_off() -> None:
-    text, content, reasoning, _ = RECORDED[0]
+    text, content, reasoning = ANALYSIS + NEXT + FINAL, "It is: 2 <| 3. ", THOUGHT
     for end in range(len(text)):
         for parts in ([text[:end]], list(text[:end])):
             shown = run(HarmonySplitter(harmony_format(), TOOLS), parts, truncated=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.harmony import harmony_format
 from metal_engine.answers.mark_splitter import MarkSplitter
-from metal_engine.answers.phases import call_phase, reasoning_phase
+from metal_engine.answers.phases import _CACHE, _MAX_CACHED, _size, call_phase, reasoning_phase
 from metal_engine.answers.tool_prompts import prompted_format
 from metal_engine.errors import ParameterError
 from metal_engine.grammars.marks import without_marks
@@ -35,7 +36,12 @@ def test_triggers() -> None:
     assert marks == ["<tool_call>", "<function="] and not phase.parallel
     phase = call_phase(harmony_format(), TOOLS, parallel=True)
     marks = [(trigger.mark, trigger.is_whole) for trigger in phase.triggers]
-    assert marks == [("<|channel|>commentary to=", False), ("<|start|>assistant to=", False), ("to=", True)]
+    assert marks == [
+        ("<|channel|>commentary to=", False),
+        ("<|channel|>analysis to=", False),
+        ("<|start|>assistant to=", False),
+        ("to=", True),
+    ]
     assert phase.parallel
     phase = call_phase(answer_format("pythonic"), TOOLS, parallel=True)
     marked, bare = phase.triggers
@@ -126,6 +132,43 @@ def test_reasoning() -> None:
     assert phase.end_text == "<|end|><|start|>assistant"
 
 
+def test_equal_tools_share_a_phase() -> None:
+    known, other = answer_format("json_tools"), answer_format("qwen3_coder")
+    first = call_phase(known, TOOLS, parallel=True)
+    assert first is call_phase(known, json.loads(json.dumps(TOOLS)), parallel=True)
+    described = [{"type": "function", "function": {**one["function"], "description": "Other."}} for one in TOOLS]
+    assert call_phase(known, described, parallel=True) is first
+    reordered = tool({"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}})
+    ordered = tool({"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "null"}}})
+    different = [
+        call_phase(known, TOOLS, parallel=False), call_phase(known, TOOLS[:1], parallel=True),
+        call_phase(other, TOOLS, parallel=True), call_phase(other, [ordered], parallel=True),
+        call_phase(other, [reordered], parallel=True), call_phase(other, [tool(None)], parallel=True),
+        call_phase(other, [tool(None, strict=True)], parallel=True),
+    ]  # fmt: skip
+    assert len({id(one) for one in [first, *different]}) == 8
+
+
+def test_the_cache_is_bounded() -> None:
+    text = "x" * 90_000
+    schemas = [{"type": "object", "properties": {"a": {"description": f"{i}{text}"}}} for i in range(60)]
+    first = call_phase(answer_format("json_tools"), [tool(schemas[0])], parallel=True)
+    for schema in schemas:
+        call_phase(answer_format("json_tools"), [tool(schema)], parallel=True)
+    assert call_phase(answer_format("json_tools"), [tool(schemas[0])], parallel=True) is not first
+    assert sum(map(_size, _CACHE._phases.values())) == _CACHE._num_characters <= _MAX_CACHED
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm47", "gemma4", "kimi_k3"])
+def test_values_that_a_format_cannot_express(parser: str) -> None:
+    """Only the arguments of that tool are open."""
+    bad = tool({"type": "object", "properties": {"a": {"type": "any"}}, "required": ["a"]}, "bad")
+    good = tool({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}, "good")
+    phase = call_phase(answer_format(parser), [bad, good], parallel=True)
+    assert phase is not None
+    assert [one.tool for one in phase.triggers[0].arguments] == ["good"]
+
+
 def test_marks_become_tokens_and_strings() -> None:
     grammar = 'call: @"<a>x<b>" r1\nr1[suffix=@"<a>"]: T\nr2[suffix=@"y"]: T\nT: /a*/\n'
     assert without_marks(grammar, {"<a>": 5}) == (
@@ -136,7 +179,8 @@ def test_marks_become_tokens_and_strings() -> None:
 
 def test_a_text_up_to_a_mark_with_a_special_token_within() -> None:
     assert without_marks('r1[suffix=@"</D>"]: T\nT: /a*/\n', {"D": 5}) == (
-        'r1: R1_TEXT (<[5]> ">")\nR1_TEXT: (R1_ALL & ~R1_END) "</"\nR1_ALL: T\nR1_END: /(?s:.*)<\\/D>(?s:.*)/\nT: /a*/\n'
+        'r1: R1_TEXT (<[5]> ">")\nR1_TEXT: (R1_ALL & ~R1_END) "</"\n'
+        "R1_ALL: T\nR1_END: /(?s:.*)<\\/D>(?s:.*)/\nT: /a*/\n"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from metal_engine.checkpoints.loader import load
 from metal_engine.errors import ModelLoadError, UnsupportedModelError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
+from tests.checkpoints.damage import Damage, configure, write
 from tests.support.checkpoint_files import CONFIG, write_checkpoint, write_tokenizer
 from tools.fixtures.architectures import configuration
-
-Damage = Callable[[Path], object]
 
 
 def device(kind: str = "cpu", memory_bytes: int = 1 << 30) -> DeviceInfo:
@@ -34,14 +32,6 @@ def remove(*patterns: str) -> Damage:
     return damage
 
 
-def write(name: str, text: str) -> Damage:
-    return lambda folder: (folder / name).write_text(text)
-
-
-def configure(**entries: Any) -> Damage:
-    return lambda folder: (folder / "config.json").write_text(json.dumps({**CONFIG, **entries}))
-
-
 def cut(name: str, size: int | None = None) -> Damage:
     def damage(folder: Path) -> None:
         data = (folder / name).read_bytes()
@@ -51,11 +41,7 @@ def cut(name: str, size: int | None = None) -> Damage:
 
 
 def drop_config(name: str) -> Damage:
-    def damage(folder: Path) -> None:
-        config = {key: value for key, value in CONFIG.items() if key != name}
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return damage
+    return write("config.json", json.dumps({key: value for key, value in CONFIG.items() if key != name}))
 
 
 def without_a_tensor(folder: Path) -> None:
@@ -78,7 +64,7 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
     "no config": (remove("config.json"), ["has no config.json", "not a model directory"]),
     "broken config": (write("config.json", '{"model_type": "llama",'), ["config.json is not valid JSON"]),
     "config is a list": (write("config.json", "[]"), ["config.json is not a JSON object"]),
-    "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), ["not valid JSON"]),
+    "config is binary": (write("config.json", b"\xff\xfe\x00"), ["not valid JSON"]),
     "config without a type": (drop_config("model_type"), ["names no model_type"]),
     "config without a size": (drop_config("hidden_size"), ["do not fit llama", "hidden_size"]),
     "unknown architecture": (configure(model_type="nosuch"), ["no architecture 'nosuch'"]),
@@ -98,7 +84,7 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
     "empty": (cut("model.safetensors", 0), ["truncated or is not a safetensors"]),
     "not safetensors": (write("model.safetensors", "x" * 5000), ["truncated or is not a safetensors"]),
     "broken header": (
-        lambda f: (f / "model.safetensors").write_bytes((64).to_bytes(8, "little") + b"{" * 500),
+        write("model.safetensors", (64).to_bytes(8, "little") + b"{" * 500),
         ["not a safetensors file (", "invalid JSON in header"],
     ),
     "LFS pointer": (write("model.safetensors", POINTER), ["Git LFS pointer", "git lfs pull"]),
@@ -111,15 +97,20 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
 }
 
 
+def check_refused(words: list[str], **args: Any) -> None:
+    """Check that a model is refused with one line that contains the words."""
+    with pytest.raises(ModelLoadError) as caught:
+        load(EngineArgs(**args), device())
+    message = str(caught.value)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_wrong_is_named(tmp_path: Path, case: str) -> None:
     damage, words = CASES[case]
     damage(write_checkpoint(tmp_path))
-    with pytest.raises(ModelLoadError) as caught:
-        load(EngineArgs(model=str(tmp_path)), device())
-    message = str(caught.value)
-    assert "\n" not in message
-    assert all(word in message for word in words), message
+    check_refused(words, model=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -134,9 +125,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, case: str) -> None:
 )
 def test_shards(tmp_path: Path, damage: Damage, words: list[str]) -> None:
     damage(write_checkpoint(tmp_path, num_shards=3))
-    with pytest.raises(ModelLoadError) as caught:
-        load(EngineArgs(model=str(tmp_path)), device())
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+    check_refused(words, model=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -151,10 +140,7 @@ def test_shards(tmp_path: Path, damage: Damage, words: list[str]) -> None:
     ids=str,
 )
 def test_names_that_lead_nowhere(tmp_path: Path, args: dict[str, str], words: list[str]) -> None:
-    model = str(write_checkpoint(tmp_path))
-    with pytest.raises(ModelLoadError) as caught:
-        load(EngineArgs(**{"model": model, **args}), device())
-    assert all(word in str(caught.value) for word in words), str(caught.value)
+    check_refused(words, **{"model": str(write_checkpoint(tmp_path)), **args})
 
 
 def test_a_directory_with_a_gguf_file_says_so(tmp_path: Path) -> None:

@@ -173,60 +173,52 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 OTHER_TEMPLATE = "other: {{ messages[0].content }}"
 
 
-def _templates(tmp_path: Path, where: str) -> str:
-    """Write a template to a place that some checkpoints use. Return the expected text for MESSAGES."""
-    folder = write_checkpoint(tmp_path)
-    said = "<|user|>hi<|assistant|>"
-    if where == "tokenizer_config":
-        write_tokenizer(folder, chat_template=CHAT_TEMPLATE)
-    elif where == "named, with a default":
-        named = [("tool_use", OTHER_TEMPLATE), ("default", CHAT_TEMPLATE)]
-        write_tokenizer(folder, chat_template=[{"name": n, "template": t} for n, t in named])
-    elif where == "named, no default":
-        write_tokenizer(folder, chat_template=[{"name": "chat", "template": CHAT_TEMPLATE}])
-    elif where == "chat_template.jinja":
-        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    elif where == "chat_template.jinja beside tokenizer_config":
-        write_tokenizer(folder, chat_template=OTHER_TEMPLATE)
-        (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    elif where == "chat_template.json":
-        (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
-    elif where == "unknown tokenizer class":
-        write_tokenizer(folder, tokenizer_class="NoSuchTokenizer", chat_template=CHAT_TEMPLATE)
-    elif where == "a class that needs remote code":
-        write_tokenizer(
-            folder,
-            tokenizer_class="OwnTokenizer",
-            auto_map={"AutoTokenizer": ["own.OwnTokenizer", None]},
-            chat_template=CHAT_TEMPLATE,
-        )
-    else:
-        assert where == "none"
-        said = ""
-    return said
+# Place of a chat template in a checkpoint -> entries of tokenizer_config.json (None: the file is not rewritten), and
+# other files.
+TEMPLATES: dict[str, tuple[dict[str, Any] | None, dict[str, str]]] = {
+    "tokenizer_config": ({"chat_template": CHAT_TEMPLATE}, {}),
+    "named, with a default": (
+        {
+            "chat_template": [
+                {"name": "tool_use", "template": OTHER_TEMPLATE},
+                {"name": "default", "template": CHAT_TEMPLATE},
+            ]
+        },
+        {},
+    ),
+    "named, no default": ({"chat_template": [{"name": "chat", "template": CHAT_TEMPLATE}]}, {}),
+    "chat_template.jinja": (None, {"chat_template.jinja": CHAT_TEMPLATE}),
+    "chat_template.jinja beside tokenizer_config": (
+        {"chat_template": OTHER_TEMPLATE},
+        {"chat_template.jinja": CHAT_TEMPLATE},
+    ),
+    "chat_template.json": (None, {"chat_template.json": json.dumps({"chat_template": CHAT_TEMPLATE})}),
+    "unknown tokenizer class": ({"tokenizer_class": "NoSuchTokenizer", "chat_template": CHAT_TEMPLATE}, {}),
+    "a class that needs remote code": (
+        {
+            "tokenizer_class": "OwnTokenizer",
+            "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]},
+            "chat_template": CHAT_TEMPLATE,
+        },
+        {},
+    ),
+    "none": (None, {}),
+}
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "tokenizer_config",
-        "named, with a default",
-        "named, no default",
-        "chat_template.jinja",
-        "chat_template.jinja beside tokenizer_config",
-        "chat_template.json",
-        "unknown tokenizer class",
-        "a class that needs remote code",
-        "none",
-    ],
-)
+@pytest.mark.parametrize("where", TEMPLATES)
 def test_chat_template_is_found(tmp_path: Path, where: str) -> None:
-    said = _templates(tmp_path, where)
+    entries, other_files = TEMPLATES[where]
+    folder = write_checkpoint(tmp_path)
+    if entries is not None:
+        write_tokenizer(folder, **entries)
+    for name, content in other_files.items():
+        (folder / name).write_text(content)
     loaded = load_args(tmp_path)
     tokenizer = Tokenizer(loaded.tokenizer, loaded.eos_token_ids)
-    assert bool(tokenizer.hf_tokenizer.chat_template) == bool(said)
-    if said:
-        assert tokenizer.decode(tokenizer.apply_chat_template(MESSAGES)) == said
+    assert bool(tokenizer.hf_tokenizer.chat_template) == (where != "none")
+    if where != "none":
+        assert tokenizer.decode(tokenizer.apply_chat_template(MESSAGES)) == "<|user|>hi<|assistant|>"
     assert tokenizer.encode(f"a{EOS}") == [loaded.tokenizer.convert_tokens_to_ids("a"), VOCAB_SIZE - 1]
 
 

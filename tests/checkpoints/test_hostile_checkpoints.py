@@ -25,21 +25,12 @@ from metal_engine.cli.options import one_line_errors
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
-from tests.support.checkpoint_files import CONFIG, EOS, VOCAB_SIZE, write_checkpoint, write_tokenizer
+from tests.checkpoints.damage import Damage, configure, write
+from tests.support.checkpoint_files import EOS, VOCAB_SIZE, write_checkpoint, write_tokenizer
 
-Damage = Callable[[Path], object]
 DEVICE = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
 DEEP = "[" * 100_000 + "]" * 100_000
 INDEX = "model.safetensors.index.json"
-
-
-def write(name: str, content: str | bytes) -> Damage:
-    data = content if isinstance(content, bytes) else content.encode()
-    return lambda folder: (folder / name).write_bytes(data)
-
-
-def configure(**entries: Any) -> Damage:
-    return write("config.json", json.dumps({**CONFIG, **entries}))
 
 
 def weights(header: bytes | dict[str, Any], data: bytes = b"1234", length: int | None = None) -> Damage:
@@ -70,24 +61,25 @@ def weights_in_a_folder(folder: Path) -> None:
     (folder / "model.safetensors").mkdir()
 
 
-def edit_tokenizer(**entries: Any) -> Damage:
-    def damage(folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
-
-    return damage
-
-
-def edit_model(**words: int) -> Damage:
-    """Adds words to the tokenizer's vocabulary."""
+def edit_json(name: str, change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Change the content of a JSON file in place."""
 
     def damage(folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        content = json.loads(path.read_text())
-        content["model"]["vocab"] |= words
+        path = folder / name
+        content = json.loads(path.read_text()) if path.is_file() else {}
+        change(content)
         path.write_text(json.dumps(content))
 
     return damage
+
+
+def edit_tokenizer(**entries: Any) -> Damage:
+    return edit_json("tokenizer.json", lambda content: content.update(entries))
+
+
+def edit_model(**words: int) -> Damage:
+    """Add words to the tokenizer's vocabulary."""
+    return edit_json("tokenizer.json", lambda content: content["model"]["vocab"].update(words))
 
 
 def slow_tokenizer(**ids: int) -> Damage:
@@ -103,12 +95,8 @@ def slow_tokenizer(**ids: int) -> Damage:
 
 
 def added_by_config(token_id: int) -> Damage:
-    def damage(folder: Path) -> None:
-        path = folder / "tokenizer_config.json"
-        config = json.loads(path.read_text()) if path.is_file() else {}
-        path.write_text(json.dumps(config | {"added_tokens_decoder": {str(token_id): {"content": "<x>"}}}))
-
-    return damage
+    added = {str(token_id): {"content": "<x>"}}
+    return edit_json("tokenizer_config.json", lambda content: content.update(added_tokens_decoder=added))
 
 
 def added(token_id: int, content: str) -> dict[str, Any]:
@@ -295,33 +283,36 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("good"))
 
 
+@pytest.fixture
+def copied(good: Path, tmp_path: Path) -> Path:
+    """A copy of the good checkpoint."""
+    return Path(shutil.copytree(good, tmp_path / "model"))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_refused_in_one_line(good: Path, tmp_path: Path, case: str) -> None:
+def test_refused_in_one_line(copied: Path, case: str) -> None:
     damage, words = CASES[case]
-    folder = Path(shutil.copytree(good, tmp_path / "model"))
-    damage(folder)
-    assert words in refused(folder)
+    damage(copied)
+    assert words in refused(copied)
 
 
 @pytest.mark.parametrize("module", ["", "model.layers.0.self_attn.q_proj"])
 def test_bits_that_cannot_be(tmp_path: Path, module: str) -> None:
     folder = write_checkpoint(tmp_path, bits=4)
-    config = json.loads((folder / "config.json").read_text())
-    (config["quantization"].setdefault(module, {}) if module else config["quantization"])["bits"] = 0
-    (folder / "config.json").write_text(json.dumps(config))
+    entry = {"bits": 0}
+    edit_json("config.json", lambda config: config["quantization"].update({module: entry} if module else entry))(folder)
     assert "0 bits" in refused(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", INDEX])
-def test_large_files_are_not_read(good: Path, tmp_path: Path, name: str) -> None:
+def test_large_files_are_not_read(copied: Path, name: str) -> None:
     """The files are sparse, so their size takes no disk space."""
-    folder = Path(shutil.copytree(good, tmp_path / "model"))
-    with (folder / name).open("ab") as file:
+    with (copied / name).open("ab") as file:
         file.truncate(files.MAX_HEADER_BYTES + 1)
-    assert "more than the limit of" in refused(folder)
+    assert "more than the limit of" in refused(copied)
 
 
-def test_no_more_tensors_than_models_have(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_tensors_than_models_have(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "_MAX_TENSORS", 3)
     assert "tensors: more than" in refused(good)
 
@@ -348,10 +339,9 @@ PUBLISHED_RULES = [
 
 
 @pytest.mark.parametrize("rules", PUBLISHED_RULES)
-def test_normalizers_of_published_tokenizers_are_taken(good: Path, tmp_path: Path, rules: list[Any]) -> None:
-    folder = Path(shutil.copytree(good, tmp_path / "model"))
-    edit_tokenizer(normalizer={"type": "Sequence", "normalizers": rules})(folder)
-    assert load(EngineArgs(model=str(folder)), DEVICE).tokenizer.encode("ab") != []
+def test_normalizers_of_published_tokenizers_are_taken(copied: Path, rules: list[Any]) -> None:
+    edit_tokenizer(normalizer={"type": "Sequence", "normalizers": rules})(copied)
+    assert load(EngineArgs(model=str(copied)), DEVICE).tokenizer.encode("ab") != []
 
 
 def built(folder: Path, **settings: Any) -> str:
@@ -376,32 +366,29 @@ TEMPLATES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_chat_templates_that_cannot_be_compiled(good: Path, tmp_path: Path, name: str) -> None:
+def test_chat_templates_that_cannot_be_compiled(good: Path, copied: Path, tmp_path: Path, name: str) -> None:
     template, words = TEMPLATES[name]
-    folder = Path(shutil.copytree(good, tmp_path / "model"))
-    write_tokenizer(folder, chat_template=template)
-    problem = built(folder)
+    write_tokenizer(copied, chat_template=template)
+    problem = built(copied)
     assert words in problem and "--chat-template" in problem
     if isinstance(template, str):
         path = tmp_path / "given.jinja"
         path.write_text(template)
         assert words in built(good, chat_template=str(path))
-        build_engine(EngineArgs(model=str(folder), kv_cache_memory_bytes=1 << 20, chat_template="{{ messages }}"))
+        build_engine(EngineArgs(model=str(copied), kv_cache_memory_bytes=1 << 20, chat_template="{{ messages }}"))
 
 
-def test_numbers_of_5000_digits_in_a_chat_template(good: Path, tmp_path: Path) -> None:
+def test_numbers_of_5000_digits_in_a_chat_template(copied: Path) -> None:
     """Requests get an error about the template, as for other syntax errors."""
-    folder = Path(shutil.copytree(good, tmp_path / "model"))
-    write_tokenizer(folder, chat_template="{{ " + "9" * 5000 + " }}")
-    engine = build_engine(EngineArgs(model=str(folder), kv_cache_memory_bytes=1 << 20))
+    write_tokenizer(copied, chat_template="{{ " + "9" * 5000 + " }}")
+    engine = build_engine(EngineArgs(model=str(copied), kv_cache_memory_bytes=1 << 20))
     with pytest.raises(ValueError, match="the chat template refused the messages"):
         engine.preparer.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
 
-def test_a_control_token_of_5000_characters(good: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(good, tmp_path / "model"))
-    edit_tokenizer(added_tokens=[added(VOCAB_SIZE - 1, EOS), added(VOCAB_SIZE, "<" + "x" * 5000 + ">")])(folder)
-    assert "control tokens" in built(folder)
+def test_a_control_token_of_5000_characters(copied: Path) -> None:
+    edit_tokenizer(added_tokens=[added(VOCAB_SIZE - 1, EOS), added(VOCAB_SIZE, "<" + "x" * 5000 + ">")])(copied)
+    assert "control tokens" in built(copied)
 
 
 def test_json_as_deep_as_may_be(tmp_path: Path) -> None:
@@ -460,7 +447,6 @@ def run(*command: str) -> str:
     ],
     ids=["serve", "doctor", "bench"],
 )
-def test_the_commands_say_it_in_one_line(good: Path, tmp_path: Path, command: list[str], beginning: str) -> None:
-    folder = Path(shutil.copytree(good, tmp_path / "model"))
-    CASES["deep config"][0](folder)
-    assert run(*command, str(folder)).startswith(beginning)
+def test_the_commands_say_it_in_one_line(copied: Path, command: list[str], beginning: str) -> None:
+    CASES["deep config"][0](copied)
+    assert run(*command, str(copied)).startswith(beginning)

@@ -166,11 +166,8 @@ def test_the_chart(tmp_path: Path) -> None:
     assert benchmarks.CHART.read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_page_is_in_the_index() -> None:
-    listed = re.findall(r"^- \[([\w.-]+\.md)\]\(\1\): ", text_of("README.md"), re.MULTILINE)
-    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md") if page.name != "README.md")
-
-
-def test_every_page_for_developers_is_in_their_index() -> None:
-    listed = re.findall(r"^- \[([\w.-]+\.md)\]\(\1\): ", text_of("dev/README.md"), re.MULTILINE)
-    assert sorted(listed) == sorted(page.name for page in (DOCS / "dev").glob("*.md") if page.name != "README.md")
+@pytest.mark.parametrize("folder", [DOCS, DOCS / "dev"], ids=["for users", "for developers"])
+def test_every_page_is_in_the_index_of_its_folder(folder: Path) -> None:
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[([\w.-]+\.md)\]\(\1\): ", index, re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in folder.glob("*.md") if page.name != "README.md")

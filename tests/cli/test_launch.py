@@ -165,7 +165,7 @@ def test_a_server_without_keys(path: Path) -> None:
             line.removeprefix("export ").split("=", 1) for line in shlex.split(result.stdout, posix=True) if "=" in line
         )
         assert variables["ANTHROPIC_AUTH_TOKEN"] == "metal-engine"
-        assert "512" in result.stderr and "23,000" in result.stderr
+        assert "512" in result.stderr and "20,300" in result.stderr
         assert run("aider", "--url", served.url).stderr.count("note:") == 1
 
 

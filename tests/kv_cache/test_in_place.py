@@ -28,10 +28,9 @@ from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.scheduling.speculation.proposals import make_proposer
-from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import IN_FLIGHT_STATES, IN_FLIGHT_STATES_OF_DRAFTS, CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
-from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes, draft_model_config, speculative_config
+from tests.support.speculation import FreeDrafts, KnownAheadTimes, draft_model_config, speculate, speculative_config
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model, tiny_model
 
@@ -108,7 +107,7 @@ def measure_in_place(
     runner = ModelRunner(paged, backend, config, cache, draft_model=draft_model)
     scheduler = Scheduler(config, cache, proposer=proposer)
     if proposer is not None:
-        scheduler.speculation = Speculation(config, scheduler.blocks, proposer, KnownTimes(), FreeDrafts())
+        speculate(scheduler, proposer, costs=FreeDrafts())
     _add(scheduler, [20, 27, 80], NUM_STEPS)
     mx.synchronize()
     mx.clear_cache()
@@ -339,10 +338,7 @@ def measure_states(num_ahead: int, *, has_drafts: bool = False, replay: bool = F
     are_accepted: set[bool] = set()  # True for a request and step if all drafts were accepted
     if has_drafts:
         proposer = NgramProposer(speculative)
-        times, ahead = KnownTimes(), KnownAheadTimes(0.7)
-        scheduler.speculation = Speculation(
-            config, scheduler.blocks, proposer, times, states=scheduler.states, async_times=ahead
-        )
+        speculate(scheduler, proposer, async_times=KnownAheadTimes(0.7))
         proposer.record_result = lambda request, n, right: are_accepted.add(n == right)  # type: ignore[method-assign]
     _add(scheduler, [20, 27, 80], NUM_STEPS, repeats=has_drafts)
     mx.synchronize()

@@ -105,21 +105,15 @@ def test_good_rows_pass_and_their_padding_is_not_looked_at() -> None:
 
 
 @pytest.mark.parametrize("name", ARRAYS)
-def test_validate_rejects_other_dtypes(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is int64"):
-        changed(name, ARRAYS[name], np.int64).validate(NUM_BLOCKS)
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_validate_rejects_other_ranks(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} has shape"):
-        changed(name, [ARRAYS[name]]).validate(NUM_BLOCKS)
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_validate_rejects_a_missing_element(name: str) -> None:
-    with pytest.raises(ValueError, match="bad step"):
-        changed(name, ARRAYS[name][:-1]).validate(NUM_BLOCKS)
+def test_validate_rejects_another_dtype_another_rank_and_a_missing_element(name: str) -> None:
+    values = ARRAYS[name]
+    for bad, message in (
+        (changed(name, values, np.int64), f"{name} is int64"),
+        (changed(name, [values]), f"{name} has shape"),
+        (changed(name, values[:-1]), "bad step"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bad.validate(NUM_BLOCKS)
 
 
 @pytest.mark.parametrize("name", sorted(ARRAYS.keys() - {"block_table", "state_reads", "state_writes"}))

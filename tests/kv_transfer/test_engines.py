@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,12 +28,10 @@ from metal_engine.kv_transfer.stores.store_folder import MARKER
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.request import RequestOptions
 from metal_engine.runner.pending_step import PendingStep
-from metal_engine.sampling_params import SamplingParams
 from metal_engine.text.tokenizer import Tokenizer
-from tests.support.kv_engines import KVEngine, kv_engine
+from tests.support.kv_engines import KVEngine, MakeEngine, hand_over, kv_engine
 from tests.support.valkey_server import ValkeyServer
 from tools.compare.equal_outputs import compare_outputs
-from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.tiny_models import tiny_model
 
 BLOCK_SIZE = 8
@@ -50,11 +49,6 @@ PROMPTS += [PROMPTS[0][:40] + make_prompt(100, 20), PROMPTS[1] + make_prompt(101
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return tiny_tokenizer()
-
-
-@pytest.fixture(scope="module")
 def reference() -> Any:
     return tiny_model()
 
@@ -62,23 +56,6 @@ def reference() -> Any:
 @pytest.fixture(scope="module")
 def plain(tokenizer: Tokenizer) -> list[list[int]]:
     return kv_engine(tokenizer, None).run(PROMPTS)
-
-
-MakeEngine = Callable[..., KVEngine]
-
-
-@pytest.fixture
-def make(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[MakeEngine]:
-    """Create engines that share one directory."""
-    engines: list[KVEngine] = []
-
-    def make(store: Any = None, **settings: Any) -> KVEngine:
-        engines.append(kv_engine(tokenizer, store or tmp_path / "kv", **settings))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.core.close()
 
 
 @pytest.fixture
@@ -132,10 +109,10 @@ def test_cold_then_after_a_restart(make: MakeEngine, check: Check, dispatch: dic
 
 def test_another_process_finds_it(make: MakeEngine, check: Check, tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from tests.kv_transfer import test_engines as t; "
-        "from tests.support.kv_engines import kv_engine; "
-        "engine = kv_engine(t.tiny_tokenizer(), pathlib.Path(sys.argv[1]), budget=48); "
-        "engine.run(t.PROMPTS); engine.core.close()"
+        "import sys, pathlib; from tests.kv_transfer.test_engines import PROMPTS; "
+        "from tests.support.kv_engines import kv_engine; from tools.fixtures.fake_engine import tiny_tokenizer; "
+        "engine = kv_engine(tiny_tokenizer(), pathlib.Path(sys.argv[1]), budget=48); "
+        "engine.run(PROMPTS); engine.core.close()"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     subprocess.run([sys.executable, "-c", code, tmp_path / "kv"], check=True, env=environment)
@@ -165,24 +142,14 @@ def test_different_chunks_on_each_side(make: MakeEngine, check: Check, budgets: 
     """The consumer's requests arrive while the producer still computes, chunk by chunk."""
     producer = make(budget=budgets[0], kv_role="kv_producer")
     consumer = make(budget=budgets[1], kv_role="kv_consumer")
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    outputs: list[list[int]] = [[] for _ in PROMPTS]
-    for i, prompt in enumerate(PROMPTS):
-        producer.core.add_request(
-            str(i),
-            producer.core.prepare(prompt, SamplingParams(temperature=0.0, max_tokens=1)),
-            RequestOptions(do_remote_decode=True),
-        )
-        consumer.core.add_request(str(i), consumer.core.prepare(prompt, params), RequestOptions(do_remote_prefill=True))
     saw_loading_beside_running = False
-    while consumer.core.has_requests:
-        if producer.core.has_requests:
-            producer.core.step()
-        for output in consumer.core.step():
-            outputs[int(output.request_id)] += output.token_ids
+
+    def observe() -> None:
+        nonlocal saw_loading_beside_running
         stats = consumer.core.stats
         saw_loading_beside_running |= stats.num_loading > 0 and stats.num_running > 0
-        consumer.core.scheduler.check_integrity()
+
+    outputs = hand_over(producer, consumer, PROMPTS, observe)
     check(outputs)
     assert saw_loading_beside_running
     computed = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
@@ -219,22 +186,16 @@ def test_half_precision_comes_back_bit_by_bit(make: MakeEngine, tokenizer: Token
     assert engine.layout.parts[0].dtype == str(dtype).removeprefix("mlx.core.")
 
 
-LATENT = {
-    "model_type": "deepseek_v3",
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "q_lora_rank": 16,
-}
-
-
 def test_latent_attention(make: MakeEngine, tokenizer: Tokenizer) -> None:
-    expected = kv_engine(tokenizer, None, model=tiny_model(**LATENT)).run(PROMPTS)
-    make(model=tiny_model(**LATENT)).run(PROMPTS)
-    engine = make(model=tiny_model(**LATENT))
+    def latent() -> Any:
+        sizes = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16}
+        return tiny_model(model_type="deepseek_v3", **sizes)
+
+    expected = kv_engine(tokenizer, None, model=latent()).run(PROMPTS)
+    make(model=latent()).run(PROMPTS)
+    engine = make(model=latent())
     for prompt, a, b in zip(PROMPTS, expected, engine.run(PROMPTS), strict=True):
-        assert compare_outputs(tiny_model(**LATENT), prompt, a, b).equal
+        assert compare_outputs(latent(), prompt, a, b).equal
     assert engine.stats.blocks_loaded > 0
     assert {part.name.split(".")[-1] for part in engine.layout.parts} == {"keys"}
 
@@ -380,26 +341,45 @@ def test_kv_of_another_model_in_the_wrong_place_is_refused(make: MakeEngine, che
     assert engine.stats.blocks_loaded == 0
 
 
+def raising(error: Exception) -> Callable[..., None]:
+    """Return a function that raises ``error``."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise error
+
+    return refuse
+
+
+ALL_CALLS = range(1 << 30)
+
+
 class Disturbed:
-    """Wrapper of a store that runs a function before each operation of a kind."""
+    """Wrapper of a store that runs an action before some calls of an operation. ``get`` returns at most two blocks."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.before: dict[str, Callable[[], None]] = {}
+        self._actions: dict[str, tuple[Callable[[], object], range]] = {}
+        self._num_calls: Counter[str] = Counter()
 
-    def _do(self, name: str) -> None:
-        self.before.get(name, lambda: None)()
+    def disturb(self, operation: str, action: Callable[[], object], calls: range = ALL_CALLS) -> None:
+        self._actions[operation] = (action, calls)
+
+    def _before(self, operation: str) -> None:
+        action, calls = self._actions.get(operation, (None, ALL_CALLS))
+        self._num_calls[operation] += 1
+        if action is not None and self._num_calls[operation] - 1 in calls:
+            action()
 
     def contains(self, hashes: Sequence[bytes]) -> list[bool]:
-        self._do("contains")
+        self._before("contains")
         return self.inner.contains(hashes)
 
     def get(self, hashes: Sequence[bytes]) -> list[bytes]:
-        self._do("get")
+        self._before("get")
         return self.inner.get(hashes[:2])
 
     def put(self, blocks: Sequence[tuple[bytes, bytes]]) -> None:
-        self._do("put")
+        self._before("put")
         self.inner.put(blocks)
 
     def discard(self, block_hash: bytes) -> None:
@@ -417,11 +397,18 @@ def disturbed(make: MakeEngine, tmp_path: Path) -> Disturbed:
     return Disturbed(DiskStore(tmp_path / "kv", engine.layout.fingerprint))
 
 
+@pytest.fixture
+def release(make: MakeEngine) -> Iterator[threading.Event]:
+    """Event that lets hanging calls of a store go on. Set before the engines close."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
 def test_the_directory_vanishes_while_running(
     make: MakeEngine, check: Check, disturbed: Disturbed, tmp_path: Path
 ) -> None:
-    calls = iter(range(1 << 30))
-    disturbed.before["get"] = lambda: (tmp_path / "kv").rename(tmp_path / "gone") if next(calls) == 4 else None
+    disturbed.disturb("get", lambda: (tmp_path / "kv").rename(tmp_path / "gone"), calls=range(4, 5))
     engine = make(disturbed, io_threads=1)
     check(engine.run(PROMPTS))
     assert engine.stats.store_errors == 0 and engine.stats.blocks_saved > 0
@@ -430,11 +417,7 @@ def test_the_directory_vanishes_while_running(
 
 def test_the_disk_is_full(make: MakeEngine, check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make()
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(disk.os, "replace", refuse)
+    monkeypatch.setattr(disk.os, "replace", raising(OSError(28, "No space left on device")))
     check(engine.run(PROMPTS))
     assert engine.stats.blocks_saved == 0 and engine.stats.store_errors > 0
     assert not [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and path.name != MARKER]
@@ -442,10 +425,7 @@ def test_the_disk_is_full(make: MakeEngine, check: Check, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("operation", ["get", "contains", "put"])
 def test_no_permission(make: MakeEngine, check: Check, disturbed: Disturbed, operation: str) -> None:
-    def refuse() -> None:
-        raise StoreError("cannot read x: Permission denied")
-
-    disturbed.before[operation] = refuse
+    disturbed.disturb(operation, raising(StoreError("cannot read x: Permission denied")))
     if operation == "put":
         shutil.rmtree(disturbed.inner.root)
     engine = make(disturbed)
@@ -455,13 +435,7 @@ def test_no_permission(make: MakeEngine, check: Check, disturbed: Disturbed, ope
 
 
 def test_the_store_fails_in_the_middle_of_loads(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:
-    calls = iter(range(1 << 30))
-
-    def fail() -> None:
-        if next(calls) >= 6:
-            raise StoreError("connection lost")
-
-    disturbed.before["get"] = fail
+    disturbed.disturb("get", raising(StoreError("connection lost")), calls=ALL_CALLS[6:])
     # Two blocks per call, so that the fault occurs in the middle of a load.
     engine = make(disturbed)
     engine.transfer._blocks_per_call = 2  # type: ignore[union-attr]
@@ -469,66 +443,53 @@ def test_the_store_fails_in_the_middle_of_loads(make: MakeEngine, check: Check, 
     assert engine.stats.loads_failed > 0
 
 
-def test_loads_slower_than_the_deadline(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:
+def test_loads_slower_than_the_deadline(
+    make: MakeEngine, check: Check, disturbed: Disturbed, release: threading.Event
+) -> None:
     """The store hangs after a few blocks. Arrived blocks are used, the rest is computed, and other requests run."""
-    is_over = threading.Event()
-    calls = iter(range(1 << 30))
-    disturbed.before["get"] = lambda: None if next(calls) < 6 else (is_over.wait(60), None)[1]
+    disturbed.disturb("get", lambda: release.wait(60), calls=ALL_CALLS[6:])
     engine = make(disturbed, load_timeout=0.2)
     engine.transfer._blocks_per_call = 2  # type: ignore[union-attr]
-    try:
-        check(engine.run(PROMPTS))
-        assert engine.stats.loads_timed_out > 0
-    finally:
-        is_over.set()
+    check(engine.run(PROMPTS))
+    assert engine.stats.loads_timed_out > 0
 
 
-def test_a_store_that_hangs_does_not_slow_saving(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:
-    is_over = threading.Event()
-    disturbed.before["contains"] = lambda: (is_over.wait(60), None)[1]
+def test_a_store_that_hangs_does_not_slow_saving(
+    make: MakeEngine, check: Check, disturbed: Disturbed, release: threading.Event
+) -> None:
+    disturbed.disturb("contains", lambda: release.wait(60))
     shutil.rmtree(disturbed.inner.root)
     engine = make(disturbed, max_save_bytes=20_000)
-    try:
-        check(engine.run(PROMPTS, flush=False))
-        assert engine.stats.blocks_dropped > 0
-    finally:
-        is_over.set()
+    check(engine.run(PROMPTS, flush=False))
+    assert engine.stats.blocks_dropped > 0
 
 
 def test_no_memory_for_saving_costs_no_token(make: MakeEngine, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(runner_side, "np", SimpleNamespace(**vars(np) | {"empty": refuse}))
+    monkeypatch.setattr(runner_side, "np", SimpleNamespace(**vars(np) | {"empty": raising(MemoryError())}))
     engine = make()
     check(engine.run(PROMPTS))
     assert engine.stats.blocks_saved == 0 and engine.stats.blocks_failed > 20
 
 
-def test_abort_while_loading(make: MakeEngine, check: Check, disturbed: Disturbed) -> None:
-    go_on = threading.Event()
-    disturbed.before["get"] = lambda: (go_on.wait(60), None)[1]
+def test_abort_while_loading(make: MakeEngine, check: Check, disturbed: Disturbed, release: threading.Event) -> None:
+    disturbed.disturb("get", lambda: release.wait(60))
     engine = make(disturbed)
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    for i, prompt in enumerate(PROMPTS):
-        engine.core.add_request(f"aborted {i}", engine.core.prepare(prompt, params))
+    engine.add(PROMPTS)
     engine.core.step()
     assert engine.core.stats.num_loading > 0
     for i in range(len(PROMPTS)):
-        engine.core.abort_request(f"aborted {i}")
+        engine.core.abort_request(str(i))
         engine.core.scheduler.check_integrity()
     assert engine.core.stats.num_loading == 0 and not engine.core.has_requests
-    go_on.set()
+    release.set()
     check(engine.run(PROMPTS))
 
 
 def test_two_engines_write_the_same_blocks(make: MakeEngine, check: Check) -> None:
     engines = [make(), make()]
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     outputs: list[list[list[int]]] = [[[] for _ in PROMPTS] for _ in engines]
     for engine in engines:
-        for i, prompt in enumerate(PROMPTS):
-            engine.core.add_request(str(i), engine.core.prepare(prompt, params))
+        engine.add(PROMPTS)
     while any(engine.core.has_requests for engine in engines):
         for engine, mine in zip(engines, outputs, strict=True):
             for output in engine.core.step():
@@ -549,10 +510,10 @@ def test_through_a_server_that_is_killed_while_loading(make: MakeEngine, check: 
         second = make(Disturbed(ValkeyStore(server.url, fingerprint)))
         check(second.run(PROMPTS))
         assert second.stats.blocks_loaded > 0
-        calls = iter(range(1 << 30))
-        third = make(Disturbed(ValkeyStore(server.url, fingerprint)), io_threads=1)
+        store = Disturbed(ValkeyStore(server.url, fingerprint))
+        store.disturb("get", server.kill, calls=range(5, 6))
+        third = make(store, io_threads=1)
         third.transfer._blocks_per_call = 2  # type: ignore[union-attr]
-        third.transfer._store.before["get"] = lambda: server.kill() if next(calls) == 5 else None  # type: ignore[union-attr]
         check(third.run(PROMPTS))
         assert third.stats.store_errors > 0 and third.stats.blocks_loaded > 0
     finally:
@@ -562,20 +523,15 @@ def test_through_a_server_that_is_killed_while_loading(make: MakeEngine, check: 
 def test_the_policy_fail_ends_requests_whose_load_failed(
     make: MakeEngine, plain: list[list[int]], disturbed: Disturbed
 ) -> None:
-    def refuse() -> None:
-        raise StoreError("connection lost")
-
-    disturbed.before["get"] = refuse
+    disturbed.disturb("get", raising(StoreError("connection lost")))
     engine = make(disturbed, kv_load_failure_policy="fail")
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    engine.core.add_request("fails", engine.core.prepare(PROMPTS[0], params))
-    engine.core.add_request("short", engine.core.prepare(PROMPTS[5], params))  # too short for a stored block
+    engine.add([PROMPTS[0], PROMPTS[5]])  # the second is too short for a stored block
     outputs = []
     while engine.core.has_requests:
         outputs += engine.core.step()
-    (failed,) = [output for output in outputs if output.request_id == "fails"]
+    (failed,) = [output for output in outputs if output.request_id == "0"]
     assert failed.finish_reason == "error" and "connection lost" in (failed.error or "")
-    assert [t for o in outputs if o.request_id == "short" for t in o.token_ids] == plain[5]
+    assert [t for o in outputs if o.request_id == "1" for t in o.token_ids] == plain[5]
     engine.core.scheduler.check_integrity()
     assert engine.core.stats.num_used_blocks == 0
 
@@ -596,9 +552,7 @@ def test_a_failed_step_saves_nothing(
             raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(PendingStep, "wait", fail)
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    for i, prompt in enumerate(PROMPTS):
-        engine.core.add_request(f"r{i}", engine.core.prepare(prompt, params))
+    engine.add(PROMPTS)
     while engine.core.has_requests:
         for output in engine.core.step():
             assert output.error is None, output.error

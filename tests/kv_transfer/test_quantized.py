@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
@@ -11,12 +9,9 @@ import numpy as np
 import pytest
 
 from metal_engine.models.paged_model import PagedModel
-from metal_engine.request import RequestOptions
-from metal_engine.sampling_params import SamplingParams
 from metal_engine.text.tokenizer import Tokenizer
-from tests.support.kv_engines import KVEngine, kv_engine
+from tests.support.kv_engines import KVEngine, MakeEngine, hand_over, kv_engine
 from tests.support.tiny_engine import with_vocabulary
-from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.tiny_models import random_model, tiny_model
 from tools.fixtures.wide_heads import wide_configuration
 
@@ -32,27 +27,16 @@ def _prompts() -> list[list[int]]:
 PROMPTS = _prompts()
 # Tokens of each prompt outside full blocks, and the last block if all blocks are full.
 NUM_COMPUTED = sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
-MakeEngine = Callable[..., KVEngine]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return tiny_tokenizer()
+@pytest.fixture(name="make")
+def make_quantized(make: MakeEngine) -> MakeEngine:
+    """Create engines that share one directory, with a model of heads that can be quantized."""
 
+    def make_quantized(kv_cache_dtype: str = "int8", model: Any = None, **settings: Any) -> KVEngine:
+        return make(model=model or tiny_model(head_dim=64), kv_cache_dtype=kv_cache_dtype, **settings)
 
-@pytest.fixture
-def make(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[MakeEngine]:
-    """Create engines that share one directory."""
-    engines: list[KVEngine] = []
-
-    def make(kv_cache_dtype: str = "int8", model: Any = None, **settings: Any) -> KVEngine:
-        model = tiny_model(head_dim=64) if model is None else model
-        engines.append(kv_engine(tokenizer, tmp_path / "kv", model=model, kv_cache_dtype=kv_cache_dtype, **settings))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.core.close()
+    return make_quantized
 
 
 @pytest.fixture(scope="module")
@@ -108,18 +92,7 @@ def test_a_draft_model_beside_a_store(make: MakeEngine) -> None:
 
 def test_hand_over_between_engines_that_cut_differently(make: MakeEngine, plain: list[list[int]]) -> None:
     producer, consumer = make(budget=16, kv_role="kv_producer"), make(budget=200, kv_role="kv_consumer")
-    once = SamplingParams(temperature=0.0, max_tokens=1)
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    outputs: list[list[int]] = [[] for _ in PROMPTS]
-    for i, prompt in enumerate(PROMPTS):
-        producer.core.add_request(str(i), producer.core.prepare(prompt, once), RequestOptions(do_remote_decode=True))
-        consumer.core.add_request(str(i), consumer.core.prepare(prompt, params), RequestOptions(do_remote_prefill=True))
-    while consumer.core.has_requests:
-        if producer.core.has_requests:
-            producer.core.step()
-        for output in consumer.core.step():
-            outputs[int(output.request_id)] += output.token_ids
-        consumer.core.scheduler.check_integrity()
+    outputs = hand_over(producer, consumer, PROMPTS)
     assert outputs == plain
     assert consumer.stats.prompt_tokens_computed == NUM_COMPUTED, "only what no block holds"
 

@@ -340,28 +340,26 @@ def test_blocks_that_are_freed_are_not_saved_any_more() -> None:
 # --- the fake runner must notice ----------------------------------------------------------------------------
 
 
-def _load_into_a_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = KVConnectorScheduler.build_connector_meta
-
-    def wrong(self: Any, *states: Any) -> KVConnectorMetadata | None:
-        meta = build(self, *states)
-        if meta is not None and len(meta.loads) > 1:
-            meta.loads = dict(zip(meta.loads, reversed(list(meta.loads.values())), strict=True))
-        return meta
-
-    monkeypatch.setattr(KVConnectorScheduler, "build_connector_meta", wrong)
-
-
-def _load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def _change_loads(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[int, np.ndarray]], dict[int, np.ndarray]]
+) -> None:
     build = KVConnectorScheduler.build_connector_meta
 
     def wrong(self: Any, *states: Any) -> KVConnectorMetadata | None:
         meta = build(self, *states)
         if meta is not None:
-            meta.loads = {}
+            meta.loads = change(meta.loads)
         return meta
 
     monkeypatch.setattr(KVConnectorScheduler, "build_connector_meta", wrong)
+
+
+def _load_into_a_wrong_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    _change_loads(monkeypatch, lambda loads: dict(zip(loads, reversed(list(loads.values())), strict=True)))
+
+
+def _load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _change_loads(monkeypatch, lambda loads: {})
 
 
 def _save_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from metal_engine.kv_transfer.settings import KVTransferConfig
 from metal_engine.request import RequestOptions
@@ -132,9 +132,6 @@ class KVMachine(SchedulerMachine):
         self.start()
 
 
-_KV_QUICK = settings(_QUICK, max_examples=50, stateful_step_count=40)
-
-
 class RecurrentKVMachine(KVMachine):
     is_recurrent = True
 
@@ -151,41 +148,17 @@ class RecurrentSpeculativeKVMachine(SpeculativeKVMachine):
     is_recurrent = True
 
 
-class TestKV(KVMachine.TestCase):
-    settings = _KV_QUICK
+MACHINES = {KVMachine: 50, RecurrentKVMachine: 50, SpeculativeKVMachine: 20, RecurrentSpeculativeKVMachine: 20}
 
 
-class TestRecurrentKV(RecurrentKVMachine.TestCase):
-    settings = _KV_QUICK
-
-
-class TestSpeculativeKV(SpeculativeKVMachine.TestCase):
-    settings = settings(_KV_QUICK, max_examples=20)
-
-
-class TestRecurrentSpeculativeKV(RecurrentSpeculativeKVMachine.TestCase):
-    settings = settings(_KV_QUICK, max_examples=20)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_random_traffic(machine: type[KVMachine]) -> None:
+    few = settings(_QUICK, max_examples=MACHINES[machine], stateful_step_count=40)
+    run_state_machine_as_test(machine, settings=few)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-class TestRecurrentSpeculativeKVFull(RecurrentSpeculativeKVMachine.TestCase):
-    settings = settings(_KV_QUICK, max_examples=500, stateful_step_count=60)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(7200)
-class TestSpeculativeKVFull(SpeculativeKVMachine.TestCase):
-    settings = settings(_KV_QUICK, max_examples=500, stateful_step_count=60)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(7200)
-class TestRecurrentKVFull(RecurrentKVMachine.TestCase):
-    settings = settings(_KV_QUICK, max_examples=500, stateful_step_count=60)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(7200)
-class TestKVFull(KVMachine.TestCase):
-    settings = settings(_KV_QUICK, max_examples=500, stateful_step_count=60)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_much_random_traffic(machine: type[KVMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(_QUICK, max_examples=500, stateful_step_count=60))

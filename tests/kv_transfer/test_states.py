@@ -10,18 +10,14 @@ import mlx.nn as nn
 import pytest
 
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
-from metal_engine.request import RequestOptions
-from metal_engine.sampling_params import SamplingParams
-from tests.kv_transfer.test_engines import BLOCK_SIZE, PROMPTS, MakeEngine, files, make, make_prompt, tokenizer
-from tests.support.kv_engines import KVEngine, kv_engine
+from tests.kv_transfer.test_engines import BLOCK_SIZE, PROMPTS, files, make_prompt
+from tests.support.kv_engines import KVEngine, MakeEngine, hand_over, kv_engine
 from tests.support.tiny_engine import with_vocabulary
 from tests.support.valkey_server import ValkeyServer
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.architectures import configuration
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.tiny_models import random_model
-
-__all__ = ["make", "tokenizer"]  # fixtures
 
 
 def hybrid(seed: int = 0) -> nn.Module:
@@ -84,19 +80,7 @@ def test_hand_over(make: MakeEngine, plain: list[list[int]]) -> None:
     """The consumer's requests wait for blocks, and then for the state that the producer saves during its prefill."""
     producer = make(model=hybrid(), budget=24, kv_role="kv_producer")
     consumer = make(model=hybrid(), budget=64, kv_role="kv_consumer")
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-    once = SamplingParams(temperature=0.0, max_tokens=1)
-    outputs: list[list[int]] = [[] for _ in PROMPTS]
-    for i, prompt in enumerate(PROMPTS):
-        name = str(i)
-        producer.core.add_request(name, producer.core.prepare(prompt, once), RequestOptions(do_remote_decode=True))
-        consumer.core.add_request(name, consumer.core.prepare(prompt, params), RequestOptions(do_remote_prefill=True))
-    while consumer.core.has_requests:
-        if producer.core.has_requests:
-            producer.core.step()
-        for output in consumer.core.step():
-            outputs[int(output.request_id)] += output.token_ids
-        consumer.core.scheduler.check_integrity()
+    outputs = hand_over(producer, consumer, PROMPTS)
     check(plain, outputs)
     assert consumer.stats.prompt_tokens_computed == sum((len(p) - 1) % BLOCK_SIZE + 1 for p in PROMPTS)
     assert consumer.stats.loads_timed_out == 0

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +23,10 @@ from metal_engine.kv_transfer.layout import BlockLayout, CorruptBlockError, KVPa
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores import disk
-from metal_engine.kv_transfer.stores.base import StoreError
+from metal_engine.kv_transfer.stores.base import KVStore, StoreError
 from metal_engine.kv_transfer.stores.disk import DiskStore
 from metal_engine.kv_transfer.stores.store_folder import MARKER
-from metal_engine.kv_transfer.transfer import KVTransfer
+from metal_engine.kv_transfer.transfer import KVTransfer, LoadTicket
 from metal_engine.settings.args import EngineArgs
 from tests.support.serving import wait_until
 
@@ -118,20 +119,21 @@ def test_a_block_of_another_hash_model_or_layout_is_refused() -> None:
 # --- the directory ------------------------------------------------------------------------------------------
 
 
-def test_get_ends_at_the_first_missing_block(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, FINGERPRINT)
+def check_get_ends_at_the_first_missing_block(open_store: Callable[[str], KVStore]) -> None:
+    """Check a kind of store. ``open_store`` opens it for a fingerprint."""
+    store = open_store(FINGERPRINT)
     store.put(stored(1, 2, 4))
     assert store.contains(hashes(1, 2, 3, 4)) == [True, True, False, True]
-    found = store.get(hashes(1, 2, 3, 4))
-    assert [LAYOUT.decode(h, s).tolist() for h, s in zip(hashes(1, 2), found, strict=True)] == [
-        block(1)[1].tolist(),
-        block(2)[1].tolist(),
-    ]
-    assert len(DiskStore(tmp_path, FINGERPRINT).get(hashes(4))) == 1
-    assert DiskStore(tmp_path, ANOTHER_MODEL).get(hashes(4)) == []
+    assert store.get(hashes(1, 2, 3, 4)) == [data for _, data in stored(1, 2)]
+    assert len(open_store(FINGERPRINT).get(hashes(4))) == 1
+    assert open_store(ANOTHER_MODEL).get(hashes(4)) == []
     store.discard(hashes(1)[0])
     store.discard(hashes(1)[0])
     assert store.get(hashes(1, 2)) == []
+
+
+def test_get_ends_at_the_first_missing_block(tmp_path: Path) -> None:
+    check_get_ends_at_the_first_missing_block(lambda fingerprint: DiskStore(tmp_path, fingerprint))
 
 
 def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
@@ -337,19 +339,33 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def transfer(store: MemoryStore, clock: Clock) -> Iterator[KVTransfer]:
-    config = KVTransferConfig(
-        kv_connector="memory",
-        max_load_bytes=4 * LAYOUT.nbytes,
-        max_save_bytes=4 * LAYOUT.nbytes,
-        io_threads=2,
-        save_on_close=0.01,
-    )
-    transfer = KVTransfer(store, LAYOUT, config, KVTransferStats(), clock)
-    yield transfer
+def make_transfer(store: MemoryStore) -> Iterator[Callable[..., KVTransfer]]:
+    """Create transfers over the store. They close at the end of the test, when the store works again."""
+    transfers: list[KVTransfer] = []
+
+    def make(clock: Callable[[], float] = time.monotonic, **settings: Any) -> KVTransfer:
+        config = KVTransferConfig(kv_connector="memory", **settings)
+        transfers.append(KVTransfer(store, LAYOUT, config, KVTransferStats(), clock))
+        return transfers[-1]
+
+    yield make
     store.error = None
     store.open.set()
-    transfer.close()
+    for transfer in transfers:
+        transfer.close()
+
+
+@pytest.fixture
+def transfer(make_transfer: Callable[..., KVTransfer], clock: Clock) -> KVTransfer:
+    limits = {"max_load_bytes": 4 * LAYOUT.nbytes, "max_save_bytes": 4 * LAYOUT.nbytes}
+    return make_transfer(clock, **limits, io_threads=2, save_on_close=0.01)
+
+
+def load(transfer: KVTransfer, *seeds: int) -> LoadTicket:
+    """Load blocks, and return the ticket when the load is done."""
+    ticket = transfer.start_load("r", hashes(*seeds), follow=False)
+    wait_until(lambda: ticket.is_done, "the load")
+    return ticket
 
 
 def save(transfer: KVTransfer, *seeds: int) -> None:
@@ -359,8 +375,7 @@ def save(transfer: KVTransfer, *seeds: int) -> None:
 def test_what_is_saved_is_loaded(transfer: KVTransfer, store: MemoryStore) -> None:
     save(transfer, 1, 2, 3)
     assert transfer.flush(DEADLINE)
-    ticket = transfer.start_load("r", hashes(1, 2, 4, 3), follow=False)
-    wait_until(lambda: ticket.is_done, "the load")
+    ticket = load(transfer, 1, 2, 4, 3)
     assert list(ticket.blocks) == hashes(1, 2) and ticket.error is None
     assert all((ticket.blocks[block(seed)[0]] == block(seed)[1]).all() for seed in (1, 2))
     save(transfer, 3, 5)
@@ -381,8 +396,7 @@ def test_a_follower_waits_for_blocks_that_are_not_there_yet(transfer: KVTransfer
 def test_a_corrupt_block_ends_the_load_and_is_removed(transfer: KVTransfer, store: MemoryStore) -> None:
     store.put(stored(1, 2, 3))
     store.blocks[block(2)[0]] = store.blocks[block(2)[0]][:-1] + b"\xff"
-    ticket = transfer.start_load("r", hashes(1, 2, 3), follow=False)
-    wait_until(lambda: ticket.is_done, "the load")
+    ticket = load(transfer, 1, 2, 3)
     assert list(ticket.blocks) == hashes(1) and "checksum" in (ticket.error or "")
     assert hashes(2)[0] not in store.blocks and transfer.stats.blocks_corrupt == 1
     save(transfer, 2)
@@ -398,35 +412,28 @@ def test_a_corrupt_block_that_cannot_be_removed_does_not_let_the_store_rest(
     monkeypatch.setattr(store, "discard", refuse)
     store.put(stored(1, 2))
     store.blocks[block(1)[0]] = b"nothing"
-    ticket = transfer.start_load("r", hashes(1), follow=False)
-    wait_until(lambda: ticket.is_done, "the load")
-    assert "truncated" in (ticket.error or "")
-    after = transfer.start_load("s", hashes(2), follow=False)
-    wait_until(lambda: after.is_done, "the next load")
-    assert len(after.blocks) == 1 and transfer.stats.store_errors == 0
+    assert "truncated" in (load(transfer, 1).error or "")
+    assert len(load(transfer, 2).blocks) == 1 and transfer.stats.store_errors == 0
 
 
 def test_saving_pauses_between_calls_unless_somebody_waits_for_its_end(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    make_transfer: Callable[..., KVTransfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("metal_engine.kv_transfer.save_queue._SAVE_CPU_FRACTION", 1e-12)  # pauses of years
     monkeypatch.setattr("metal_engine.kv_transfer.transfer._BYTES_PER_CALL", LAYOUT.nbytes)
-    transfer = KVTransfer(store, LAYOUT, KVTransferConfig(kv_connector="memory", io_threads=1), KVTransferStats())
-    try:
-        save(transfer, 1, 2, 3)
-        wait_until(lambda: transfer.stats.as_dict()["blocks_saved"] == 1, "the first call")
-        assert not transfer.flush(0.0)
-        assert transfer.stats.as_dict()["blocks_saved"] == 1
-        assert transfer.flush(DEADLINE)
-        assert transfer.stats.as_dict()["blocks_saved"] == 3
-    finally:
-        transfer.close()
+    transfer = make_transfer(io_threads=1)
+    save(transfer, 1, 2, 3)
+    wait_until(lambda: transfer.stats.as_dict()["blocks_saved"] == 1, "the first call")
+    assert not transfer.flush(0.0)
+    assert transfer.stats.as_dict()["blocks_saved"] == 1
+    assert transfer.flush(DEADLINE)
+    assert transfer.stats.as_dict()["blocks_saved"] == 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a niceness for each thread")
 @pytest.mark.parametrize(("niceness", "asked_for"), [(0, [10]), (19, [])])
 def test_threads_give_way_and_live_on_where_that_is_forbidden(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, niceness: int, asked_for: list[int]
+    make_transfer: Callable[..., KVTransfer], monkeypatch: pytest.MonkeyPatch, niceness: int, asked_for: list[int]
 ) -> None:
     """In a process with a higher nice value (`nice -n 19`), lowering the value would need privileges."""
     given: list[int] = []
@@ -437,29 +444,21 @@ def test_threads_give_way_and_live_on_where_that_is_forbidden(
 
     monkeypatch.setattr(os, "getpriority", lambda which, who: niceness)
     monkeypatch.setattr(os, "setpriority", refuse)
-    config = KVTransferConfig(kv_connector="memory", io_threads=1)
-    transfer = KVTransfer(store, LAYOUT, config, KVTransferStats())
-    try:
-        save(transfer, 1)
-        assert transfer.flush(DEADLINE)
-        ticket = transfer.start_load("r", hashes(1), follow=False)
-        wait_until(lambda: ticket.is_done, "the load")
-        assert len(ticket.blocks) == 1 and given == asked_for * 2
-    finally:
-        transfer.close()
+    transfer = make_transfer(io_threads=1)
+    save(transfer, 1)
+    assert transfer.flush(DEADLINE)
+    assert len(load(transfer, 1).blocks) == 1 and given == asked_for * 2
 
 
-def test_many_followers_do_not_look_more_often_together(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_followers_do_not_look_more_often_together(
+    make_transfer: Callable[..., KVTransfer], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transfer_module, "_POLLS_PER_SECOND", 0.1)
-    config = KVTransferConfig(kv_connector="memory", io_threads=1)
-    transfer = KVTransfer(store, LAYOUT, config, KVTransferStats())
-    try:
-        tickets = [transfer.start_load(f"r{i}", hashes(i), follow=True) for i in range(20)]
-        wait_until(lambda: all(ticket.has_answered for ticket in tickets), "the first answers")
-        time.sleep(0.1)
-        assert store.num_calls == 20, "the next look is seconds away"
-    finally:
-        transfer.close()
+    transfer = make_transfer(io_threads=1)
+    tickets = [transfer.start_load(f"r{i}", hashes(i), follow=True) for i in range(20)]
+    wait_until(lambda: all(ticket.has_answered for ticket in tickets), "the first answers")
+    time.sleep(0.1)
+    assert store.num_calls == 20, "the next look is seconds away"
 
 
 @pytest.mark.parametrize("error", [StoreError("gone"), RuntimeError("a mistake")])
@@ -468,8 +467,7 @@ def test_a_store_that_fails_is_let_rest(
 ) -> None:
     store.put(stored(1))
     store.error = error
-    ticket = transfer.start_load("r", hashes(1), follow=False)
-    wait_until(lambda: ticket.is_done, "the load")
+    ticket = load(transfer, 1)
     assert str(error) in (ticket.error or "") and not ticket.blocks
     num_calls = store.num_calls
     assert transfer.start_load("r2", hashes(1), follow=False).is_done
@@ -480,9 +478,7 @@ def test_a_store_that_fails_is_let_rest(
     assert transfer.stats.blocks_failed == 1 and transfer.stats.store_errors == 2
     store.error = None
     clock.now += 5
-    ticket = transfer.start_load("r3", hashes(1), follow=False)
-    wait_until(lambda: ticket.is_done, "the load")
-    assert len(ticket.blocks) == 1 and transfer.grant_saves(3) == 3
+    assert len(load(transfer, 1).blocks) == 1 and transfer.grant_saves(3) == 3
 
 
 def test_a_full_queue_grants_no_saves(transfer: KVTransfer, store: MemoryStore) -> None:
@@ -498,8 +494,7 @@ def test_a_full_queue_grants_no_saves(transfer: KVTransfer, store: MemoryStore) 
 def test_loads_take_turns_for_host_memory(transfer: KVTransfer, store: MemoryStore) -> None:
     """Memory for four blocks. A load requests no more, and the next load waits until the first releases its memory."""
     store.put(stored(*range(20)))
-    first = transfer.start_load("first", hashes(*range(6)), follow=False)
-    wait_until(lambda: first.is_done, "the load")
+    first = load(transfer, *range(6))
     assert len(first.blocks) == 4
     second = transfer.start_load("second", hashes(10, 11), follow=False)
     third = transfer.start_load("third", hashes(12, 13), follow=False)
@@ -517,9 +512,8 @@ def test_loads_take_turns_for_host_memory(transfer: KVTransfer, store: MemorySto
 
 
 def test_a_miss_keeps_no_memory(transfer: KVTransfer) -> None:
-    for i in range(10):
-        ticket = transfer.start_load(f"r{i}", hashes(1, 2, 3, 4), follow=False)
-        wait_until(lambda ticket=ticket: ticket.is_done, "the answer")  # type: ignore[misc]
+    for _ in range(10):
+        load(transfer, 1, 2, 3, 4)
     assert transfer.num_reserved_bytes == 0 and transfer.stats.loads_deferred == 0
 
 
@@ -531,30 +525,28 @@ def test_a_load_cancelled_in_the_middle_gives_its_memory_back(transfer: KVTransf
     transfer.end_load(ticket)
     assert transfer.num_reserved_bytes == 0
     store.open.set()
-    after = transfer.start_load("s", hashes(1), follow=False)
-    wait_until(lambda: after.is_done, "the next load")
+    after = load(transfer, 1)
     assert len(transfer.end_load(after)) == 1
     transfer.release(after)
     assert transfer.num_reserved_bytes == 0
 
 
-def test_closing_writes_what_waits(store: MemoryStore) -> None:
-    config = KVTransferConfig(kv_connector="memory", save_on_close=DEADLINE)
-    transfer = KVTransfer(store, LAYOUT, config, KVTransferStats())
+def test_closing_writes_what_waits(make_transfer: Callable[..., KVTransfer], store: MemoryStore) -> None:
+    transfer = make_transfer(save_on_close=DEADLINE)
     save(transfer, *range(40))
     transfer.close()
     assert len(store.blocks) == 40
 
 
-def test_closing_does_not_wait_for_a_store_that_hangs(store: MemoryStore) -> None:
-    config = KVTransferConfig(kv_connector="memory", save_on_close=0.01)
-    transfer = KVTransfer(store, LAYOUT, config, KVTransferStats())
+def test_closing_does_not_wait_for_a_store_that_hangs(
+    make_transfer: Callable[..., KVTransfer], store: MemoryStore
+) -> None:
+    transfer = make_transfer(save_on_close=0.01)
     store.open.clear()
     save(transfer, 1)
     started = time.monotonic()
     transfer.close()
     assert time.monotonic() - started < DEADLINE
-    store.open.set()
 
 
 # --- settings -----------------------------------------------------------------------------------------------
@@ -581,6 +573,9 @@ def test_settings_as_given() -> None:
     )
 
 
+DISK = '{"kv_connector": "disk", "kv_role": "kv_both"}'
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -592,15 +587,10 @@ def test_settings_as_given() -> None:
         ('{"kv_connector": "disk"}', "kv_role"),
         ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_load_failure_policy": "cry"}', "recompute, fail"),
         ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_port": 1}', "unknown key 'kv_port'"),
-        ('{"kv_connector": "disk", "kv_role": "kv_both"}', "needs 'path'"),
+        (DISK, "needs 'path'"),
         ('{"kv_connector": "disk", "kv_role": "kv_both", "kv_connector_extra_config": {"url": "x"}}', "'url'"),
         *(
-            (
-                '{"kv_connector": "disk", "kv_role": "kv_both", "kv_connector_extra_config": {"path": "x", '
-                + extra
-                + "}}",
-                extra.split('"')[1],
-            )
+            (f'{DISK[:-1]}, "kv_connector_extra_config": {{"path": "x", {extra}}}}}', extra.split('"')[1])
             for extra in ('"max_size": "big"', '"load_timeout": 0', '"io_threads": 1.5', '"load_timeout": true')
         ),
     ],

@@ -19,7 +19,17 @@ from metal_engine.kv_transfer.stores.choice import open_store
 from metal_engine.kv_transfer.stores.valkey import ValkeyStore
 from metal_engine.kv_transfer.transfer import KVTransfer
 from metal_engine.settings.args import EngineArgs
-from tests.kv_transfer.test_stores import DEADLINE, FINGERPRINT, LAYOUT, Clock, block, hashes, stored
+from tests.kv_transfer.test_stores import (
+    DEADLINE,
+    FINGERPRINT,
+    LAYOUT,
+    Clock,
+    block,
+    check_get_ends_at_the_first_missing_block,
+    hashes,
+    load,
+    stored,
+)
 from tests.support.serving import wait_until
 from tests.support.valkey_server import ValkeyServer
 
@@ -39,18 +49,8 @@ def server(shared_server: ValkeyServer) -> ValkeyServer:
     return shared_server
 
 
-def test_what_is_put_is_found(server: ValkeyServer) -> None:
-    store = ValkeyStore(server.url, FINGERPRINT)
-    store.put(stored(1, 2, 4))
-    assert store.contains(hashes(1, 2, 3, 4)) == [True, True, False, True]
-    found = store.get(hashes(1, 2, 3, 4))
-    assert [LAYOUT.decode(h, s).tolist() for h, s in zip(hashes(1, 2), found, strict=True)] == [
-        block(1)[1].tolist(),
-        block(2)[1].tolist(),
-    ]
-    assert ValkeyStore(server.url, "another model").get(hashes(1)) == []
-    store.discard(hashes(1)[0])
-    assert store.get(hashes(1)) == []
+def test_get_ends_at_the_first_missing_block(server: ValkeyServer) -> None:
+    check_get_ends_at_the_first_missing_block(lambda fingerprint: ValkeyStore(server.url, fingerprint))
 
 
 def test_use_renews_the_time_to_live(server: ValkeyServer) -> None:
@@ -116,8 +116,7 @@ def test_killed_and_back_again(server: ValkeyServer, monkeypatch: pytest.MonkeyP
     clock.now += 60
     transfer.save(hashes(1), block(1)[1][np.newaxis])
     assert transfer.flush(DEADLINE)
-    ticket = transfer.start_load("after", hashes(1), follow=False)
-    wait_until(lambda: ticket.is_done, "the load")
+    ticket = load(transfer, 1)
     assert len(ticket.blocks) == 1 and ticket.error is None
     transfer.close()
 

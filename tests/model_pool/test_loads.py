@@ -10,7 +10,7 @@ import pytest
 from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLargeError
 from metal_engine.model_pool import registry as registry_module
 from metal_engine.model_pool.model_entry import ModelState
-from tests.support.registry import RegistryOfFakes, run_with_fakes, until
+from tests.support.registry import RegistryOfFakes, run_with_fakes, until, with_fakes
 from tests.support.serving import DEADLINE
 
 
@@ -35,235 +35,216 @@ def test_a_load_may_be_given_up(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
-def test_a_load_that_waits_for_room_is_given_up_at_once() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        await made.registry.use(made["a"])
-        waiting = asyncio.ensure_future(made.ask("b", [2]))
-        await until(lambda: made["a"].is_closing, "a to be marked")
-        assert made["b"].state is ModelState.UNLOADED, "a waiting load uses no thread"
-        unloading = asyncio.ensure_future(made.registry.unload(made["b"]))
-        with pytest.raises(LoadCancelledError):
-            await waiting
-        await unloading
-        assert made["b"].load is None
-        assert not made["a"].is_closing and made.registry.is_ready(made["a"]), "a stays loaded"
-        made.registry.release(made["a"])
-        assert await made.ask("a", [1]) == made.answer("a", [1])
-        assert made["a"].num_loads == 1
-
-    run_with_fakes(test, "ab", 100)
+@with_fakes("ab", 100)
+async def test_a_load_that_waits_for_room_is_given_up_at_once(made: RegistryOfFakes) -> None:
+    await made.registry.use(made["a"])
+    waiting = asyncio.ensure_future(made.ask("b", [2]))
+    await until(lambda: made["a"].is_closing, "a to be marked")
+    assert made["b"].state is ModelState.UNLOADED, "a waiting load uses no thread"
+    unloading = asyncio.ensure_future(made.registry.unload(made["b"]))
+    with pytest.raises(LoadCancelledError):
+        await waiting
+    await unloading
+    assert made["b"].load is None
+    assert not made["a"].is_closing and made.registry.is_ready(made["a"]), "a stays loaded"
+    made.registry.release(made["a"])
+    assert await made.ask("a", [1]) == made.answer("a", [1])
+    assert made["a"].num_loads == 1
 
 
-def test_a_load_that_waits_for_its_model_to_go_is_given_up_at_once() -> None:
+@with_fakes("ab", 100)
+async def test_a_load_that_waits_for_its_model_to_go_is_given_up_at_once(made: RegistryOfFakes) -> None:
     """The cancelled load waits for its own model to be unloaded, for another model or on request."""
-
-    async def test(made: RegistryOfFakes) -> None:
-        for name in ("", "b"):
-            await made.registry.use(made["a"])
-            other = asyncio.ensure_future(made.ask(name, [1]) if name else made.registry.unload(made["a"]))
-            await until(lambda: made["a"].is_closing, "a to be marked")
-            late = asyncio.ensure_future(made.ask("a", [2]))
-            await until(lambda: made["a"].num_waiting == 1, "one that waits for a to come back")
-            unloading = asyncio.ensure_future(made.registry.unload(made["a"]))
-            await asyncio.wait([late], timeout=DEADLINE)
-            assert isinstance(late.exception(), LoadCancelledError)
-            assert not unloading.done()
-            made.registry.release(made["a"])
-            await asyncio.gather(other, unloading)
-            assert made["a"].state is ModelState.UNLOADED and made["a"].load is None
-        assert made["a"].num_loads == 2
-
-    run_with_fakes(test, "ab", 100)
-
-
-def test_who_waits_for_a_model_that_stays_is_served_while_another_is_loaded() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        for name in "ab":
-            await made.registry.use(made[name])
-        for name in "cd":
-            made[name].known_bytes = 100
-            made.models[name].gate.clear()
-        given_up = asyncio.ensure_future(made.ask("d", [1]))
-        await until(lambda: made["d"].num_bytes == 100, "d to have its memory")
-        loaded = asyncio.ensure_future(made.ask("c", [1]))
-        await until(lambda: made["a"].is_closing, "a to be marked for c")
+    for name in ("", "b"):
+        await made.registry.use(made["a"])
+        other = asyncio.ensure_future(made.ask(name, [1]) if name else made.registry.unload(made["a"]))
+        await until(lambda: made["a"].is_closing, "a to be marked")
         late = asyncio.ensure_future(made.ask("a", [2]))
         await until(lambda: made["a"].num_waiting == 1, "one that waits for a to come back")
-        given_up.cancel()  # after that, c fits, and a stays
-        assert await asyncio.wait_for(late, DEADLINE) == made.answer("a", [2])
-        assert made["c"].state is ModelState.LOADING and made["a"].num_loads == 1
-        made.models["c"].gate.set()
-        assert await loaded == made.answer("c", [1])
-        for name in "ab":
-            made.registry.release(made[name])
-
-    run_with_fakes(test, "abcd", 300)
-
-
-def test_what_clients_that_left_asked_for_is_not_loaded() -> None:
-    """A load without clients is cancelled while it waits or runs, and no model is unloaded for it."""
-
-    async def test(made: RegistryOfFakes) -> None:
-        await made.registry.use(made["a"])
-        for name in "bc":
-            left = [asyncio.ensure_future(made.ask(name, [i])) for i in range(3)]
-            await until(lambda: made["a"].is_closing, "a to be marked")
-            late = asyncio.ensure_future(made.ask("a", [7]))
-            await until(lambda: made["a"].num_waiting == 1, "one that waits for a to come back")
-            for task in left:
-                task.cancel()
-            assert await late == made.answer("a", [7]), "a stays, and serves its waiting requests"
-            assert not made["a"].is_closing and made[name].load is None
+        unloading = asyncio.ensure_future(made.registry.unload(made["a"]))
+        await asyncio.wait([late], timeout=DEADLINE)
+        assert isinstance(late.exception(), LoadCancelledError)
+        assert not unloading.done()
         made.registry.release(made["a"])
-        # While it runs: its thread detects the cancellation, and releases its memory.
-        made.registry.budget.memory_bytes = 200
+        await asyncio.gather(other, unloading)
+        assert made["a"].state is ModelState.UNLOADED and made["a"].load is None
+    assert made["a"].num_loads == 2
+
+
+@with_fakes("abcd", 300)
+async def test_who_waits_for_a_model_that_stays_is_served_while_another_is_loaded(made: RegistryOfFakes) -> None:
+    for name in "ab":
+        await made.registry.use(made[name])
+    for name in "cd":
+        made[name].known_bytes = 100
+        made.models[name].gate.clear()
+    given_up = asyncio.ensure_future(made.ask("d", [1]))
+    await until(lambda: made["d"].num_bytes == 100, "d to have its memory")
+    loaded = asyncio.ensure_future(made.ask("c", [1]))
+    await until(lambda: made["a"].is_closing, "a to be marked for c")
+    late = asyncio.ensure_future(made.ask("a", [2]))
+    await until(lambda: made["a"].num_waiting == 1, "one that waits for a to come back")
+    given_up.cancel()  # after that, c fits, and a stays
+    assert await asyncio.wait_for(late, DEADLINE) == made.answer("a", [2])
+    assert made["c"].state is ModelState.LOADING and made["a"].num_loads == 1
+    made.models["c"].gate.set()
+    assert await loaded == made.answer("c", [1])
+    for name in "ab":
+        made.registry.release(made[name])
+
+
+@with_fakes("abc", 100)
+async def test_what_clients_that_left_asked_for_is_not_loaded(made: RegistryOfFakes) -> None:
+    """A load without clients is cancelled while it waits or runs, and no model is unloaded for it."""
+    await made.registry.use(made["a"])
+    for name in "bc":
+        left = [asyncio.ensure_future(made.ask(name, [i])) for i in range(3)]
+        await until(lambda: made["a"].is_closing, "a to be marked")
+        late = asyncio.ensure_future(made.ask("a", [7]))
+        await until(lambda: made["a"].num_waiting == 1, "one that waits for a to come back")
+        for task in left:
+            task.cancel()
+        assert await late == made.answer("a", [7]), "a stays, and serves its waiting requests"
+        assert not made["a"].is_closing and made[name].load is None
+    made.registry.release(made["a"])
+    # While it runs: its thread detects the cancellation, and releases its memory.
+    made.registry.budget.memory_bytes = 200
+    made.models["b"].gate.clear()
+    made.models["b"].began.clear()
+    gone = asyncio.ensure_future(made.ask("b", [1]))
+    await until(made.models["b"].began.is_set, "loading")
+    gone.cancel()
+    await until(lambda: made["b"].state is ModelState.UNLOADED, "the load to end")
+    assert [one.num_loads for one in made.registry.entries] == [1, 0, 0]
+    assert made["b"].error is None and made.loaded == "a"
+
+
+@with_fakes()
+async def test_one_who_asks_again_for_a_load_that_is_being_given_up_gets_it(made: RegistryOfFakes) -> None:
+    for has_noticed in (False, True):
         made.models["b"].gate.clear()
         made.models["b"].began.clear()
-        gone = asyncio.ensure_future(made.ask("b", [1]))
+        left = asyncio.ensure_future(made.ask("b", [1]))
         await until(made.models["b"].began.is_set, "loading")
-        gone.cancel()
-        await until(lambda: made["b"].state is ModelState.UNLOADED, "the load to end")
-        assert [one.num_loads for one in made.registry.entries] == [1, 0, 0]
-        assert made["b"].error is None and made.loaded == "a"
-
-    run_with_fakes(test, "abc", 100)
-
-
-def test_one_who_asks_again_for_a_load_that_is_being_given_up_gets_it() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        for has_noticed in (False, True):
-            made.models["b"].gate.clear()
-            made.models["b"].began.clear()
-            left = asyncio.ensure_future(made.ask("b", [1]))
-            await until(made.models["b"].began.is_set, "loading")
-            left.cancel()
-            await asyncio.wait([left])
-            starting = made["b"].starting
-            assert starting is not None
-            if has_noticed:  # in the model's thread, before the event loop notices
-                with pytest.raises(LoadCancelledError):
-                    starting.result(DEADLINE)
-            again = asyncio.ensure_future(made.ask("b", [2]))
-            await asyncio.sleep(0.01)
-            made.models["b"].gate.set()
-            assert await again == made.answer("b", [2])
-            await made.registry.unload(made["b"])
-
-    run_with_fakes(test)
-
-
-def test_small_ones_are_loaded_while_a_large_one_waits_for_room() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        made.models["l"].num_bytes = 150
-        made.models["s"].num_bytes = made.models["t"].num_bytes = 50
-        made.models["l"].gate.clear()  # l is blocked after it has got memory
-        used = await made.registry.use(made["u"])
-        large = asyncio.ensure_future(made.ask("l", [1]))
-        await until(lambda: made["u"].is_closing, "u to be marked")
-        for name in "sts":  # both fit, one after the other if the other is idle
-            assert await made.ask(name, [2]) == made.answer(name, [2])
-        assert not large.done() and made["u"].loaded_engine is used
-        held = await made.registry.use(made["s"])
-        late = asyncio.ensure_future(made.ask("u", [3]))
-        made.registry.release(made["u"])
-        await until(lambda: made["u"].state is ModelState.UNLOADED, "u to go")
-        assert await made.ask("s", [9]) == made.answer("s", [9]), "50 of 200 bytes are free, so no model is unloaded"
-        made.models["l"].gate.set()
-        assert await large == made.answer("l", [1])
-        assert made["s"].loaded_engine is held, "s was not unloaded"
-        assert not late.done() or made["u"].num_loads == 2
-        made.registry.release(made["s"])
-        assert await late == made.answer("u", [3])
-        assert made["u"].num_loads == 2
-
-    run_with_fakes(test, "ulst", 200)
-
-
-def test_nobody_goes_for_what_would_not_fit_all_the_same() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        for name in "ab":
-            await made.ask(name, [1])
-        made.models["c"].num_bytes = 201
-        with pytest.raises(ModelTooLargeError):
-            await made.ask("c", [1])
-        assert made.loaded == "ab"
-        # One idle model is not enough, and the other model is in use, so both stay.
-        made.models["c"].num_bytes = 200
-        made["c"].failed = None
-        await made.registry.use(made["b"])
-        waiting = asyncio.ensure_future(made.ask("c", [1]))
-        await until(lambda: made["b"].is_closing, "b to be marked")
-        assert await made.ask("a", [4]) == made.answer("a", [4])
-        assert made.loaded == "ab" and made["a"].num_loads == 1
-        made.registry.release(made["b"])
-        assert await waiting == made.answer("c", [1])
-        assert made.loaded == "c"
-
-    run_with_fakes(test)
-
-
-def test_whoever_leaves_while_a_model_is_loaded_holds_nothing() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        made.models["b"].gate.clear()
-        tasks = [asyncio.ensure_future(made.ask("b", [i])) for i in range(4)]
-        await until(made.models["b"].began.is_set, "loading")
-        for task in tasks[:3]:
-            task.cancel()
+        left.cancel()
+        await asyncio.wait([left])
+        starting = made["b"].starting
+        assert starting is not None
+        if has_noticed:  # in the model's thread, before the event loop notices
+            with pytest.raises(LoadCancelledError):
+                starting.result(DEADLINE)
+        again = asyncio.ensure_future(made.ask("b", [2]))
+        await asyncio.sleep(0.01)
         made.models["b"].gate.set()
-        assert await tasks[3] == made.answer("b", [3])
-        assert made["b"].is_idle
+        assert await again == made.answer("b", [2])
         await made.registry.unload(made["b"])
-        assert made.loaded == ""
-
-    run_with_fakes(test)
 
 
-def test_a_model_that_could_not_be_loaded_is_not_read_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        model, began = made.models["b"], 0
-        model.problem = "its weights are cut short"
-
-        async def ask() -> int:
-            """Request the model. Return the number of times its files were read."""
-            nonlocal began
-            model.began.clear()
-            with pytest.raises(ModelLoadError, match="cut short"):
-                await made.ask("b", [1])
-            began += model.began.is_set()
-            return began
-
-        assert [await ask() for _ in range(5)] == [1] * 5
-        model.problem += " elsewhere"  # the model's files have changed
-        assert [await ask() for _ in range(5)] == [2] * 5
-        assert made["b"].failed is not None and made["b"].failed.until <= time.monotonic() + 10
-        monkeypatch.setattr(registry_module, "RETRY_SECONDS", 0.0)
-        model.problem += "!"
-        assert [await ask() for _ in range(3)] == [3, 4, 5], "it is tried again after the retry delay"
-        model.problem = None
-        assert await made.ask("b", [1]) == made.answer("b", [1])
-        # A model that is too large gives the same error again.
-        made.models["c"].num_bytes = 300
-        for _ in range(2):
-            monkeypatch.setattr(registry_module, "RETRY_SECONDS", 60.0)
-            with pytest.raises(ModelTooLargeError) as told:
-                await made.ask("c", [1])
-            assert told.value.missing_bytes == 100
-
-    run_with_fakes(test)
+@with_fakes("ulst", 200)
+async def test_small_ones_are_loaded_while_a_large_one_waits_for_room(made: RegistryOfFakes) -> None:
+    made.models["l"].num_bytes = 150
+    made.models["s"].num_bytes = made.models["t"].num_bytes = 50
+    made.models["l"].gate.clear()  # l is blocked after it has got memory
+    used = await made.registry.use(made["u"])
+    large = asyncio.ensure_future(made.ask("l", [1]))
+    await until(lambda: made["u"].is_closing, "u to be marked")
+    for name in "sts":  # both fit, one after the other if the other is idle
+        assert await made.ask(name, [2]) == made.answer(name, [2])
+    assert not large.done() and made["u"].loaded_engine is used
+    held = await made.registry.use(made["s"])
+    late = asyncio.ensure_future(made.ask("u", [3]))
+    made.registry.release(made["u"])
+    await until(lambda: made["u"].state is ModelState.UNLOADED, "u to go")
+    assert await made.ask("s", [9]) == made.answer("s", [9]), "50 of 200 bytes are free, so no model is unloaded"
+    made.models["l"].gate.set()
+    assert await large == made.answer("l", [1])
+    assert made["s"].loaded_engine is held, "s was not unloaded"
+    assert not late.done() or made["u"].num_loads == 2
+    made.registry.release(made["s"])
+    assert await late == made.answer("u", [3])
+    assert made["u"].num_loads == 2
 
 
-def test_memory_is_given_back_while_the_device_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+@with_fakes()
+async def test_nobody_goes_for_what_would_not_fit_all_the_same(made: RegistryOfFakes) -> None:
+    for name in "ab":
+        await made.ask(name, [1])
+    made.models["c"].num_bytes = 201
+    with pytest.raises(ModelTooLargeError):
+        await made.ask("c", [1])
+    assert made.loaded == "ab"
+    # One idle model is not enough, and the other model is in use, so both stay.
+    made.models["c"].num_bytes = 200
+    made["c"].failed = None
+    await made.registry.use(made["b"])
+    waiting = asyncio.ensure_future(made.ask("c", [1]))
+    await until(lambda: made["b"].is_closing, "b to be marked")
+    assert await made.ask("a", [4]) == made.answer("a", [4])
+    assert made.loaded == "ab" and made["a"].num_loads == 1
+    made.registry.release(made["b"])
+    assert await waiting == made.answer("c", [1])
+    assert made.loaded == "c"
+
+
+@with_fakes()
+async def test_whoever_leaves_while_a_model_is_loaded_holds_nothing(made: RegistryOfFakes) -> None:
+    made.models["b"].gate.clear()
+    tasks = [asyncio.ensure_future(made.ask("b", [i])) for i in range(4)]
+    await until(made.models["b"].began.is_set, "loading")
+    for task in tasks[:3]:
+        task.cancel()
+    made.models["b"].gate.set()
+    assert await tasks[3] == made.answer("b", [3])
+    assert made["b"].is_idle
+    await made.registry.unload(made["b"])
+    assert made.loaded == ""
+
+
+@with_fakes()
+async def test_a_model_that_could_not_be_loaded_is_not_read_again_at_once(
+    made: RegistryOfFakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, began = made.models["b"], 0
+    model.problem = "its weights are cut short"
+
+    async def ask() -> int:
+        """Request the model. Return the number of times its files were read."""
+        nonlocal began
+        model.began.clear()
+        with pytest.raises(ModelLoadError, match="cut short"):
+            await made.ask("b", [1])
+        began += model.began.is_set()
+        return began
+
+    assert [await ask() for _ in range(5)] == [1] * 5
+    model.problem += " elsewhere"  # the model's files have changed
+    assert [await ask() for _ in range(5)] == [2] * 5
+    assert made["b"].failed is not None and made["b"].failed.until <= time.monotonic() + 10
+    monkeypatch.setattr(registry_module, "RETRY_SECONDS", 0.0)
+    model.problem += "!"
+    assert [await ask() for _ in range(3)] == [3, 4, 5], "it is tried again after the retry delay"
+    model.problem = None
+    assert await made.ask("b", [1]) == made.answer("b", [1])
+    # A model that is too large gives the same error again.
+    made.models["c"].num_bytes = 300
+    for _ in range(2):
+        monkeypatch.setattr(registry_module, "RETRY_SECONDS", 60.0)
+        with pytest.raises(ModelTooLargeError) as told:
+            await made.ask("c", [1])
+        assert told.value.missing_bytes == 100
+
+
+@with_fakes()
+async def test_memory_is_given_back_while_the_device_is_held(
+    made: RegistryOfFakes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory is released while holding the device. It must not change while another model's step is measured."""
-
-    async def test(made: RegistryOfFakes) -> None:
-        await made.ask("a", [1])
-        closed: list[bool] = []
-        monkeypatch.setattr(made.models["a"].runners[-1], "close", lambda: closed.append(True))
-        with made.registry.device_lock.hold():
-            unloading = asyncio.ensure_future(made.registry.unload(made["a"]))
-            await asyncio.wait([unloading], timeout=0.1)
-            assert made["a"].state is ModelState.UNLOADING and not closed
-        await unloading
-        assert closed
-
-    run_with_fakes(test)
+    await made.ask("a", [1])
+    closed: list[bool] = []
+    monkeypatch.setattr(made.models["a"].runners[-1], "close", lambda: closed.append(True))
+    with made.registry.device_lock.hold():
+        unloading = asyncio.ensure_future(made.registry.unload(made["a"]))
+        await asyncio.wait([unloading], timeout=0.1)
+        assert made["a"].state is ModelState.UNLOADING and not closed
+    await unloading
+    assert closed

@@ -5,214 +5,185 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from typing import Any
 
 import pytest
 
 from metal_engine.errors import InsufficientMemoryError, ModelLoadError, ModelTooLargeError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelState
 from metal_engine.model_pool.registry import RegistryClosedError
-from tests.support.registry import RegistryOfFakes, run_with_fakes, until
+from tests.support.registry import RegistryOfFakes, until, with_fakes
+from tools.fixtures.fake_engine import Death
 
 
-def test_the_least_recently_used_goes() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        for name, loaded in [("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc"), ("c", "bc"), ("a", "ac")]:
-            assert await made.ask(name, [1, 2, 3]) == made.answer(name, [1, 2, 3])
-            assert made.loaded == loaded
-        assert [one.num_loads for one in made.registry.entries] == [2, 2, 1]
-
-    run_with_fakes(test)
+@with_fakes()
+async def test_the_least_recently_used_goes(made: RegistryOfFakes) -> None:
+    for name, loaded in [("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc"), ("c", "bc"), ("a", "ac")]:
+        assert await made.ask(name, [1, 2, 3]) == made.answer(name, [1, 2, 3])
+        assert made.loaded == loaded
+    assert [one.num_loads for one in made.registry.entries] == [2, 2, 1]
 
 
-def test_one_that_is_used_is_not_interrupted_and_not_kept_for_ever() -> None:
+@with_fakes("ab", 100)
+async def test_one_that_is_used_is_not_interrupted_and_not_kept_for_ever(made: RegistryOfFakes) -> None:
     """Only one model fits. New requests for the used model wait until the other model's request is served."""
-
-    async def test(made: RegistryOfFakes) -> None:
-        made.models["a"].step_time = 0.005
-        first = asyncio.ensure_future(made.ask("a", [1], 40))
-        await until(lambda: made["a"].num_leases, "the first")
-        other = asyncio.ensure_future(made.ask("b", [2]))
-        await until(lambda: made["a"].is_closing, "a to be marked")
-        late = asyncio.ensure_future(made.ask("a", [3]))
-        order: list[str] = []
-        for name, task in (("first", first), ("other", other), ("late", late)):
-            task.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
-        assert await first == made.answer("a", [1], 40)
-        assert await other == made.answer("b", [2])
-        assert await late == made.answer("a", [3])
-        await asyncio.sleep(0)
-        assert order == ["first", "other", "late"]
-        assert (made["a"].num_loads, made["b"].num_loads, made.loaded) == (2, 1, "a")
-
-    run_with_fakes(test, "ab", 100)
+    made.models["a"].step_time = 0.005
+    first = asyncio.ensure_future(made.ask("a", [1], 40))
+    await until(lambda: made["a"].num_leases, "the first")
+    other = asyncio.ensure_future(made.ask("b", [2]))
+    await until(lambda: made["a"].is_closing, "a to be marked")
+    late = asyncio.ensure_future(made.ask("a", [3]))
+    order: list[str] = []
+    for name, task in (("first", first), ("other", other), ("late", late)):
+        task.add_done_callback(lambda _, name=name: order.append(name))  # type: ignore[misc]
+    assert await first == made.answer("a", [1], 40)
+    assert await other == made.answer("b", [2])
+    assert await late == made.answer("a", [3])
+    await asyncio.sleep(0)
+    assert order == ["first", "other", "late"]
+    assert (made["a"].num_loads, made["b"].num_loads, made.loaded) == (2, 1, "a")
 
 
-def test_hundreds_of_requests_over_three_models_with_room_for_two() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        asked = [("abc"[i % 3], [i % 256, i // 256, 7]) for i in range(300)]
-        answers = await asyncio.gather(*(made.ask(name, prompt) for name, prompt in asked))
-        assert answers == [made.answer(name, prompt) for name, prompt in asked]
-        # A load serves all requests that wait for it.
-        assert sum(one.num_loads for one in made.registry.entries) <= 6
-        waves = [made.ask(name, [wave, 9]) for wave in range(20) for name in "abc"]
-        for i in range(0, len(waves), 3):
-            await asyncio.gather(*waves[i : i + 3])
-        made.check()
-        assert all(one.num_leases == 0 and one.load is None for one in made.registry.entries)
-
-    run_with_fakes(test)
+@with_fakes()
+async def test_hundreds_of_requests_over_three_models_with_room_for_two(made: RegistryOfFakes) -> None:
+    asked = [("abc"[i % 3], [i % 256, i // 256, 7]) for i in range(300)]
+    answers = await asyncio.gather(*(made.ask(name, prompt) for name, prompt in asked))
+    assert answers == [made.answer(name, prompt) for name, prompt in asked]
+    # A load serves all requests that wait for it.
+    assert sum(one.num_loads for one in made.registry.entries) <= 6
+    waves = [made.ask(name, [wave, 9]) for wave in range(20) for name in "abc"]
+    for i in range(0, len(waves), 3):
+        await asyncio.gather(*waves[i : i + 3])
+    made.check()
+    assert all(one.num_leases == 0 and one.load is None for one in made.registry.entries)
 
 
-def test_others_are_served_while_one_is_loaded() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        await made.ask("a", [1])
-        made.models["b"].gate.clear()
-        waiting = asyncio.ensure_future(made.ask("b", [2]))
-        await until(made.models["b"].began.is_set, "loading")
-        for i in range(20):
-            assert await made.ask("a", [i]) == made.answer("a", [i])
-        assert not waiting.done() and made["b"].state is ModelState.LOADING
-        made.models["b"].gate.set()
-        assert await waiting == made.answer("b", [2])
-
-    run_with_fakes(test)
+@with_fakes()
+async def test_others_are_served_while_one_is_loaded(made: RegistryOfFakes) -> None:
+    await made.ask("a", [1])
+    made.models["b"].gate.clear()
+    waiting = asyncio.ensure_future(made.ask("b", [2]))
+    await until(made.models["b"].began.is_set, "loading")
+    for i in range(20):
+        assert await made.ask("a", [i]) == made.answer("a", [i])
+    assert not waiting.done() and made["b"].state is ModelState.LOADING
+    made.models["b"].gate.set()
+    assert await waiting == made.answer("b", [2])
 
 
-def test_a_model_that_cannot_be_loaded_takes_nobody_with_it() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        await made.ask("a", [1])
-        made.models["b"].problem = "its weights are cut short"
-        for _ in range(2):
-            asked = [made.ask("b", [i]) for i in range(3)]
-            told = await asyncio.gather(*asked, return_exceptions=True)
-            assert all(isinstance(one, ModelLoadError) and "cut short" in str(one) for one in told)
-        assert made["b"].num_bytes == 0 and "cut short" in (made["b"].error or "")
-        assert await made.ask("a", [5]) == made.answer("a", [5])
-        made.models["b"].problem = None
-        assert await made.ask("b", [5]) == made.answer("b", [5])
-        assert made["b"].error is None and made.loaded == "ab"
-
-    run_with_fakes(test)
+@with_fakes()
+async def test_a_model_that_cannot_be_loaded_takes_nobody_with_it(made: RegistryOfFakes) -> None:
+    await made.ask("a", [1])
+    made.models["b"].problem = "its weights are cut short"
+    for _ in range(2):
+        asked = [made.ask("b", [i]) for i in range(3)]
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(one, ModelLoadError) and "cut short" in str(one) for one in told)
+    assert made["b"].num_bytes == 0 and "cut short" in (made["b"].error or "")
+    assert await made.ask("a", [5]) == made.answer("a", [5])
+    made.models["b"].problem = None
+    assert await made.ask("b", [5]) == made.answer("b", [5])
+    assert made["b"].error is None and made.loaded == "ab"
 
 
-def test_what_never_fits_is_told_with_what_is_missing() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        await made.ask("a", [1])
-        made.models["c"].num_bytes = (2 << 20) + made.registry.memory_bytes
-        with pytest.raises(ModelTooLargeError, match=r"c takes .* \(--models-memory\): 2 MiB are missing") as told:
-            await made.ask("c", [1])
-        assert told.value.missing_bytes == (2 << 20)
-        assert made.loaded == "a", "a stays loaded"
-
-    run_with_fakes(test)
+@with_fakes()
+async def test_what_never_fits_is_told_with_what_is_missing(made: RegistryOfFakes) -> None:
+    await made.ask("a", [1])
+    made.models["c"].num_bytes = (2 << 20) + made.registry.memory_bytes
+    with pytest.raises(ModelTooLargeError, match=r"c takes .* \(--models-memory\): 2 MiB are missing") as told:
+        await made.ask("c", [1])
+    assert told.value.missing_bytes == (2 << 20)
+    assert made.loaded == "a", "a stays loaded"
 
 
-def test_where_none_is_to_go_none_goes() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        for name in "ab":
-            await made.registry.load(made[name], may_evict=False)
-        with pytest.raises(InsufficientMemoryError):
-            await made.registry.load(made["c"], may_evict=False)
-        assert made.loaded == "ab" and made["c"].error is None
-
-    run_with_fakes(test)
+@with_fakes()
+async def test_where_none_is_to_go_none_goes(made: RegistryOfFakes) -> None:
+    for name in "ab":
+        await made.registry.load(made[name], may_evict=False)
+    with pytest.raises(InsufficientMemoryError):
+        await made.registry.load(made["c"], may_evict=False)
+    assert made.loaded == "ab" and made["c"].error is None
 
 
-def test_idle_models_are_unloaded_after_a_while() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
-        loaded = await made.registry.use(made["b"])
-        await until(lambda: made.loaded == "b", "a to go")
-        await asyncio.sleep(0.1)
-        assert made.loaded == "b" and made["b"].loaded_engine is loaded, "b is in use"
-        made.registry.release(made["b"])
-        await until(lambda: made.loaded == "", "b to go")
-        assert await made.ask("a", [1]) == made.answer("a", [1])
-
-    run_with_fakes(test, keep_alive=0.05)
+@with_fakes(keep_alive=0.05)
+async def test_idle_models_are_unloaded_after_a_while(made: RegistryOfFakes) -> None:
+    await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
+    loaded = await made.registry.use(made["b"])
+    await until(lambda: made.loaded == "b", "a to go")
+    await asyncio.sleep(0.1)
+    assert made.loaded == "b" and made["b"].loaded_engine is loaded, "b is in use"
+    made.registry.release(made["b"])
+    await until(lambda: made.loaded == "", "b to go")
+    assert await made.ask("a", [1]) == made.answer("a", [1])
 
 
-def test_one_whose_clients_have_all_left_when_it_was_loaded_is_unloaded_too() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        waiting = asyncio.ensure_future(made.ask("a", [1]))
-        await until(lambda: made["a"].num_loads, "the load")
-        waiting.cancel()
-        await until(lambda: made.loaded == "", "a to go")
-        assert made["a"].num_loads == 1
-
-    run_with_fakes(test, keep_alive=0.05)
+@with_fakes(keep_alive=0.05)
+async def test_one_whose_clients_have_all_left_when_it_was_loaded_is_unloaded_too(made: RegistryOfFakes) -> None:
+    waiting = asyncio.ensure_future(made.ask("a", [1]))
+    await until(lambda: made["a"].num_loads, "the load")
+    waiting.cancel()
+    await until(lambda: made.loaded == "", "a to go")
+    assert made["a"].num_loads == 1
 
 
-def test_an_unload_that_fails_holds_up_nobody() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        def fail(loaded: LoadedEngine) -> None:
-            raise ValueError("who counts requests has a mistake")
+@with_fakes()
+async def test_an_unload_that_fails_holds_up_nobody(made: RegistryOfFakes) -> None:
+    def fail(loaded: LoadedEngine) -> None:
+        raise ValueError("who counts requests has a mistake")
 
-        made.registry.at_unload.append(fail)
-        for name in "abcabc":
-            assert await made.ask(name, [1]) == made.answer(name, [1])
-        loaded = made["c"].loaded_engine
-        assert loaded is not None
-        shutdown = loaded.engine.shutdown
+    made.registry.at_unload.append(fail)
+    for name in "abcabc":
+        assert await made.ask(name, [1]) == made.answer(name, [1])
+    loaded = made["c"].loaded_engine
+    assert loaded is not None
+    shutdown = loaded.engine.shutdown
 
-        def fails_late(timeout: float | None) -> bool:
-            shutdown(timeout)
-            raise OSError("no")
+    def fails_late(timeout: float | None) -> bool:
+        shutdown(timeout)
+        raise OSError("no")
 
-        loaded.engine.shutdown = fails_late  # type: ignore[method-assign, assignment]
-        await made.registry.unload(made["c"])
-        assert "unloaded properly: no" in (made["c"].error or "")
-        assert await made.ask("c", [1]) == made.answer("c", [1])
-        assert made["c"].error is None
-
-    run_with_fakes(test)
+    loaded.engine.shutdown = fails_late  # type: ignore[method-assign, assignment]
+    await made.registry.unload(made["c"])
+    assert "unloaded properly: no" in (made["c"].error or "")
+    assert await made.ask("c", [1]) == made.answer("c", [1])
+    assert made["c"].error is None
 
 
-def test_an_engine_that_has_died_is_made_anew() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
-        core: Any = made["a"].loaded_engine.engine._started.core  # type: ignore[union-attr]
-        core.scheduler.schedule = core.scheduler.check_integrity = lambda: 1 / 0
-        with pytest.raises(AssertionError, match="stopped"):
-            await made.ask("a", [2])
-        assert made["a"].failure is not None
-        assert await made.ask("b", [3]) == made.answer("b", [3])
-        assert await made.ask("a", [4]) == made.answer("a", [4])
-        assert made["a"].num_loads == 2 and made["a"].failure is None
-
-    run_with_fakes(test)
+@with_fakes()
+async def test_an_engine_that_has_died_is_made_anew(made: RegistryOfFakes) -> None:
+    await asyncio.gather(made.ask("a", [1]), made.ask("b", [1]))
+    made.models["a"].runners[-1].raise_next = Death("gone")
+    with pytest.raises(AssertionError, match="stopped"):
+        await made.ask("a", [2])
+    assert made["a"].failure is not None
+    assert await made.ask("b", [3]) == made.answer("b", [3])
+    assert await made.ask("a", [4]) == made.answer("a", [4])
+    assert made["a"].num_loads == 2 and made["a"].failure is None
 
 
-def test_nothing_is_kept_of_what_was_unloaded() -> None:
-    async def test(made: RegistryOfFakes) -> None:
-        loaded = await made.registry.use(made["a"])
-        engine, core = weakref.ref(loaded.engine), weakref.ref(loaded.engine._started.core)  # type: ignore[type-var]
-        del loaded
-        made.registry.release(made["a"])
-        await made.registry.unload(made["a"])
-        made.models["a"].runners.clear()
-        # The thread that has unloaded it may still reference its work.
-        await until(lambda: gc.collect() >= 0 and engine() is None and core() is None, "both to be forgotten")
-
-    run_with_fakes(test)
+@with_fakes()
+async def test_nothing_is_kept_of_what_was_unloaded(made: RegistryOfFakes) -> None:
+    loaded = await made.registry.use(made["a"])
+    engine, core = weakref.ref(loaded.engine), weakref.ref(loaded.engine._started.core)  # type: ignore[type-var]
+    del loaded
+    made.registry.release(made["a"])
+    await made.registry.unload(made["a"])
+    made.models["a"].runners.clear()
+    # The thread that has unloaded it may still reference its work.
+    await until(lambda: gc.collect() >= 0 and engine() is None and core() is None, "both to be forgotten")
 
 
-def test_the_end() -> None:
+@with_fakes()
+async def test_the_end(made: RegistryOfFakes) -> None:
     """Requests that wait for a model get an error, and no model is loaded any more."""
-
-    async def test(made: RegistryOfFakes) -> None:
-        await made.ask("a", [1])
-        made.models["b"].gate.clear()
-        waiting = asyncio.ensure_future(made.ask("b", [2]))
-        await until(made.models["b"].began.is_set, "loading")
-        made.registry.cut("the server is shutting down")
-        for task in (waiting, asyncio.ensure_future(made.ask("c", [1]))):
-            with pytest.raises(RegistryClosedError):
-                await task
-        assert made["b"].state is ModelState.LOADING  # shutdown() waits for its thread, as for the engines' threads
-
-    run_with_fakes(test)
+    await made.ask("a", [1])
+    made.models["b"].gate.clear()
+    waiting = asyncio.ensure_future(made.ask("b", [2]))
+    await until(made.models["b"].began.is_set, "loading")
+    made.registry.cut("the server is shutting down")
+    for task in (waiting, asyncio.ensure_future(made.ask("c", [1]))):
+        with pytest.raises(RegistryClosedError):
+            await task
+    assert made["b"].state is ModelState.LOADING  # shutdown() waits for its thread, as for the engines' threads
 
 
 def test_names() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import mlx.core as mx
 import numpy as np
 
 
@@ -44,3 +47,25 @@ def relative_error(ours: np.ndarray, expected: np.ndarray) -> float:
     ours = np.asarray(ours, np.float64)
     assert ours.shape == expected.shape and np.isfinite(ours).all()
     return float(np.abs(ours - expected).max() / np.abs(expected).max())
+
+
+Arrays = dict[str, np.ndarray | None]
+
+
+def on_device(arrays: Arrays) -> dict[str, mx.array | None]:
+    return {name: None if array is None else mx.array(array) for name, array in arrays.items()}
+
+
+def check_two_calls(function: Callable[..., tuple[mx.array, mx.array]], arrays: Arrays, first: int) -> None:
+    """Check that a call for the ``first`` tokens and a call for the others give what one call gives."""
+    whole = on_device(arrays)
+    y, state = function(**whole)
+    before, after = (
+        {name: array if name == "state" or array is None else array[:, rows] for name, array in whole.items()}
+        for rows in (slice(first), slice(first, None))
+    )
+    y_before, between = function(**before)
+    y_after, after_both = function(**{**after, "state": between})
+    both = mx.concatenate([y_before, y_after], axis=1)
+    assert relative_error(np.array(both), np.array(y)) < 3e-6
+    assert relative_error(np.array(after_both), np.array(state)) < 3e-6

@@ -15,7 +15,7 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from metal_engine.recurrence import gated_delta
 from metal_engine.recurrence.gated_delta import CHUNK, chunked_gated_delta, gated_delta_update
 from tests.recurrence import references
-from tests.recurrence.references import relative_error
+from tests.recurrence.references import check_two_calls, on_device, relative_error
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,6 @@ class Case:
             "state": state,
         }
         return {name: None if array is None else array.astype(np.float32) for name, array in arrays.items()}
-
-
-def on_device(arrays: dict[str, np.ndarray | None]) -> dict[str, mx.array | None]:
-    return {name: None if array is None else mx.array(array) for name, array in arrays.items()}
 
 
 def check(arrays: dict[str, np.ndarray | None], error: float = 3e-6) -> None:
@@ -137,17 +133,7 @@ def test_the_same_key_again_and_again(step: float, each_key: bool) -> None:
 @pytest.mark.parametrize("each_key", [False, True], ids=["gate", "gate of each key"])
 @pytest.mark.parametrize("first", [1, 9, CHUNK, 100])
 def test_two_calls_give_what_one_gives(first: int, each_key: bool) -> None:
-    arrays = on_device(Case(150, v_heads=4, each_key=each_key).arrays())
-    y, state = chunked_gated_delta(**arrays)
-    before, after = (
-        {name: array if name == "state" else array[:, rows] for name, array in arrays.items()}
-        for rows in (slice(first), slice(first, None))
-    )
-    y_before, between = chunked_gated_delta(**before)
-    y_after, after_both = chunked_gated_delta(**{**after, "state": between})
-    both = mx.concatenate([y_before, y_after], axis=1)
-    assert relative_error(np.array(both), np.array(y)) < 3e-6
-    assert relative_error(np.array(after_both), np.array(state)) < 3e-6
+    check_two_calls(chunked_gated_delta, Case(150, v_heads=4, each_key=each_key).arrays(), first)
 
 
 @pytest.mark.parametrize("each_key", [False, True], ids=["gate", "gate of each key"])

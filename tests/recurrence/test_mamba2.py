@@ -10,7 +10,7 @@ from mlx_lm.models import ssm as mlx_lm_ssm
 from metal_engine.recurrence import mamba2
 from metal_engine.recurrence.mamba2 import CHUNK, MIN_TOKENS, chunked_ssm, ssm_update
 from tests.recurrence import references
-from tests.recurrence.references import relative_error
+from tests.recurrence.references import check_two_calls, on_device, relative_error
 
 
 def make(
@@ -27,10 +27,6 @@ def make(
         "state": state,
     }
     return {name: None if array is None else array.astype(np.float32) for name, array in arrays.items()}
-
-
-def on_device(arrays: dict[str, np.ndarray | None]) -> dict[str, mx.array | None]:
-    return {name: None if array is None else mx.array(array) for name, array in arrays.items()}
 
 
 def check(arrays: dict[str, np.ndarray | None]) -> None:
@@ -62,17 +58,7 @@ def test_gates_that_leave_nothing(smallest: float) -> None:
 
 @pytest.mark.parametrize("first", [1, 9, CHUNK, 100])
 def test_two_calls_give_what_one_gives(first: int) -> None:
-    arrays = on_device(make(150, groups=2))
-    y, state = chunked_ssm(**arrays)
-    before, after = (
-        {name: array if name == "state" else array[:, rows] for name, array in arrays.items()}
-        for rows in (slice(first), slice(first, None))
-    )
-    y_before, between = chunked_ssm(**before)
-    y_after, after_both = chunked_ssm(**{**after, "state": between})
-    both = mx.concatenate([y_before, y_after], axis=1)
-    assert relative_error(np.array(both), np.array(y)) < 3e-6
-    assert relative_error(np.array(after_both), np.array(state)) < 3e-6
+    check_two_calls(chunked_ssm, make(150, groups=2), first)
 
 
 # --- mlx-lm's function ---

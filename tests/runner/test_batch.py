@@ -240,9 +240,7 @@ def test_a_sample_is_taken_from_the_step_before_only() -> None:
 
 # --- bad batches --------------------------------------------------------------------------------------------
 
-NUM_BLOCKS_OF_BAD = 10
 TWICE = np.array([2, 2], np.int32)
-NUM_ADAPTERS_OF_BAD = 2
 TOKENS = {
     "input_ids": [1, 2, 3, 4, 5, 6, 7, 8],
     "sample_indices": [7, 0],
@@ -267,38 +265,34 @@ def changed(name: str, values: object, dtype: type = np.int32) -> PackedBatch:
     return replace(good_batch(), **{name: np.array(values, dtype)})
 
 
+def validate(batch: PackedBatch, num_blocks: int = 10) -> None:
+    batch.validate(num_blocks, num_adapter_slots=2)
+
+
 def test_a_good_batch_passes() -> None:
-    good_batch().validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)
+    validate(good_batch())
     none = np.array([], np.int32)
     nothing_pending = replace(good_batch(), pending_rows=none, pending_samples=none)
-    nothing_pending.validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)
+    validate(nothing_pending)
     nothing = replace(nothing_pending.rows, logits_indices=none, sample_requests=none)
-    replace(nothing_pending, rows=nothing, sample_indices=none).validate(
-        NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD
-    )
+    validate(replace(nothing_pending, rows=nothing, sample_indices=none))
 
 
 def test_validate_looks_at_the_rows_too() -> None:
     with pytest.raises(ValueError, match="bad step"):
-        good_batch().validate(num_blocks=9)
+        validate(good_batch(), num_blocks=9)
 
 
 @pytest.mark.parametrize("name", TOKENS)
-def test_validate_rejects_other_dtypes(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is int64"):
-        changed(name, TOKENS[name], np.int64).validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)
-
-
-@pytest.mark.parametrize("name", TOKENS)
-def test_validate_rejects_other_ranks(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is int32 of shape"):
-        changed(name, [TOKENS[name]]).validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)
-
-
-@pytest.mark.parametrize("name", TOKENS)
-def test_validate_rejects_a_missing_element(name: str) -> None:
-    with pytest.raises(ValueError, match="bad batch"):
-        changed(name, TOKENS[name][:-1]).validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)
+def test_validate_rejects_another_dtype_another_rank_and_a_missing_element(name: str) -> None:
+    values = TOKENS[name]
+    for bad, message in (
+        (changed(name, values, np.int64), f"{name} is int64"),
+        (changed(name, [values]), f"{name} is int32 of shape"),
+        (changed(name, values[:-1]), "bad batch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            validate(bad)
 
 
 @pytest.mark.parametrize(
@@ -316,4 +310,4 @@ def test_validate_rejects_a_missing_element(name: str) -> None:
 )
 def test_validate_names_the_contradiction(make: Callable[[], PackedBatch], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make().validate(NUM_BLOCKS_OF_BAD, num_adapter_slots=NUM_ADAPTERS_OF_BAD)
+        validate(make())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,43 +101,25 @@ def test_against_a_naive_pool(num_blocks: int, block_size: int, actions: list[tu
         blocks.check_integrity()
 
 
-def _count_a_reference_too_many(blocks: BlockManager) -> None:
-    blocks._blocks[0].ref_cnt += 1
+CORRUPTIONS: dict[str, Callable[[BlockManager], object]] = {
+    "one reference too many": lambda blocks: setattr(blocks._blocks[0], "ref_cnt", 2),
+    "a used block is free": lambda blocks: blocks._free.update({blocks._blocks[0]: None}),
+    "a free block is lost": lambda blocks: blocks._free.popitem(),
+    "a block in two tables": lambda blocks: blocks._tables["b"].append(blocks._blocks[0]),
+    "a block in a table twice": lambda blocks: (
+        blocks._tables["a"].append(blocks._blocks[0]),
+        setattr(blocks._blocks[0], "ref_cnt", 2),
+    ),
+}
 
 
-def _free_a_used_block(blocks: BlockManager) -> None:
-    blocks._free[blocks._blocks[0]] = None
-
-
-def _leak_a_free_block(blocks: BlockManager) -> None:
-    blocks._free.popitem()
-
-
-def _put_a_block_into_two_tables(blocks: BlockManager) -> None:
-    blocks._tables["b"].append(blocks._blocks[0])
-
-
-def _put_a_block_into_a_table_twice(blocks: BlockManager) -> None:
-    blocks._tables["a"].append(blocks._blocks[0])
-    blocks._blocks[0].ref_cnt += 1
-
-
-@pytest.mark.parametrize(
-    "corrupt",
-    [
-        _count_a_reference_too_many,
-        _free_a_used_block,
-        _leak_a_free_block,
-        _put_a_block_into_two_tables,
-        _put_a_block_into_a_table_twice,
-    ],
-)
-def test_check_integrity_notices(corrupt) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_check_integrity_notices(corruption: str) -> None:
     blocks = BlockManager(6, 2)
     blocks.allocate("a", 4)
     blocks.allocate("b", 3)
     blocks.check_integrity()
-    corrupt(blocks)
+    CORRUPTIONS[corruption](blocks)
     with pytest.raises(AssertionError):
         blocks.check_integrity()
 

@@ -288,17 +288,12 @@ def submit_priorities(harness: SchedulerHarness, priorities: dict[str, int], len
         harness.submit(name, make_prompt(i, length), 6, options=RequestOptions(priority=priority))
 
 
-def test_lower_priority_values_go_first() -> None:
-    harness = make_harness(budget=16, scheduling_policy="priority", partial=1, seqs=2)
+@pytest.mark.parametrize(("policy", "first"), [("priority", ["high", "mid"]), ("fcfs", ["low", "mid"])])
+def test_lower_priority_values_go_first_unless_requests_go_in_order_of_arrival(policy: str, first: list[str]) -> None:
+    harness = make_harness(budget=16, scheduling_policy=policy, partial=1, seqs=2)
     submit_priorities(harness, {"low": 5, "mid": 0, "high": -3, "mid2": 0})
-    assert list(shares(harness)) == ["high", "mid"]
+    assert list(shares(harness)) == first
     harness.drain()
-
-
-def test_fcfs_ignores_priorities() -> None:
-    harness = make_harness(budget=16, partial=1, seqs=2)
-    submit_priorities(harness, {"low": 5, "mid": 0, "high": -3})
-    assert list(shares(harness)) == ["low", "mid"]
 
 
 def test_preemption_takes_the_lowest_priority_and_the_latest_arrival() -> None:

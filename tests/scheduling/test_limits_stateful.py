@@ -15,7 +15,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from metal_engine.request import RequestOptions
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
@@ -108,25 +108,18 @@ class LargeKnobsMachine(KnobsMachine):
     work_caps = st.one_of(st.just(1 << 62), st.integers(100_000, 2_000_000))
 
 
-_KNOBS_QUICK = settings(_QUICK, max_examples=50, stateful_step_count=30)
-_LARGE_QUICK = settings(_QUICK, max_examples=20, stateful_step_count=12)
+MARKS_OF_SWEEPS = (pytest.mark.full, pytest.mark.timeout(7200))
 
 
-class TestKnobs(KnobsMachine.TestCase):
-    settings = _KNOBS_QUICK
-
-
-class TestLargeKnobs(LargeKnobsMachine.TestCase):
-    settings = _LARGE_QUICK
-
-
-@pytest.mark.full
-@pytest.mark.timeout(7200)
-class TestKnobsFull(KnobsMachine.TestCase):
-    settings = settings(_KNOBS_QUICK, max_examples=500, stateful_step_count=60)
-
-
-@pytest.mark.full
-@pytest.mark.timeout(7200)
-class TestLargeKnobsFull(LargeKnobsMachine.TestCase):
-    settings = settings(_LARGE_QUICK, max_examples=100, stateful_step_count=20)
+@pytest.mark.parametrize(
+    ("machine", "num_examples", "num_steps"),
+    [
+        (KnobsMachine, 50, 30),
+        (LargeKnobsMachine, 20, 12),
+        pytest.param(KnobsMachine, 500, 60, marks=MARKS_OF_SWEEPS),
+        pytest.param(LargeKnobsMachine, 100, 20, marks=MARKS_OF_SWEEPS),
+    ],
+)
+def test_random_settings_and_traffic(machine: type[SchedulerMachine], num_examples: int, num_steps: int) -> None:
+    few_or_many = settings(_QUICK, max_examples=num_examples, stateful_step_count=num_steps)
+    run_state_machine_as_test(machine, settings=few_or_many)

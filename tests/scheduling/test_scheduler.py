@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from metal_engine.errors import ContextLengthError, PromptError
@@ -15,11 +18,17 @@ from tests.support.fake_kv_runner import SchedulerHarness, expected_tokens, make
 
 
 def make_harness(
-    budget: int = 64, seqs: int = 8, model_len: int = 256, block_size: int = 4, num_blocks: int = 64, depth: int = 1
+    budget: int = 64,
+    seqs: int = 8,
+    model_len: int = 256,
+    block_size: int = 4,
+    num_blocks: int = 64,
+    depth: int = 1,
+    caching: bool = False,
 ) -> SchedulerHarness:
     return SchedulerHarness(
         SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=seqs, max_model_len=model_len),
-        CacheConfig(block_size=block_size, num_blocks=num_blocks),
+        CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=caching),
         depth=depth,
     )
 
@@ -31,20 +40,24 @@ def shares(harness: SchedulerHarness) -> dict[str, int]:
 # --- sharing a step -----------------------------------------------------------------------------------------
 
 
-def test_prefill_is_chunked_and_only_the_last_chunk_samples() -> None:
-    harness = make_harness(budget=10)
-    harness.submit("a", make_prompt(0, 25), 3)
-    plans = [harness.step() for _ in range(5)]
-    assert [plan.num_scheduled_tokens for plan in plans] == [{"a": 10}, {"a": 10}, {"a": 5}, {"a": 1}, {"a": 1}]
-    assert [plan.sampled_req_ids for plan in plans] == [[], [], ["a"], ["a"], ["a"]]
-    assert [len(plan.new_requests) for plan in plans] == [1, 0, 0, 0, 0]
-    harness.drain()
-
-
-def test_a_prompt_that_ends_with_its_chunk_samples_there() -> None:
-    harness = make_harness(budget=10)
-    harness.submit("a", make_prompt(0, 20), 1)
-    assert [harness.step().sampled_req_ids for _ in range(2)] == [[], ["a"]]
+@pytest.mark.parametrize(
+    ("depth", "budget", "prompt_len", "chunks", "num_decodes"),
+    [
+        (1, 10, 25, [10, 10, 5], 2),
+        (1, 10, 20, [10, 10], 0),  # the prompt ends with a whole chunk
+        (2, 4, 10, [4, 4, 2], 1),
+    ],
+)
+def test_prefill_is_chunked_and_only_the_last_chunk_samples(
+    depth: int, budget: int, prompt_len: int, chunks: list[int], num_decodes: int
+) -> None:
+    harness = make_harness(budget=budget, depth=depth)
+    harness.submit("a", make_prompt(0, prompt_len), 1 + num_decodes)
+    steps = chunks + [1] * num_decodes
+    plans = [harness.step() for _ in steps]
+    assert [plan.num_scheduled_tokens for plan in plans] == [{"a": n} for n in steps]
+    assert [plan.sampled_req_ids for plan in plans] == [[]] * (len(chunks) - 1) + [["a"]] * (1 + num_decodes)
+    assert [len(plan.new_requests) for plan in plans] == [1] + [0] * (len(steps) - 1)
     harness.drain()
 
 
@@ -255,61 +268,38 @@ def test_an_id_in_use_is_refused_and_may_be_used_again_later() -> None:
 # --- the end ------------------------------------------------------------------------------------------------
 
 
-def finish(params: SamplingParams, eos: frozenset[int], tokens: list[int]) -> tuple[Request, list[int], object]:
-    """Feed ``tokens`` to one request until it finishes. Return the request, the used tokens and the last output."""
-    scheduler = Scheduler(
-        SchedulerConfig(max_num_batched_tokens=8, max_num_seqs=2, max_model_len=64),
-        CacheConfig(block_size=4, num_blocks=16),
+@pytest.mark.parametrize(
+    ("params", "sampled", "num_taken", "finish_reason", "stop_reason"),
+    [
+        ({"max_tokens": 3}, [5, 6, 7, 8], 3, "length", None),
+        ({"max_tokens": 9}, [5, 9, 7], 2, "stop", None),
+        ({"max_tokens": 9}, [5, 8, 7], 2, "stop", None),
+        ({"max_tokens": 9, "stop_token_ids": (7,)}, [5, 6, 7], 3, "stop", 7),
+        # The end of sequence is the last token allowed.
+        ({"max_tokens": 2}, [5, 9], 2, "stop", None),
+        ({"max_tokens": 4, "ignore_eos": True}, [9, 9, 9, 9], 4, "length", None),
+        ({"max_tokens": 4, "ignore_eos": True, "stop_token_ids": (9,)}, [8, 9, 8], 2, "stop", 9),
+    ],
+)
+def test_the_token_that_ends_a_request(
+    params: dict[str, Any], sampled: list[int], num_taken: int, finish_reason: str, stop_reason: int | None
+) -> None:
+    scheduler = make_harness(budget=8, seqs=2, model_len=64, num_blocks=16).scheduler
+    request = Request(
+        "a", [1, 2], SamplingParams(**params), max_tokens=params["max_tokens"], eos_token_ids=frozenset({8, 9})
     )
-    assert params.max_tokens is not None
-    request = Request("a", [1, 2], params, max_tokens=params.max_tokens, eos_token_ids=eos)
     scheduler.add_request(request)
-    taken = []
-    for token_id in tokens:
-        plan = scheduler.schedule()
-        (output,) = scheduler.update(plan, ModelOutput([token_id]))
-        taken += output.token_ids
-        if output.finish_reason is not None:
-            assert not scheduler.has_requests
-            assert scheduler.blocks.num_used_blocks == 0
-            scheduler.check_integrity()
-            return request, taken, output
-    raise AssertionError("did not finish")
-
-
-def test_finish_by_max_tokens() -> None:
-    request, taken, output = finish(SamplingParams(max_tokens=3), frozenset({9}), [5, 6, 7, 8])
-    assert taken == [5, 6, 7]
-    assert (output.finish_reason, output.stop_reason) == ("length", None)
-    assert request.status is RequestStatus.FINISHED_LENGTH
-
-
-def test_finish_by_eos() -> None:
-    request, taken, output = finish(SamplingParams(max_tokens=9), frozenset({8, 9}), [5, 9, 7])
-    assert taken == [5, 9]
-    assert (output.finish_reason, output.stop_reason) == ("stop", None)
-    assert request.status is RequestStatus.FINISHED_STOPPED
-
-
-def test_finish_by_stop_token_names_it() -> None:
-    params = SamplingParams(max_tokens=9, stop_token_ids=(7,))
-    _, taken, output = finish(params, frozenset({9}), [5, 6, 7])
-    assert taken == [5, 6, 7]
-    assert (output.finish_reason, output.stop_reason) == ("stop", 7)
-
-
-def test_eos_on_the_last_token_allowed_is_a_stop() -> None:
-    _, _, output = finish(SamplingParams(max_tokens=2), frozenset({9}), [5, 9])
-    assert output.finish_reason == "stop"
-
-
-def test_ignore_eos_ignores_eos_but_not_stop_tokens() -> None:
-    params = SamplingParams(max_tokens=4, ignore_eos=True)
-    assert finish(params, frozenset({9}), [9, 9, 9, 9])[2].finish_reason == "length"
-    params = SamplingParams(max_tokens=4, ignore_eos=True, stop_token_ids=(9,))
-    _, taken, output = finish(params, frozenset({9}), [8, 9, 8])
-    assert taken == [8, 9]
-    assert (output.finish_reason, output.stop_reason) == ("stop", 9)
+    outputs = []
+    for token_id in sampled[:num_taken]:
+        assert scheduler.has_requests
+        outputs += scheduler.update(scheduler.schedule(), ModelOutput([token_id]))
+    assert [token_id for output in outputs for token_id in output.token_ids] == sampled[:num_taken]
+    assert [output.finish_reason for output in outputs] == [None] * (num_taken - 1) + [finish_reason]
+    assert outputs[-1].stop_reason == stop_reason
+    statuses = {"length": RequestStatus.FINISHED_LENGTH, "stop": RequestStatus.FINISHED_STOPPED}
+    assert request.status is statuses[finish_reason]
+    assert not scheduler.has_requests and scheduler.blocks.num_used_blocks == 0
+    scheduler.check_integrity()
 
 
 def test_a_runner_that_returns_too_few_tokens_is_an_error() -> None:
@@ -425,15 +415,6 @@ def test_a_request_that_only_waits_for_its_last_token_does_not_hold_up_later_one
     harness.drain()
 
 
-def test_pipelined_intermediate_chunks() -> None:
-    harness = make_harness(budget=4, depth=2)
-    harness.submit("a", make_prompt(0, 10), 2)
-    plans = [harness.step() for _ in range(4)]
-    assert [p.num_scheduled_tokens for p in plans] == [{"a": 4}, {"a": 4}, {"a": 2}, {"a": 1}]
-    assert [p.sampled_req_ids for p in plans] == [[], [], ["a"], ["a"]]
-    harness.drain()
-
-
 def test_a_stop_while_the_next_step_is_under_way_discards_its_token() -> None:
     harness = make_harness(depth=2)
     harness.submit("a", make_prompt(0, 5), 9, stop_after=1)
@@ -447,15 +428,21 @@ def test_a_stop_while_the_next_step_is_under_way_discards_its_token() -> None:
     harness.drain()
 
 
-def test_a_token_under_way_lands_on_a_preempted_request() -> None:
-    harness = make_harness(block_size=2, num_blocks=6, depth=2)
+def preempt_b_with_its_token_in_flight(max_tokens: int = 4, depth: int = 2) -> tuple[SchedulerHarness, Request]:
+    """Return a harness whose second step preempts request b while b's first token is in flight, and that request."""
+    harness = make_harness(block_size=2, num_blocks=6, depth=depth)
     harness.submit("a", make_prompt(0, 6), 6)
-    request = harness.submit("b", make_prompt(1, 5), 4)
+    request = harness.submit("b", make_prompt(1, 5), max_tokens)
     assert harness.schedule().sampled_req_ids == ["a", "b"]
     plan = harness.schedule()  # a needs a fourth block
     assert list(plan.num_scheduled_tokens) == ["a"]
     assert plan.dropped_req_ids == ["b"]
     assert (request.status, request.num_output_placeholders) == (RequestStatus.PREEMPTED, 1)
+    return harness, request
+
+
+def test_a_token_under_way_lands_on_a_preempted_request() -> None:
+    harness, request = preempt_b_with_its_token_in_flight()
     assert [o.request_id for o in harness.update()] == ["a", "b"]
     assert (request.num_output_tokens, request.num_output_placeholders) == (1, 0)
     harness.drain()
@@ -463,28 +450,17 @@ def test_a_token_under_way_lands_on_a_preempted_request() -> None:
 
 
 def test_a_preempted_request_does_not_resume_before_its_token_lands() -> None:
-    harness = make_harness(block_size=2, num_blocks=6, depth=3)
-    harness.submit("a", make_prompt(0, 6), 6)
-    request = harness.submit("b", make_prompt(1, 5), 4)
-    harness.schedule()
-    harness.schedule()
-    assert request.status is RequestStatus.PREEMPTED
+    harness, _ = preempt_b_with_its_token_in_flight(depth=3)
     harness.abort("a")  # b fits now, except for its last token
     assert harness.schedule().num_scheduled_tokens == {}
     harness.update()
-    plan = harness.schedule()
-    assert plan.num_scheduled_tokens == {"b": 6}
+    assert harness.schedule().num_scheduled_tokens == {"b": 6}
     harness.update()
     harness.drain()
 
 
 def test_a_preempted_request_may_finish_by_the_token_that_lands() -> None:
-    harness = make_harness(block_size=2, num_blocks=6, depth=2)
-    harness.submit("a", make_prompt(0, 6), 6)
-    request = harness.submit("b", make_prompt(1, 5), 1)
-    harness.schedule()
-    harness.schedule()
-    assert request.status is RequestStatus.PREEMPTED
+    harness, _ = preempt_b_with_its_token_in_flight(max_tokens=1)
     assert [o.finish_reason for o in harness.update()] == [None, "length"]
     assert list(harness.scheduler.requests) == ["a"]
     harness.drain()
@@ -515,51 +491,32 @@ def test_stats() -> None:
     assert (stats.num_used_blocks, stats.num_blocks) == (4, 64)
 
 
-def _lose_a_running(scheduler: Scheduler) -> None:
-    scheduler.running.popitem()
+CORRUPTIONS: dict[str, Callable[[Scheduler], object]] = {
+    "lose a running request": lambda scheduler: scheduler.running.popitem(),
+    "let requests wait and run": lambda scheduler: [
+        scheduler.admissions.waiting.push(request, is_long=False) for request in scheduler.running.values()
+    ],
+    "lose a waiting request": lambda scheduler: scheduler.admissions.waiting.remove("r2"),
+    "swap running requests": lambda scheduler: setattr(scheduler, "running", dict(reversed(scheduler.running.items()))),
+    "compute too far": lambda scheduler: setattr(scheduler.running["r0"], "num_computed_tokens", 105),
+    "free blocks of a running request": lambda scheduler: scheduler.blocks.free("r0"),
+}
 
 
-def _wait_and_run(scheduler: Scheduler) -> None:
-    for request in scheduler.running.values():
-        scheduler.admissions.waiting.push(request, is_long=False)
-
-
-def _lose_a_waiting(scheduler: Scheduler) -> None:
-    scheduler.admissions.waiting.remove(next(iter(scheduler.admissions.waiting)).request_id)
-
-
-def _swap_running(scheduler: Scheduler) -> None:
-    scheduler.running = dict(reversed(scheduler.running.items()))
-
-
-def _compute_too_far(scheduler: Scheduler) -> None:
-    next(iter(scheduler.running.values())).num_computed_tokens += 100
-
-
-def _free_under_a_running(scheduler: Scheduler) -> None:
-    scheduler.blocks.free(next(iter(scheduler.running)))
-
-
-@pytest.mark.parametrize(
-    "corrupt", [_lose_a_running, _wait_and_run, _lose_a_waiting, _swap_running, _compute_too_far, _free_under_a_running]
-)
-def test_check_integrity_notices(corrupt) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("corruption", CORRUPTIONS)
+def test_check_integrity_notices(corruption: str) -> None:
     harness = make_harness(seqs=2)
     for i in range(4):
         harness.submit(f"r{i}", make_prompt(i, 5), 4)
     harness.step()
     harness.scheduler.check_integrity()
-    corrupt(harness.scheduler)
+    CORRUPTIONS[corruption](harness.scheduler)
     with pytest.raises(AssertionError):
         harness.scheduler.check_integrity()
 
 
 def test_a_request_whose_token_is_needed_on_the_host_waits_for_it_and_holds_nobody_up() -> None:
-    harness = SchedulerHarness(
-        SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=100),
-        CacheConfig(block_size=4, num_blocks=50),
-        depth=2,
-    )
+    harness = make_harness(depth=2)
     harness.submit("ahead", make_prompt(0, 5), 6)
     harness.submit("held back", make_prompt(1, 5), 3, needs_token_on_host=True)
     harness.drain()
@@ -570,11 +527,7 @@ def test_a_request_whose_token_is_needed_on_the_host_waits_for_it_and_holds_nobo
 
 def test_cancelled_plans_are_computed_again_and_those_of_others_stay() -> None:
     """A step fails while the next step is planned. Its requests end, and the requests of the next step start over."""
-    harness = SchedulerHarness(
-        SchedulerConfig(max_num_batched_tokens=4, max_num_seqs=4, max_model_len=100),
-        CacheConfig(block_size=4, num_blocks=50),
-        depth=2,
-    )
+    harness = make_harness(budget=4, seqs=4, depth=2)
     harness.submit("first", make_prompt(0, 4), 1)
     harness.submit("second", make_prompt(1, 4), 5)
     harness.schedule()
@@ -590,11 +543,7 @@ def test_cancelled_plans_are_computed_again_and_those_of_others_stay() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_block_whose_last_token_may_be_computed_again_is_not_shared_yet(depth: int) -> None:
     """The fake runner detects a write to a block that two requests share."""
-    harness = SchedulerHarness(
-        SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=100),
-        CacheConfig(block_size=4, num_blocks=50, enable_prefix_caching=True),
-        depth=depth,
-    )
+    harness = make_harness(depth=depth, caching=True)
     harness.submit("late", make_prompt(0, 8), 6, needs_token_on_host=True)
     harness.runner.num_late = 3
     harness.step()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from metal_engine.pooling_params import POOLING_TYPES
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
@@ -224,64 +224,26 @@ _QUICK = settings(max_examples=30, stateful_step_count=30, deadline=None, suppre
 _FULL = settings(_QUICK, max_examples=250, stateful_step_count=80)
 
 
-class TestScheduler(SchedulerMachine.TestCase):
-    settings = _QUICK
+MACHINES = (
+    SchedulerMachine,
+    PipelinedSchedulerMachine,
+    RecurrentSchedulerMachine,
+    SpeculativeSchedulerMachine,
+    PipelinedSpeculativeSchedulerMachine,
+    RecurrentSpeculativeSchedulerMachine,
+)
 
 
-class TestPipelinedScheduler(PipelinedSchedulerMachine.TestCase):
-    settings = _QUICK
-
-
-class TestRecurrentScheduler(RecurrentSchedulerMachine.TestCase):
-    settings = _QUICK
-
-
-class TestSpeculativeScheduler(SpeculativeSchedulerMachine.TestCase):
-    settings = _QUICK
-
-
-class TestPipelinedSpeculativeScheduler(PipelinedSpeculativeSchedulerMachine.TestCase):
-    settings = _QUICK
-
-
-class TestRecurrentSpeculativeScheduler(RecurrentSpeculativeSchedulerMachine.TestCase):
-    settings = _QUICK
+@pytest.mark.parametrize("machine", MACHINES)
+def test_random_traffic(machine: type[SchedulerMachine]) -> None:
+    run_state_machine_as_test(machine, settings=_QUICK)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-class TestPipelinedSpeculativeSchedulerFull(PipelinedSpeculativeSchedulerMachine.TestCase):
-    settings = _FULL
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-class TestRecurrentSpeculativeSchedulerFull(RecurrentSpeculativeSchedulerMachine.TestCase):
-    settings = _FULL
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-class TestSpeculativeSchedulerFull(SpeculativeSchedulerMachine.TestCase):
-    settings = _FULL
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-class TestRecurrentSchedulerFull(RecurrentSchedulerMachine.TestCase):
-    settings = _FULL
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-class TestSchedulerFull(SchedulerMachine.TestCase):
-    settings = _FULL
-
-
-@pytest.mark.full
-@pytest.mark.timeout(3600)
-class TestPipelinedSchedulerFull(PipelinedSchedulerMachine.TestCase):
-    settings = _FULL
+@pytest.mark.parametrize("machine", MACHINES)
+def test_much_random_traffic(machine: type[SchedulerMachine]) -> None:
+    run_state_machine_as_test(machine, settings=_FULL)
 
 
 # --- the machine itself must notice -------------------------------------------------------------------------

@@ -24,8 +24,7 @@ def test_the_pool_holds_more(tmp_path: Path, kv_cache_dtype: str, bytes_of_64: i
     with LLM(str(model), kv_cache_dtype=kv_cache_dtype, **SMALL) as llm:
         (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
         assert len(output.token_ids) == 4
-        engine = llm._core
-        config = engine.config
+        config = llm.config
     num_heads = config.model.num_layers * 2 * 2  # two of K and two of V in each
     assert config.model.kv_bytes_per_token == num_heads * bytes_of_64
     assert config.cache.num_tokens == (1 << 20) // (16 * num_heads * bytes_of_64) * 16

@@ -99,32 +99,65 @@ def accepts(vocab: Vocabulary, trigger: CallTrigger, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting() and matcher.is_stopped()
 
 
+def called(vocab: Vocabulary, triggers: Sequence[CallTrigger], text: str) -> int:
+    """Return the number of marks in a text that begin calls. The grammars of all of them must allow the text there.
+
+    If a grammar refuses a special token, the text is written out.
+    """
+    num_marks = 0
+    while found := [(text.index(one.mark), -len(one.mark), i) for i, one in enumerate(triggers) if one.mark in text]:
+        at, length, i = min(found)
+        num_marks += 1
+        text = text[at - length :]
+        matcher = vocab.matcher(triggers[i].grammar)
+        written = b""
+        for token in vocab.tokens(text):
+            tokens = [token] if matcher.validate_tokens([token]) else list(vocab.text(token))
+            assert matcher.try_consume_tokens(tokens) == len(tokens), (written.decode(errors="replace"), text)
+            written += vocab.text(token)
+            if matcher.is_stopped():
+                break
+        assert matcher.is_accepting() and matcher.is_stopped(), text
+        text = text[len(written.decode()) :]
+    return num_marks
+
+
 def walk(
     rng: random.Random, vocab: Vocabulary, trigger: CallTrigger, closers: Sequence[str], num_free: int
 ) -> str | None:
-    """Return a random text that the trigger's grammar allows; None if it has no end within some thousand tokens.
+    """Return a random text that the trigger's grammar allows. The arguments are those of :func:`walk_tokens`."""
+    tokens = walk_tokens(rng, vocab, trigger, closers, num_free)
+    return None if tokens is None else b"".join(map(vocab.text, tokens)).decode()
+
+
+def walk_tokens(
+    rng: random.Random, vocab: Vocabulary, trigger: CallTrigger, closers: Sequence[str], num_free: int
+) -> list[int] | None:
+    """Return random tokens that the trigger's grammar allows; None if they have no end within some thousand tokens.
 
     Args:
         closers: texts that end values and calls in the format. They are preferred after ``num_free`` tokens.
         num_free: number of random tokens.
     """
     matcher = vocab.matcher(trigger.grammar)
-    written = b""
+    written, tokens = b"", []
     for step in range(4000):
         if matcher.is_stopped():
             assert matcher.is_accepting() and not matcher.is_error(), matcher.get_error()
-            return written.decode()
+            return tokens
         is_free = step < num_free
         if is_free and rng.random() < 0.15:
             snippet = list(rng.choice(SNIPPETS).encode())
             if matcher.validate_tokens(snippet) == len(snippet):
                 assert matcher.consume_tokens(snippet)
                 written += bytes(snippet)
+                tokens += snippet
                 continue
         allowed = vocab.allowed(matcher)
         token = _choose(rng, allowed, written, closers, is_free)
         assert matcher.consume_token(token), matcher.get_error()
         written += vocab.text(token)
+        tokens.append(token)
     return None
 
 

@@ -20,6 +20,7 @@ from metal_engine.lora.registry import AdapterRegistry
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.replay import DecodeReplay
 from metal_engine.settings.config import (
     CacheConfig,
     DeviceInfo,
@@ -97,6 +98,7 @@ def engine_for(
     ahead: bool = False,
     behind: bool = False,
     replay: bool = False,
+    trace_at: int = 1,
     caching: bool = False,
     connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
     fingerprint: str = "",
@@ -110,7 +112,7 @@ def engine_for(
     Args:
         ahead: plan and build each step while the previous step runs.
         behind: dispatch each step in two parts while the previous step runs, as on a GPU.
-        replay: replay decode steps as soon as their sizes are known.
+        replay: replay decode steps whose sizes have occurred ``trace_at`` times.
         caching: cache prefixes. Always on with a ``connector``.
         connector: scheduler half and runner half of a KV connector.
         fingerprint: root of the hashes of cached prefixes.
@@ -160,6 +162,7 @@ def engine_for(
         draft_model = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
     gpu_like = {"allow_queued_dispatch": True, "in_parts": True} if behind else {}
     runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model, **gpu_like)
-    if runner.replay is not None:
-        runner.replay._trace_at = 1
+    if replay:
+        sizes = {"padding_block": num_blocks, "max_num_seqs": max_num_seqs}
+        runner.replay = DecodeReplay(paged, attention, **sizes, trace_at=trace_at)
     return SteppedEngine(config, runner, tokenizer, scheduler_side, adapters)

@@ -23,7 +23,6 @@ from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.proposals import make_proposer
-from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import (
     UNKNOWN_DRAFT,
@@ -44,7 +43,7 @@ from tests.support.scheduling_checks import (
     was_passed_over,
     without_drafts,
 )
-from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes
+from tests.support.speculation import Drafter, FreeDrafts, KnownAheadTimes, KnownTimes, speculate
 
 # Large, so that a wrong token hardly ever equals the right token by chance.
 VOCAB_SIZE = 1 << 30
@@ -362,7 +361,7 @@ class Tracked:
         return self.finish_reason is None
 
 
-class SomeRightDrafts:
+class SomeRightDrafts(Drafter):
     """Drafter that proposes the right tokens up to a random position and wrong tokens after it."""
 
     def __init__(self, tracked: Mapping[str, Tracked], seed: int) -> None:
@@ -370,9 +369,6 @@ class SomeRightDrafts:
         self._random = random.Random(seed)
         self.known: set[str] = set()  # requests with stored state
         self.num_right = self.num_wrong = 0
-
-    def begin_step(self) -> None:
-        """Do nothing: drafts do not depend on the step."""
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         self.known.add(request.request_id)
@@ -386,9 +382,6 @@ class SomeRightDrafts:
         self.num_right += len(right)
         self.num_wrong += num_wrong
         return right + [self._random.randrange(VOCAB_SIZE) for _ in range(num_wrong)]
-
-    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Do nothing: results are not counted."""
 
     def forget(self, request_id: str) -> None:
         self.known.discard(request_id)
@@ -457,9 +450,7 @@ class SchedulerHarness:
             proposer = self.proposer or make_proposer(config.speculative)
             costs = FreeDrafts(may_probe=drafts % 2 == 0) if has_draft_model else None
             ahead = KnownAheadTimes((0.3, 0.6, 2.0)[drafts // 3 % 3])
-            self.scheduler.speculation = Speculation(
-                config, self.scheduler.blocks, proposer, times, costs, states=self.scheduler.states, async_times=ahead
-            )
+            speculate(self.scheduler, proposer, times, costs, async_times=ahead)
             self.runner.draft_model = SomeRightDraftModel(self.tracked, drafts) if has_draft_model else None
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from tests.support.speculation import draft_for_free
 from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import tiny_model
 
+MakeEngine = Callable[..., "KVEngine"]
+
 
 @dataclass
 class KVEngine:
@@ -43,6 +45,12 @@ class KVEngine:
         assert self.core.metrics.kv_transfer is not None
         return self.core.metrics.kv_transfer
 
+    def add(self, prompts: Sequence[list[int]], max_tokens: int = 6, *, options: RequestOptions | None = None) -> None:
+        """Submit each prompt as a request for greedy tokens. Its id is the prompt's index."""
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        for i, prompt in enumerate(prompts):
+            self.core.add_request(str(i), self.core.prepare(prompt, params), options)
+
     def run(
         self,
         prompts: Sequence[list[int]],
@@ -55,10 +63,8 @@ class KVEngine:
 
         All prompts run at once, and every step checks the scheduler's integrity.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         outputs: list[list[int]] = [[] for _ in prompts]
-        for i, prompt in enumerate(prompts):
-            self.core.add_request(str(i), self.core.prepare(prompt, params), options)
+        self.add(prompts, max_tokens, options=options)
         while self.core.has_requests:
             for output in self.core.step():
                 assert output.error is None, output.error
@@ -130,3 +136,26 @@ def kv_engine(
     if draft is not None:
         draft_for_free(core)
     return KVEngine(core, paged, transfer, layout)
+
+
+def hand_over(
+    producer: KVEngine,
+    consumer: KVEngine,
+    prompts: Sequence[list[int]],
+    after_step: Callable[[], object] = lambda: None,
+) -> list[list[int]]:
+    """Return the consumer's outputs. Its requests arrive while the producer still computes the prompts.
+
+    Calls ``after_step`` after each step of the consumer.
+    """
+    producer.add(prompts, 1, options=RequestOptions(do_remote_decode=True))
+    consumer.add(prompts, options=RequestOptions(do_remote_prefill=True))
+    outputs: list[list[int]] = [[] for _ in prompts]
+    while consumer.core.has_requests:
+        if producer.core.has_requests:
+            producer.core.step()
+        for output in consumer.core.step():
+            outputs[int(output.request_id)] += output.token_ids
+        after_step()
+        consumer.core.scheduler.check_integrity()
+    return outputs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -78,3 +80,18 @@ def run_with_fakes(
 
     made = asyncio.run(main())
     assert made.registry.shutdown(DEADLINE)
+
+
+def with_fakes(*args: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Decorate an async test. Its first argument becomes a registry as of :func:`run_with_fakes`; fixtures follow."""
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            run_with_fakes(lambda made: test(made, **fixtures), *args, **more)
+
+        signature = inspect.signature(test)
+        run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+        return run
+
+    return decorate

@@ -7,6 +7,7 @@ from typing import Any
 
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
+from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_lengths import StepTimes
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
@@ -61,7 +62,20 @@ class KnownAheadTimes(AsyncStepTimes):
         return self._step_seconds
 
 
-class KnownOutputs:
+class Drafter:
+    """Base of drafters whose drafts depend on no step and no result."""
+
+    def begin_step(self) -> None:
+        """Do nothing: drafts do not depend on the step."""
+
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Do nothing: results are not counted."""
+
+    def forget(self, request_id: str) -> None:
+        """Do nothing: no state of a request is stored."""
+
+
+class KnownOutputs(Drafter):
     """Drafter that proposes the known outputs of requests. Each draft is right with a given probability.
 
     Args:
@@ -76,9 +90,6 @@ class KnownOutputs:
         self._rightness = rightness
         self.num_right = self.num_wrong = 0
 
-    def begin_step(self) -> None:
-        """Do nothing: drafts do not depend on the step."""
-
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         output = self._outputs[tuple(request.token_ids[: request.num_prompt_tokens])]
         drafts = output[request.num_output_tokens : request.num_output_tokens + num_tokens]
@@ -89,12 +100,6 @@ class KnownOutputs:
             else:
                 self.num_right += 1
         return drafts
-
-    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Do nothing: results are not counted."""
-
-    def forget(self, request_id: str) -> None:
-        """Do nothing: no state of a request is stored."""
 
 
 class FreeDrafts(DraftCosts):
@@ -119,17 +124,35 @@ class FreeDrafts(DraftCosts):
         return self._may_try
 
 
+def speculate(
+    scheduler: Scheduler,
+    proposer: Proposer,
+    times: StepTimes | None = None,
+    costs: DraftCosts | None = None,
+    *,
+    async_times: AsyncStepTimes | None = None,
+) -> None:
+    """Replace the speculation of a scheduler. By default, draft rows are free."""
+    scheduler.speculation = Speculation(
+        scheduler.config,
+        scheduler.blocks,
+        proposer,
+        times or KnownTimes(),
+        costs,
+        states=scheduler.states,
+        async_times=async_times,
+    )
+
+
 def draft_for_free(engine: EngineCore, *, may_probe: bool = True) -> None:
     """Make an engine treat its draft model's forwards and rows as free.
 
     Asynchronously planned steps take 0.7 of the time of other steps.
     """
-    scheduler, config, ahead = engine.scheduler, engine.config.scheduler, KnownAheadTimes(0.7)
-    assert config.speculative is not None
-    proposer, costs = make_proposer(config.speculative), FreeDrafts(may_probe=may_probe)
-    scheduler.speculation = Speculation(
-        config, scheduler.blocks, proposer, KnownTimes(), costs, states=scheduler.states, async_times=ahead
-    )
+    speculative = engine.config.scheduler.speculative
+    assert speculative is not None
+    costs, ahead = FreeDrafts(may_probe=may_probe), KnownAheadTimes(0.7)
+    speculate(engine.scheduler, make_proposer(speculative), costs=costs, async_times=ahead)
 
 
 def propose_from(engine: EngineCore, proposer: Proposer) -> None:
@@ -137,7 +160,4 @@ def propose_from(engine: EngineCore, proposer: Proposer) -> None:
 
     Asynchronously planned steps take 0.7 of the time of other steps.
     """
-    scheduler, config, ahead = engine.scheduler, engine.config.scheduler, KnownAheadTimes(0.7)
-    scheduler.speculation = Speculation(
-        config, scheduler.blocks, proposer, KnownTimes(), states=scheduler.states, async_times=ahead
-    )
+    speculate(engine.scheduler, proposer, async_times=KnownAheadTimes(0.7))

@@ -20,6 +20,7 @@ from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
 from metal_engine.runner.draft_model import DraftModel
 from metal_engine.runner.model_runner import ModelRunner
+from metal_engine.runner.replay import DecodeReplay
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig
 from metal_engine.text.tokenizer import Tokenizer
@@ -89,8 +90,9 @@ def tiny_engine(
         draft_model = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
     gpu_like = {"allow_queued_dispatch": True, "in_parts": True} if behind else {}
     runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, draft_model, **gpu_like)
-    if runner.replay is not None:
-        runner.replay._trace_at = 1
+    if replay:
+        limits = {"padding_block": settings.cache.num_blocks, "max_num_seqs": settings.scheduler.max_num_seqs}
+        runner.replay = DecodeReplay(model, backend, **limits, trace_at=1)
     return SteppedEngine(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from metal_engine.server.openai.message_order import in_accepted_order
@@ -27,6 +29,11 @@ LEAVES_OUT = (
 SYSTEM_TO_FRONT = (
     "<|im_start|>system\n{% for m in messages if m.role == 'system' %}{{ m.content }}\n{% endfor %}<|im_end|>\n"
     "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+# As in gpt-oss's template.
+CONTENT_OR_THINKING = (
+    "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('not both') }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.thinking }}|{{ m.content }}<|im_end|>\n{% endfor %}"
 )
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + LEAVES_OUT
 
@@ -77,3 +84,23 @@ def test_a_template_is_tried_once() -> None:
     assert not tried
     assert not rules.takes_user_again and not rules.takes_user_again
     assert len(tried) == 1
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_content_before_calls_joins_the_reasoning_if_the_template_takes_only_one(name: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}}}
+    said = {"role": "assistant", "content": "Let me look.", name: "So."}
+
+    def rendered(template: str, message: dict[str, Any]) -> str:
+        tokenizer = tiny_tokenizer(template)
+        messages = [{"role": "user", "content": "hi"}, message]
+        return tokenizer.decode(tokenizer.apply_chat_template(messages)).partition("assistant\n")[2]
+
+    assert rendered(CONTENT_OR_THINKING, {**said, "tool_calls": [call]}).startswith("So.\n\nLet me look.|<|im_end|>")
+    assert rendered(CONTENT_OR_THINKING, said).startswith("So.|Let me look.<|im_end|>")
+    without = {"role": "assistant", "content": "Let me look.", "tool_calls": [call]}
+    assert rendered(CONTENT_OR_THINKING, without).startswith("|Let me look.<|im_end|>")
+    takes_both = CONTENT_OR_THINKING.replace("m.content and m.thinking", "false")
+    assert rendered(takes_both, {**said, "tool_calls": [call]}).startswith("So.|Let me look.<|im_end|>")
+    parts = [{"type": "text", "text": "Let me look."}]
+    assert "So.|" in rendered(takes_both, {**said, "content": parts, "tool_calls": [call]})

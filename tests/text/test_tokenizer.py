@@ -26,8 +26,12 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.Mon
     longest = max(tokenizer.hf_tokenizer.get_vocab(), key=len)
     assert len(limited.encode(longest * 101)) >= 100  # the text may just fit, so the engine counts its tokens
     monkeypatch.setattr("metal_engine.text.tokenizer.encode", None)  # must not be called
-    with pytest.raises(TextTooLongError, match="maximum context length"):
-        limited.encode(longest * 401)
+    size = len(longest * 401)
+    message = f"a prompt of {size} characters is longer than the maximum context length of the model ({{}} tokens)"
+    for refusing, context_length in ((limited, 100), (tokenizer.limited(100, 25), 25)):
+        with pytest.raises(TextTooLongError) as caught:
+            refusing.encode(longest * 401)
+        assert str(caught.value) == message.format(context_length)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from metal_engine.answers.chat_answers import ChatAnswers
+from metal_engine.answers.deltas import assemble
+from metal_engine.answers.tool_plan import plan_tools
+from metal_engine.checkpoints.answer_formats import find_answer_format
 from metal_engine.cli.launch_tools import RunningServer
 from metal_engine.runner import model_runner
 from metal_engine.sampling_params import SamplingParams
@@ -21,15 +25,17 @@ from tests.support.tiny_engine import run_all, tiny_engine
 from tools.agents import clients
 from tools.agents.__main__ import BEGIN, END, table, with_table
 from tools.agents.clients import AGENTS, environment
+from tools.agents.formats import FORMATS, Format
 from tools.agents.recorder import Exchange, read_exchanges, recording
 from tools.agents.report import Turn, TurnReport, read_log, report, row, summary
 from tools.agents.responses import received
-from tools.agents.script import TEMPLATE, next_output, note, parse_prompt, task
+from tools.agents.script import Output, next_output, note, parse_prompt, task
 from tools.agents.scripted_model import LoggedRequest, Script, read_script, scripted_sampling, write_checkpoint
 from tools.agents.soak import AgentReport
 from tools.fixtures.fake_engine import EOS, tiny_tokenizer
 
 FILE = "note.txt"
+HERMES, MISTRAL, HARMONY = FORMATS["hermes"], FORMATS["mistral"], FORMATS["harmony"]
 
 
 def tool(name: str, properties: dict[str, Any], *required: str) -> dict[str, Any]:
@@ -46,70 +52,129 @@ CODEX = [tool("shell", {"command": {"type": "array", "items": TEXT}}, "command")
 BOTH, ANSWER, RUN, READ = 4, 1, 2, 3  # turns
 
 
-def rendered(turn: int, tools: list[dict[str, Any]] | None, *more: dict[str, Any]) -> str:
+def rendered(
+    turn: int, tools: list[dict[str, Any]] | None, *more: dict[str, Any], answer_format: Format = HERMES
+) -> str:
     """Return the prompt of a turn, as the server renders it."""
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": task(turn, FILE)}, *more]
-    text = tiny_tokenizer(TEMPLATE).hf_tokenizer.apply_chat_template(
+    text = tiny_tokenizer(answer_format.template).hf_tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, tokenize=False
     )
     assert isinstance(text, str)
     return text
 
 
+def answered(output: Output, results: int, first: int = 0) -> list[dict[str, Any]]:
+    """Return the messages that an agent sends after an output: the answer, and as many results of calls."""
+    calls = [
+        {"id": f"functions.{name}:{i}", "type": "function", "function": {"name": name, "arguments": given}}
+        for i, (name, given) in enumerate(output.calls, first)
+    ]
+    said = {"role": "assistant", "content": output.content, "reasoning_content": output.reasoning}
+    found = f"ran-{(output.turn or 0) * 7} {note(output.turn or 0)}"
+    returned = [{"role": "tool", "tool_call_id": call["id"], "content": found} for call in calls[:results]]
+    return [said | ({"tool_calls": calls} if calls else {}), *returned]
+
+
 class TestScript:
-    def test_prompts_are_parsed(self) -> None:
-        prompt = parse_prompt(rendered(RUN, CLAUDE))
+    @pytest.mark.parametrize("answer_format", FORMATS.values(), ids=FORMATS)
+    def test_prompts_are_parsed(self, answer_format: Format) -> None:
+        prompt = parse_prompt(rendered(RUN, CLAUDE, answer_format=answer_format), answer_format)
         assert [one["name"] for one in prompt.tools] == ["Bash", "Read"]
-        assert [role for role, _ in prompt.messages] == ["system", "user"]
-        assert parse_prompt(rendered(RUN, None)).tools == []
+        assert [role for role, _ in prompt.messages if role != "other"] == ["user"]
+        assert parse_prompt(rendered(RUN, None, answer_format=answer_format), answer_format).tools == []
 
     def test_calls_have_the_names_and_parameters_of_the_request(self) -> None:
         command = "test 1 -lt 2 && echo 'é😀 <b>' \"ran-$((4 * 7))\""
         bash = ("Bash", {"command": command, "description": "soak", "mode": "fast"})
-        assert next_output(rendered(BOTH, CLAUDE)).calls == (bash, ("Read", {"file_path": FILE}))
-        (run, read) = next_output(rendered(BOTH, CODEX)).calls
+        assert next_output(rendered(BOTH, CLAUDE), HERMES).calls == (bash, ("Read", {"file_path": FILE}))
+        (run, read) = next_output(rendered(BOTH, CODEX), HERMES).calls
         assert run == ("shell", {"command": ["bash", "-c", command]})
         assert read == ("shell", {"command": ["bash", "-c", f"cat '{FILE}'"]})
         with pytest.raises(LookupError, match="no tool runs commands"):
-            next_output(rendered(RUN, [tool("Write", {"command": TEXT})]))
+            next_output(rendered(RUN, [tool("Write", {"command": TEXT})]), HERMES)
 
     @pytest.mark.parametrize("turn", [BOTH, RUN, READ, 10, 12])
-    def test_the_next_prompt_continues_prompt_and_output(self, turn: int) -> None:
-        prompt = rendered(turn, CLAUDE)
-        output = next_output(prompt)
-        calls = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in output.calls]
-        said = {"role": "assistant", "content": output.content, "tool_calls": calls}
-        said["reasoning_content"] = output.reasoning
-        results = [{"role": "tool", "content": f"ran-{turn * 7} {note(turn)}"} for _ in calls]
-        later = rendered(turn, CLAUDE, said, *results)
-        assert later.startswith(f"{prompt}{output.text}<|im_end|>\n")
-        assert next_output(later).content == f"Turn {turn} is done." and not next_output(later).calls
+    @pytest.mark.parametrize("name", ["hermes", "qwen3", "qwen3_coder", "glm", "kimi_k2"])
+    def test_the_next_prompt_continues_prompt_and_output(self, turn: int, name: str) -> None:
+        answer_format = FORMATS[name]
+        prompt = rendered(turn, CLAUDE, answer_format=answer_format)
+        output = next_output(prompt, answer_format)
+        later = rendered(turn, CLAUDE, *answered(output, len(output.calls)), answer_format=answer_format)
+        assert later.startswith(prompt + output.text + output.end)
+        last = next_output(later, answer_format)
+        assert last.content == f"Turn {turn} is done." and not last.calls
+
+    def test_mistral_drops_reasoning(self) -> None:
+        output = next_output(rendered(BOTH, CLAUDE, answer_format=MISTRAL), MISTRAL)
+        later = rendered(BOTH, CLAUDE, *answered(output, 2), answer_format=MISTRAL)
+        reasoning = f"[THINK]{output.reasoning}[/THINK]"
+        assert output.text.startswith(reasoning) and "[THINK]" not in later
+        assert output.text.removeprefix(reasoning) + output.end in later
+        assert next_output(later, MISTRAL).content == "Turn 4 is done."
+
+    def test_harmony_calls_one_tool_at_a_time(self) -> None:
+        messages: list[dict[str, Any]] = []
+        written = []
+        for _ in range(3):
+            output = next_output(rendered(BOTH, CLAUDE, *messages, answer_format=HARMONY), HARMONY)
+            written.append(output.calls)
+            said, *results = answered(output, 1)
+            # As the server renders messages with this template.
+            said = {**said, "content": "", "thinking": output.reasoning} if output.calls else said
+            messages += [said, *results]
+        assert [[name for name, _ in calls] for calls in written] == [["Bash"], ["Read"], []]
+        assert output.content == "Turn 4 is done." and output.end == "<|return|>"
+
+    @pytest.mark.parametrize("name", ["qwen3", "glm", "kimi_k2", "harmony"])
+    def test_reasoning_of_earlier_turns_is_left_out(self, name: str) -> None:
+        answer_format = FORMATS[name]
+        output = next_output(rendered(ANSWER, CLAUDE, answer_format=answer_format), answer_format)
+        question = {"role": "user", "content": task(5, FILE)}
+        assert output.reasoning in output.text
+        later = rendered(ANSWER, CLAUDE, *answered(output, 0), question, answer_format=answer_format)
+        assert output.content in later and output.reasoning not in later
 
     def test_a_missing_result_is_reported(self) -> None:
         said = {"role": "assistant", "content": "x"}
-        output = next_output(rendered(BOTH, CLAUDE, said, {"role": "tool", "content": "ran-28"}))
+        output = next_output(rendered(BOTH, CLAUDE, said, {"role": "tool", "content": "ran-28"}), HERMES)
         assert output.content == "Turn 4 lacks ['note-4-end']."
 
     def test_an_agent_may_quote_the_message(self) -> None:
         prompt = rendered(BOTH, CLAUDE).replace(task(BOTH, FILE), f'"{task(BOTH, FILE)}"')
-        later = f"<|im_start|>assistant\nx<|im_end|>\n<|im_start|>tool\nran-28 {note(BOTH)}<|im_end|>\n"
-        assert next_output(prompt.removesuffix("<|im_start|>assistant\n") + later).content == "Turn 4 is done."
+        more = f"x<|im_end|>\n<|im_start|>tool\nran-28 {note(BOTH)}<|im_end|>\n<|im_start|>assistant\n"
+        assert next_output(prompt + more, HERMES).content == "Turn 4 is done."
 
     def test_requests_without_a_task(self) -> None:
-        assert json.loads(next_output(rendered(ANSWER, None)).text) == {"title": "Soak"}
-        assert next_output("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n").turn is None
+        assert json.loads(next_output(rendered(ANSWER, None), HERMES).text) == {"title": "Soak"}
+        assert next_output("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", HERMES).turn is None
+
+
+@pytest.mark.parametrize("answer_format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("turn", [ANSWER, RUN, BOTH, 15])
+def test_the_engine_parses_what_the_script_writes(answer_format: Format, turn: int) -> None:
+    tokenizer = tiny_tokenizer(answer_format.template)
+    found = find_answer_format(tokenizer.hf_tokenizer, answer_format.tool_parser, answer_format.reasoning_parser)
+    prompt = rendered(turn, CLAUDE, answer_format=answer_format)
+    output = next_output(prompt, answer_format)
+    plan = plan_tools(CLAUDE, "auto", found, template_takes_tools=True, auto_tool_choice=True)
+    answers = ChatAnswers.for_prompt(found, plan, tokenizer.encode(prompt), tokenizer.decode)
+    answer = assemble(answers.reader(incremental=False).add(output.text + output.end, [], "stop"))
+    reasoning = (answer.reasoning or "").strip()
+    assert ((answer.content or "").removesuffix(output.end).strip(), reasoning) == (output.content, output.reasoning)
+    assert tuple((call.name, json.loads(call.arguments)) for call in answer.tool_calls) == output.calls
 
 
 def test_the_engine_generates_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = tiny_tokenizer(TEMPLATE)
+    tokenizer = tiny_tokenizer(HERMES.template)
     backend = tokenizer.hf_tokenizer.backend_tokenizer
-    script = Script(backend, EOS, tmp_path / "log.jsonl")
+    script = Script(backend, HERMES, tmp_path / "log.jsonl")
     monkeypatch.setattr(model_runner, "StepSampling", scripted_sampling(script))
     engine = tiny_engine(ahead=True, max_model_len=4096, num_blocks=1024, tokenizer=tokenizer)
     prompts = [backend.encode(rendered(turn, CODEX)).ids for turn in (RUN, ANSWER)]
     params = SamplingParams(max_tokens=1000, skip_special_tokens=False)
     texts = ["".join(one.text for one in outputs) for outputs in run_all(engine, [(p, params) for p in prompts])]
-    expected = [next_output(rendered(turn, CODEX)) for turn in (RUN, ANSWER)]
+    expected = [next_output(rendered(turn, CODEX), HERMES) for turn in (RUN, ANSWER)]
     assert texts == [one.text for one in expected]
     run_all(engine, [([*prompts[0], *backend.encode(texts[0]).ids, EOS], params)])
     *_, last = logged = read_log(tmp_path / "log.jsonl")
@@ -118,11 +183,16 @@ def test_the_engine_generates_the_script(tmp_path: Path, monkeypatch: pytest.Mon
     assert last.num_known_tokens - last.num_cached_tokens <= 8 and not last.was
 
 
-def test_checkpoint(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "model", tiny_tokenizer().hf_tokenizer)
-    script = read_script(folder, tmp_path / "log.jsonl")
-    assert script.tokenizer.encode("<tool_call>").ids == [EOS + 1]
-    assert script.tokenizer.decode([script.eos_token_id], skip_special_tokens=False) == "<|im_end|>"
+@pytest.mark.parametrize("answer_format", FORMATS.values(), ids=FORMATS)
+def test_checkpoint(tmp_path: Path, answer_format: Format) -> None:
+    folder = write_checkpoint(tmp_path / "model", tiny_tokenizer().hf_tokenizer, answer_format)
+    tokenizer = read_script(folder, tmp_path / "log.jsonl", answer_format).tokenizer
+    added = tokenizer.get_added_tokens_decoder()
+    for mark in (*answer_format.special, *answer_format.added):
+        (token_id,) = tokenizer.encode(mark).ids
+        assert added[token_id].special == (mark in answer_format.special)
+    ends = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    assert tokenizer.decode(ends, skip_special_tokens=False) == answer_format.end + answer_format.call_end
 
 
 # --- responses and reports ------------------------------------------------------------------------------------
@@ -225,7 +295,10 @@ def test_a_turn_without_problems() -> None:
     title = exchange("/v1/messages", stream({"type": "message_start", "message": {"usage": {"input_tokens": 5}}}))
     other_turn = replace(LOGGED, time=2.5)
     found = report(
-        TURN, [LOGGED, replace(LOGGED, turn=None, content="", calls=(), reasoning=""), other_turn], [RECORDED[0], title]
+        TURN,
+        [LOGGED, replace(LOGGED, turn=None, content="", calls=(), reasoning=""), other_turn],
+        [RECORDED[0], title],
+        HERMES.marks,
     )
     assert found.problems == []
     assert (found.num_requests, found.num_calls, found.num_prompt_tokens) == (2, 1, 1000)
@@ -249,22 +322,23 @@ def test_a_turn_without_problems() -> None:
     ],
 )
 def test_problems(changes: dict[str, Any], response: str, problem: str) -> None:
-    found = report(TURN, [replace(LOGGED, **changes)], [exchange("/v1/chat/completions", response)])
+    found = report(TURN, [replace(LOGGED, **changes)], [exchange("/v1/chat/completions", response)], HERMES.marks)
     assert any(problem in one for one in found.problems), found.problems
 
 
 def test_problems_of_the_agent() -> None:
     turn = Turn(2, 1.0, 2.0, "no", "exit status 1: x")
     missing = Exchange(1.5, "GET", "/v1/other", "", 404, "no")
-    found = report(turn, [], [missing])
+    found = report(turn, [], [missing], HERMES.marks)
     assert found.errors[0] == "exit status 1: x" and "did not print 'Turn 2 is done.'" in found.errors[1]
     assert found.errors[2] == "GET /v1/other: status 404: no"
 
 
 def test_changed_prefixes() -> None:
     changed = replace(LOGGED, num_earlier_tokens=900, was="a", now="b")
-    found = report(TURN, [changed, replace(changed, num_known_tokens=5)], [])
+    found = report(replace(TURN, number=2), [changed], [], HERMES.marks)
     assert (found.num_changed_tokens, found.changes) == (10, [("a", "b")])
+    assert not report(TURN, [changed], [], HERMES.marks).changes  # another conversation
 
 
 def test_table() -> None:

@@ -2,6 +2,7 @@
 
     python -m tools.agents soak --turns 40                 # every agent
     python -m tools.agents soak --turns 8 --agent codex    # one agent
+    python -m tools.agents soak --turns 12 --format glm    # another format of calls and reasoning
     python -m tools.agents soak --turns 40 --write         # and put the table into docs/connect.md
 
 The agents are installed from npm into the cache folder. In each turn, the model answers with text, or with calls of the
@@ -27,6 +28,7 @@ import tempfile
 from pathlib import Path
 
 from tools.agents.clients import AGENTS
+from tools.agents.formats import FORMATS
 from tools.agents.report import SUMMARY_HEADER
 from tools.agents.soak import ROOT, AgentReport, scripted_server, soak
 
@@ -53,14 +55,23 @@ def main() -> int:
     command = parser.add_subparsers(required=True).add_parser("soak", help="run agents for a number of turns")
     command.add_argument("--turns", type=int, default=40, help="turns of each agent's conversation (default: 40)")
     command.add_argument("--agent", action="append", choices=AGENTS, help="agent to run; repeatable (default: all)")
+    command.add_argument(
+        "--format", choices=FORMATS, default="hermes", help="format of calls and reasoning (default: hermes)"
+    )
     command.add_argument("--folder", type=Path, help="new folder for files and logs (default: a temporary one)")
     command.add_argument("--write", action="store_true", help="put the table into docs/connect.md")
     args = parser.parse_args()
+    if args.write and args.format != "hermes":
+        parser.error("--write is for the format hermes")
     folder = args.folder or Path(tempfile.mkdtemp(prefix="agents-"))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # stops the server too
     print(f"logs: {folder}", file=sys.stderr, flush=True)
-    with scripted_server(folder.resolve()) as (url, log):
-        found = [soak(AGENTS[name], args.turns, url, log, folder.resolve() / name) for name in args.agent or AGENTS]
+    answer_format = FORMATS[args.format]
+    with scripted_server(answer_format, folder.resolve()) as (url, log):
+        found = [
+            soak(AGENTS[name], answer_format, args.turns, url, log, folder.resolve() / name)
+            for name in args.agent or AGENTS
+        ]
     print(f"\n{table(found)}")
     if args.write:
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table(found)), encoding="utf-8")

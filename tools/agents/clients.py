@@ -111,7 +111,7 @@ def _continue(server: RunningServer, home: Path) -> dict[str, str]:
         "apiBase": f"{server.url}/v1",
         "apiKey": server.api_key,
         "roles": ["chat", "edit", "apply"],
-        "defaultCompletionOptions": {"contextLength": server.max_model_len, "maxTokens": 4096},
+        "defaultCompletionOptions": {"contextLength": server.max_model_len, "maxTokens": server.max_output_tokens},
     }
     # JSON is valid YAML.
     config = {"name": "local", "version": "0.0.1", "schema": "v1", "models": [model]}

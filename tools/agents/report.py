@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tools.agents.formats import Call
 from tools.agents.recorder import Exchange
 from tools.agents.responses import Received, is_generation, received
-from tools.agents.script import MARKS, Call, done
+from tools.agents.script import done
 from tools.agents.scripted_model import LoggedRequest
 
 # Maximum number of known tokens at the end of a prefix that the cache lacks: only full blocks are cached.
@@ -87,13 +88,16 @@ def read_log(path: Path) -> list[LoggedRequest]:
     return [LoggedRequest(**{**line, "calls": tuple((name, given) for name, given in line["calls"])}) for line in lines]
 
 
-def report(turn: Turn, logged: Iterable[LoggedRequest], exchanges: Iterable[Exchange]) -> TurnReport:
+def report(
+    turn: Turn, logged: Iterable[LoggedRequest], exchanges: Iterable[Exchange], marks: Sequence[str]
+) -> TurnReport:
     """Return the figures of a turn.
 
     Args:
         turn: the turn.
         logged: log of the scripted model. Requests of other turns are skipped.
         exchanges: recorded exchanges. Exchanges of other turns are skipped.
+        marks: marks of the format. No text for the user may contain them.
     """
     found = TurnReport(turn.number)
     if turn.problem is not None:
@@ -112,7 +116,7 @@ def report(turn: Turn, logged: Iterable[LoggedRequest], exchanges: Iterable[Exch
     found.num_requests = len(responses)
     found.errors += [one.error for one in responses if one.error is not None]
     found.lost_calls = _lost_calls(logged, responses)
-    found.leaks = _leaks(logged, responses)
+    found.leaks = _leaks(logged, responses, marks)
     return found
 
 
@@ -123,7 +127,7 @@ def _add_tokens(found: TurnReport, one: LoggedRequest) -> None:
     found.num_cached_tokens += one.num_cached_tokens
     missed = one.num_known_tokens - one.num_cached_tokens
     found.num_missed_tokens += missed if missed > _BLOCK_SIZE else 0
-    if one.was and one.num_known_tokens > _BLOCK_SIZE:  # not the first request of a conversation
+    if one.was and found.number > 1:  # the first turn begins a conversation
         found.num_changed_tokens += one.num_earlier_tokens - one.num_known_tokens
         found.changes.append((one.was, one.now))
 
@@ -149,9 +153,9 @@ def _as_text(call: Call) -> str:
     return json.dumps(call, sort_keys=True, ensure_ascii=False)
 
 
-def _leaks(logged: Sequence[LoggedRequest], responses: Sequence[Received]) -> list[str]:
+def _leaks(logged: Sequence[LoggedRequest], responses: Sequence[Received], marks: Sequence[str]) -> list[str]:
     texts = [text for one in responses for text in (one.text, one.reasoning)]
-    marked = [f"leak: {text[:200]!r}" for text in texts if any(mark in text for mark in MARKS)]
+    marked = [f"leak: {text[:200]!r}" for text in texts if any(mark in text for mark in marks)]
     written = Counter(text.strip() for one in logged for text in (one.content, one.reasoning))
     shown = Counter(text.strip() for one in responses if one.error is None for text in (one.text, one.reasoning))
     return marked + [f"text differs: {text[:200]!r}" for text in (shown - written).elements() if text]

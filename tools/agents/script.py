@@ -1,8 +1,7 @@
 """The scripted model: reads a prompt and returns the text that the model generates, tool calls included.
 
-The prompts are rendered with :data:`TEMPLATE`, and calls are written in Hermes' format. The names and the parameters of
-the tools are taken from the prompt, because each agent has its own tools. The user's message says what to do, see
-:func:`task`.
+Prompts and texts have one of the formats of :mod:`tools.agents.formats`. The names and the parameters of the tools are
+taken from the prompt, because each agent has its own tools. The user's message says what to do, see :func:`task`.
 """
 
 from __future__ import annotations
@@ -11,42 +10,14 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-# Fields of the calls in the prompt have the order and the spaces of `json.dumps`, as in the model's text.
-TEMPLATE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
-    {{- '# Tools\\n\\n<tools>\\n' }}
-    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
-    {{- '</tools><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- if not loop.first or message.role != 'system' %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' and message.reasoning_content %}
-        {{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
-    {%- endif %}
-    {{- message.content or '' }}
-    {%- for call in message.tool_calls or [] %}
-        {%- if not loop.first or message.content %}{{- '\\n' }}{%- endif %}
-        {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
-        {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
-    {%- endfor %}
-    {{- '<|im_end|>\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
-MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|im_start|>", "<|im_end|>")
+from tools.agents.formats import Answer, Call, Format
 
 Tool = dict[str, Any]
-Call = tuple[str, dict[str, Any]]
 
-_MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
+_TOOLS = "# Tools\n\n<tools>\n"
 _TASK = re.compile(
     r"Turn (\d+): (answer|run|read|both)\. Command: `([^`]*)` File: `([^`]*)` Look for: ([\w-]+) ([\w-]+)"
 )
@@ -80,7 +51,8 @@ class Output:
     """Text that the model generates, and its parts as a client must receive them.
 
     Attributes:
-        text: text, marks included.
+        text: text, marks included, without the mark at its end.
+        end: mark at its end.
         content: text for the user.
         calls: names and arguments of the tool calls.
         turn: number of the turn; None for a request outside the turns, for example for a title.
@@ -88,6 +60,7 @@ class Output:
     """
 
     text: str
+    end: str
     content: str
     calls: tuple[Call, ...] = ()
     turn: int | None = None
@@ -96,52 +69,63 @@ class Output:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered prompt, parsed: the tools, and the role and the content of each message."""
+    """A rendered prompt, parsed: the tools, and the role and the text of each message.
+
+    The roles are user, assistant, tool and other. The text of a message goes up to the next message.
+    """
 
     tools: list[Tool]
     messages: list[tuple[str, str]]
 
 
-def parse_prompt(text: str) -> Prompt:
-    """Parse a prompt that was rendered with :data:`TEMPLATE`. The start of the output is not a message."""
-    messages = [(match[1], match[2]) for match in _MESSAGE.finditer(text)]
+def parse_prompt(text: str, answer_format: Format) -> Prompt:
+    """Parse a prompt that was rendered with the template of a format. The start of the output is not a message."""
+    heads = list(answer_format.heads.finditer(text))
+    messages = [(head.lastgroup or "", text[head.end() : following.start()]) for head, following in pairwise(heads)]
     tools: list[Tool] = []
-    if messages and messages[0][0] == "system" and messages[0][1].endswith("\n</tools>"):
-        listed = messages[0][1].rpartition("# Tools\n\n<tools>\n")[2].removesuffix("\n</tools>")
+    first = next((head.start() for head in heads if head.lastgroup == "user"), 0)
+    _, mark, listed = text[:first].rpartition(_TOOLS)
+    if mark:
+        listed = listed.rpartition("\n</tools>")[0]
         tools = [json.loads(line)["function"] for line in listed.splitlines()]
     return Prompt(tools, messages)
 
 
-def next_output(text: str) -> Output:
+def next_output(text: str, answer_format: Format) -> Output:
     """Return what the model generates after a prompt."""
-    prompt = parse_prompt(text)
+    prompt = parse_prompt(text, answer_format)
     at, found = _last_task(prompt.messages)
     if found is None or not prompt.tools:
-        return Output(_OTHER, _OTHER)
+        return _output(answer_format, Answer(_OTHER), None)
     turn, kind, command, file, *wanted = found.groups()
+    number = int(turn)
     later = prompt.messages[at + 1 :]
-    if kind == "answer" or any(role == "assistant" for role, _ in later):
-        results = "".join(content for role, content in later if role == "tool")
-        expected = {"answer": [], "run": wanted[:1], "read": wanted[1:], "both": wanted}[kind]
-        missing = [one for one in expected if one not in results]
-        content = f"Turn {turn} lacks {missing}." if missing else done(int(turn))
-        return _output(content, (), int(turn), content)
     calls = []
     if kind in ("run", "both"):
         calls.append(run_call(prompt.tools, command))
     if kind in ("read", "both"):
         calls.append(read_call(prompt.tools, file))
-    content = "" if int(turn) % 3 == 0 else "Let me look: 1 < 2."
-    written = [f"<tool_call>\n{json.dumps(_as_json(call), ensure_ascii=False)}\n</tool_call>" for call in calls]
-    return _output(content, tuple(calls), int(turn), "\n".join([content] * bool(content) + written))
+    if answer_format.is_parallel:
+        calls = [] if any(role == "assistant" for role, _ in later) else calls
+    else:
+        calls = calls[sum(role == "tool" for role, _ in later) :][:1]
+    if calls:
+        content = "" if number % 3 == 0 else "Let me look: 1 < 2."
+    else:
+        expected = {"answer": [], "run": wanted[:1], "read": wanted[1:], "both": wanted}[kind]
+        results = "".join(text for role, text in later if role == "tool")
+        missing = [one for one in expected if one not in results]
+        content = f"Turn {turn} lacks {missing}." if missing else done(number)
+    every = answer_format.reasons_every
+    reasoning = f"Turn {turn}: <tool> {len(calls)}" if every and number % every == 0 else ""
+    num_earlier_calls = sum(role == "tool" for role, _ in prompt.messages)
+    return _output(answer_format, Answer(content, tuple(calls), reasoning, num_earlier_calls), number)
 
 
-def _output(content: str, calls: tuple[Call, ...], turn: int, text: str) -> Output:
-    """Return the output of a turn's request. In every fifth turn, it begins with reasoning."""
-    if turn % 5:
-        return Output(text, content, calls, turn)
-    reasoning = f"Turn {turn}: <tool> {len(calls)}"
-    return Output(f"<think>\n{reasoning}\n</think>\n\n{text}", content, calls, turn, reasoning)
+def _output(answer_format: Format, answer: Answer, turn: int | None) -> Output:
+    end = answer_format.call_end if answer.calls else answer_format.end
+    text = answer_format.written(answer)
+    return Output(text, end, answer.content, answer.calls, turn, answer.reasoning)
 
 
 def _last_task(messages: Sequence[tuple[str, str]]) -> tuple[int, re.Match[str] | None]:
@@ -150,10 +134,6 @@ def _last_task(messages: Sequence[tuple[str, str]]) -> tuple[int, re.Match[str] 
         if role == "user" and (found := list(_TASK.finditer(content))):
             return at, found[-1]
     return 0, None
-
-
-def _as_json(call: Call) -> dict[str, Any]:
-    return {"name": call[0], "arguments": call[1]}
 
 
 def run_call(tools: Sequence[Tool], command: str) -> Call:

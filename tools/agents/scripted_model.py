@@ -1,6 +1,6 @@
 """Serves the scripted model: the real server and engine on a tiny model whose logits follow the script.
 
-    python -m tools.agents.scripted_model FOLDER LOG [arguments of `metal-engine serve`]
+    python -m tools.agents.scripted_model FORMAT FOLDER LOG [arguments of `metal-engine serve`]
 
 Prompts, KV cache, grammar masks and sampling are computed as with any other model. Before sampling, a large number is
 added to the logit of the script's next token. If a mask excludes this token, the output differs from the script.
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from tools.agents.script import MARKS, TEMPLATE, Call, next_output
+from tools.agents.formats import FORMATS, Call, Format
+from tools.agents.script import next_output
 from tools.fixtures.hf_checkpoints import CONFIGS, write_hf
 
 if TYPE_CHECKING:
@@ -73,12 +74,12 @@ class Script:
 
     Attributes:
         tokenizer: the model's tokenizer.
-        eos_token_id: token that ends an output.
+        answer_format: format of prompts and outputs.
         log: file to which a line of JSON is written for each request.
     """
 
     tokenizer: Tokenizer
-    eos_token_id: int
+    answer_format: Format
     log: Path
     _outputs: dict[str, list[int]] = field(default_factory=dict)
     _earlier: list[np.ndarray] = field(default_factory=list)
@@ -88,8 +89,9 @@ class Script:
         if new.request_id in self._outputs:
             return
         prompt = np.array(new.token_ids[: new.num_prompt_tokens], np.int32)
-        output = next_output(self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False))
-        tokens = [*self.tokenizer.encode(output.text, add_special_tokens=False).ids, self.eos_token_id]
+        text = self.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
+        output = next_output(text, self.answer_format)
+        tokens = self.tokenizer.encode(output.text + output.end, add_special_tokens=False).ids
         self._outputs[new.request_id] = tokens
         num_known, earlier = self._common_prefix(prompt)
         diverges = num_known < len(earlier)
@@ -157,10 +159,12 @@ def scripted_sampling(script: Script) -> type[StepSampling]:
     return ScriptedSampling
 
 
-def write_checkpoint(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """Write a tiny model with random weights, the given tokenizer and the script's chat template."""
-    tokenizer.add_tokens([mark for mark in MARKS if mark not in tokenizer.get_vocab()])
-    tokenizer.chat_template = TEMPLATE
+def write_checkpoint(folder: Path, tokenizer: PreTrainedTokenizerFast, answer_format: Format) -> Path:
+    """Write a tiny model with random weights, the given tokenizer, and the marks and the template of a format."""
+    known = tokenizer.get_vocab()
+    for marks, special in ((answer_format.special, True), (answer_format.added, False)):
+        tokenizer.add_tokens([mark for mark in marks if mark not in known], special_tokens=special)
+    tokenizer.chat_template = answer_format.template
     tokenizer.save_pretrained(folder)
     config = {
         **CONFIGS["llama"],
@@ -171,27 +175,27 @@ def write_checkpoint(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
         "num_key_value_heads": 1,
         "max_position_embeddings": _MAX_MODEL_LEN,
         "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "eos_token_id": tokenizer.convert_tokens_to_ids([answer_format.end, answer_format.call_end]),
         "torch_dtype": "float32",
     }
     return write_hf(folder, config)
 
 
-def read_script(folder: Path, log: Path) -> Script:
+def read_script(folder: Path, log: Path, answer_format: Format) -> Script:
     """Return the script for a checkpoint of :func:`write_checkpoint`."""
-    config = json.loads((folder / "config.json").read_text())
-    return Script(Tokenizer.from_file(str(folder / "tokenizer.json")), config["eos_token_id"], log)
+    return Script(Tokenizer.from_file(str(folder / "tokenizer.json")), answer_format, log)
 
 
 def main() -> None:
     from metal_engine.cli.main import app
     from metal_engine.device.blas.load import load_optimized_blas
 
-    folder, log, *arguments = sys.argv[1:]
+    name, folder, log, *arguments = sys.argv[1:]
     load_optimized_blas()  # before the import below, which loads MLX
     from metal_engine.runner import model_runner
 
-    model_runner.StepSampling = scripted_sampling(read_script(Path(folder), Path(log)))  # type: ignore[misc]
+    script = read_script(Path(folder), Path(log), FORMATS[name])
+    model_runner.StepSampling = scripted_sampling(script)  # type: ignore[misc]
     app(["serve", folder, *arguments])
 
 

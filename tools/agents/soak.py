@@ -15,6 +15,7 @@ from metal_engine.checkpoints.demo import fetch_demo_model
 from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from metal_engine.cli.launch_tools import RunningServer
 from tools.agents.clients import Agent, environment, install, version_of
+from tools.agents.formats import Format
 from tools.agents.recorder import read_exchanges, recording
 from tools.agents.report import HEADER, Turn, TurnReport, read_log, report, row, summary
 from tools.agents.script import note, task
@@ -50,14 +51,14 @@ class AgentReport:
 
 
 @contextmanager
-def scripted_server(folder: Path) -> Iterator[tuple[str, Path]]:
+def scripted_server(answer_format: Format, folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield the URL of a server with the scripted model, and the path of the model's log."""
-    model = write_checkpoint(folder / "model", load_gguf_tokenizer(fetch_demo_model()))
+    model = write_checkpoint(folder / "model", load_gguf_tokenizer(fetch_demo_model()), answer_format)
     log, port = folder / "requests.jsonl", free_port()
-    command = [sys.executable, "-P", "-m", "tools.agents.scripted_model", str(model), str(log)]
+    command = [sys.executable, "-P", "-m", "tools.agents.scripted_model", answer_format.name, str(model), str(log)]
     command += ["--port", str(port), "--served-model-name", _MODEL, "--kv-cache-memory-bytes", "512MiB"]
-    command += ["--max-model-len", str(_MAX_MODEL_LEN), "--tool-call-parser", "json_tools"]
-    command += ["--reasoning-parser", "think"]
+    command += ["--max-model-len", str(_MAX_MODEL_LEN), "--tool-call-parser", answer_format.tool_parser]
+    command += ["--reasoning-parser", answer_format.reasoning_parser]
     output = folder / "server.log"
     url = f"http://127.0.0.1:{port}"
     with output.open("wb") as file:
@@ -75,7 +76,7 @@ def scripted_server(folder: Path) -> Iterator[tuple[str, Path]]:
         stop(process)
 
 
-def soak(agent: Agent, num_turns: int, url: str, log: Path, folder: Path) -> AgentReport:
+def soak(agent: Agent, answer_format: Format, num_turns: int, url: str, log: Path, folder: Path) -> AgentReport:
     """Run an agent for a number of turns of one conversation. Prints a row for each turn.
 
     Args:
@@ -90,14 +91,14 @@ def soak(agent: Agent, num_turns: int, url: str, log: Path, folder: Path) -> Age
     folder.mkdir(parents=True)
     work = folder / "work"
     work.mkdir()
-    print(f"\n{agent.title} {version_of(agent)}\n\n{HEADER}", flush=True)
+    print(f"\n{agent.title} {version_of(agent)}, {answer_format.name}\n\n{HEADER}", flush=True)
     reports, exchanges = [], folder / "exchanges.jsonl"
     with recording(url, exchanges) as recorded:
         server = RunningServer(recorded, "none", _MODEL, _MAX_MODEL_LEN)
         env = environment(agent, server, folder / "home")
         for number in range(1, num_turns + 1):
             turn = _run(agent, server, number, work, env)
-            reports.append(report(turn, read_log(log), read_exchanges(exchanges)))
+            reports.append(report(turn, read_log(log), read_exchanges(exchanges), answer_format.marks))
             print(row(reports[-1]), flush=True)
             for problem in reports[-1].problems:
                 print(f"  {problem}", file=sys.stderr, flush=True)

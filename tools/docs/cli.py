@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from metal_engine.bench.args import BenchLatencyArgs, BenchServeArgs, BenchThroughputArgs
-from metal_engine.cli.options import help_text
+from metal_engine.cli.options import default_text, help_text
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.fields import Listing, Setting, settings_of
@@ -19,19 +19,19 @@ def table(cls: type, same_as: type | None = None, command: str = "") -> str:
     """Return a dataclass's settings as Markdown, below their headings if they have any.
 
     Settings that are the same in the dataclass ``same_as`` share one row, which refers to its command. The page
-    explains bold flags and rows of settings without a flag above its tables.
+    explains bold flags, defaults in parentheses, and rows of settings without a flag above its tables.
     """
     rows = ["| flag | |", "| --- | --- |"]
     known = [] if same_as is None else [(_names(one), help_text(one)) for one in settings_of(same_as)]
-    shared = [_names(one) for one in settings_of(cls) if (_names(one), help_text(one)) in known]
+    shared = [one for one in settings_of(cls) if (_names(one), help_text(one)) in known]
     groups: dict[str, list[Setting]] = {}
     for one in settings_of(cls):
-        if _names(one) not in shared:
+        if one not in shared:
             groups.setdefault(one.group, []).append(one)
-    rows += [f"| {', '.join(shared)} | As for `{command}`. |"] if shared else []
+    rows += [f"| {', '.join(f'`{one.flag}`' for one in shared)} | As for `{command}`. |"] if shared else []
     for heading, settings in groups.items():
         rows += [f"| **{heading}** | |"] if heading else []
-        rows += [f"| {_marked(one, cls)} | {help_text(one).replace('|', chr(92) + '|')} |" for one in settings]
+        rows += [f"| {_marked(one, cls)} | {one.help.replace('|', chr(92) + '|')} |" for one in settings]
     return "\n".join(rows)
 
 
@@ -44,9 +44,14 @@ def _names(one: Setting) -> str:
 
 
 def _marked(one: Setting, cls: type) -> str:
-    """Return a setting's names, in bold if ``--help`` lists the setting and omits other settings of ``cls``."""
+    """Return a setting's names, with its default in parentheses.
+
+    The names are in bold if ``--help`` lists the setting and omits other settings of ``cls``.
+    """
     is_bold = one.listing is Listing.HELP and any(other.listing is Listing.HELP_ALL for other in settings_of(cls))
-    return f"**{_names(one)}**" if is_bold else _names(one)
+    names = f"**{_names(one)}**" if is_bold else _names(one)
+    default = default_text(one)
+    return f"{names} ({default})" if default else names
 
 
 def tables() -> dict[str, str]:

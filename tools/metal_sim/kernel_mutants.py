@@ -39,7 +39,8 @@ MUTANTS = (
     Mutant(ITEM, "last_position - window + 1)", "last_position - window)"),
     Mutant(ITEM, "min(key_end, first_position + 1)", "min(key_end, last_position + 1)"),
     Mutant(ITEM, "min(key_end, first_position + 1)", "min(key_end, first_position + 2)"),
-    Mutant(ITEM, "min(key_end, first_position + 1)", "first_position + 1"),
+    Mutant(ITEM, "min(key_end, first_position + 1)", "first_position + 1",
+           equivalent="a split has whole stages, or it ends with the keys of the last row"),
     Mutant(ITEM, "numbers[0] * LOG2E;", "numbers[0];"),
     Mutant(ITEM, "numbers[1] * LOG2E;", "numbers[1];"),
     Mutant(ITEM, "(lane >> 1) & 3", "(lane >> 2) & 3"),
@@ -303,7 +304,8 @@ CASES = (
     ),
     # A position part that does not fill its chunk.
     MutantCase([(1, 77), (3, 33)], 12, 1, head_dim=44, v_head_dim=32, is_latent=True),
-    # Tiles that begin inside one token and end inside another, at the edge of the window.
+    # Tiles that begin inside one token and end inside another, at the edge of the window: staged, then direct.
+    MutantCase([(3, 74)], 72, 1, window=64),
     MutantCase([(3, 74), (1, 9)], 20, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
     MutantCase([(3, 74), (1, 9)], 28, 1, window=64, head_dim=48, v_head_dim=32, is_latent=True),
     MutantCase([(1, 300), (2, 33)], 20, 1, mx.float16, head_dim=576, v_head_dim=512, is_latent=True, tolerance=7e-4),

@@ -27,6 +27,7 @@ _INCLUDE = re.compile(r'^[ \t]*#include "([^"]+)"[ \t]*$', re.M)
 TRIED_MLX = ("0.32.4",)
 
 
+@cache
 def mlx_version() -> str:
     import importlib.metadata
 

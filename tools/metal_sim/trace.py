@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import re
 import subprocess
@@ -41,12 +42,18 @@ def _ask(request: dict[str, Any]) -> str:
 
 def generated_source(request: dict[str, Any]) -> tuple[str, str, list[str]]:
     """Return (source text, kernel name, template arguments) for a request in trace_child.py's format."""
+    text, name, arguments = _generated_source(json.dumps(request, sort_keys=True))
+    return text, name, list(arguments)
+
+
+@functools.lru_cache(maxsize=256)
+def _generated_source(request: str) -> tuple[str, str, tuple[str, ...]]:
     version = mlx_version()
-    path = cache_dir() / f"{key_of('trace', version, json.dumps(request, sort_keys=True))}.metal"
+    path = cache_dir() / f"{key_of('trace', version, request)}.metal"
     if path.exists():
         printed = path.read_text()
     else:
-        printed = _ask(request)
+        printed = _ask(json.loads(request))
         publish(printed, path)
     found = re.search(r"```\n(.*)\n```", printed, re.S)
     kernel = re.search(r"\[\[kernel\]\] void (custom_kernel_\w+)\(", printed)
@@ -55,5 +62,5 @@ def generated_source(request: dict[str, Any]) -> tuple[str, str, list[str]]:
             f"MLX {version} printed no Metal source while tracing; the simulator has to be adapted to it"
         )
     instance = re.search(rf"decltype\({kernel[1]}<([^>]*)>\)", printed)
-    arguments = [a.strip() for a in instance[1].split(",")] if instance else []
+    arguments = tuple(a.strip() for a in instance[1].split(",")) if instance else ()
     return found[1] + "\n", kernel[1], arguments

@@ -126,6 +126,7 @@ class Recorder:
         self.variants: dict[str, Variant] = {}
         self.models: set[str] = set()
         self.cut = ""
+        self._backends: dict[bool, MetalBackend] = {}  # by use of tensor operations
         self._work: set[Hashable] = set()  # recorded work of attention, whatever the number of query heads
         self.refused: list[tuple[list[str], str, str]] = []
 
@@ -199,7 +200,6 @@ class Recorder:
         kept = kv_cache_spec(spec, kv_cache_dtype)
         sinks = dtype if layer.sinks else None
         kind = AttentionKind(kept, layer.num_heads, dtype, layer.window, layer.softcap, sinks)
-        backend = MetalBackend(self, tensor_ops=tensor_ops).with_cuts({kind: cut})
         state = make_state(kept)
         assert isinstance(state, KVState)
         state.allocate(_NUM_BLOCKS, block_size)
@@ -212,6 +212,9 @@ class Recorder:
             return
         self._work.add(work)
         self.cut = str(cut) if cut != DEFAULT_CUT else ""
+        if tensor_ops not in self._backends:
+            self._backends[tensor_ops] = MetalBackend(self, tensor_ops=tensor_ops)
+        backend = self._backends[tensor_ops].with_cuts({kind: cut})
         for segments in STEPS:
             rows = _rows(segments, block_size)
             q = mx.zeros((rows.num_tokens, layer.num_heads, layer.head_dim + layer.rope_dim), dtype)

@@ -25,7 +25,7 @@ from metal_engine.output_phases import CallTrigger
 
 _NAME = re.compile(r"[^\s<>:,@{}\[\]]{1,256}")
 _OTHER_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,40}/"
-_CALL = re.compile(rf"[ \t\r\n]*call:(?P<name>{_NAME.pattern})(?=\{{)")
+_CALL = re.compile(rf"[ \t\r\n]*:?call:(?P<name>{_NAME.pattern})(?=\{{)")
 _KEY = re.compile(rf"(?P<name>{_NAME.pattern}):")
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
 
@@ -52,9 +52,10 @@ class GemmaSyntax:
         calls = []
         for tool in tools:
             name = mark("call:" + checked_name(_NAME, tool.name))
-            calls.append(f"{name} {_Values(rules, tool, self.quote).object(tool.schema)}")
+            arguments = rules.arguments(tool, lambda one: _Values(rules, one, self.quote).object(one.schema))
+            calls.append(f"{name} {arguments}")
         call = f"{GAP} {choice([rules.rule(one) for one in calls])} {GAP} {mark(self.end)}"
-        return (CallTrigger(self.mark, rules.text(call)),)
+        return (rules.trigger(self.mark, call),)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
         known = {tool.name for tool in tools}
@@ -161,7 +162,11 @@ class _Values:
             name = self._referenced[pointer] = self._rules.reserve()
             others = {key: value for key, value in schema.items() if key not in ("$ref", "$defs", "description")}
             target = self._tool.resolve(schema)
-            self._rules.define(name, self.value({"allOf": [target, others]} if others else target))
+            try:
+                self._rules.define(name, self.value({"allOf": [target, others]} if others else target))
+            except NotExpressibleError:
+                del self._referenced[pointer]
+                raise
         return self._referenced[pointer]
 
     def _anything(self) -> str:

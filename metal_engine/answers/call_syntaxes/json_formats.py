@@ -19,9 +19,9 @@ _WORD = re.compile(r"[\w.-]{1,256}")
 _RECIPIENT = re.compile(r"[^\s<>:@]{1,256}")
 
 
-def _object(tool: ToolSchema) -> str:
-    """Return a Lark expression for the arguments of a tool."""
-    return json_value(tool.schema, strict=tool.is_strict)
+def _object(rules: Rules, tool: ToolSchema) -> str:
+    """Return the name of a rule for the arguments of a tool."""
+    return rules.arguments(tool, lambda one: json_value(one.schema, strict=one.is_strict))
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class JSONSyntax:
         triggers = []
         for text, call in self.marks:
             rules = Rules()
-            triggers.append(CallTrigger(text, rules.text(call(rules, tools, parallel)), is_whole=text in self.whole))
+            triggers.append(rules.trigger(text, call(rules, tools, parallel), is_whole=text in self.whole))
         return tuple(triggers)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
@@ -67,14 +67,19 @@ class JSONSyntax:
         return calls if self.end.fullmatch(text, at) else None
 
 
-def _hermes(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+def json_call(rules: Rules, tools: Sequence[ToolSchema]) -> str:
+    """Return a Lark expression for a call that is a JSON object with ``name`` and ``arguments``."""
     options = [
         f"{string(json.dumps(tool.name, ensure_ascii=False))} {GAP} "
-        f'"," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {_object(tool)}'
+        f'"," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {_object(rules, tool)}'
         for tool in tools
     ]
     one = choice([rules.rule(option) for option in options])
-    return f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} {one} {GAP} "}}" {GAP} {mark("</tool_call>")}'
+    return f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} {one} {GAP} "}}" {GAP}'
+
+
+def _hermes(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
+    return f"{json_call(rules, tools)} {mark('</tool_call>')}"
 
 
 HERMES = JSONSyntax(
@@ -95,13 +100,13 @@ class Llama3Syntax(JSONSyntax):
         rules = Rules()
         heads = []
         for tool in tools:
-            arguments = f'{GAP} "," {GAP} "\\"parameters\\"" {GAP} ":" {GAP} {_object(tool)} {GAP} "}}"'
+            arguments = f'{GAP} "," {GAP} "\\"parameters\\"" {GAP} ":" {GAP} {_object(rules, tool)} {GAP} "}}"'
             heads.append((f'{checked_name(_WORD, tool.name)}"', rules.rule(arguments)))
         one = rules.rule(choice([rules.rule(f"{string(head)} {arguments}") for head, arguments in heads]))
         opening = f'{GAP} "{{" {GAP} "\\"name\\"" {GAP} ":" {GAP} "\\""'
         return (
-            CallTrigger("<|python_tag|>", rules.text(f"{opening} {one}")),
-            CallTrigger('{"name": "', rules.text(one), tuple(heads), is_whole=True),
+            rules.trigger("<|python_tag|>", f"{opening} {one}"),
+            rules.trigger('{"name": "', one, tuple(heads), is_whole=True),
         )
 
 
@@ -119,9 +124,9 @@ LLAMA3 = Llama3Syntax(
 def _mistral(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     headed, listed = [], []
     for tool in tools:
-        arguments = rules.rule(_object(tool))
+        arguments = _object(rules, tool)
         call_id = f"({mark('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?"
-        headed.append(f"{string(checked_name(_WORD, tool.name))} {call_id} {mark('[ARGS]')} {arguments}")
+        headed.append(f"{string(checked_name(_WORD, tool.name))} {call_id} {mark('[ARGS]')}? {arguments}")
         name = string(f'"{tool.name}"')
         listed.append(f'{name} {GAP} "," {GAP} "\\"arguments\\"" {GAP} ":" {GAP} {arguments}')
     listed_id = rules.rule(f'{GAP} "," {GAP} "\\"id\\"" {GAP} ":" {GAP} /"[A-Za-z0-9]{{9}}"/')
@@ -164,7 +169,7 @@ class MistralSyntax(JSONSyntax):
 
 MISTRAL = MistralSyntax(
     (("[TOOL_CALLS]", _mistral),),
-    re.compile(rf"{_SPACE}(?P<name>{_WORD.pattern})(?:\[CALL_ID\](?P<id>[A-Za-z0-9]{{9}}))?\[ARGS\](?=\{{)"),
+    re.compile(rf"{_SPACE}(?P<name>{_WORD.pattern})(?:\[CALL_ID\](?P<id>[A-Za-z0-9]{{9}}))?(?:\[ARGS\])?(?=\{{)"),
     re.compile(""),
     re.compile(""),
 )
@@ -173,21 +178,21 @@ MISTRAL = MistralSyntax(
 def _kimi_k2(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
     begin, end = mark("<|tool_call_begin|>"), mark("<|tool_call_end|>")
     calls = [
-        f"{string(checked_name(_RECIPIENT, tool.name))} /:[0-9]{{1,3}}/ {mark('<|tool_call_argument_begin|>')} "
-        f"{GAP} {_object(tool)} {GAP}"
+        f"{string(checked_name(_RECIPIENT, tool.name))} /:[0-9]{{1,3}}/ {GAP} {mark('<|tool_call_argument_begin|>')} "
+        f"{GAP} {_object(rules, tool)} {GAP}"
         for tool in tools
     ]
-    one = rules.rule(f'{begin} "functions." {choice([rules.rule(call) for call in calls])} {end}')
+    one = rules.rule(f'{begin} "functions."? {choice([rules.rule(call) for call in calls])} {end}')
     return f"{one}{'+' if parallel else ''} {mark('<|tool_calls_section_end|>')}"
 
 
 KIMI_K2 = JSONSyntax(
     (("<|tool_calls_section_begin|>", _kimi_k2),),
     re.compile(
-        rf"<\|tool_call_begin\|>(?P<id>functions\.(?P<name>{_RECIPIENT.pattern}):\d{{1,3}})"
+        rf"<\|tool_call_begin\|>(?P<id>(?:functions\.)?(?P<name>{_RECIPIENT.pattern}):\d{{1,3}}){_SPACE}"
         rf"<\|tool_call_argument_begin\|>{_SPACE}(?=\{{)"
     ),
-    re.compile(rf"{_SPACE}<\|tool_call_end\|>"),
+    re.compile(rf"{_SPACE}(?:<\|tool_call_end\|>|(?=<\|tool_call_begin\|>)|\Z)"),
     re.compile(""),
 )
 
@@ -203,7 +208,9 @@ def _deepseek(before: str, after: str, closing: str) -> JSONSyntax:
     begin, end = f"<｜tool▁call▁begin｜>{before}", f"{closing}<｜tool▁call▁end｜>"
 
     def several(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
-        calls = [f"{string(checked_name(_RECIPIENT, tool.name))} {mark(after)} {_object(tool)}" for tool in tools]
+        calls = [
+            f"{string(checked_name(_RECIPIENT, tool.name))} {mark(after)} {_object(rules, tool)}" for tool in tools
+        ]
         one = rules.rule(f"{mark(begin)} {choice([rules.rule(call) for call in calls])} {mark(end)} {GAP}")
         return f"{GAP} {one}{'+' if parallel else ''} {mark('<｜tool▁calls▁end｜>')}"
 
@@ -219,8 +226,10 @@ DEEPSEEK_V31 = _deepseek("", "<｜tool▁sep｜>", "")
 def _harmony_call(rules: Rules, tools: Sequence[ToolSchema], header: str) -> str:
     """Return the definition of a call. ``header`` is the rest of the message's header after the recipient."""
     kind = f'(" "? {mark("<|constrain|>")} "json" | " json")?'
-    calls = [f"{string(checked_name(_RECIPIENT, tool.name))} {header} {kind} {mark('<|message|>')} {_object(tool)}"
-             for tool in tools]  # fmt: skip
+    calls = [
+        f"{string(checked_name(_RECIPIENT, tool.name))} {header} {kind} {mark('<|message|>')} {_object(rules, tool)}"
+        for tool in tools
+    ]
     return f'"functions." {choice([rules.rule(call) for call in calls])} {mark("<|call|>")}'
 
 
@@ -229,7 +238,7 @@ def _to_recipient(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> 
 
 
 def _from_assistant(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> str:
-    return _harmony_call(rules, tools, f'{mark("<|channel|>")} "commentary"')
+    return _harmony_call(rules, tools, f'{mark("<|channel|>")} ("commentary" | "analysis")')
 
 
 # :class:`metal_engine.answers.harmony.HarmonySplitter` brings all forms to the first one. The last form follows a
@@ -237,6 +246,7 @@ def _from_assistant(rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -
 HARMONY = JSONSyntax(
     (
         ("<|channel|>commentary to=", _to_recipient),
+        ("<|channel|>analysis to=", _to_recipient),
         ("<|start|>assistant to=", _from_assistant),
         ("to=", _from_assistant),
     ),

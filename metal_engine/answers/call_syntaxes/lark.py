@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from metal_engine.output_phases import CallTrigger, ToolArguments
+
+if TYPE_CHECKING:
+    from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
 
 # Without a limit, small models can write white space forever.
 _WHITESPACE = r"[ \t\r\n]{1,20}"
@@ -33,6 +39,7 @@ def json_value(schema: Any, *, strict: bool) -> str:
     if not isinstance(schema, dict):
         schema = {} if schema else {"not": {}}
     options: dict[str, Any] = {"whitespace_pattern": _WHITESPACE, "lenient": not strict}
+    options["json_allow_general_unicode_escapes"] = True  # as in structured outputs
     text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
     return "%json " + text.replace("@", "\\u0040")
 
@@ -47,12 +54,17 @@ def escaped(text: str) -> str:
     return re.escape(text).replace("/", r"\/").replace("\n", "n").replace("@", r"\x40")
 
 
-# Maximum length of a grammar in characters. Copies of shared definitions can make a grammar much longer than the tools.
+# Maximum length of the rules for the arguments of all tools, in characters. Copies of shared definitions can make the
+# rules much longer than the tools.
 _MAX_LENGTH = 4_000_000
 
 
 class NotExpressibleError(Exception):
     """Raised if a grammar cannot express the name of a tool or of an argument, or a value, or becomes too long."""
+
+
+class NameNotExpressibleError(NotExpressibleError):
+    """Raised if a grammar cannot express a name."""
 
 
 class Rules:
@@ -62,6 +74,9 @@ class Rules:
         self._named: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._length = 0
+        self._is_limited = False
+        self._arguments: list[ToolArguments] = []
+        self._open_rule = ""
         self.add(GAP, "GAP?")
         self.add("GAP", _GAP_RULE.replace("{0,", "{1,"))
 
@@ -94,20 +109,48 @@ class Rules:
         """Return the name of a rule: a text of a terminal, up to the first ``end``, inclusive."""
         return self._shared("r", terminal, f"[suffix={mark(end)}]")
 
+    def arguments(self, tool: ToolSchema, expression: Callable[[ToolSchema], str]) -> str:
+        """Return the name of a rule for the arguments of a tool.
+
+        The rule allows arguments of any kind if the grammar cannot express a value of the tool's schema, or becomes too
+        long.
+
+        Args:
+            expression: returns a Lark expression for the arguments that a tool's schema allows.
+
+        Raises:
+            NameNotExpressibleError: the grammar cannot express the name of a required argument.
+        """
+        if not self._open_rule:  # all tools have the same
+            self._open_rule = self.rule(expression(tool.opened))
+        self._is_limited = True
+        try:
+            rule = self._shared("args", expression(tool))
+        except NameNotExpressibleError:
+            raise
+        except NotExpressibleError:
+            return self._open_rule
+        finally:
+            self._is_limited = False
+        self._arguments.append(ToolArguments(tool.name, rule, self._open_rule))
+        return rule
+
     def _shared(self, prefix: str, definition: str, attributes: str = "") -> str:
         key = prefix + attributes + definition
         if key not in self._names:
             name = f"{prefix}{len(self._named)}"
             self._names[key] = name
             self._length += len(definition)
-            if self._length > _MAX_LENGTH:
+            if self._is_limited and self._length > _MAX_LENGTH:
                 raise NotExpressibleError
             self._named[name + attributes] = definition
         return self._names[key]
 
-    def text(self, call: str) -> str:
-        """Return the grammar whose rule ``call`` has the given definition."""
+    def trigger(
+        self, mark: str, call: str, heads: tuple[tuple[str, str], ...] = (), *, is_whole: bool = False
+    ) -> CallTrigger:
+        """Return the trigger with the grammar whose rule ``call`` has the given definition."""
         lines = [f"call: {call}"]
         for name, definition in self._named.items():
             lines.append(f"{name}: {definition}")
-        return "\n".join(lines) + "\n"
+        return CallTrigger(mark, "\n".join(lines) + "\n", tuple(self._arguments), heads, is_whole)

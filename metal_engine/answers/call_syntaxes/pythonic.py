@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, json_value, mark, string
+from metal_engine.answers.call_syntaxes.lark import GAP, NameNotExpressibleError, Rules, json_value, mark, string
 from metal_engine.answers.call_syntaxes.syntax import Quotes, checked_name, choice
 from metal_engine.answers.call_syntaxes.tags import object_text
 from metal_engine.answers.call_syntaxes.tool_schemas import Argument, ToolSchema
@@ -66,13 +67,16 @@ class PythonicSyntax:
         bare, more, arguments = self._calls(bare_rules, tools, parallel)
         heads = tuple((f"{name}(", bare_rules.rule(f"{rest} {more}")) for name, rest in arguments.items())
         return (
-            CallTrigger("<|tool_call_start|>", rules.text(call)),
-            CallTrigger("[", bare_rules.text(f"{bare} {more}"), heads, is_whole=True),
+            rules.trigger("<|tool_call_start|>", call),
+            bare_rules.trigger("[", f"{bare} {more}", heads, is_whole=True),
         )
 
     def _calls(self, rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> tuple[str, str, dict[str, str]]:
         """Return rules for a call, for the rest of the list after it, and for the arguments of each tool."""
-        arguments = {checked_name(_NAME, tool.name): self._arguments(rules, tool) for tool in tools}
+        arguments = {}
+        for tool in tools:
+            listed = rules.arguments(tool, partial(self._arguments, rules))
+            arguments[checked_name(_NAME, tool.name)] = rules.rule(f'{GAP} {listed} {GAP} ")"')
         one = rules.rule(choice([rules.rule(f"{string(name + '(')} {rest}") for name, rest in arguments.items()]))
         more = f'({GAP} "," {GAP} {one})*' if parallel else ""
         return one, rules.rule(f'{more} {GAP} "]"'), arguments
@@ -85,11 +89,11 @@ class PythonicSyntax:
                 value = self._value(rules, tool, argument.schema)
                 items.append((f"{string(argument.name + '=')} {value}", argument.is_required))
             elif argument.is_required:
-                raise NotExpressibleError
+                raise NameNotExpressibleError
         other = None
         if others is not False:
             other = f'{other_names(rules, listed, _OTHER_KEY)} "=" {self._value(rules, tool, others)}'
-        return rules.rule(f'{GAP} {in_order(rules, items, other)} {GAP} ")"')
+        return in_order(rules, items, other)
 
     def _value(self, rules: Rules, tool: ToolSchema, schema: Any) -> str:
         literals = python_literals(tool, schema)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from metal_engine.answers.answer_format import ToolParser
-from metal_engine.answers.call_syntaxes.lark import NotExpressibleError
+from metal_engine.answers.call_syntaxes.lark import NameNotExpressibleError
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema, tool_schemas
 from metal_engine.output_phases import CallTrigger
 
@@ -55,7 +55,7 @@ class CallSyntax(Protocol):
             parallel: True if one mark may begin several calls.
 
         Raises:
-            NotExpressibleError: the format cannot express calls of these tools.
+            NameNotExpressibleError: the format cannot express the name of a tool or of a required argument.
         """
         ...
 
@@ -96,7 +96,7 @@ def choice(options: Sequence[str]) -> str:
 
 
 def checked_name(pattern: re.Pattern[str], name: str) -> str:
-    """Return a name. Raises NotExpressibleError if it does not match a pattern."""
+    """Return a name. Raises NameNotExpressibleError if it does not match a pattern."""
     if pattern.fullmatch(name) is None:
-        raise NotExpressibleError
+        raise NameNotExpressibleError
     return name

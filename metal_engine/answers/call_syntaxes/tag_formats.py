@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from metal_engine.answers.call_syntaxes.json_formats import HERMES, json_call
 from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, containing, json_value, mark
 from metal_engine.answers.call_syntaxes.strings import text_terminal
-from metal_engine.answers.call_syntaxes.syntax import choice
+from metal_engine.answers.call_syntaxes.syntax import JSON_QUOTES, Quotes, choice
 from metal_engine.answers.call_syntaxes.tags import TagSyntax, expression
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
 from metal_engine.answers.call_syntaxes.values import DECODER, after_space, json_of
@@ -31,9 +33,9 @@ QWEN3_CODER = TagSyntax(
 )
 
 
-def glm(prefix: str = "") -> TagSyntax:
+def _glm(form: type[TagSyntax], prefix: str = "") -> TagSyntax:
     """Return the form of GLM's calls. ``prefix`` is the beginning of all tag names."""
-    return TagSyntax(
+    return form(
         mark=f"<{prefix}tool_call>",
         call="{name}",
         argument=f"<{prefix}arg_key>{{name}}</{prefix}arg_key>~<{prefix}arg_value>",
@@ -44,6 +46,22 @@ def glm(prefix: str = "") -> TagSyntax:
     )
 
 
+class _LongCat(TagSyntax):
+    """Form of LongCat's calls. The first models write a JSON object instead of tags."""
+
+    def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
+        tags = super().quotes(tools)
+        return replace(tags, pairs={**tags.pairs, **JSON_QUOTES.pairs}, after=tags.after + JSON_QUOTES.after)
+
+    def _any_call(self, rules: Rules, tools: Sequence[ToolSchema]) -> str:
+        return choice([rules.rule(super()._any_call(rules, tools)), rules.rule(json_call(rules, tools))])
+
+    def read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
+        return super().read(text, tools) or HERMES.read(text, tools)
+
+
+GLM = _glm(TagSyntax)
+LONGCAT = _glm(_LongCat, "longcat_")
 MINIMAX_M2 = TagSyntax(
     mark="<minimax:tool_call>",
     call='<invoke name="{name}">',

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, mark, string
@@ -85,20 +85,27 @@ class TagSyntax:
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
         rules = Rules()
-        one = rules.rule(choice([self._call(rules, tool) for tool in tools]))
+        one = rules.rule(self._any_call(rules, tools))
         several = f"{one}+" if parallel and self.several else one
-        triggers = [CallTrigger(self.mark, rules.text(f"{GAP} {several} {mark(self.end)}"))]
+        triggers = [rules.trigger(self.mark, f"{GAP} {several} {mark(self.end)}")]
         if self.bare:
             rules = Rules()
             opening, closing = self.call.split("{name}")
-            calls = [f"{mark(tool.name)} {mark(closing)} {self._arguments(rules, tool)}" for tool in tools]
+            calls = [f"{mark(tool.name)} {mark(closing)} {self._arguments_rule(rules, tool)}" for tool in tools]
             one = choice([rules.rule(call) for call in calls])
-            triggers.append(CallTrigger(opening, rules.text(f"{one} {mark(self.end)}")))
+            triggers.append(rules.trigger(opening, f"{one} {mark(self.end)}"))
         return tuple(triggers)
+
+    def _any_call(self, rules: Rules, tools: Sequence[ToolSchema]) -> str:
+        """Return a Lark expression for a call of any of the tools."""
+        return choice([self._call(rules, tool) for tool in tools])
 
     def _call(self, rules: Rules, tool: ToolSchema) -> str:
         name = checked_name(_NAME, tool.name)
-        return rules.rule(f"{expression(self.call, name=mark(name))} {self._arguments(rules, tool)}")
+        return rules.rule(f"{expression(self.call, name=mark(name))} {self._arguments_rule(rules, tool)}")
+
+    def _arguments_rule(self, rules: Rules, tool: ToolSchema) -> str:
+        return rules.arguments(tool, partial(self._arguments, rules))
 
     def _arguments(self, rules: Rules, tool: ToolSchema) -> str:
         listed, others = tool.arguments()

@@ -66,6 +66,11 @@ class ToolSchema:
         self._tool = tool
 
     @cached_property
+    def opened(self) -> ToolSchema:
+        """The same tool with a schema that allows all arguments."""
+        return ToolSchema(self._index, {"function": {"name": self.name, "parameters": {"type": "object"}}})
+
+    @cached_property
     def schema(self) -> Schema:
         """Schema of the arguments, an object. Objects are closed as in forced calls.
 
@@ -246,8 +251,8 @@ def kind_of(value: Any) -> str:
 
 
 def _named(kinds: Any) -> list[str]:
-    """Return the types that the keyword ``type`` names."""
-    return [one for one in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(one, str)]
+    """Return the types of JSON that the keyword ``type`` names."""
+    return [one for one in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(one, str) and one in KINDS]
 
 
 def _wider(kinds: Any) -> Iterator[str]:

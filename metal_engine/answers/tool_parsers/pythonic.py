@@ -6,6 +6,8 @@ import ast
 import re
 from typing import Any
 
+from metal_engine.answers.tool_parsers.json_calls import JSON_CALLS
+
 # A string literal. An unclosed literal extends to the end of the text: searching from each quote would be quadratic.
 # Models write line breaks in literals as they are, which Python does not allow.
 _STRING = re.compile(r"""(["'])(?:(?!\1)[^\\]|\\(?:.|\Z))*+(?:\1|\Z)""", re.DOTALL)
@@ -20,7 +22,12 @@ class PythonicCalls:
     tool_call_end = "<|tool_call_end|>"
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
-        """Return the calls in a text. Raises an exception of any type if the text has anything else."""
+        """Return the calls in a text. Raises an exception of any type if the text has anything else.
+
+        The calls may also be JSON objects, which LFM2 writes if the prompt asks for them.
+        """
+        if text.lstrip("[ \t\r\n").startswith("{"):
+            return JSON_CALLS.parse_tool_call(text)
         parsed = ast.parse(_STRING.sub(_escaped, text.strip()), mode="eval").body
         if not isinstance(parsed, ast.List):
             raise ValueError("the text is not a Python list")

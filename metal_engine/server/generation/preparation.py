@@ -72,7 +72,8 @@ class ServedModel:
     def tokenizer_beyond_context(self) -> Tokenizer:
         """Tokenizer for texts that may exceed the model's context length, up to a limit."""
         max_model_len = self.engine.config.scheduler.max_model_len
-        return self.engine.tokenizer.limited(min(4 * max_model_len + _MORE_TOKENS, max(max_model_len, MAX_TOKENS)))
+        max_tokens = min(4 * max_model_len + _MORE_TOKENS, max(max_model_len, MAX_TOKENS))
+        return self.engine.tokenizer.limited(max_tokens, max_model_len)
 
     @property
     def all_names(self) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -53,6 +55,9 @@ class BackgroundResponses:
 
     Args:
         store: store of the responses. When it drops a response, the events of the response are dropped, too.
+
+    Attributes:
+        num_ended: number of responses that ended, by model and status.
     """
 
     def __init__(self, models: Models, store: ResponseStore) -> None:
@@ -61,6 +66,12 @@ class BackgroundResponses:
         # Weak keys: entries of responses that the store has dropped disappear.
         self._runs: WeakKeyDictionary[ResponseState, _Run] = WeakKeyDictionary()
         self._is_ending = False
+        self.num_ended: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def unfinished(self) -> Iterator[ResponseState]:
+        """Responses that have not ended."""
+        return (state for state in self._runs if not state.is_finished)
 
     async def start(
         self, request: Request, chat: ChatCompletionBody, asked: AskedResponse, num_bytes: int
@@ -179,6 +190,8 @@ class BackgroundResponses:
             self._grow(state, run, state.num_characters - state.asked.num_characters)
             run.log.close()
             run.is_prepared.set()
+            if run.problem is None:  # the client gets a response instead of an error
+                self.num_ended[state.model, state.status] += 1
             logger.info("response %s in the background: %s", state.id, state.status)
 
     async def _generate(

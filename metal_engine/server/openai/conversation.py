@@ -159,7 +159,8 @@ class Conversation(Endpoint[ChatCompletionBody]):
                 forces_calls=self._tool_grammar != "never",
             )
         except ParameterError as error:
-            raise invalid(str(error), param=error.name) from error
+            placed = self._with_client_place(error)
+            raise invalid(f" {placed.message}", where=placed.name) from error
         if plan.prompted and not plan.forced:
             self._notices.once(logger, _TOOLS_IN_PROMPT)
         if plan.asked_for and body.structured_outputs:

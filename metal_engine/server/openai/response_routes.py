@@ -14,19 +14,22 @@ from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.openai import responses_protocol
 from metal_engine.server.openai.background import BackgroundResponses
+from metal_engine.server.openai.background_metrics import BackgroundMetrics
 from metal_engine.server.openai.input_items import InputItemList, page
 from metal_engine.server.openai.response_state import ResponseState
 from metal_engine.server.openai.response_store import ResponseStore
 from metal_engine.server.openai.responses import ResponsesEndpoint, read_request, responses_error
+from metal_engine.server.status.metrics import ServerMetrics
 
 _LATE_ERRORS = LateErrors(responses_error, responses_protocol.RENAMED)
 _MAX_ITEMS_PER_PAGE = 100
 
 
 def add_response_routes(
-    app: FastAPI, models: Models, answer: Answerer, store: ResponseStore, lifecycle: Lifecycle
+    app: FastAPI, models: Models, answer: Answerer, store: ResponseStore, lifecycle: Lifecycle, metrics: ServerMetrics
 ) -> None:
     background = BackgroundResponses(models, store)
+    metrics.add(BackgroundMetrics(models, background, store))
     lifecycle.at_drain.append(background.cancel_unread)
     lifecycle.at_end.append(background.cancel_all)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 
 from metal_engine.server.errors import APIError, invalid
@@ -32,6 +32,9 @@ class ResponseStore:
     Args:
         max_responses: maximum number of responses.
         max_characters: maximum number of characters of all responses, their conversations and their events.
+
+    Attributes:
+        num_dropped: number of dropped responses by model.
     """
 
     def __init__(self, max_responses: int, max_characters: int = 1 << 26) -> None:
@@ -40,6 +43,7 @@ class ResponseStore:
         self._stored: OrderedDict[str, _Stored] = OrderedDict()
         self._num_characters = 0
         self._lock = threading.Lock()
+        self.num_dropped: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -143,7 +147,11 @@ class ResponseStore:
     def _make_room(self, kept: str | None = None) -> None:
         if not self._is_overfull:
             return
-        for response_id in [one for one, stored in self._stored.items() if stored.state.is_finished and one != kept]:
-            self._remove(response_id)
+        finished = [stored.state for stored in self._stored.values() if stored.state.is_finished]
+        for state in finished:
+            if state.id == kept:
+                continue
+            self._remove(state.id)
+            self.num_dropped[state.model] += 1
             if not self._is_overfull:
                 return

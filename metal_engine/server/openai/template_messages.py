@@ -160,8 +160,6 @@ def _template_message(index: int, message: ChatMessage, arguments: TextsDecoder 
     if reasoning is not None:
         # Templates use either name.
         result["reasoning"] = result["reasoning_content"] = reasoning
-        if not result["content"]:  # in messages with calls, gpt-oss's template treats it as the content
-            result["thinking"] = reasoning
     if message.tool_calls:
         calls = message.tool_calls
         result["tool_calls"] = calls if arguments is None else [_tool_call(call, arguments) for call in calls]

@@ -72,6 +72,10 @@ class ServerMetrics:
             self._rejections.labels(self._model, reason)
         self._registry.register(_ModelsCollector(models))
 
+    def add(self, collector: Collector) -> None:
+        """Add the families of a collector, whose series have the label ``model_name``."""
+        self._registry.register(collector)
+
     def reject(self, status: int, code: str | None, model: str | None = None) -> None:
         """Count a rejected request by its error status. ``model`` is its model, if that was determined."""
         reason = code if status == 503 and code in ("overloaded", "shutting_down") else _BY_STATUS.get(status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,11 +20,10 @@ from metal_engine.scheduling.speculation.draft_lengths import (
     least_gain,
     time_weight,
 )
-from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.support.fake_kv_runner import FakeStep, SchedulerHarness, make_prompt
-from tests.support.speculation import speculative_config
+from tests.support.speculation import Drafter, speculate, speculative_config
 
 
 class Clock:
@@ -220,7 +220,7 @@ def test_drafts_that_may_not_come_count_less() -> None:
 # --- runs ---------------------------------------------------------------------------------------------------
 
 
-class Drafts:
+class Drafts(Drafter):
     """Proposes the tokens that a request will generate, or wrong tokens.
 
     Args:
@@ -234,9 +234,6 @@ class Drafts:
         self._is_unsure = is_unsure
         self._rng = random.Random(0)
 
-    def begin_step(self) -> None:
-        """Do nothing: the proposals do not depend on the step."""
-
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         expected = self._harness.tracked[request.request_id].expected[request.num_output_tokens :]
         is_right = request.num_output_tokens >= self._right_from
@@ -244,12 +241,6 @@ class Drafts:
             is_right = self._rng.random() < 0.5
             num_tokens = 0 if int(request.request_id[1:]) % 2 else 1
         return expected[:num_tokens] if is_right else [token_id ^ 1 for token_id in expected[:num_tokens]]
-
-    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Do nothing: results are not counted."""
-
-    def forget(self, request_id: str) -> None:
-        """Do nothing: requests have no data."""
 
 
 NEVER = 1 << 30
@@ -298,13 +289,10 @@ def run(
         ),
         depth=1 + is_ahead,
     )
-    clock, scheduler = Clock(), harness.scheduler
+    clock = Clock()
     if right_from is not None:
         drafts = Drafts(harness, right_from=right_from, is_unsure=is_unsure)
-        times, ahead = StepTimes(clock), AsyncStepTimes(clock)
-        scheduler.speculation = Speculation(
-            harness.config, scheduler.blocks, drafts, times, states=scheduler.states, async_times=ahead
-        )
+        speculate(harness.scheduler, drafts, StepTimes(clock), async_times=AsyncStepTimes(clock))
     execute, num_rows, end = harness.runner.execute, 0, 0.0
 
     def timed(plan: SchedulerOutput) -> TimedStep:
@@ -333,11 +321,20 @@ def compute_bound(num_rows: int) -> float:
     return 0.1 * max(num_rows, 10)
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recurrent": {"is_recurrent": True},
+    "ahead": {"is_ahead": True, "host_seconds": 0.2},
+    "recurrent, ahead": {"is_recurrent": True, "is_ahead": True, "host_seconds": 0.2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_requests", [1, 16])
 @pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
-def test_wrong_drafts_cost_little(num_requests: int, seconds: Callable[[int], float]) -> None:
-    without, _ = run(num_requests, None, seconds)
-    with_drafts, _ = run(num_requests, NEVER, seconds)
+def test_wrong_drafts_cost_little(num_requests: int, seconds: Callable[[int], float], kind: str) -> None:
+    without, _ = run(num_requests, None, seconds, **KINDS[kind])
+    with_drafts, _ = run(num_requests, NEVER, seconds, **KINDS[kind])
     assert with_drafts <= (1.05 if num_requests == 1 else 1.02) * without
 
 
@@ -351,19 +348,23 @@ def test_drafts_that_help_few_hold_up_nobody_for_long() -> None:
     assert with_drafts <= 1.02 * without
 
 
-def test_right_drafts_pay_where_rows_are_cheap() -> None:
-    for num_requests, most in ((1, 0.27), (8, 0.5)):
-        without, _ = run(num_requests, None, memory_bound)
-        with_drafts, _ = run(num_requests, 0, memory_bound)
-        assert with_drafts <= most * without
-
-
-def test_drafts_come_back_when_they_are_right() -> None:
-    """The outputs become predictable only in their second half."""
-    for num_requests, most in ((1, 0.66), (8, 0.8)):
-        without, _ = run(num_requests, None, memory_bound)
-        with_drafts, _ = run(num_requests, 200, memory_bound)
-        assert with_drafts <= most * without
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("num_requests", "right_from", "most_plain", "most"),
+    [
+        (1, 0, 0.27, 0.33),
+        (8, 0, 0.5, 0.55),
+        # The outputs become predictable only in their second half.
+        (1, 200, 0.66, 0.7),
+        (8, 200, 0.8, 0.8),
+    ],
+)
+def test_right_drafts_pay_where_rows_are_cheap(
+    num_requests: int, right_from: int, most_plain: float, most: float, kind: str
+) -> None:
+    without, _ = run(num_requests, None, memory_bound, **KINDS[kind])
+    with_drafts, _ = run(num_requests, right_from, memory_bound, **KINDS[kind])
+    assert with_drafts <= (most_plain if kind == "plain" else most) * without
 
 
 def test_full_steps_have_no_drafts() -> None:
@@ -372,30 +373,6 @@ def test_full_steps_have_no_drafts() -> None:
     with_drafts, num_rows_with = run(16, 0, compute_bound)
     assert with_drafts <= 1.02 * without
     assert num_rows_with <= 1.05 * num_rows
-
-
-KINDS = {
-    "recurrent": {"is_recurrent": True},
-    "ahead": {"is_ahead": True, "host_seconds": 0.2},
-    "recurrent, ahead": {"is_recurrent": True, "is_ahead": True, "host_seconds": 0.2},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_requests", [1, 16])
-@pytest.mark.parametrize("seconds", [memory_bound, compute_bound])
-def test_wrong_drafts_cost_little_there_too(num_requests: int, seconds: Callable[[int], float], kind: str) -> None:
-    without, _ = run(num_requests, None, seconds, **KINDS[kind])
-    with_drafts, _ = run(num_requests, NEVER, seconds, **KINDS[kind])
-    assert with_drafts <= (1.05 if num_requests == 1 else 1.02) * without
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_right_drafts_pay_there_too(kind: str) -> None:
-    for num_requests, right_from, most in ((1, 0, 0.33), (8, 0, 0.55), (1, 200, 0.7)):
-        without, _ = run(num_requests, None, memory_bound, **KINDS[kind])
-        with_drafts, _ = run(num_requests, right_from, memory_bound, **KINDS[kind])
-        assert with_drafts <= most * without, (num_requests, right_from)
 
 
 @pytest.mark.parametrize("kind", KINDS)

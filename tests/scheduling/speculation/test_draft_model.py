@@ -23,7 +23,7 @@ from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, SchedulerOutput
 from tests.scheduling.speculation.test_draft_lengths import Clock, TimedStep, compute_bound, memory_bound
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
-from tests.support.speculation import KnownTimes, draft_model_config
+from tests.support.speculation import KnownTimes, draft_model_config, speculate
 
 NEVER = 1 << 30
 
@@ -107,9 +107,8 @@ def run(
         assert config.speculative is not None
         draft_model = TimedDraftModel(harness, clock, right_from, forward_seconds, forward_seconds / 10)
         harness.runner.draft_model = draft_model  # type: ignore[assignment]
-        blocks, proposer = harness.scheduler.blocks, make_proposer(config.speculative)
-        ahead = AsyncStepTimes(clock)
-        harness.scheduler.speculation = Speculation(config, blocks, proposer, StepTimes(clock), async_times=ahead)
+        proposer, ahead = make_proposer(config.speculative), AsyncStepTimes(clock)
+        speculate(harness.scheduler, proposer, StepTimes(clock), async_times=ahead)
     execute = harness.runner.execute
 
     def timed(plan: SchedulerOutput) -> TimedStep:

@@ -57,10 +57,11 @@ def test_drafts_are_those_of_a_scan(
         known += tokens[len(known) : len(known) + data.draw(st.integers(1, 5), label="tokens of a step")]
 
 
-def test_tokens_of_one_bucket_are_told_apart() -> None:
+def test_tokens_of_one_bucket_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The index has a single bucket, so all places form one chain."""
+    monkeypatch.setattr(ngram, "_MIN_BUCKETS", 1)
+    monkeypatch.setattr(ngram, "_MAX_BUCKETS", 1)
     index = NgramIndex(2, 3, 1)
-    index._mask = 0
     tokens = [1, 2, 3, 4, 5, 6, 7, 1, 2]
     index.extend(tokens, len(tokens))
     assert index.propose(tokens, 3) == [3, 4, 5]

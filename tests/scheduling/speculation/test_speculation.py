@@ -17,31 +17,22 @@ from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
-from tests.support.speculation import KnownAheadTimes, KnownTimes, speculative_config
+from tests.support.speculation import Drafter, KnownAheadTimes, speculate, speculative_config
 
 NEVER_WRONG = 1 << 30
 
 
-class RightDrafts:
+class RightDrafts(Drafter):
     """Proposes the first ``num_right`` tokens that a request will generate, and wrong tokens after them."""
 
     def __init__(self, harness: SchedulerHarness, num_right: int = NEVER_WRONG) -> None:
         self._harness = harness
         self._num_right = num_right
 
-    def begin_step(self) -> None:
-        """Do nothing: the proposals do not depend on the step."""
-
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         expected = self._harness.tracked[request.request_id].expected
         drafts = expected[request.num_output_tokens : request.num_output_tokens + num_tokens]
         return [token_id ^ (i >= self._num_right) for i, token_id in enumerate(drafts)]
-
-    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Do nothing: results are not counted."""
-
-    def forget(self, request_id: str) -> None:
-        """Do nothing: requests have no data."""
 
 
 def make_harness(
@@ -71,16 +62,9 @@ def make_harness(
         drafts=0,
     )
     if right:
-        proposer, scheduler = RightDrafts(harness, num_right), harness.scheduler
         harness.proposer = None
-        scheduler.speculation = Speculation(
-            harness.config,
-            scheduler.blocks,
-            proposer,
-            KnownTimes(),
-            states=scheduler.states,
-            async_times=KnownAheadTimes(ahead_seconds or 1.0),
-        )
+        ahead = KnownAheadTimes(ahead_seconds or 1.0)
+        speculate(harness.scheduler, RightDrafts(harness, num_right), async_times=ahead)
     return harness
 
 
@@ -185,9 +169,8 @@ def test_a_step_that_failed_is_not_under_way() -> None:
         harness = make_harness(ahead_seconds=0.9)
         scheduler, clock = harness.scheduler, [0.0]
         times, ahead = StepTimes(lambda clock=clock: clock[0]), AsyncStepTimes(lambda clock=clock: clock[0])
-        scheduler.speculation = Speculation(
-            harness.config, scheduler.blocks, RightDrafts(harness), times, states=scheduler.states, async_times=ahead
-        )
+        speculate(scheduler, RightDrafts(harness), times, async_times=ahead)
+        assert scheduler.speculation is not None
         harness.submit("a", make_prompt(0, 6), 40)
         harness.step()
         clock[0] += 100

@@ -14,12 +14,11 @@ from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes
 from metal_engine.scheduling.speculation.proposals import make_proposer
-from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.scheduling.speculation.test_draft_lengths import KINDS, memory_bound, run
 from tests.scheduling.speculation.test_speculation import RightDrafts, kinds_of, make_harness
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
-from tests.support.speculation import FreeDrafts, KnownAheadTimes, KnownTimes, draft_model_config, speculative_config
+from tests.support.speculation import FreeDrafts, KnownAheadTimes, draft_model_config, speculate, speculative_config
 
 # --- requests that need their tokens on the host ---
 
@@ -41,11 +40,8 @@ def test_they_have_drafts_whatever_is_known_of_steps_ahead(measured: tuple[int, 
     for i, num_rows in enumerate(measured):
         ahead.planned(-10 + i, num_rows)
         ahead.ended(-10 + i)
-    scheduler = harness.scheduler
     assert ahead.seconds(1) is None
-    scheduler.speculation = Speculation(
-        harness.config, scheduler.blocks, RightDrafts(harness), KnownTimes(), states=scheduler.states, async_times=ahead
-    )
+    speculate(harness.scheduler, RightDrafts(harness), async_times=ahead)
     harness.submit("a", make_prompt(0, 6), 21, needs_token_on_host=True)
     harness.run()
     assert kinds_of(harness) == ["plain", "waits", *["drafts", "waits"] * 4]
@@ -62,15 +58,7 @@ def test_steps_ahead_have_them_every_second_time() -> None:
             return super().is_slower(num_rows, choice)
 
     harness = make_harness(num_drafts=4, ahead_seconds=0.9)
-    scheduler = harness.scheduler
-    scheduler.speculation = Speculation(
-        harness.config,
-        scheduler.blocks,
-        RightDrafts(harness),
-        KnownTimes(),
-        states=scheduler.states,
-        async_times=Watched(0.9),
-    )
+    speculate(harness.scheduler, RightDrafts(harness), async_times=Watched(0.9))
     for i in range(4):
         harness.submit(f"r{i}", make_prompt(i, 4), 30, needs_token_on_host=i < 2)
     harness.drain()
@@ -113,14 +101,11 @@ def test_steps_do_not_wait_for_drafts_that_there_is_no_room_for(name: str, metho
         CacheConfig(enable_prefix_caching=False, **sizes),
         depth=2,
     )
-    scheduler, config = harness.scheduler, harness.config
     proposer = RightDrafts(harness) if method == "ngram" else make_proposer(speculative)
     costs = None if method == "ngram" else FreeDrafts()
     # Drafts of the model are tried only: steps ahead take no time.
     ahead = KnownAheadTimes(0.9 if method == "ngram" else 1e-6)
-    scheduler.speculation = Speculation(
-        config, scheduler.blocks, proposer, KnownTimes(), costs, states=scheduler.states, async_times=ahead
-    )
+    speculate(harness.scheduler, proposer, costs=costs, async_times=ahead)
     for i in range(2):
         harness.submit(f"r{i}", make_prompt(i, 10), 30)
     for _ in range(20):
@@ -197,14 +182,8 @@ def test_chunks_of_a_prompt_are_planned_ahead() -> None:
         has_draft_model=True,
     )
     scheduler, times = harness.scheduler, Measured()
-    scheduler.speculation = Speculation(
-        harness.config,
-        scheduler.blocks,
-        make_proposer(speculative),
-        times,
-        FreeDrafts(),
-        async_times=KnownAheadTimes(0.9),
-    )
+    speculate(scheduler, make_proposer(speculative), times, FreeDrafts(), async_times=KnownAheadTimes(0.9))
+    assert scheduler.speculation is not None
     harness.submit("a", make_prompt(0, 4), 40, needs_token_on_host=True)
     harness.submit("without", make_prompt(2, 4), 40, options=RequestOptions(use_speculation=False))
     harness.schedule()
@@ -234,10 +213,8 @@ def test_a_step_without_anything_to_do_changes_nothing() -> None:
     The measurement of the step in flight continues.
     """
     harness = make_harness(num_drafts=4, ahead_seconds=0.9)
-    scheduler, times = harness.scheduler, Measured()
-    scheduler.speculation = Speculation(
-        harness.config, scheduler.blocks, RightDrafts(harness), times, async_times=AsyncStepTimes()
-    )
+    times = Measured()
+    speculate(harness.scheduler, RightDrafts(harness), times, async_times=AsyncStepTimes())
     harness.submit("a", make_prompt(0, 6), 21, needs_token_on_host=True)
     harness.run()
     assert times.rows == [5] * 4

@@ -107,3 +107,16 @@ def test_templates_that_know_efforts_are_told(effort: str | None, told: str) -> 
         usage = served.post("/v1/messages", {**body, "output_config": {"effort": effort}}).json()["usage"]
         assert usage["input_tokens"] == len(tokenizer.encode(f"{told}:hi"))
         served.wait_until_idle()
+
+
+@pytest.mark.parametrize(("num_characters", "is_too_long"), [(8300, True), (1_000_000, True), (6000, False)])
+def test_a_prompt_that_is_too_long_begins_as_anthropics_message(
+    calling: Served, num_characters: int, is_too_long: bool
+) -> None:
+    """Claude Code then shortens the conversation. A ``max_tokens`` that is too large has another message."""
+    body = {"model": MODEL, "max_tokens": 3200, "messages": [{"role": "user", "content": "a" * num_characters}]}
+    response = calling.post("/v1/messages", body)
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message.startswith("prompt is too long: ") == is_too_long
+    assert "maximum context length" in message and "8192 tokens" in message

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.text.tokenizer import Tokenizer
-from tests.server.openai.test_forced_calls import TOOLS, check_calls
+from tests.server.openai.test_forced_calls import TOOLS, check_calls, tool
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import answer_format
 from tests.support.tiny_engine import tiny_engine
@@ -163,6 +163,21 @@ def test_calls_that_the_model_begins(calling: Served, parallel: bool) -> None:
         assert parallel or len(calls) <= 1
         num_calls += len(calls)
     assert num_calls >= 2
+
+
+def test_a_schema_that_cannot_be_compiled(calling: Served) -> None:
+    """Only the arguments of that tool are open. The names and the other tools' arguments are constrained."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^(?=a)b"}}, "required": ["a"]}
+    tools = [*TOOLS[:2], tool("open", schema)]
+    body: dict[str, Any] = {"n": 6, "seed": 2, "max_tokens": 150, "tools": tools, "logit_bias": biases(calling)}
+    called = set()
+    for choice in choices(calling, **body):
+        for call in choice["message"].get("tool_calls") or ():
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            check_calls([(name, arguments)], [*TOOLS[:2], tool("open", None)])
+            called.add(name)
+    assert len(called) >= 2
+    assert calling.engine.metrics.num_unconstrained_calls == 0
 
 
 def test_streamed_calls_are_the_same(calling: Served) -> None:

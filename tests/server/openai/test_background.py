@@ -1,42 +1,27 @@
-"""/v1/responses in the background: states, streams that go on, cancelling, deleting, limits and shutdown."""
+"""/v1/responses in the background: states, streams that go on, cancelling and deleting."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
-import httpx
 import openai
 import pytest
 
-from metal_engine.server.errors import APIError
-from metal_engine.server.generation.streaming import named_sse
-from metal_engine.server.openai.event_log import EventLog
 from metal_engine.server.openai.response_state import ResponseState
-from metal_engine.server.openai.response_store import ResponseStore
-from metal_engine.settings.args import ServerArgs
 from tests.server.test_errors import check_error
-from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
-from tests.support.several import MEMORY_FOR_TWO, FakeModel, SeveralFakes, serve_models
+from tests.support.background import CONFIG, HTTP, LONG, SLOW, finished, wait_for_status, wait_until_freed
+from tests.support.serving import MODEL, Served, serve, wait_until
 from tests.support.splitting import answer_format
 from tests.support.tool_formats import RECORDED, TOOLS
-from tools.fixtures.fake_engine import TOOL_TEMPLATE, fake_config, script, tiny_tokenizer
+from tools.fixtures.fake_engine import TOOL_TEMPLATE, script, tiny_tokenizer
 
-CONFIG = fake_config(max_model_len=4096, num_blocks=2048, max_num_batched_tokens=2048)
 FLAT_TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
 RECORD = RECORDED[0]
 ANSWER = f"<think>\nhm\n</think>\n\n{RECORD.text}"
-# Steps of a model that writes more tokens than a test waits for.
-SLOW = 0.005
-LONG: dict[str, Any] = {"model": MODEL, "input": "hi", "background": True, "max_output_tokens": 3000}
-HTTP = httpx.Client(timeout=DEADLINE)
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +41,6 @@ def calling() -> Iterator[Served]:
     tokenizer = tiny_tokenizer(TOOL_TEMPLATE)
     with serve(script(ANSWER), config=CONFIG, tokenizer=tokenizer, answer_format=answer_format("json_tools")) as served:
         yield served
-
-
-def finished(client: openai.OpenAI, response_id: str) -> Any:
-    """Wait for the end of a response, and return it."""
-    deadline = time.monotonic() + DEADLINE
-    while (response := client.responses.retrieve(response_id)).status in ("queued", "in_progress"):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    return response
-
-
-def wait_for_status(client: openai.OpenAI, response_id: str, status: str) -> None:
-    wait_until(lambda: client.responses.retrieve(response_id).status == status, status)
 
 
 def test_its_states(calling: Served) -> None:
@@ -293,91 +265,6 @@ def test_two_cancel_at_once(slow: Served) -> None:
             assert done.result().status == "cancelled"
 
 
-def test_limits() -> None:
-    args = ServerArgs(shutdown_timeout=1, max_stored_responses=2)
-    with serve(config=CONFIG, step_time=SLOW, args=args) as served:
-        client = served.client()
-        kept = [client.responses.create(**LONG).id for _ in range(2)]
-        check_error(served.post("/v1/responses", LONG), 503, None, "overloaded")
-        plain = client.responses.create(model=MODEL, input="hi", max_output_tokens=1)
-        with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(plain.id)
-        client.responses.cancel(kept[0])
-        new = client.responses.create(**LONG).id
-        with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(kept[0])
-        client.responses.delete(kept[1])
-        client.responses.delete(new)
-        served.wait_until_idle()
-    with serve(args=ServerArgs(max_stored_responses=0)) as served:
-        check_error(served.post("/v1/responses", {"input": "hi", "background": True}), 400, "background")
-
-
-def test_events_count_against_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A response whose events fill the store drops its oldest events, and goes on."""
-    monkeypatch.setattr("metal_engine.server.app.ResponseStore", lambda number: ResponseStore(number, 20_000))
-    with serve(config=CONFIG, step_time=0.002) as served:
-        client = served.client()
-        plain = client.responses.create(model=MODEL, input="hi", max_output_tokens=1)
-        stream = client.responses.create(**{**LONG, "max_output_tokens": 1000}, stream=True)
-        response_id = next(stream).response.id  # type: ignore[union-attr]
-        stream.close()
-        response = finished(client, response_id)
-        assert response.usage.output_tokens == 1000
-        with pytest.raises(openai.NotFoundError):
-            client.responses.retrieve(plain.id)
-        error = check_error(HTTP.get(f"{served.url}/v1/responses/{response_id}?stream=true"), 400, "starting_after")
-        after = int(error["message"].split("before ")[1].split()[0])
-        text = HTTP.get(f"{served.url}/v1/responses/{response_id}?stream=true&starting_after={after - 1}").text
-        assert "event: response.incomplete" in text
-        served.wait_until_idle()
-
-
-def test_a_full_queue_rejects_it() -> None:
-    args = ServerArgs(shutdown_timeout=1, max_num_queued_reqs=1)
-    with serve(config=CONFIG, args=args) as served:
-        served.runner.running.clear()
-        client = served.client()
-        ids = [client.responses.create(**{**LONG, "max_output_tokens": 5}).id]
-        while (answer := served.post("/v1/responses", LONG)).status_code == 200:
-            ids.append(answer.json()["id"])
-        check_error(answer, 503, None, "overloaded")
-        for one in ids:
-            assert client.responses.cancel(one).status == "cancelled"
-        served.runner.running.set()
-        served.wait_until_idle()
-
-
-def test_shutdown_cancels_what_no_client_reads() -> None:
-    with serve(config=CONFIG, step_time=SLOW) as served:
-        client = served.client()
-        unread = client.responses.create(**LONG)
-        stream = client.responses.create(**{**LONG, "max_output_tokens": 100}, stream=True)
-        begun: Any = next(stream)
-        served.server._shutdown_timeout = DEADLINE
-        stopping = asyncio.run_coroutine_threadsafe(served.server.stop(), served.loop)
-        wait_for_status(client, unread.id, "cancelled")
-        check_error(served.post("/v1/responses", LONG), 503, None, "shutting_down")
-        *_, last = stream
-        assert (last.type, last.response.id) == ("response.incomplete", begun.response.id)
-        stopping.result(DEADLINE)
-
-
-def test_shutdown_cuts_streams_that_take_too_long() -> None:
-    with serve(config=CONFIG, step_time=SLOW) as served:
-        client = served.client()
-        stream = client.responses.create(**LONG, stream=True)
-        begun: Any = next(stream)
-        read_again = client.responses.retrieve(begun.response.id, stream=True)
-        next(read_again)
-        served.server._shutdown_timeout = 0.1
-        asyncio.run_coroutine_threadsafe(served.server.stop(), served.loop)
-        for one in (stream, read_again):
-            *_, last = one
-            assert last.type == "response.failed"
-            assert last.response.status in ("failed", "cancelled")
-
-
 def test_a_page_of_another_origin_cannot_cancel(slow: Served) -> None:
     client = slow.client()
     begun = client.responses.create(**LONG)
@@ -392,28 +279,6 @@ def test_a_page_of_another_origin_cannot_cancel(slow: Served) -> None:
     client.responses.delete(begun.id)
 
 
-@pytest.fixture
-def states(monkeypatch: pytest.MonkeyPatch) -> Iterator[WeakSet[ResponseState]]:
-    """Yield the responses that were created since, and are still in memory."""
-    alive: WeakSet[ResponseState] = WeakSet()
-    create = ResponseState.__init__
-
-    def recorded(state: ResponseState, *args: Any) -> None:
-        create(state, *args)
-        alive.add(state)
-
-    monkeypatch.setattr(ResponseState, "__init__", recorded)
-    yield alive
-
-
-def wait_until_freed(states: WeakSet[ResponseState]) -> None:
-    def are_freed() -> bool:
-        gc.collect()
-        return not states
-
-    wait_until(are_freed, "the responses to be freed")
-
-
 def test_deleted_and_rejected_responses_are_freed(slow: Served, states: WeakSet[ResponseState]) -> None:
     client = slow.client()
     for stream in (False, True):
@@ -426,127 +291,3 @@ def test_deleted_and_rejected_responses_are_freed(slow: Served, states: WeakSet[
     del state
     wait_until_freed(states)
     assert client.responses.create(model=MODEL, input="a", max_output_tokens=1).id != begun.id
-
-
-# --- several models -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def several() -> Iterator[SeveralFakes]:
-    models = {name: FakeModel(salt, step_time=0.002) for salt, name in enumerate(["a", "b", "c"])}
-    with serve_models({name: one.source for name, one in models.items()}, MEMORY_FOR_TWO) as served:
-        made = SeveralFakes(served, models)
-        yield made
-        for one in models.values():
-            one.gate.set()
-        made.wait_until_idle()
-
-
-def several_client(several: SeveralFakes) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{several.served.url}/v1", api_key="none", max_retries=0)
-
-
-def test_it_keeps_its_model_loaded(several: SeveralFakes) -> None:
-    client = several_client(several)
-    begun = client.responses.create(model="b", input="hello", background=True, max_output_tokens=200)
-    wait_for_status(client, begun.id, "in_progress")
-    for name in ("a", "c", "a", "c"):  # memory for one beside it
-        several.check(name, "once upon")
-        assert several.served.states()["b"] == "loaded"
-    other = client.responses.create(model="a", input="x", previous_response_id=finished(client, begun.id).id)
-    assert other.model == "a"
-    response = client.responses.retrieve(begun.id)
-    assert (response.model, response.output_text) == ("b", several.chat_text("b", "hello", 200))
-    several.wait_until_idle()
-    several.check("a", "x")
-    several.check("c", "x")
-    assert several.served.states()["b"] != "loaded"
-    assert client.responses.retrieve(begun.id) == response  # needs no model
-
-
-def test_a_response_waits_for_its_model(several: SeveralFakes) -> None:
-    client = several_client(several)
-    model = several.models["b"]
-    model.gate.clear()
-    body: dict[str, Any] = {"model": "b", "input": "hello", "background": True, "max_output_tokens": 8}
-    plain = client.responses.create(**body)
-    stream = client.responses.create(**body, stream=True)
-    assert [next(stream).type, next(stream).type] == ["response.created", "response.queued"]
-    assert (plain.status, plain.model) == ("queued", "b")
-    cancelled = client.responses.create(**body)
-    assert client.responses.cancel(cancelled.id).status == "cancelled"
-    assert client.responses.retrieve(plain.id).status == "queued"
-    model.gate.set()
-    *_, last = stream
-    expected = several.chat_text("b", "hello")
-    assert last.response.output_text == finished(client, plain.id).output_text == expected
-    assert client.responses.retrieve(cancelled.id).status == "cancelled"
-    error = several.served.post("/v1/responses", {**body, "model": "nobody"})
-    check_error(error, 404, "model", "model_not_found")
-
-
-def test_a_late_error_ends_it(several: SeveralFakes, states: WeakSet[ResponseState]) -> None:
-    client = several_client(several)
-    begun = client.responses.create(model="c", input="a" * 5000, background=True)
-    response = finished(client, begun.id)
-    assert response.status == "failed" and response.error.code == "invalid_prompt"
-    several.wait_until_idle()
-    several.models["b"].problem = "it is broken"
-    begun = client.responses.create(model="b", input="a", background=True)
-    response = finished(client, begun.id)
-    assert response.status == "failed" and "it is broken" in response.error.message
-    for state in list(states):
-        client.responses.delete(state.id)
-    del state
-    wait_until_freed(states)
-
-
-# --- the log of events --------------------------------------------------------------------------------------
-
-
-def event(number: int, text: str = "") -> bytes:
-    return named_sse({"type": "t", "text": text, "sequence_number": number})
-
-
-def numbers(data: bytes) -> list[int]:
-    return [json.loads(one.split(b"data: ")[1])["sequence_number"] for one in data.split(b"\n\n") if one]
-
-
-def test_a_log_is_bounded() -> None:
-    async def read(log: EventLog, after: int) -> list[int]:
-        return numbers(b"".join([data async for data in log.read(after)]))
-
-    async def check() -> None:
-        log = EventLog(max_characters=20_000)
-        slow_reader = log.read()
-        for i in range(0, 200, 2):
-            log.append(event(i, "x" * 50) + event(i + 1))
-            if not i:
-                assert numbers(await anext(slow_reader)) == [0, 1]
-        log.append(b"")
-        log.close()
-        assert log.num_characters <= 20_000 and log.num_readers == 1
-        assert b"events_dropped" in await anext(slow_reader)
-        assert [data async for data in slow_reader] == [] and log.num_readers == 0
-        with pytest.raises(APIError) as info:
-            log.check(5)
-        assert (info.value.status_code, info.value.param) == (400, "starting_after")
-        log.check(150)
-        assert await read(log, 150) == list(range(151, 200))
-        assert await read(log, 151) == list(range(152, 200))
-        assert await read(log, 199) == await read(log, 10**20) == []
-
-    asyncio.run(check())
-
-
-def test_a_long_log_is_read_in_pieces() -> None:
-    async def check() -> None:
-        log = EventLog()
-        for i in range(3000):
-            log.append(event(i, "x" * 100))
-        log.close()
-        pieces = [data async for data in log.read()]
-        assert numbers(b"".join(pieces)) == list(range(3000))
-        assert len(pieces) > 3 and max(map(len, pieces)) < 100_000
-
-    asyncio.run(check())

@@ -8,6 +8,7 @@ import pytest
 
 from metal_engine.output_phases import OutputPhases
 from metal_engine.settings.args import TOOL_GRAMMARS, ServerArgs
+from metal_engine.settings.config import EngineConfig
 from tests.server.test_errors import check_error
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import answer_format
@@ -39,10 +40,10 @@ def sent(served: Served, path: str, **more: Any) -> OutputPhases | None:
     return served.runner.seen_params[-1].phases
 
 
-def serving(tool_grammar: str = "auto", text: str = RECORDED[0].text) -> Any:
+def serving(tool_grammar: str = "auto", text: str = RECORDED[0].text, config: EngineConfig = CONFIG) -> Any:
     args = ServerArgs(shutdown_timeout=1, tool_grammar=tool_grammar)
     tokenizer, known = tiny_tokenizer(TOOL_TEMPLATE), answer_format("json_tools")
-    return serve(script(text), config=CONFIG, tokenizer=tokenizer, args=args, answer_format=known)
+    return serve(script(text), config=config, tokenizer=tokenizer, args=args, answer_format=known)
 
 
 @pytest.mark.parametrize("tool_grammar", TOOL_GRAMMARS)
@@ -100,6 +101,44 @@ def test_errors_name_the_tool() -> None:
         response = served.post(MESSAGES, body)
         assert response.status_code == 400
         assert response.json()["error"]["message"].startswith("tools[2].input_schema")
+
+
+def test_many_schemas_that_cannot_be_compiled() -> None:
+    """Other requests are answered while the schemas are checked in the background."""
+    config = fake_config(max_model_len=1 << 16, num_blocks=8192, max_num_batched_tokens=8192)
+    schemas = ({"type": "object", "properties": {"a": {"$ref": f"#/{i}"}}} for i in range(200))
+    tools = [tool(f"f{i}", schema) for i, schema in enumerate(schemas)]
+    with serving(config=config) as served:
+        for _ in range(2):
+            phases = sent(served, CHAT, tools=tools)
+            assert phases is not None and phases.calls is not None
+            assert sent(served, CHAT) is not None
+        assert served.engine.metrics.num_unconstrained_calls == 0
+
+
+@pytest.mark.parametrize("tool_grammar", TOOL_GRAMMARS)
+def test_schemas_with_wrong_types(tool_grammar: str) -> None:
+    """The error names the field in each API, with and without grammars."""
+    bad = {"type": "object", "properties": {"x": {"type": 5}}}
+    problem = "is not a JSON schema: properties.x.type must be a string or a list of strings"
+    functions = [FUNCTIONS[0], {"name": "f", "parameters": bad}]
+    wrapped = [{"type": "function", "function": function} for function in functions]
+    changes: dict[str, tuple[list[dict[str, Any]], str]] = {
+        CHAT: (wrapped, "tools[1].function.parameters"),
+        "/api/chat": (wrapped, "tools[1].function.parameters"),
+        RESPONSES: ([{"type": "function", **function} for function in functions], "tools[1].parameters"),
+        MESSAGES: (
+            [{"name": one["name"], "input_schema": one["parameters"]} for one in functions], "tools[1].input_schema",
+        ),
+    }  # fmt: skip
+    with serving(tool_grammar) as served:
+        for path, (tools, place) in changes.items():
+            for more in ({}, {"tool_choice": REQUIRED[path]} if path in REQUIRED else {}):
+                response = served.post(path, {"model": MODEL, **BODIES[path], "tools": tools, **more})
+                assert response.status_code == 400, response.text
+                error = response.json()["error"]
+                message = error if isinstance(error, str) else error["message"]
+                assert message == f"{place} {problem}"
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])

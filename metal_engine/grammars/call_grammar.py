@@ -1,0 +1,120 @@
+"""Grammars of tool calls in the tokens of a vocabulary, and the search for tools whose schemas cannot be compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+
+from metal_engine.grammars.marks import token_ranges, without_marks
+from metal_engine.output_phases import CallTrigger
+
+# Limits of the search. Most compilations take milliseconds. The slowest take a second of CPU time.
+_MAX_COMPILATIONS = 64
+_MAX_SECONDS = 4.0
+_NOT_CHECKED = "too many schemas cannot be compiled"
+
+
+class CallGrammar:
+    """Grammar of the calls that a mark begins. The arguments of each tool may be left open.
+
+    Args:
+        trigger: mark and grammar.
+        special: ids of the vocabulary's special tokens, by their texts.
+
+    Attributes:
+        marks: texts of the marks, each with the end of the mark that the grammar begins with: the text after the
+            mark's last special token.
+        opened: indices of the rules for arguments that are left open, because the grammar could not be compiled.
+    """
+
+    def __init__(self, trigger: CallTrigger, special: Mapping[str, int]) -> None:
+        heads = trigger.heads or (("", "call"),)
+        end = tail(trigger.mark, special)
+        self.marks = tuple((trigger.mark + head, end + head) for head, _ in heads)
+        self._tails = {end + head: rule for head, rule in heads}
+        self.opened: frozenset[int] = frozenset()
+        self._special = token_ranges(special.values())
+        self._rules = without_marks(trigger.grammar, special)
+        self._arguments = trigger.arguments
+
+    @property
+    def num_arguments(self) -> int:
+        """Number of rules for the arguments of a tool."""
+        return len(self._arguments)
+
+    def tool(self, index: int) -> str:
+        """Return the name of the tool to which a rule for arguments belongs."""
+        return self._arguments[index].tool
+
+    @cached_property
+    def key(self) -> bytes:
+        """Hash of the grammar without open arguments."""
+        return hashlib.sha256(self.wanted(())).digest()
+
+    def wanted(self, opened: Collection[int]) -> bytes:
+        """Return the grammar as a wanted grammar (:mod:`metal_engine.grammars.source`), as JSON.
+
+        Args:
+            opened: indices of the rules for arguments that are left open.
+        """
+        open_rules = {self._arguments[i].rule: self._arguments[i].open_rule for i in opened}
+        rules = self._rules
+        if open_rules:
+            lines = re.compile(rf"^({'|'.join(open_rules)}): .*$", re.MULTILINE)
+            rules = lines.sub(lambda found: f"{found[1]}: {open_rules[found[1]]}", rules)
+        return json.dumps({"call": rules, "tails": self._tails, "special": self._special}).encode()
+
+
+def tail(mark: str, special: Mapping[str, int]) -> str:
+    """Return the part of a mark after its last special token."""
+    return mark[max((mark.rfind(text) + len(text) for text in special if text in mark), default=0) :]
+
+
+def faulty_arguments(num_arguments: int, problem: str, problem_of: Callable[[frozenset[int]], str]) -> dict[int, str]:
+    """Return the indices of the arguments that make a grammar fail, each with the problem.
+
+    Halves the arguments repeatedly. If the limits of the search are reached, arguments that are not known to be correct
+    count as faulty.
+
+    Args:
+        num_arguments: number of arguments, at least 1. The grammar fails if none is open.
+        problem: problem of the grammar.
+        problem_of: compiles the grammar with open arguments at some indices. Returns the problem; empty without one.
+    """
+    return _Search(num_arguments, problem_of).among(range(num_arguments), problem)
+
+
+class _Search:
+    def __init__(self, num_arguments: int, problem_of: Callable[[frozenset[int]], str]) -> None:
+        self._all = frozenset(range(num_arguments))
+        self._problem_of = problem_of
+        self._num_left = _MAX_COMPILATIONS
+        self._deadline = time.monotonic() + _MAX_SECONDS
+
+    def among(self, suspects: Sequence[int], problem: str) -> dict[int, str]:
+        """Return the faulty ones of some arguments, which fail together."""
+        if len(suspects) == 1:
+            return {suspects[0]: problem}
+        middle = len(suspects) // 2
+        halves = suspects[:middle], suspects[middle:]
+        problems = [self._problem_within(half) for half in halves]
+        if not any(problems):  # both halves may be too large together
+            return dict.fromkeys(halves[1], problem)
+        found: dict[int, str] = {}
+        for half, inner in zip(halves, problems, strict=True):
+            if inner == _NOT_CHECKED:
+                found |= dict.fromkeys(half, inner)
+            elif inner:
+                found |= self.among(half, inner)
+        return found
+
+    def _problem_within(self, suspects: Sequence[int]) -> str:
+        """Compile a grammar in which all other arguments are open. Return its problem; an empty text on success."""
+        if not self._num_left or time.monotonic() > self._deadline:
+            return _NOT_CHECKED
+        self._num_left -= 1
+        return self._problem_of(self._all.difference(suspects))
