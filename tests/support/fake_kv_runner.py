@@ -18,7 +18,7 @@ import numpy as np
 
 from metal_engine.kv_transfer.layout import state_key
 from metal_engine.pooling_params import PoolingParams
-from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
+from metal_engine.request import MAX_FAILURES, Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import NO_RULES, SamplingParams, TokenRules
 from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.scheduler import Scheduler
@@ -534,16 +534,22 @@ class SchedulerHarness:
     def refuse_newest(self) -> None:
         """Refuse the step planned last, as the runner can do. Earlier steps are finished."""
         plan, _ = self.in_flight.pop()
-        self._fail(plan)
-        self.scheduler.check_integrity()
         while self.in_flight:
             self.update()
+        self._fail(plan)
+        self.scheduler.check_integrity()
 
     def _fail(self, plan: SchedulerOutput) -> None:
-        self.scheduler.failed(plan)
+        """Cancel a failed plan. End the requests that have failed too often, as the engine does."""
+        self.scheduler.cancel(plan)
         for request_id in plan.num_scheduled_tokens:
-            self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
-            if self._live.pop(request_id, ...) is None:
+            request = self.scheduler.requests.get(request_id)
+            if request is None:
+                continue
+            request.num_failures += 1
+            if request.num_failures == MAX_FAILURES:
+                self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
+                del self._live[request_id]
                 self.tracked[request_id].finish_reason = "error"
 
     @property
