@@ -455,6 +455,8 @@ class SchedulerHarness:
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self.plans: list[SchedulerOutput] = []
+        # True if later requests may have overtaken waiting suspects. Reset when all requests have ended.
+        self._was_overtaken = False
         self._steps_passed_over = 0  # consecutive steps in which a request was passed over
 
     # --- requests -------------------------------------------------------------------------------------------
@@ -508,6 +510,7 @@ class SchedulerHarness:
         check_fits(request.num_prompt_tokens, num_tokens, self.config, self.cache_config)
         self.scheduler.add_request(request)
         self.tracked[request_id] = Tracked(request, expected, reason)
+        self._was_overtaken &= bool(self._live)
         self._live[request_id] = None
         return request
 
@@ -547,6 +550,7 @@ class SchedulerHarness:
             if request is None:
                 continue
             request.num_failures += 1
+            self._was_overtaken |= request.is_suspect
             if request.num_failures == MAX_FAILURES:
                 self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
                 del self._live[request_id]
@@ -595,6 +599,8 @@ class SchedulerHarness:
         # Drafts do not change the allotments of other tokens.
         undrafted = without_drafts(plan)
         check_plan(self.scheduler, undrafted, demand, context_lens, again)
+        if self._was_overtaken:
+            return
         passed_over = not num_preemptions and was_passed_over(self.scheduler, undrafted, demand, context_lens, again)
         self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
         assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
