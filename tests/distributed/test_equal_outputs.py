@@ -61,11 +61,10 @@ def test_equal_outputs(case: RankCase, on_ranks: dict[RankCase, Any]) -> None:
     found = on_ranks[case]
     expected = run_case(case, make_runner(case))
     check_equal(case, expected, found)
-    assert (found["preemptions"] > 0) == (case.num_blocks == TIGHT)
+    # The requests of a refused step are preempted and computed again.
+    assert (found["preemptions"] > 0) == (case.num_blocks == TIGHT or case.refused is not None)
     assert found["cached"]
-    failed = [error for error in found["errors"] if error is not None]
-    assert bool(failed) == (case.refused is not None), failed
-    assert all("as asked for" in error for error in failed)
+    assert not any(found["errors"])
 
 
 @pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
