@@ -543,7 +543,7 @@ class SchedulerHarness:
         self.scheduler.check_integrity()
 
     def _fail(self, plan: SchedulerOutput) -> None:
-        """Cancel a failed plan. End the requests that have failed too often, as the engine does."""
+        """Cancel a failed plan. End the requests with ``MAX_FAILURES`` failures, as the engine does."""
         self.scheduler.cancel(plan)
         for request_id in plan.num_scheduled_tokens:
             request = self.scheduler.requests.get(request_id)
