@@ -106,6 +106,10 @@ _FINISH_REASONS = {
 _FINAL_STATUSES = {reason: status for status, reason in _FINISH_REASONS.items()}
 
 
+# Failed steps in a row, without a new token, that fail a request.
+MAX_FAILURES = 3
+
+
 @lru_cache(maxsize=4)  # the outputs of a request share the set, which may take a MiB
 def _union(eos_token_ids: frozenset[int], stop_token_ids: tuple[int, ...]) -> frozenset[int]:
     return eos_token_ids | frozenset(stop_token_ids)

@@ -14,7 +14,15 @@ from collections.abc import Callable
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.step_observer import FrameSink, StepObserver
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
-from metal_engine.request import PreparedRequest, Request, RequestOptions, RequestOutput, RequestStatus, TokenLogprobs
+from metal_engine.request import (
+    MAX_FAILURES,
+    PreparedRequest,
+    Request,
+    RequestOptions,
+    RequestOutput,
+    RequestStatus,
+    TokenLogprobs,
+)
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.scheduling.stats import SchedulerStats
@@ -23,8 +31,6 @@ from metal_engine.step import KVCacheLostError, PromptLogprobs, Runner, RunnerLo
 
 logger = logging.getLogger(__name__)
 
-# Failed steps in a row, without a new token, that fail a request.
-_MAX_FAILURES = 3
 _LOAD_WAIT_SECONDS = 0.01  # wait in one step if every request is waiting for KV to be loaded
 
 
@@ -254,7 +260,7 @@ class EngineCore:
         outputs = []
         for request in requests:
             request.num_failures += 1
-            if request.num_failures == _MAX_FAILURES:
+            if request.num_failures == MAX_FAILURES:
                 outputs.append(self._fail_request(request.request_id, message))
         num_retried = len(requests) - len(outputs)
         self.metrics.num_retried_requests += num_retried

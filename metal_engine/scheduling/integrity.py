@@ -24,6 +24,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     used = {block_id for request_id in held for block_id in scheduler.blocks.block_ids(request_id)}
     assert scheduler.blocks.num_used_blocks == len(used)
     assert held == scheduler.running.keys() == scheduler.held_by_runner
+    assert sum(request.is_suspect for request in scheduler.running.values()) <= 1, "several suspects are running"
     for request in scheduler.running.values():
         num_blocks = len(scheduler.blocks.block_ids(request.request_id))
         assert num_blocks >= scheduler.blocks.blocks_for(request.num_computed_tokens)

@@ -36,8 +36,6 @@ def drain(engine: SteppedEngine) -> dict[str, RequestOutput]:
     for _ in range(1000):
         if not engine.has_requests:
             break
-        suspects = [request for request in engine.scheduler.running.values() if request.is_suspect]
-        assert len(suspects) <= 1, "suspects run one at a time"
         for output in engine.step():
             outputs.setdefault(output.request_id, []).append(output)
         engine.scheduler.check_integrity()

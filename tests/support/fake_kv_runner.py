@@ -18,7 +18,7 @@ import numpy as np
 
 from metal_engine.kv_transfer.layout import state_key
 from metal_engine.pooling_params import PoolingParams
-from metal_engine.request import Request, RequestOptions, RequestOutput, RequestStatus
+from metal_engine.request import MAX_FAILURES, Request, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.limits import check_fits
 from metal_engine.scheduling.scheduler import Scheduler
@@ -456,6 +456,8 @@ class SchedulerHarness:
         self._live: dict[str, None] = {}
         self.in_flight: deque[tuple[SchedulerOutput, FakeStep]] = deque()
         self.plans: list[SchedulerOutput] = []
+        # True if later requests may have overtaken waiting suspects. Reset when all requests have ended.
+        self._was_overtaken = False
         self._steps_passed_over = 0  # consecutive steps in which a request was passed over
 
     # --- requests -------------------------------------------------------------------------------------------
@@ -509,6 +511,7 @@ class SchedulerHarness:
         check_fits(request.num_prompt_tokens, num_tokens, self.config, self.cache_config)
         self.scheduler.add_request(request)
         self.tracked[request_id] = Tracked(request, expected, reason)
+        self._was_overtaken &= bool(self._live)
         self._live[request_id] = None
         return request
 
@@ -535,16 +538,23 @@ class SchedulerHarness:
     def refuse_newest(self) -> None:
         """Refuse the step planned last, as the runner can do. Earlier steps are finished."""
         plan, _ = self.in_flight.pop()
-        self._fail(plan)
-        self.scheduler.check_integrity()
         while self.in_flight:
             self.update()
+        self._fail(plan)
+        self.scheduler.check_integrity()
 
     def _fail(self, plan: SchedulerOutput) -> None:
-        self.scheduler.failed(plan)
+        """Cancel a failed plan. End the requests with ``MAX_FAILURES`` failures, as the engine does."""
+        self.scheduler.cancel(plan)
         for request_id in plan.num_scheduled_tokens:
-            self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
-            if self._live.pop(request_id, ...) is None:
+            request = self.scheduler.requests.get(request_id)
+            if request is None:
+                continue
+            request.num_failures += 1
+            self._was_overtaken |= request.is_suspect
+            if request.num_failures == MAX_FAILURES:
+                self.scheduler.finish_request(request_id, RequestStatus.FINISHED_ERROR)
+                del self._live[request_id]
                 self.tracked[request_id].finish_reason = "error"
 
     @property
@@ -590,6 +600,8 @@ class SchedulerHarness:
         # Drafts do not change the allotments of other tokens.
         undrafted = without_drafts(plan)
         check_plan(self.scheduler, undrafted, demand, context_lens, again)
+        if self._was_overtaken:
+            return
         passed_over = not num_preemptions and was_passed_over(self.scheduler, undrafted, demand, context_lens, again)
         self._steps_passed_over = self._steps_passed_over + 1 if passed_over else 0
         assert self._steps_passed_over <= self.config.max_num_partial_prefills, "a free slot stays free"
