@@ -51,7 +51,7 @@ def drain(engine: SteppedEngine) -> dict[str, RequestOutput]:
 def test_a_request_that_kills_is_given_up_alone(
     place: int, config: dict[str, int], error: type[Exception], num_tokens: int, ahead: bool
 ) -> None:
-    """The request makes each step fail in which it would get its token number ``num_tokens``."""
+    """The request has ``num_tokens`` tokens, and each step that computes its next token fails."""
     engine = fake(async_scheduling=ahead, **config)
     engine.runner.error_for = lambda tokens: (
         error("killed") if tokens[: len(KILLER)] == KILLER and len(tokens) == len(KILLER) + num_tokens else None

@@ -57,7 +57,7 @@ def on_device(arrays: Arrays) -> dict[str, mx.array | None]:
 
 
 def check_two_calls(function: Callable[..., tuple[mx.array, mx.array]], arrays: Arrays, first: int) -> None:
-    """Check that a call for the ``first`` tokens and a call for the others give what one call gives."""
+    """Check that two calls, the first with ``first`` tokens, return the same as one call with all tokens."""
     whole = on_device(arrays)
     y, state = function(**whole)
     before, after = (

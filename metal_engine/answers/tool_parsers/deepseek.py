@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -43,19 +44,7 @@ class DeepSeekCalls:
         """Return the calls in a text. Raises an exception of any type if the text has anything else."""
         if text.lstrip().startswith(("{", "[")):
             return JSON_CALLS.parse_tool_call(text)
-        calls: list[dict[str, Any]] = []
-        at = 0
-        while at < len(text):
-            head = _HEAD.match(text, at)
-            if head is None:
-                raise ValueError("the text has parts outside of calls")
-            arguments, end = _DECODER.raw_decode(text, head.end())
-            tail = _TAIL.match(text, end)
-            if tail is None:
-                raise ValueError("the arguments are not followed by the end of the call")
-            calls.append({"name": head["name"], "arguments": arguments})
-            at = tail.end()
-        return calls
+        return _calls(text, _HEAD, _DECODER.raw_decode, _TAIL)
 
 
 class DSMLCalls:
@@ -76,26 +65,41 @@ class DSMLCalls:
         """
         if text.lstrip().startswith(("{", "[")):
             return JSON_CALLS.parse_tool_call(text)
-        calls: list[dict[str, Any]] = []
-        at = 0
-        while at < len(text):
-            invoke = _INVOKE.match(text, at)
-            if invoke is None:
-                raise ValueError("the text has parts outside of calls")
-            if text.startswith("{", invoke.end()):
-                arguments, at = _DECODER.raw_decode(text, invoke.end())
-            else:
-                arguments, at = _parameters(text, invoke.end())
-            end = _INVOKE_END.match(text, at)
-            if end is None:
-                raise ValueError("the arguments are not followed by the end of the call")
-            calls.append({"name": invoke["name"], "arguments": arguments})
-            at = end.end()
-        return calls
+        return _calls(text, _INVOKE, _parameters, _INVOKE_END)
+
+
+def _calls(
+    text: str,
+    head: re.Pattern[str],
+    arguments_at: Callable[[str, int], tuple[dict[str, Any], int]],
+    tail: re.Pattern[str],
+) -> list[dict[str, Any]]:
+    """Return the calls in a text. Raises an exception of any type if the text has anything else.
+
+    Args:
+        head: pattern for the start of a call, with the group ``name``.
+        arguments_at: returns the arguments at a position, and the position after them.
+        tail: pattern for the end of a call.
+    """
+    calls: list[dict[str, Any]] = []
+    at = 0
+    while at < len(text):
+        begin = head.match(text, at)
+        if begin is None:
+            raise ValueError("the text has parts outside of calls")
+        arguments, at = arguments_at(text, begin.end())
+        end = tail.match(text, at)
+        if end is None:
+            raise ValueError("the arguments are not followed by the end of the call")
+        calls.append({"name": begin["name"], "arguments": arguments})
+        at = end.end()
+    return calls
 
 
 def _parameters(text: str, at: int) -> tuple[dict[str, Any], int]:
-    """Return the arguments whose tags begin at a position, and the position after them."""
+    """Return the arguments at a position, as one JSON object or as tags, and the position after them."""
+    if text.startswith("{", at):
+        return _DECODER.raw_decode(text, at)
     arguments: dict[str, Any] = {}
     while (found := _PARAMETER.match(text, at)) is not None:
         if found["name"] in arguments:
