@@ -76,7 +76,6 @@ class Rules:
         self._length = 0
         self._is_limited = False
         self._arguments: list[ToolArguments] = []
-        self._open_rule = ""
         self.add(GAP, "GAP?")
         self.add("GAP", _GAP_RULE.replace("{0,", "{1,"))
 
@@ -121,18 +120,17 @@ class Rules:
         Raises:
             NameNotExpressibleError: the grammar cannot express the name of a required argument.
         """
-        if not self._open_rule:  # all tools have the same
-            self._open_rule = self.rule(expression(tool.opened))
+        open_rule = self.rule(expression(tool.opened))
         self._is_limited = True
         try:
             rule = self._shared("args", expression(tool))
         except NameNotExpressibleError:
             raise
         except NotExpressibleError:
-            return self._open_rule
+            return open_rule
         finally:
             self._is_limited = False
-        self._arguments.append(ToolArguments(tool.name, rule, self._open_rule))
+        self._arguments.append(ToolArguments(tool.name, rule, open_rule))
         return rule
 
     def _shared(self, prefix: str, definition: str, attributes: str = "") -> str:

@@ -70,6 +70,9 @@ class CallSyntax(Protocol):
 class ExactParser:
     """Parser of the texts that a grammar allows. Hands other texts to another parser, which may be lenient.
 
+    A text that neither can read is read once more with arguments of any type, because a grammar leaves the arguments
+    open if it cannot express their schema.
+
     Args:
         syntax: exact form of the calls.
         parser: parser of other texts.
@@ -83,11 +86,25 @@ class ExactParser:
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> Any:
         """Return the calls in a text. Raises an exception of any type if there are none."""
+        schemas = tool_schemas(tools or ())
+        if calls := self._read(text, schemas):
+            return calls
         try:
-            calls = self.syntax.read(text, tool_schemas(tools or ()))
+            found = self._parser.parse_tool_call(text, tools)
+            items = found if isinstance(found, list) else [found]
+            if all(isinstance(item, str) or any(item["name"] == tool.name for tool in schemas) for item in items):
+                return found
+            raise ValueError("the text calls an unknown tool")
+        except Exception:
+            if calls := self._read(text, [tool.untyped for tool in schemas]):
+                return calls
+            raise
+
+    def _read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
+        try:
+            return self.syntax.read(text, tools)
         except Exception:  # noqa: BLE001  (a client's schema may be invalid in any way)
-            calls = None
-        return calls if calls else self._parser.parse_tool_call(text, tools)
+            return None
 
 
 def choice(options: Sequence[str]) -> str:

@@ -136,7 +136,7 @@ def contradictions() -> list[Case]:
         attack("an answer to a long name", RESPONSES, 404, previous_response_id=long_name),
         attack("an item of a long type", RESPONSES, 400, input=[{"type": long_name}]),
         attack("an item of a wrong type", RESPONSES, 400, input=[{"type": [1], "content": {"a": 1}}]),
-        attack("in the background", RESPONSES, 400, background=True),
+        attack("in the background", RESPONSES, 200, background=True),
         attack("truncated", RESPONSES, 400, truncation="auto"),
         attack("a block of a wrong type", MESSAGES, 400, system=[{"type": ["text"], "text": 1}]),
         attack("a block of nothing", MESSAGES, 400, messages=[{"role": "user", "content": [{}]}]),
