@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from metal_engine.engine.engine_thread import EngineDeadError
+from metal_engine.errors import short
 from metal_engine.server.protocol import ErrorBody, ErrorDetail
 from metal_engine.text.long_text import TextTooLongError
 
@@ -219,10 +220,22 @@ def from_validation(errors: Sequence[Any]) -> APIError:
     param = str(path[0])
     # A field with a union type yields one error for each type.
     about_param = [e for e in errors if e["loc"][1:2] == path[:1]]
-    reasons = dict.fromkeys(e["msg"] for e in about_param)
+    reasons = dict.fromkeys(map(_reason, about_param))
     place = _dotted(path) if len(reasons) == 1 else param
     where = place[:_MAX_WHERE]
     return invalid(f": {' | '.join(reasons)}"[: _MAX_MESSAGE - len(where)], param=param, where=where)
+
+
+# pydantic's errors about a value that is not a JSON object. Their messages have names of Python's types.
+_NOT_AN_OBJECT = ("dict_type", "model_type", "model_attributes_type")
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    """Return the message about one of pydantic's errors."""
+    if error["type"] in _NOT_AN_OBJECT:
+        return f"Input should be an object, got {short(error['input'])}"
+    reason: str = error["msg"]
+    return reason
 
 
 def _dotted(path: Sequence[str | int]) -> str:
