@@ -44,7 +44,7 @@ class OutputFormat(RequestModel):
 
 
 class OutputConfig(RequestModel):
-    effort: str | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.openai.input_items import Item, complete_items
-from metal_engine.server.protocol import ChatCompletionBody, LongDict, LongList, RequestModel
+from metal_engine.server.protocol import ChatCompletionBody, LongDict, LongList, ReasoningEffort, RequestModel
 
 Message = dict[str, Any]
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -43,7 +43,7 @@ class TextOptions(RequestModel):
 
 
 class ReasoningOptions(RequestModel):
-    effort: str | None = None
+    effort: ReasoningEffort | None = None
     max_tokens: int | None = None
     summary: str | None = None
 

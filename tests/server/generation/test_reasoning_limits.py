@@ -131,6 +131,12 @@ def test_template_variables() -> None:
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
         (MESSAGES, {"thinking": {"type": "adaptive", "budget_tokens": 50}}, "thinking.budget_tokens"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1.5}}, "thinking.budget_tokens"),
+        (CHAT, {"reasoning_effort": "extreme"}, "reasoning_effort"),
+        (CHAT, {"reasoning_effort": ""}, "reasoning_effort"),
+        (CHAT, {"reasoning": {"effort": "High"}}, "reasoning.effort"),
+        (RESPONSES, {"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+        (RESPONSES, {"reasoning": {"effort": 3}}, "reasoning.effort"),
+        (MESSAGES, {"output_config": {"effort": "none"}}, "output_config.effort"),
         (OLLAMA, {"think": "extreme"}, "think"),
     ],
 )
@@ -140,6 +146,16 @@ def test_refused(always: Served, path: str, body: dict[str, Any], where: str) ->
     error = response.json()["error"]
     message = error if isinstance(error, str) else error["message"]
     assert message.startswith(where), message
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_efforts(switched: Served, path: str) -> None:
+    efforts = ["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+    for effort in efforts:
+        assert sent(switched, path, {"reasoning": {"effort": effort}}) is None
+    response = switched.post(path, {"model": MODEL, **OWN[path], "reasoning": {"effort": "extreme"}})
+    message = check_error(response, 400, "reasoning")["message"]
+    assert all(repr(effort) in message for effort in efforts)
 
 
 def test_completions_have_no_limit_of_the_reasoning(always: Served) -> None:
