@@ -43,6 +43,8 @@ _MORE_TOKENS = 1 << 16
 MAX_TOKENS = 1 << 20
 # Maximum number of prompt tokens of all sequences. Each sequence has its own list, with 8 bytes for each token.
 MAX_PROMPT_TOKENS = 1 << 22
+# Fields that add data to choices. Responses without choices cannot contain this data.
+_OF_CHOICES = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -272,12 +274,12 @@ class _Preparation(Generic[BodyT]):
         served, endpoint, body = self._served, self._endpoint, self._body
         config = served.engine.config
         served.parameters.check(body)
+        for name in _OF_CHOICES:
+            if getattr(body, name, None) and not endpoint.has_choices:
+                raise invalid(" is not supported here", where=name, code="unsupported_parameter")
         params = sampling_params(body, config.model.default_sampling)
         if params.n > 1 and not endpoint.has_choices:
             raise invalid(" must be 1: the answer is one message", where="n")
-        for name in ("return_token_ids", "return_tokens_as_token_ids"):
-            if getattr(body, name) and not endpoint.has_choices:
-                raise invalid(" is not supported here", where=name, code="unsupported_parameter")
         tokenizer = served.tokenizer_beyond_context
         if body.truncate_prompt_tokens is None:
             tokenizer = served.engine.tokenizer.limited(config.scheduler.max_model_len)

@@ -119,6 +119,8 @@ RENAMED = {
 }
 
 
+# Entry of `include` for log probabilities. Other entries are about tools that the server refuses, or about images.
+_LOGPROBS = "message.output_text.logprobs"
 # Fields with the same meaning in a chat.
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user")
 
@@ -138,6 +140,8 @@ def to_chat(body: ResponsesBody, earlier: list[Item]) -> tuple[ChatCompletionBod
         raise invalid(" needs a response that is stored: store must be true", where="background")
     if body.truncation == "auto":
         raise invalid("truncation must be disabled: the server drops nothing of the input", param="truncation")
+    if _LOGPROBS in (body.include or ()):
+        raise invalid(f" of {_LOGPROBS} is not supported", where="include", code="unsupported_parameter")
     messages = input_messages(body.input, earlier)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields = {

@@ -94,6 +94,11 @@ def test_an_answer_by_a_schema(served: Served) -> None:
     assert served.post("/v1/messages", body).status_code == 200
     structured = served.runner.seen_params[-1].structured_outputs
     assert structured is not None and structured.json == TITLE_SCHEMA
+    older = {**body, "output_format": config["format"]}
+    assert served.post("/v1/messages", {**older, "output_config": {"effort": "high"}}).status_code == 200
+    structured = served.runner.seen_params[-1].structured_outputs
+    assert structured is not None and structured.json == TITLE_SCHEMA
+    assert served.post("/v1/messages", older).status_code == 400
     for bad in ({"type": "text", "schema": TITLE_SCHEMA}, {"type": "json_schema"}, 5):
         response = served.post("/v1/messages", {**body, "output_config": {"format": bad}})
         assert response.status_code == 400 and "output_config" in response.json()["error"]["message"]
