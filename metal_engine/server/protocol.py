@@ -199,7 +199,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class ReasoningBody(RequestModel):
-    """Limits of a chat's reasoning. The names are OpenRouter's."""
+    """Settings of a chat's reasoning. The names are OpenRouter's."""
 
     enabled: bool | None = None
     effort: ReasoningEffort | None = None
@@ -218,6 +218,7 @@ class ChatCompletionBody(GenerationBody):
     reasoning_effort: ReasoningEffort | None = None
     reasoning: ReasoningBody | None = None
     thinking_token_budget: int | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: LongList[ToolDefinition] | None = None
