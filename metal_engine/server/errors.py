@@ -78,7 +78,8 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     """Within this context, replace the field at fault in each APIError by the client's name of that field.
 
     Args:
-        names: map from a field of the converted body to the field of the client's body.
+        names: map from a field of the converted body to the field of the client's body. A field may have places within
+            it as further keys, such as ``response_format.json_schema``. They apply to the message.
     """
     try:
         yield
@@ -87,8 +88,14 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         if param in names:
             error.param = names[param]
             if error.where:
-                error.message = error.param + error.message.removeprefix(param)
+                place = max((name for name in names if _is_within(error.where, name)), key=len, default=param)
+                error.message = names[place] + error.message.removeprefix(place)
         raise
+
+
+def _is_within(place: str, outer: str) -> bool:
+    """Return True if a place is ``outer`` or within it."""
+    return place == outer or place.startswith((f"{outer}.", f"{outer}["))
 
 
 # Maximum length of a model name or path in an error message.

@@ -128,6 +128,7 @@ RENAMED = {
     "chat_template_kwargs": "thinking",
     "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config",
+    "response_format.json_schema": "output_config.format",
 }
 # Maps efforts that chat templates do not support to the highest one that they support.
 _HIGHEST = {"xhigh": "high", "max": "high"}

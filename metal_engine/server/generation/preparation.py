@@ -23,6 +23,7 @@ from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, Choic
 from metal_engine.server.generation.logprobs import num_entries
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
+from metal_engine.server.generation.schema_errors import with_place
 from metal_engine.server.generation.streaming import EVENT_STREAM, sse
 from metal_engine.server.logs import Notices
 from metal_engine.server.protocol import GenerationBody, KVTransferParams
@@ -306,7 +307,8 @@ class _Preparation(Generic[BodyT]):
             try:
                 self._rules = compile_grammar(self._params)
             except ParameterError as error:
-                raise self._endpoint.explained(error, compile_grammar) from error
+                explained = self._endpoint.explained(error, compile_grammar)
+                raise with_place(explained, self._params.structured_outputs, compile_grammar) from error
 
     def finish(self) -> None:
         """Create the prepared requests."""

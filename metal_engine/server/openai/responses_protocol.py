@@ -113,6 +113,7 @@ RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
+    "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning",
     "thinking_token_budget": "reasoning.max_tokens",
     "verbosity": "text",
