@@ -15,14 +15,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from metal_engine.engine.engine_thread import EngineDeadError
-from metal_engine.errors import short
+from metal_engine.errors import ContextLengthError, short
 from metal_engine.server.protocol import ErrorBody, ErrorDetail
 from metal_engine.text.long_text import TextTooLongError
 
 # Key in the ASGI scope for the code of an error, which metrics count by cause.
 ERROR_CODE = "metal_engine.error_code"
 
-
+# Code of errors about requests that exceed the model's context length.
+_TOO_LONG = "context_length_exceeded"
 # Maximum length of a message in characters. A message may quote the request.
 _MAX_ERROR = 1000
 
@@ -37,6 +38,7 @@ class APIError(HTTPException):
         param: request field at fault, if any. Default: the field at the start of ``where``.
         code: machine-readable code of OpenAI, if there is one for this error.
         headers: additional response headers.
+        context: sizes of a request that exceeds the model's context length; None for another problem.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class APIError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        context: ContextLengthError | None = None,
     ) -> None:
         super().__init__(status, where + message, headers)
         # Escapes in JSON can produce lone surrogates, which cannot be encoded in a response.
@@ -55,6 +58,7 @@ class APIError(HTTPException):
         self.where = where
         self.param = param or re.split(r"[.\[]", where)[0] or None
         self.code = code
+        self.context = context
 
     @property
     def body(self) -> ErrorBody:
@@ -67,9 +71,14 @@ def invalid(message: str, param: str | None = None, code: str | None = None, *, 
     return APIError(400, message, where=where, param=param, code=code)
 
 
+def beyond_context(error: ContextLengthError, param: str) -> APIError:
+    """Return an error with status 400 for a request that exceeds the model's context length."""
+    return APIError(400, str(error), param=param, code=_TOO_LONG, context=error)
+
+
 def invalid_prompt(error: ValueError, param: str) -> APIError:
     """Return an error with status 400 for a prompt that the tokenizer has rejected."""
-    code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
+    code = _TOO_LONG if isinstance(error, TextTooLongError) else None
     return invalid(f": {error}", code=code, where=param)
 
 
@@ -160,13 +169,24 @@ _OLLAMA_PATHS = "/api/"
 def anthropic_error(error: APIError) -> dict[str, Any]:
     """Return the body of the error in the shape of Anthropic's API.
 
-    Anthropic's API has no code for a prompt that is too long. Claude Code recognizes the start of the message, and then
-    shortens the conversation.
+    Anthropic's API has no code for a request that exceeds the context length. Clients such as Claude Code recognize the
+    messages and read the numbers in them. They then shorten the conversation, or reduce ``max_tokens``.
     """
     kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
-    is_too_long = error.code == "context_length_exceeded" and error.param != "max_tokens"
-    message = f"prompt is too long: {error.message}" if is_too_long else error.message
+    message = _too_long_for_anthropic(error) if error.code == _TOO_LONG else error.message
     return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _too_long_for_anthropic(error: APIError) -> str:
+    sizes = error.context
+    if sizes is None:  # the prompt was not tokenized
+        return f"prompt is too long: {error.message}"
+    if not sizes.max_tokens:
+        return f"prompt is too long: {sizes.num_prompt_tokens} tokens > {sizes.limit} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {sizes.num_prompt_tokens} + {sizes.max_tokens} > "
+        f"{sizes.limit}, decrease input length or `max_tokens` and try again"
+    )
 
 
 def error_response(error: APIError, scope: Scope) -> JSONResponse:

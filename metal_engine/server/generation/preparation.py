@@ -17,7 +17,7 @@ from metal_engine.errors import ContextLengthError, OverloadedError, ParameterEr
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import PreparedRequest, RequestOptions
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
+from metal_engine.server.errors import APIError, beyond_context, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission, overloaded
 from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, ChoiceOutput, Generation
 from metal_engine.server.generation.logprobs import num_entries
@@ -269,7 +269,7 @@ class _Preparation(Generic[BodyT]):
             raise overloaded(str(error)) from error
         except ContextLengthError as error:
             param = body.max_tokens_field if error.name == "max_tokens" else body.prompt_field
-            raise invalid(str(error), param=param, code="context_length_exceeded") from error
+            raise beyond_context(error, param) from error
         except PromptError as error:
             raise invalid(str(error), param=body.prompt_field) from error
 

@@ -27,7 +27,7 @@ _MAX_PLACE = 300
 # Place of the whole schema while its parts are compiled.
 _ROOT = "#/$defs/0"
 
-# Names from the whole schema to a part of it.
+# Keywords, property names and list indexes that lead from the whole schema to a part.
 _Names = tuple[str, ...]
 
 
@@ -93,7 +93,7 @@ def _faulty_part(
     The whole schema has no names, and None for a problem.
 
     Args:
-        problem_of: compiles a schema. Returns its problem; None if there is none, or if it is not known.
+        problem_of: compiles a schema. Returns the problem, or None if the schema compiles or the problem is unknown.
     """
     deadline = time.monotonic() + _MAX_SECONDS
     root = _moved({key: value for key, value in schema.items() if key not in NAMED and key != "$schema"})

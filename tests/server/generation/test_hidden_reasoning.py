@@ -1,4 +1,4 @@
-"""Responses without the text of the reasoning, which is generated and counted all the same."""
+"""Responses that leave out the text of the reasoning. The usage still counts the reasoning."""
 
 from __future__ import annotations
 
