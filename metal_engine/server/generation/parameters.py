@@ -29,6 +29,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("top_logprobs", "xtc_probability", "mirostat", "dry_multiplier", "top_a", "dynatemp_range"), (0,)),
     **dict.fromkeys(("best_of", "length_penalty", "typical_p", "tfs_z", "repeat_penalty"), (1,)),
     **dict.fromkeys(("echo", "use_beam_search", "continue_final_message"), (False,)),
+    **dict.fromkeys(("messages.prefix", "messages.partial"), (False,)),
     **dict.fromkeys(("spaces_between_special_tokens", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("tools", "functions", "documents", "logits_processors", "plugins"), ([],)),
     **dict.fromkeys(("mcp_servers", "context_management"), ([],)),

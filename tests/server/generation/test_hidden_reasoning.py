@@ -87,3 +87,5 @@ def test_other_apis(reasoning: Served, path: str, body: dict[str, Any]) -> None:
         body = {"model": MODEL, **body, "stream": stream}
         shown, hidden = (reasoning.post(path, {**body, "include_reasoning": value}).text for value in (True, False))
         assert "#" in shown and "#" not in hidden and "*" in hidden
+    if path == "/v1/responses":
+        assert "#" not in reasoning.post(path, {**body, "reasoning": {"exclude": True}}).text

@@ -68,6 +68,7 @@ LIMITS = [
     (CHAT, {"reasoning_effort": "none"}, 0),
     (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, 0),
     (RESPONSES, {"reasoning": {"effort": "none"}}, 0),
+    (RESPONSES, {"reasoning": {"enabled": False}}, 0),
     (MESSAGES, {"thinking": {"type": "disabled"}}, 0),
     (OLLAMA, {"think": False}, 0),
 ]
@@ -137,6 +138,8 @@ def test_template_variables() -> None:
         (CHAT, {"reasoning": {"effort": "High"}}, "reasoning.effort"),
         (RESPONSES, {"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
         (RESPONSES, {"reasoning": {"effort": 3}}, "reasoning.effort"),
+        (RESPONSES, {"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        (RESPONSES, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort"),
         (MESSAGES, {"output_config": {"effort": "none"}}, "output_config.effort"),
         (OLLAMA, {"think": "extreme"}, "think"),
     ],
