@@ -94,11 +94,17 @@ class ContextLengthError(PromptError):
 
     Attributes:
         name: parameter that is too large: ``prompt``, or ``max_tokens`` if the prompt alone would fit.
+        num_prompt_tokens: length of the prompt.
+        max_tokens: requested length of the output in tokens; 0 if the prompt alone is too long.
+        limit: maximum length in tokens: of the prompt, or of prompt and output together.
     """
 
-    def __init__(self, name: str, message: str) -> None:
+    def __init__(self, name: str, message: str, *, num_prompt_tokens: int, max_tokens: int = 0, limit: int) -> None:
         super().__init__(message)
         self.name = name
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_tokens = max_tokens
+        self.limit = limit
 
 
 def is_rust_panic(error: BaseException) -> bool:

@@ -150,7 +150,8 @@ class RequestPreparer:
         max_model_len = self._config.scheduler.max_model_len
         if num_prompt_tokens >= max_model_len:
             message = f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len} "
-            raise ContextLengthError("prompt", message + "tokens and must leave room for at least one more")
+            message += "tokens and must leave room for at least one more"
+            raise ContextLengthError("prompt", message, num_prompt_tokens=num_prompt_tokens, limit=max_model_len - 1)
         max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len - num_prompt_tokens
         if params.min_tokens > max_tokens:
             message = f"{params.min_tokens} is more than the {max_tokens} tokens there is room for"
@@ -163,7 +164,7 @@ class RequestPreparer:
         max_model_len = self._config.scheduler.max_model_len
         if num_prompt_tokens > max_model_len:
             message = f"the prompt has {num_prompt_tokens} tokens, but the maximum context length is {max_model_len}"
-            raise ContextLengthError("prompt", message)
+            raise ContextLengthError("prompt", message, num_prompt_tokens=num_prompt_tokens, limit=max_model_len)
         check_fits(num_prompt_tokens, 0, self._config.scheduler, self._config.cache)
 
     def _check_token_ids(self, prompt: list[int]) -> None:

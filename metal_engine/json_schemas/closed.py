@@ -22,6 +22,7 @@ from typing import Any
 
 from metal_engine.json_schemas.document import (
     APPLICATORS,
+    DEFINITIONS,
     ITEMS,
     LIMITING,
     LIST,
@@ -34,8 +35,6 @@ from metal_engine.json_schemas.document import (
     is_composed,
     required,
 )
-
-_DEFINITIONS = ("$defs", "definitions")
 
 
 def closed(schema: Schema, *, strict: bool = False) -> Schema:
@@ -132,7 +131,7 @@ class _Closing:
         copy = {
             key: self._value(key, value, schema, role, depth + 1)
             for key, value in schema.items()
-            if key not in _DEFINITIONS
+            if key not in DEFINITIONS
         }
         if closer is not None:
             copy["allOf"] = [*copy.get("allOf", ()), closer]

@@ -32,6 +32,8 @@ APPLICATORS = frozenset({"$ref", "allOf", "anyOf", "oneOf"})
 ITEMS = ("items", "prefixItems", "additionalItems")
 # Keywords that, beside an applicator, constrain the same objects and lists as the applicator.
 _OWN = LIMITING | OPAQUE | {"properties", "required", *ITEMS}
+# Keywords whose values contain schemas for references.
+DEFINITIONS = ("$defs", "definitions")
 # Keywords that give a schema a name or a base URI for references.
 NAMED = frozenset({"$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"})
 # Key in Names.count that stands for the items of a list.

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
+
+from metal_engine.json_schemas.document import DEFINITIONS
 
 # llguidance reads schemas that are nested up to 127 levels deep.
 _MAX_DEPTH = 128
+# Maximum number of characters of one name in a place.
+_MAX_NAME = 100
 # Place of a schema: the place of the outer schema and the names from there on. None for the whole schema.
 _Place = tuple["_Place | None", str] | None
 
-_ONE = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems", "additionalItems", "contains",
+_ONE = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems", "additionalItems", "items", "contains",
         "propertyNames", "not", "if", "then", "else")  # fmt: skip
-_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+_NAMED = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
 
 
@@ -28,10 +33,18 @@ def _is_count(value: Any) -> bool:
     return _is_number(value) and value >= 0 and (isinstance(value, int) or value.is_integer())
 
 
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
 # Keyword -> test of its value, and the text for the message.
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "type": (lambda value: isinstance(value, str) or _is_strings(value), "a string or a list of strings"),
-    "enum": (lambda value: isinstance(value, list), "a list"),
+    "enum": (_is_list, "a list"),
     "required": (_is_strings, "a list of strings"),
     **dict.fromkeys(("$ref", "pattern", "format"), (lambda value: isinstance(value, str), "a string")),
     **dict.fromkeys(("minimum", "maximum", "multipleOf"), (_is_number, "a number")),
@@ -43,11 +56,29 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
         (_is_count, "an integer of at least 0"),
     ),
+    **dict.fromkeys(_NAMED, (_is_object, "an object of schemas")),
+    **dict.fromkeys(_LISTED, (_is_list, "a list of schemas")),
 }
 
 
-def schema_fault(schema: Any) -> str | None:
-    """Return the place and the problem of a keyword whose value has the wrong type; None if there is none.
+@dataclass(frozen=True)
+class SchemaFault:
+    """Value in a schema that has the wrong type.
+
+    Attributes:
+        place: names from the schema to the value, joined by dots; empty for the whole schema.
+        problem: description of the fault, without the place.
+    """
+
+    place: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.place or 'the schema'} {self.problem}"
+
+
+def schema_fault(schema: Any) -> SchemaFault | None:
+    """Return the first keyword whose value has the wrong type; None if there is none.
 
     Unknown keywords, unknown types and references without a target are no faults. The inner schemas of a schema that is
     nested too deeply are not checked.
@@ -62,28 +93,32 @@ def schema_fault(schema: Any) -> str | None:
         if depth > _MAX_DEPTH:
             continue
         for key, value in one.items():
-            if (check := _CHECKS.get(key)) is not None:
-                if not check[0](value):
-                    return _fault((place, key), check[1])
-            elif key in _ONE or (key == "items" and not isinstance(value, list)):
-                waiting.append((value, (place, key), depth + 1))
-            elif key in _NAMED:
-                if not isinstance(value, dict):
-                    return _fault((place, key), "an object of schemas")
-                outer = place, key
-                waiting += [(inner, (outer, name), depth + 1) for name, inner in value.items()]
-            elif key in _LISTED or key == "items":
-                if not isinstance(value, list):
-                    return _fault((place, key), "a list of schemas")
-                outer = place, key
-                waiting += [(inner, (outer, str(i)), depth + 1) for i, inner in enumerate(value)]
+            if (check := _CHECKS.get(key)) is not None and not check[0](value):
+                return _fault((place, key), check[1])
+        for key, name, inner in inner_schemas(one):
+            at: _Place = (place, key)
+            waiting.append((inner, at if name is None else (at, name), depth + 1))
     return None
 
 
-def _fault(place: _Place, wanted: str) -> str:
-    """Return the message about the value at a place."""
+def inner_schemas(schema: dict[str, Any]) -> Iterator[tuple[str, str | None, Any]]:
+    """Yield the schemas directly within a schema, with their keyword, and their name or index below it if there is one.
+
+    The values of keywords must have the right types. Definitions come last.
+    """
+    for key, value in sorted(schema.items(), key=lambda item: item[0] in DEFINITIONS):
+        if key in _NAMED:
+            yield from ((key, name, inner) for name, inner in value.items())
+        elif key in _LISTED or (key == "items" and isinstance(value, list)):
+            yield from ((key, str(i), inner) for i, inner in enumerate(value))
+        elif key in _ONE:
+            yield key, None, value
+
+
+def _fault(place: _Place, wanted: str) -> SchemaFault:
+    """Return the fault of the value at a place."""
     names: list[str] = []
     while place is not None:
         place, name = place
-        names.append(name[:100])
-    return f"{'.'.join(reversed(names)) or 'the schema'} must be {wanted}"
+        names.append(name[:_MAX_NAME])
+    return SchemaFault(".".join(reversed(names)), f"must be {wanted}")

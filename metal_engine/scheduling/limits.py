@@ -60,6 +60,9 @@ def check_fits(num_prompt_tokens: int, max_tokens: int, config: SchedulerConfig,
             "max_tokens",
             f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}: {total} tokens "
             f"together, but the maximum context length is {config.max_model_len} tokens",
+            num_prompt_tokens=num_prompt_tokens,
+            max_tokens=max_tokens,
+            limit=config.max_model_len,
         )
     # The KV of the last generated token is never needed.
     num_blocks = -(-max(total - 1, num_prompt_tokens) // cache.block_size)

@@ -15,13 +15,15 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from metal_engine.engine.engine_thread import EngineDeadError
+from metal_engine.errors import ContextLengthError, short
 from metal_engine.server.protocol import ErrorBody, ErrorDetail
 from metal_engine.text.long_text import TextTooLongError
 
 # Key in the ASGI scope for the code of an error, which metrics count by cause.
 ERROR_CODE = "metal_engine.error_code"
 
-
+# Code of errors about requests that exceed the model's context length.
+_TOO_LONG = "context_length_exceeded"
 # Maximum length of a message in characters. A message may quote the request.
 _MAX_ERROR = 1000
 
@@ -36,6 +38,7 @@ class APIError(HTTPException):
         param: request field at fault, if any. Default: the field at the start of ``where``.
         code: machine-readable code of OpenAI, if there is one for this error.
         headers: additional response headers.
+        context: sizes of a request that exceeds the model's context length; None for another problem.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class APIError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        context: ContextLengthError | None = None,
     ) -> None:
         super().__init__(status, where + message, headers)
         # Escapes in JSON can produce lone surrogates, which cannot be encoded in a response.
@@ -54,6 +58,7 @@ class APIError(HTTPException):
         self.where = where
         self.param = param or re.split(r"[.\[]", where)[0] or None
         self.code = code
+        self.context = context
 
     @property
     def body(self) -> ErrorBody:
@@ -66,9 +71,14 @@ def invalid(message: str, param: str | None = None, code: str | None = None, *, 
     return APIError(400, message, where=where, param=param, code=code)
 
 
+def beyond_context(error: ContextLengthError, param: str) -> APIError:
+    """Return an error with status 400 for a request that exceeds the model's context length."""
+    return APIError(400, str(error), param=param, code=_TOO_LONG, context=error)
+
+
 def invalid_prompt(error: ValueError, param: str) -> APIError:
     """Return an error with status 400 for a prompt that the tokenizer has rejected."""
-    code = "context_length_exceeded" if isinstance(error, TextTooLongError) else None
+    code = _TOO_LONG if isinstance(error, TextTooLongError) else None
     return invalid(f": {error}", code=code, where=param)
 
 
@@ -77,7 +87,8 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     """Within this context, replace the field at fault in each APIError by the client's name of that field.
 
     Args:
-        names: map from a field of the converted body to the field of the client's body.
+        names: map from a field of the converted body to the field of the client's body. A field may have places within
+            it as further keys, such as ``response_format.json_schema``. They apply to the message.
     """
     try:
         yield
@@ -86,8 +97,14 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         if param in names:
             error.param = names[param]
             if error.where:
-                error.message = error.param + error.message.removeprefix(param)
+                place = max((name for name in names if _is_within(error.where, name)), key=len, default=param)
+                error.message = names[place] + error.message.removeprefix(place)
         raise
+
+
+def _is_within(place: str, outer: str) -> bool:
+    """Return True if a place is ``outer`` or within it."""
+    return place == outer or place.startswith((f"{outer}.", f"{outer}["))
 
 
 # Maximum length of a model name or path in an error message.
@@ -152,13 +169,24 @@ _OLLAMA_PATHS = "/api/"
 def anthropic_error(error: APIError) -> dict[str, Any]:
     """Return the body of the error in the shape of Anthropic's API.
 
-    Anthropic's API has no code for a prompt that is too long. Claude Code recognizes the start of the message, and then
-    shortens the conversation.
+    Anthropic's API has no code for a request that exceeds the context length. Clients such as Claude Code recognize the
+    messages and read the numbers in them. They then shorten the conversation, or reduce ``max_tokens``.
     """
     kind = _ANTHROPIC_TYPES.get(error.status_code, "invalid_request_error" if error.status_code < 500 else "api_error")
-    is_too_long = error.code == "context_length_exceeded" and error.param != "max_tokens"
-    message = f"prompt is too long: {error.message}" if is_too_long else error.message
+    message = _too_long_for_anthropic(error) if error.code == _TOO_LONG else error.message
     return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _too_long_for_anthropic(error: APIError) -> str:
+    sizes = error.context
+    if sizes is None:  # the prompt was not tokenized
+        return f"prompt is too long: {error.message}"
+    if not sizes.max_tokens:
+        return f"prompt is too long: {sizes.num_prompt_tokens} tokens > {sizes.limit} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {sizes.num_prompt_tokens} + {sizes.max_tokens} > "
+        f"{sizes.limit}, decrease input length or `max_tokens` and try again"
+    )
 
 
 def error_response(error: APIError, scope: Scope) -> JSONResponse:
@@ -219,10 +247,22 @@ def from_validation(errors: Sequence[Any]) -> APIError:
     param = str(path[0])
     # A field with a union type yields one error for each type.
     about_param = [e for e in errors if e["loc"][1:2] == path[:1]]
-    reasons = dict.fromkeys(e["msg"] for e in about_param)
+    reasons = dict.fromkeys(map(_reason, about_param))
     place = _dotted(path) if len(reasons) == 1 else param
     where = place[:_MAX_WHERE]
     return invalid(f": {' | '.join(reasons)}"[: _MAX_MESSAGE - len(where)], param=param, where=where)
+
+
+# pydantic's errors about a value that is not a JSON object. Their messages have names of Python's types.
+_NOT_AN_OBJECT = ("dict_type", "model_type", "model_attributes_type")
+
+
+def _reason(error: Mapping[str, Any]) -> str:
+    """Return the message about one of pydantic's errors."""
+    if error["type"] in _NOT_AN_OBJECT:
+        return f"Input should be an object, got {short(error['input'])}"
+    reason: str = error["msg"]
+    return reason
 
 
 def _dotted(path: Sequence[str | int]) -> str:

@@ -195,11 +195,14 @@ class Prediction(RequestModel):
     content: str | LongList[PredictionPart]
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ReasoningBody(RequestModel):
-    """Limits of a chat's reasoning. The names are OpenRouter's."""
+    """Settings of a chat's reasoning. The names are OpenRouter's."""
 
     enabled: bool | None = None
-    effort: str | None = None
+    effort: ReasoningEffort | None = None
     max_tokens: int | None = None
     exclude: bool | None = None
 
@@ -212,9 +215,10 @@ class ChatCompletionBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: ReasoningEffort | None = None
     reasoning: ReasoningBody | None = None
     thinking_token_budget: int | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: LongList[ToolDefinition] | None = None

@@ -38,7 +38,8 @@ from tests.support.json_schemas import SCHEMAS
 ])  # fmt: skip
 def test_wrong_types(schema: Any, place: str) -> None:
     fault = schema_fault(schema)
-    assert fault is not None and fault.startswith(f"{place} must be ")
+    assert fault is not None and fault.problem.startswith("must be ")
+    assert str(fault) == f"{place} {fault.problem}" and fault.place == ("" if place == "the schema" else place)
 
 
 @pytest.mark.parametrize("schema", [
@@ -77,4 +78,5 @@ def test_deep_and_long_schemas() -> None:
     assert schema_fault(schema) is None
     schema = {"properties": {"a" * 1_000_000: {"properties": {str(i): {} for i in range(50_000)} | {"x": 5}}}}
     fault = schema_fault(schema)
-    assert fault is not None and fault.endswith("properties.x must be an object or a boolean") and len(fault) < 300
+    assert fault is not None and fault.place.endswith(".properties.x") and len(fault.place) < 300
+    assert fault.problem == "must be an object or a boolean"

@@ -15,6 +15,7 @@ from tools.fixtures.fake_engine import VOCAB_SIZE, generated
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+UNSUPPORTED = "unsupported_parameter"
 TOOL = {"type": "function", "function": {"name": "f"}}
 USER = [{"role": "user", "content": "hi"}]
 
@@ -78,8 +79,10 @@ BAD_COMPLETIONS = [
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", None),
     ({"prompt": "a", "stream": True, "stream_options": {"include_usage": 3}}, "stream_options", None),
     ({"prompt": "a", "n": 0}, "n", None),
-    ({"prompt": "a", "best_of": 3}, "best_of", "unsupported_parameter"),
-    ({"prompt": "a", "suffix": "end"}, "suffix", "unsupported_parameter"),
+    ({"prompt": "a", "best_of": 3}, "best_of", UNSUPPORTED),
+    ({"prompt": "a", "suffix": "end"}, "suffix", UNSUPPORTED),
+    ({"prompt": "a", "grammar": "root ::= [0-9]"}, "grammar", UNSUPPORTED),
+    ({"prompt": "a", "json_schema": {}}, "json_schema", UNSUPPORTED),
     ({"prompt": "a", "logprobs": 21}, "logprobs", None),
     ({"prompt": "a", "logprobs": -1}, "logprobs", None),
     ({"prompt": "a", "logprobs": True}, "logprobs", None),
@@ -160,22 +163,23 @@ BAD_CHATS = [
     (
         {"messages": [*USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}, *USER]},
         "messages.function_call",
-        "unsupported_parameter",
+        UNSUPPORTED,
     ),
-    (
-        {"messages": [*USER, {"role": "assistant", "audio": {"id": "x"}}, *USER]},
-        "messages.audio",
-        "unsupported_parameter",
-    ),
-    ({"messages": USER, "xtc_probability": 0.5}, "xtc_probability", "unsupported_parameter"),
-    ({"messages": USER, "logits_processors": ["x"]}, "logits_processors", "unsupported_parameter"),
+    ({"messages": [*USER, {"role": "assistant", "audio": {"id": "x"}}, *USER]}, "messages.audio", UNSUPPORTED),
+    ({"messages": USER, "xtc_probability": 0.5}, "xtc_probability", UNSUPPORTED),
+    ({"messages": USER, "logits_processors": ["x"]}, "logits_processors", UNSUPPORTED),
+    ({"messages": USER, "moderation": {"model": "x"}}, "moderation", UNSUPPORTED),
+    ({"messages": USER, "plugins": [{"id": "web"}]}, "plugins", UNSUPPORTED),
+    ({"messages": [*USER, {"role": "assistant", "content": "I", "prefix": True}]}, "messages.prefix", UNSUPPORTED),
+    ({"messages": USER, "prompt": "a"}, "prompt", UNSUPPORTED),
+    ({"messages": USER, "top_n_sigma": 1.5}, "top_n_sigma", UNSUPPORTED),
     ({"messages": USER, "logprobs": 3}, "logprobs", None),
     ({"messages": USER, "top_logprobs": 3}, "top_logprobs", None),
     ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", None),
     ({"messages": USER, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", None),
     ({"messages": USER, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", None),
     ({"messages": USER, "chat_template_kwargs": {"raise_exception": 1}}, "chat_template_kwargs", None),
-    ({"messages": USER, "echo": True}, "echo", "unsupported_parameter"),
+    ({"messages": USER, "echo": True}, "echo", UNSUPPORTED),
     ({"messages": USER, "tools": [{"type": "function"}]}, "tools", None),
     ({"messages": USER, "tools": [TOOL, TOOL]}, "tools", None),
     ({"messages": USER, "tools": "f"}, "tools", None),

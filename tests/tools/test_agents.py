@@ -95,7 +95,7 @@ class TestScript:
             next_output(rendered(RUN, [tool("Write", {"command": TEXT})]), HERMES)
 
     @pytest.mark.parametrize("turn", [BOTH, RUN, READ, 10, 12])
-    @pytest.mark.parametrize("name", ["hermes", "qwen3", "qwen3_coder", "glm", "kimi_k2"])
+    @pytest.mark.parametrize("name", ["hermes", "qwen3", "qwen3_coder", "glm", "kimi_k2", "deepseek"])
     def test_the_next_prompt_continues_prompt_and_output(self, turn: int, name: str) -> None:
         answer_format = FORMATS[name]
         prompt = rendered(turn, CLAUDE, answer_format=answer_format)
@@ -113,18 +113,19 @@ class TestScript:
         assert output.text.removeprefix(reasoning) + output.end in later
         assert next_output(later, MISTRAL).content == "Turn 4 is done."
 
-    def test_harmony_calls_one_tool_at_a_time(self) -> None:
+    @pytest.mark.parametrize("answer_format", [HARMONY, FORMATS["llama3"]], ids=["harmony", "llama3"])
+    def test_one_call_at_a_time(self, answer_format: Format) -> None:
         messages: list[dict[str, Any]] = []
         written = []
         for _ in range(3):
-            output = next_output(rendered(BOTH, CLAUDE, *messages, answer_format=HARMONY), HARMONY)
+            output = next_output(rendered(BOTH, CLAUDE, *messages, answer_format=answer_format), answer_format)
             written.append(output.calls)
             said, *results = answered(output, 1)
-            # As the server renders messages with this template.
+            # As the server renders messages with harmony's template. Other templates ignore the thinking.
             said = {**said, "content": "", "thinking": output.reasoning} if output.calls else said
             messages += [said, *results]
         assert [[name for name, _ in calls] for calls in written] == [["Bash"], ["Read"], []]
-        assert output.content == "Turn 4 is done." and output.end == "<|return|>"
+        assert output.content == "Turn 4 is done." and output.end == answer_format.end
 
     @pytest.mark.parametrize("name", ["qwen3", "glm", "kimi_k2", "harmony"])
     def test_reasoning_of_earlier_turns_is_left_out(self, name: str) -> None:

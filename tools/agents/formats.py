@@ -144,6 +144,23 @@ def _harmony(answer: Answer) -> str:
     return "<|end|><|start|>assistant".join(messages)
 
 
+def _deepseek(answer: Answer) -> str:
+    if not answer.calls:
+        return answer.content
+    calls = (
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{_dumps(given)}<｜tool▁call▁end｜>" for name, given in answer.calls
+    )
+    return f"{answer.content}<｜tool▁calls▁begin｜>{''.join(calls)}<｜tool▁calls▁end｜>"
+
+
+def _llama3(answer: Answer) -> str:
+    if not answer.calls:
+        return answer.content
+    ((name, given),) = answer.calls
+    call = _dumps({"name": name, "parameters": given})
+    return f"{answer.content}<|python_tag|>{call}" if answer.content else call
+
+
 _CHATML = re.compile(r"<\|im_start\|>(?:(?P<tool>tool\n|user\n(?=<tool_response>))|(?P<user>user\n)"
                      r"|(?P<assistant>assistant\n)|(?P<other>\w+\n))")  # fmt: skip
 _CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
@@ -246,6 +263,46 @@ FORMATS = {
             "<|return|>",
             "<|call|>",
             _harmony,
+            is_parallel=False,
+        ),
+        Format(
+            "deepseek",
+            "deepseek_v31",
+            "none",
+            re.compile(
+                r"(?P<user><｜User｜>)|(?P<assistant><｜Assistant｜></think>|<｜tool▁output▁end｜>(?!<｜tool▁output▁begin｜>))"
+                r"|(?P<tool><｜tool▁output▁begin｜>)|(?P<other><｜begin▁of▁sentence｜>)"
+            ),
+            (
+                *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+                *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+                *("<｜tool▁sep｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>"),
+            ),
+            ("<think>", "</think>"),
+            (),
+            "<｜end▁of▁sentence｜>",
+            "<｜end▁of▁sentence｜>",
+            _deepseek,
+            0,
+        ),
+        Format(
+            "llama3",
+            "llama3_json",
+            "none",
+            re.compile(
+                r"<\|start_header_id\|>(?:(?P<user>user)|(?P<assistant>assistant)|(?P<tool>ipython)|(?P<other>system))"
+                r"<\|end_header_id\|>\n\n"
+            ),
+            (
+                *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+                "<|python_tag|>",
+            ),
+            (),
+            (),
+            "<|eot_id|>",
+            "<|eot_id|>",
+            _llama3,
+            0,
             is_parallel=False,
         ),
     )

@@ -25,6 +25,7 @@ class AnthropicTool(RequestModel):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class AnthropicToolChoice(RequestModel):
@@ -44,12 +45,16 @@ class OutputFormat(RequestModel):
 
 
 class OutputConfig(RequestModel):
-    effort: str | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class CountTokensBody(RequestModel):
-    """``POST /v1/messages/count_tokens``: the fields of a message request that affect its prompt."""
+    """``POST /v1/messages/count_tokens``: the fields of a message request that affect its prompt.
+
+    ``output_format`` is the older form of the format in ``output_config``. ``context_management`` has no effect: no
+    part of the conversation is removed.
+    """
 
     model: str
     messages: Annotated[LongList[AnthropicMessage], Field(min_length=1)]
@@ -58,6 +63,8 @@ class CountTokensBody(RequestModel):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    context_management: dict[str, Any] | None = None
 
 
 class MessagesBody(CountTokensBody):
@@ -121,6 +128,7 @@ RENAMED = {
     "chat_template_kwargs": "thinking",
     "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config",
+    "response_format.json_schema": "output_config.format",
 }
 # Maps efforts that chat templates do not support to the highest one that they support.
 _HIGHEST = {"xhigh": "high", "max": "high"}
@@ -143,14 +151,21 @@ def to_chat(body: CountTokensBody) -> ChatCompletionBody:
     fields["thinking_token_budget"] = _thinking_budget(body)
     if variables := _template_variables(body):
         fields["chat_template_kwargs"] = variables
-    if body.output_config is not None and body.output_config.format is not None:
-        schema = {"name": "output", "schema": body.output_config.format.schema_, "strict": True}
+    if (output_format := _output_format(body)) is not None:
+        schema = {"name": "output", "schema": output_format.schema_, "strict": True}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesBody):
         fields |= {name: getattr(body, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")}
         fields["stop"] = body.stop_sequences
     given = {name: value for name, value in fields.items() if value is not None}
     return validated(ChatCompletionBody, {**(body.model_extra or {}), **given})
+
+
+def _output_format(body: CountTokensBody) -> OutputFormat | None:
+    newer = body.output_config.format if body.output_config is not None else None
+    if newer is not None and body.output_format is not None:
+        raise invalid(" and output_config.format exclude each other", where="output_format")
+    return newer or body.output_format
 
 
 def _thinking_budget(body: CountTokensBody) -> int | None:
@@ -182,7 +197,12 @@ def _template_variables(body: CountTokensBody) -> dict[str, Any]:
 def _tool(i: int, tool: AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise invalid(f"tools[{i}]: type {short(tool.type)} is not supported; the server runs no tools", param="tools")
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 

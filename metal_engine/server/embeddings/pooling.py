@@ -16,7 +16,7 @@ from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput
 from metal_engine.server.embeddings.protocol import PoolingBody
-from metal_engine.server.errors import APIError, engine_dead, invalid, invalid_prompt
+from metal_engine.server.errors import APIError, beyond_context, engine_dead, invalid, invalid_prompt
 from metal_engine.server.generation.generation import failure
 from metal_engine.server.generation.preparation import MAX_PROMPT_TOKENS, MAX_SEQUENCES, ServedModel
 from metal_engine.server.logs import note
@@ -179,7 +179,7 @@ def _prepared(pooling: PoolingRequest, task: PoolingTask) -> list[PreparedReques
             raise invalid(error.message, param="model") from error
         raise invalid(f" {error.message}", where=error.name) from error
     except ContextLengthError as error:
-        raise invalid(str(error), param=field, code="context_length_exceeded") from error
+        raise beyond_context(error, field) from error
     except PromptError as error:
         raise invalid(str(error), param=field) from error
 

@@ -24,24 +24,31 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "prompt_embeds"), ()),
     **dict.fromkeys(("audio", "web_search_options", "reasoning_effort", "thinking_token_budget", "chat_template"), ()),
     **dict.fromkeys(("add_special_tokens", "adapters", "messages.function_call", "messages.audio"), ()),
-    **dict.fromkeys(("top_logprobs", "xtc_probability", "mirostat", "dry_multiplier"), (0,)),
-    **dict.fromkeys(("best_of", "length_penalty", "typical_p", "repeat_penalty"), (1,)),
+    **dict.fromkeys(("conversation", "prompt", "moderation", "container", "thread", "compaction"), ()),
+    **dict.fromkeys(("grammar", "json_schema", "regex", "ebnf"), ()),
+    **dict.fromkeys(("top_logprobs", "xtc_probability", "mirostat", "dry_multiplier", "top_a", "dynatemp_range"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty", "typical_p", "tfs_z", "repeat_penalty"), (1,)),
     **dict.fromkeys(("echo", "use_beam_search", "continue_final_message"), (False,)),
+    **dict.fromkeys(("messages.prefix", "messages.partial"), (False,)),
     **dict.fromkeys(("spaces_between_special_tokens", "add_generation_prompt"), (True,)),
-    **dict.fromkeys(("tools", "functions", "documents", "logits_processors"), ([],)),
+    **dict.fromkeys(("tools", "functions", "documents", "logits_processors", "plugins"), ([],)),
+    **dict.fromkeys(("mcp_servers", "context_management"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("suffix", "messages.refusal"), ("",)),
     "modalities": (["text"],),
+    "top_n_sigma": (0, -1),
     "verbosity": ("medium",),
     "chat_template_kwargs": ({},),
 }
 
-# Parameters that never affect the output.
+# Parameters that never affect the output. ``max_tool_calls`` limits the calls of tools that the server runs, and there
+# are no such tools.
 _NO_EFFECT = frozenset(
     {
         "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "client_metadata", "prediction", "parallel_tool_calls", "request_id",
-        "stream_options.include_obfuscation", "messages.annotations",
+        "stream_options.include_obfuscation", "messages.annotations", "max_tool_calls", "background_options",
+        "prompt_cache_options", "cache_control", "diagnostics", "inference_geo", "speed",
     }
 )  # fmt: skip
 

@@ -17,12 +17,13 @@ from metal_engine.errors import ContextLengthError, OverloadedError, ParameterEr
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import PreparedRequest, RequestOptions
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.server.errors import APIError, engine_dead, invalid, model_not_found
+from metal_engine.server.errors import APIError, beyond_context, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission, overloaded
 from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, ChoiceOutput, Generation
 from metal_engine.server.generation.logprobs import num_entries
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
+from metal_engine.server.generation.schema_errors import with_place
 from metal_engine.server.generation.streaming import EVENT_STREAM, sse
 from metal_engine.server.logs import Notices
 from metal_engine.server.protocol import GenerationBody, KVTransferParams
@@ -43,6 +44,8 @@ _MORE_TOKENS = 1 << 16
 MAX_TOKENS = 1 << 20
 # Maximum number of prompt tokens of all sequences. Each sequence has its own list, with 8 bytes for each token.
 MAX_PROMPT_TOKENS = 1 << 22
+# Fields that add data to choices. Responses without choices cannot contain this data.
+_OF_CHOICES = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -105,6 +108,8 @@ class Endpoint(ABC, Generic[BodyT]):
     """Prefix of the ids of this endpoint's responses."""
     has_choices = True
     """True if the response can contain more than one output for a prompt."""
+    hides_reasoning = False
+    """True if the response leaves out the text of the reasoning. Valid after :meth:`tokenize`."""
     stream_media_type = EVENT_STREAM
     """Media type of a stream. Only event streams get keep-alive comments."""
 
@@ -210,6 +215,7 @@ async def prepare(
         is_echo_only=echoes is not None and body.max_tokens == 0,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
         reader=endpoint.reader,
+        hides_reasoning=endpoint.hides_reasoning,
         shows_token_ids=bool(body.return_token_ids),
         spells_ids=bool(body.return_tokens_as_token_ids),
     )
@@ -263,7 +269,7 @@ class _Preparation(Generic[BodyT]):
             raise overloaded(str(error)) from error
         except ContextLengthError as error:
             param = body.max_tokens_field if error.name == "max_tokens" else body.prompt_field
-            raise invalid(str(error), param=param, code="context_length_exceeded") from error
+            raise beyond_context(error, param) from error
         except PromptError as error:
             raise invalid(str(error), param=body.prompt_field) from error
 
@@ -272,12 +278,12 @@ class _Preparation(Generic[BodyT]):
         served, endpoint, body = self._served, self._endpoint, self._body
         config = served.engine.config
         served.parameters.check(body)
+        for name in _OF_CHOICES:
+            if getattr(body, name, None) and not endpoint.has_choices:
+                raise invalid(" is not supported here", where=name, code="unsupported_parameter")
         params = sampling_params(body, config.model.default_sampling)
         if params.n > 1 and not endpoint.has_choices:
             raise invalid(" must be 1: the answer is one message", where="n")
-        for name in ("return_token_ids", "return_tokens_as_token_ids"):
-            if getattr(body, name) and not endpoint.has_choices:
-                raise invalid(" is not supported here", where=name, code="unsupported_parameter")
         tokenizer = served.tokenizer_beyond_context
         if body.truncate_prompt_tokens is None:
             tokenizer = served.engine.tokenizer.limited(config.scheduler.max_model_len)
@@ -301,7 +307,8 @@ class _Preparation(Generic[BodyT]):
             try:
                 self._rules = compile_grammar(self._params)
             except ParameterError as error:
-                raise self._endpoint.explained(error, compile_grammar) from error
+                explained = self._endpoint.explained(error, compile_grammar)
+                raise with_place(explained, self._params.structured_outputs, compile_grammar) from error
 
     def finish(self) -> None:
         """Create the prepared requests."""

@@ -8,6 +8,7 @@ from typing import Any
 from metal_engine.errors import ParameterError, short
 from metal_engine.sampling_params import PARAMETER_NAMES, SamplingParams, StructuredOutputsParams
 from metal_engine.server.errors import APIError, invalid
+from metal_engine.server.generation.schema_errors import SCHEMA, check_schema
 from metal_engine.server.protocol import ChatCompletionBody, GenerationBody
 
 # Parameters that are not copied from fields of the same name.
@@ -30,7 +31,9 @@ def sampling_params(body: GenerationBody, defaults: Mapping[str, Any]) -> Sampli
     if isinstance(body, ChatCompletionBody) and body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs needs logprobs to be true", param="top_logprobs")
     try:
-        given["structured_outputs"] = _structured_outputs(body)
+        given["structured_outputs"] = structured = _structured_outputs(body)
+        if structured is not None:
+            check_schema(structured)
         return SamplingParams(**{**defaults, **given})
     except ParameterError as error:
         raise parameter_error(error, body) from error
@@ -48,12 +51,19 @@ def parameter_error(error: ParameterError, body: GenerationBody, *, is_forced: b
     if field.partition("[")[0] == "tools" and "tools" in type(body).model_fields:
         return invalid(f" {error.message}", where=error.name)
     if field == "structured_outputs" and body.structured_outputs is None:
-        field = "tools" if is_forced else "response_format"
-        return invalid(f": {error.message}", where=field)
+        if not is_forced and error.name.startswith(SCHEMA):
+            return invalid(f" {error.message}", where=_schema_field(body) + error.name.removeprefix(SCHEMA))
+        return invalid(f": {error.message}", where="tools" if is_forced else "response_format")
     name = {"max_tokens": body.max_tokens_field, "logprobs": body.logprobs_field}.get(error.name, error.name)
     if name.partition(".")[0] not in type(body).model_fields:
         return invalid(f"{name} {error.message}")
     return invalid(f" {error.message}", where=name)
+
+
+def _schema_field(body: GenerationBody) -> str:
+    """Return the place of the JSON schema in ``response_format``."""
+    is_object = body.response_format is not None and body.response_format.get("type") == "json_object"
+    return "response_format.schema" if is_object else "response_format.json_schema.schema"
 
 
 def _structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
@@ -77,14 +87,20 @@ def _of_response_format(response_format: Mapping[str, Any] | None) -> Structured
         case "text":
             return None
         case "json_object":
-            return StructuredOutputsParams(json_object=True)
+            if response_format.get("schema") is None:
+                return StructuredOutputsParams(json_object=True)
+            return StructuredOutputsParams(json=_schema(response_format["schema"], "response_format.schema"))
         case "json_schema":
             wrapper = response_format.get("json_schema")
             asked = wrapper if isinstance(wrapper, Mapping) else {}
-            schema = asked.get("schema")
-            if not isinstance(schema, Mapping | bool):
-                raise invalid(" must be a JSON schema", where="response_format.json_schema.schema")
+            schema = _schema(asked.get("schema"), "response_format.json_schema.schema")
             return StructuredOutputsParams(json=schema, strict=asked.get("strict") is True)
         case other:
             problem = f" must be text, json_object or json_schema, got {short(other)}"
             raise invalid(problem, where="response_format.type")
+
+
+def _schema(given: Any, place: str) -> Mapping[str, Any] | bool:
+    if not isinstance(given, Mapping | bool):
+        raise invalid(f" must be a JSON schema, got {short(given)}", where=place)
+    return given

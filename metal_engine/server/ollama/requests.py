@@ -43,6 +43,7 @@ _LEVELS = ("low", "medium", "high")
 RENAMED = {
     **{field: f"options.{option}" for option, field in _OPTIONS.items()},
     "response_format": "format",
+    "response_format.json_schema.schema": "format",
     "reasoning_effort": "think",
     "chat_template_kwargs": "think",
 }

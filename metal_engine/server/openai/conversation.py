@@ -116,6 +116,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
         self._streams = bool(body.stream)
         options = ReasoningOptions.of(body)
         self._budget = options.budget
+        self.hides_reasoning = options.is_hidden
         flags = {**template_kwargs(body, options, tokenizer), **template_flags(body)}
         if ignores_effort(options, tokenizer):
             self._notices.once(logger, _EFFORT)

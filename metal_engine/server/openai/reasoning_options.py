@@ -1,4 +1,4 @@
-"""Reads the fields of a chat request that turn reasoning on or off, or limit it."""
+"""Reads the fields of a chat request that turn reasoning on or off, limit it, or hide it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ class ReasoningOptions:
         effort: effort for the chat template; None if there is none.
         is_enabled: True or False if the request turns reasoning on or off; None if it does neither.
         budget: maximum number of tokens of the reasoning; None: no limit.
+        is_hidden: True if the response must leave out the text of the reasoning.
     """
 
     effort: str | None = None
     is_enabled: bool | None = None
     budget: int | None = None
+    is_hidden: bool = False
 
     @classmethod
     def of(cls, body: ChatCompletionBody) -> ReasoningOptions:
         """Return the options of a body. Raises APIError, a 400, for values out of range and fields that conflict."""
         asked = body.reasoning or ReasoningBody()
-        if asked.exclude:
-            raise invalid(" is not supported (got true)", code="unsupported_parameter", where="reasoning.exclude")
+        if asked.exclude is not None and asked.exclude is body.include_reasoning:
+            raise invalid(" and include_reasoning contradict each other", where="reasoning.exclude")
+        is_hidden = bool(asked.exclude) or body.include_reasoning is False
         for name, own, other in (
             ("max_tokens", asked.max_tokens, "thinking_token_budget"),
             ("effort", asked.effort, "reasoning_effort"),
@@ -41,9 +44,9 @@ class ReasoningOptions:
         budget = body.thinking_token_budget if asked.max_tokens is None else asked.max_tokens
         wanted = (body.chat_template_kwargs or {}).get("enable_thinking")
         if budget == 0 or effort == "none" or asked.enabled is False or wanted is False:
-            return cls(effort, False, 0)
+            return cls(effort, False, 0, is_hidden)
         is_enabled = True if asked.enabled or asked.max_tokens or effort is not None else None
-        return cls(effort, is_enabled, budget)
+        return cls(effort, is_enabled, budget, is_hidden)
 
 
 def _check_budget(name: str, budget: int | None) -> None:

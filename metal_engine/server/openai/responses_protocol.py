@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.openai.input_items import Item, complete_items
-from metal_engine.server.protocol import ChatCompletionBody, LongDict, LongList, RequestModel
+from metal_engine.server.protocol import ChatCompletionBody, LongDict, LongList, ReasoningBody, RequestModel
 
 Message = dict[str, Any]
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -42,9 +42,10 @@ class TextOptions(RequestModel):
     verbosity: str | None = None
 
 
-class ReasoningOptions(RequestModel):
-    effort: str | None = None
-    max_tokens: int | None = None
+class ResponseReasoning(ReasoningBody):
+    """Settings of the reasoning. There are no summaries."""
+
+    mode: Literal["standard"] | None = None
     summary: str | None = None
 
 
@@ -65,7 +66,7 @@ class ResponsesBody(RequestModel):
     store: bool | None = None
     metadata: LongDict[str] | None = None
     text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: ResponseReasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     include: LongList[str] | None = None
@@ -113,12 +114,13 @@ RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text",
-    "reasoning_effort": "reasoning",
-    "thinking_token_budget": "reasoning.max_tokens",
+    "response_format.json_schema": "text.format",
     "verbosity": "text",
 }
 
 
+# Entry of `include` for log probabilities. Other entries are about tools that the server refuses, or about images.
+_LOGPROBS = "message.output_text.logprobs"
 # Fields with the same meaning in a chat.
 _SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user")
 
@@ -138,6 +140,8 @@ def to_chat(body: ResponsesBody, earlier: list[Item]) -> tuple[ChatCompletionBod
         raise invalid(" needs a response that is stored: store must be true", where="background")
     if body.truncation == "auto":
         raise invalid("truncation must be disabled: the server drops nothing of the input", param="truncation")
+    if _LOGPROBS in (body.include or ()):
+        raise invalid(f" of {_LOGPROBS} is not supported", where="include", code="unsupported_parameter")
     messages = input_messages(body.input, earlier)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     fields = {
@@ -153,8 +157,7 @@ def to_chat(body: ResponsesBody, earlier: list[Item]) -> tuple[ChatCompletionBod
         fields["verbosity"] = body.text.verbosity
         fields["response_format"] = _response_format(body.text.format)
     if body.reasoning is not None:
-        fields["reasoning_effort"] = body.reasoning.effort
-        fields["thinking_token_budget"] = body.reasoning.max_tokens
+        fields["reasoning"] = body.reasoning.model_dump(include=set(ReasoningBody.model_fields))
     given = {name: value for name, value in fields.items() if value is not None}
     chat = validated(ChatCompletionBody, {**(body.model_extra or {}), **given})
     return chat, [*earlier, *complete_items(body.input, earlier)]

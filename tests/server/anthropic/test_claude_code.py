@@ -94,6 +94,11 @@ def test_an_answer_by_a_schema(served: Served) -> None:
     assert served.post("/v1/messages", body).status_code == 200
     structured = served.runner.seen_params[-1].structured_outputs
     assert structured is not None and structured.json == TITLE_SCHEMA
+    older = {**body, "output_format": config["format"]}
+    assert served.post("/v1/messages", {**older, "output_config": {"effort": "high"}}).status_code == 200
+    structured = served.runner.seen_params[-1].structured_outputs
+    assert structured is not None and structured.json == TITLE_SCHEMA
+    assert served.post("/v1/messages", older).status_code == 400
     for bad in ({"type": "text", "schema": TITLE_SCHEMA}, {"type": "json_schema"}, 5):
         response = served.post("/v1/messages", {**body, "output_config": {"format": bad}})
         assert response.status_code == 400 and "output_config" in response.json()["error"]["message"]
@@ -109,14 +114,31 @@ def test_templates_that_know_efforts_are_told(effort: str | None, told: str) -> 
         served.wait_until_idle()
 
 
-@pytest.mark.parametrize(("num_characters", "is_too_long"), [(8300, True), (1_000_000, True), (6000, False)])
-def test_a_prompt_that_is_too_long_begins_as_anthropics_message(
-    calling: Served, num_characters: int, is_too_long: bool
-) -> None:
-    """Claude Code then shortens the conversation. A ``max_tokens`` that is too large has another message."""
-    body = {"model": MODEL, "max_tokens": 3200, "messages": [{"role": "user", "content": "a" * num_characters}]}
+TOO_LONG = "prompt is too long: {} tokens > 8191 maximum"
+TOO_LONG_TOGETHER = (
+    "input length and `max_tokens` exceed context limit: {} + 3200 > 8192, decrease input length or `max_tokens` and "
+    "try again"
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("num_characters", "expected"), [(8300, TOO_LONG), (6000, TOO_LONG_TOGETHER)])
+def test_the_sizes_are_in_anthropics_words(calling: Served, num_characters: int, expected: str, stream: bool) -> None:
+    """Claude Code reads the numbers. It then shortens the conversation, or reduces ``max_tokens``."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "a" * num_characters}]}
+    num_tokens = calling.post("/v1/messages/count_tokens", body).json()["input_tokens"]
+    body |= {"max_tokens": 3200, "stream": stream}
+    response = calling.post("/v1/messages", body)
+    assert response.status_code == 400
+    problem = {"type": "invalid_request_error", "message": expected.format(num_tokens)}
+    assert response.json() == {"type": "error", "error": problem}
+    message = calling.post("/v1/chat/completions", body).json()["error"]["message"]
+    assert "maximum context length" in message and str(num_tokens) in message
+
+
+def test_a_prompt_that_is_not_tokenized_because_it_is_too_long(calling: Served) -> None:
+    body = {"model": MODEL, "max_tokens": 3200, "messages": [{"role": "user", "content": "a" * 1_000_000}]}
     response = calling.post("/v1/messages", body)
     assert response.status_code == 400
     message = response.json()["error"]["message"]
-    assert message.startswith("prompt is too long: ") == is_too_long
-    assert "maximum context length" in message and "8192 tokens" in message
+    assert message.startswith("prompt is too long: ") and "8192 tokens" in message

@@ -169,6 +169,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({**OK, "temperature": -1}, "temperature"),
     ({**OK, "n": 3}, "n must be 1"),
     ({**OK, "n": 3, "stream": True}, "n must be 1"),
+    ({**OK, "container": "container_1"}, "container"),
+    ({**OK, "mcp_servers": [{"type": "url", "url": "https://example.org", "name": "a"}]}, "mcp_servers"),
+    ({**OK, "compaction": {"type": "summarize"}}, "compaction"),
+    ({**OK, "thread": {"type": "create"}}, "thread"),
+    ({**OK, "logprobs": True}, "logprobs"),
+    ({**OK, "output_format": {"type": "text"}}, "output_format"),
 ]
 
 

@@ -68,6 +68,7 @@ LIMITS = [
     (CHAT, {"reasoning_effort": "none"}, 0),
     (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, 0),
     (RESPONSES, {"reasoning": {"effort": "none"}}, 0),
+    (RESPONSES, {"reasoning": {"enabled": False}}, 0),
     (MESSAGES, {"thinking": {"type": "disabled"}}, 0),
     (OLLAMA, {"think": False}, 0),
 ]
@@ -124,13 +125,22 @@ def test_template_variables() -> None:
         (CHAT, {"reasoning": {"max_tokens": "7"}}, "reasoning.max_tokens"),
         (CHAT, {"reasoning": {"max_tokens": 1}, "thinking_token_budget": 1}, "reasoning.max_tokens"),
         (CHAT, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort"),
-        (CHAT, {"reasoning": {"exclude": True}}, "reasoning.exclude"),
+        (CHAT, {"reasoning": {"exclude": True}, "include_reasoning": True}, "reasoning.exclude"),
+        (CHAT, {"include_reasoning": "no"}, "include_reasoning"),
         (CHAT, {"reasoning": "high"}, "reasoning"),
         (RESPONSES, {"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
         (MESSAGES, {"thinking": {"type": "adaptive", "budget_tokens": 50}}, "thinking.budget_tokens"),
         (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1.5}}, "thinking.budget_tokens"),
+        (CHAT, {"reasoning_effort": "extreme"}, "reasoning_effort"),
+        (CHAT, {"reasoning_effort": ""}, "reasoning_effort"),
+        (CHAT, {"reasoning": {"effort": "High"}}, "reasoning.effort"),
+        (RESPONSES, {"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+        (RESPONSES, {"reasoning": {"effort": 3}}, "reasoning.effort"),
+        (RESPONSES, {"reasoning": {"mode": "pro"}}, "reasoning.mode"),
+        (RESPONSES, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort"),
+        (MESSAGES, {"output_config": {"effort": "none"}}, "output_config.effort"),
         (OLLAMA, {"think": "extreme"}, "think"),
     ],
 )
@@ -140,6 +150,16 @@ def test_refused(always: Served, path: str, body: dict[str, Any], where: str) ->
     error = response.json()["error"]
     message = error if isinstance(error, str) else error["message"]
     assert message.startswith(where), message
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_efforts(switched: Served, path: str) -> None:
+    efforts = ["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+    for effort in efforts:
+        assert sent(switched, path, {"reasoning": {"effort": effort}}) is None
+    response = switched.post(path, {"model": MODEL, **OWN[path], "reasoning": {"effort": "extreme"}})
+    message = check_error(response, 400, "reasoning")["message"]
+    assert all(repr(effort) in message for effort in efforts)
 
 
 def test_completions_have_no_limit_of_the_reasoning(always: Served) -> None:

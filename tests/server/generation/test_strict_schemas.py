@@ -9,6 +9,7 @@ import pytest
 from metal_engine.answers.forced_calls import forced_schema
 from metal_engine.errors import ParameterError
 from metal_engine.sampling_params import StructuredOutputsParams
+from metal_engine.server.anthropic import protocol
 from metal_engine.server.errors import APIError
 from metal_engine.server.generation.sampling import sampling_params
 from metal_engine.server.openai import responses_protocol
@@ -42,13 +43,16 @@ def test_it_is_true_or_false() -> None:
 
 
 def test_tools() -> None:
-    """Each tool has its own setting, also in /v1/responses."""
+    """Each tool has its own setting, also in /v1/responses and /v1/messages."""
     given: Any = [
         {"type": "function", "name": name, "parameters": {"properties": {"x": SCHEMA}}, "strict": strict}
         for name, strict in (("one", True), ("two", False))
     ]
     chat, _ = responses_protocol.to_chat(responses_protocol.ResponsesBody(input="hi", tools=given), [])
     tools = [tool.model_dump(exclude_none=True) for tool in chat.tools or ()]
+    inputs: Any = [{"name": one["name"], "input_schema": one["parameters"], "strict": one["strict"]} for one in given]
+    message = protocol.to_chat(protocol.MessagesBody(model="m", max_tokens=1, messages=USER, tools=inputs))
+    assert message.tools == chat.tools
     one, two = forced_schema(tools, None, parallel=True)["$defs"].values()
     assert one["properties"]["x"] == {**SCHEMA, "additionalProperties": False} and one["additionalProperties"] is False
     assert two["properties"]["x"] == SCHEMA

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -187,6 +188,42 @@ def test_bad_requests(served: Served, body: dict[str, Any], param: str) -> None:
     code = "context_length_exceeded" if len(str(body)) > 500 or body.get("max_output_tokens") == 10_000 else None
     error = check_error(served.post("/v1/responses", body), 400, param, code)
     assert error["message"]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"conversation": "conv_1"},
+        {"conversation": {"id": "conv_1"}},
+        {"prompt": {"id": "pmpt_1"}},
+        {"context_management": [{"type": "compaction", "compact_threshold": 1000}]},
+        {"moderation": {"model": "omni-moderation-latest"}},
+        {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
+        {"top_logprobs": 2},
+        {"logprobs": True},
+        {"prompt_logprobs": 1},
+    ],
+)
+def test_fields_that_would_change_the_response(served: Served, field: dict[str, Any]) -> None:
+    (name,) = field
+    check_error(served.post("/v1/responses", {"input": "a", **field}), 400, name, "unsupported_parameter")
+
+
+def test_fields_without_effect(served: Served) -> None:
+    body = {
+        "input": "a",
+        "max_output_tokens": 1,
+        "max_tool_calls": 3,
+        "context_management": [],
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+        "top_logprobs": 0,
+        "prompt_cache_options": {"mode": "explicit"},
+        "background_options": {"completion_window": "soonest"},
+        **dict.fromkeys(("conversation", "prompt", "moderation")),
+    }
+    assert served.post("/v1/responses", body).status_code == 200
+    unknown = httpx.get(f"{served.url}/health").json()["unknown_parameters"]
+    assert body.keys().isdisjoint(unknown)
 
 
 def test_an_error_within_a_stream() -> None:

@@ -147,3 +147,42 @@ def test_parameters_that_are_no_object(choice: str) -> None:
     with serving() as served:
         error = check_error(served.post(CHAT, {"messages": USER, "tools": tools, "tool_choice": choice}), 400, "tools")
         assert error["message"].startswith("tools[1].function.parameters")
+
+
+# A tool in each API, and the place of the schema.
+WITH_SCHEMA: dict[str, Any] = {
+    CHAT: (lambda schema: tool("f", schema), "tools[0].function.parameters"),
+    "/api/chat": (lambda schema: tool("f", schema), "tools[0].function.parameters"),
+    RESPONSES: (lambda schema: {"type": "function", "name": "f", "parameters": schema}, "tools[0].parameters"),
+    MESSAGES: (lambda schema: {"name": "f", "input_schema": schema}, "tools[0].input_schema"),
+}
+
+
+@pytest.mark.parametrize("path", WITH_SCHEMA)
+def test_parameters_of_a_wrong_type(path: str) -> None:
+    made, place = WITH_SCHEMA[path]
+    with serving() as served:
+        for schema in ([], False, True, "object", 5, [{"type": "object"}]):
+            response = served.post(path, {"model": MODEL, **BODIES[path], "tools": [made(schema)]})
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            message = error if isinstance(error, str) else error["message"]
+            assert message == f"{place}: Input should be an object, got {schema!r}"
+
+
+def without_null(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: without_null(inner) for name, inner in value.items() if inner is not None}
+
+
+@pytest.mark.parametrize("path", WITH_SCHEMA)
+def test_no_parameters(path: str) -> None:
+    """Null is the same as an absent schema: a call that the model begins has no arguments."""
+    made, _ = WITH_SCHEMA[path]
+    empty = {"type": "object", "properties": {}, "additionalProperties": False}
+    with serving() as served:
+        of_null, of_absent, of_empty = (
+            sent(served, path, tools=[one]) for one in (made(None), without_null(made(None)), made(empty))
+        )
+        assert of_null is not None and of_null == of_absent == of_empty

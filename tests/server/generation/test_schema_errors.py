@@ -1,0 +1,161 @@
+"""Errors about the JSON schemas of structured outputs: they name the faulty part in each API."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from metal_engine.errors import ParameterError
+from metal_engine.grammars.compiler import GrammarRefusedError
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from metal_engine.server.generation.schema_errors import with_place
+from tests.support.serving import MODEL, Served
+
+COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+USER = [{"role": "user", "content": "hi"}]
+
+Body = dict[str, Any]
+
+
+def response_format(schema: Any) -> Body:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+
+
+# A request with a schema in each place, and the name of the place.
+REQUESTS: list[tuple[str, Callable[[Any], Body], str]] = [
+    (CHAT, lambda schema: {"messages": USER, **response_format(schema)}, "response_format.json_schema.schema"),
+    (
+        CHAT,
+        lambda schema: {"messages": USER, "response_format": {"type": "json_object", "schema": schema}},
+        "response_format.schema",
+    ),
+    (COMPLETIONS, lambda schema: {"prompt": "a", **response_format(schema)}, "response_format.json_schema.schema"),
+    (COMPLETIONS, lambda schema: {"prompt": "a", "structured_outputs": {"json": schema}}, "structured_outputs.json"),
+    (
+        COMPLETIONS,
+        lambda schema: {"prompt": "a", "structured_outputs": {"json": json.dumps(schema)}},
+        "structured_outputs.json",
+    ),
+    (
+        RESPONSES,
+        lambda schema: {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": schema}}},
+        "text.format.schema",
+    ),
+    (
+        MESSAGES,
+        lambda schema: {
+            "messages": USER,
+            "max_tokens": 10,
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
+        "output_config.format.schema",
+    ),
+    ("/api/chat", lambda schema: {"messages": USER, "format": schema, "stream": False}, "format"),
+]
+FAULTS: list[tuple[Body, str]] = [
+    ({"properties": {"a": {"type": 5}}}, ".properties.a.type must be a string or a list of strings"),
+    ({"type": 5}, ".type must be a string or a list of strings"),
+    ({"properties": {"a": {"type": "strnig"}}}, ".properties.a cannot be compiled: Invalid type: strnig"),
+    (
+        {"items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"type": "string", "format": "nonsense"}}},
+        ".$defs.x cannot be compiled: Unknown format: nonsense",
+    ),
+    ({"$ref": "#/nowhere"}, " cannot be compiled: Pointer '/nowhere' does not exist"),
+]
+
+
+@pytest.mark.parametrize(("path", "made", "place"), REQUESTS)
+def test_the_place_and_the_problem(served: Served, path: str, made: Callable[[Any], Body], place: str) -> None:
+    for schema, problem in FAULTS:
+        response = served.post(path, {"model": MODEL, **made(schema)})
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        message = error if isinstance(error, str) else error["message"]
+        assert message == place + problem
+        if isinstance(error, dict) and "param" in error:
+            assert error["param"] == place.partition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ],
+)
+def test_no_schema(served: Served, path: str, body: Body, place: str) -> None:
+    message = served.post(path, body).json()["error"]["message"]
+    assert message == f"{place} must be a JSON schema, got None"
+
+
+def test_a_schema_for_a_json_object(served: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    body = {"messages": USER, "max_tokens": 1, "response_format": {"type": "json_object", "schema": schema}}
+    assert served.post(CHAT, body).status_code == 200
+    structured = served.runner.seen_params[-1].structured_outputs
+    assert structured is not None and structured.json == schema
+
+
+class Compiler:
+    """Refuses schemas that contain the text "bad" outside their definitions.
+
+    Attributes:
+        num_calls: number of compilations.
+    """
+
+    def __init__(self, seconds: float = 0.1) -> None:
+        self.num_calls = 0
+        self._seconds = seconds
+
+    def __call__(self, params: SamplingParams) -> None:
+        self.num_calls += 1
+        assert params.structured_outputs is not None and isinstance(params.structured_outputs.json, dict)
+        schema = {name: value for name, value in params.structured_outputs.json.items() if name != "$defs"}
+        if '"bad"' in json.dumps(schema):
+            raise GrammarRefusedError("is bad", self._seconds)
+
+
+def placed(schema: Any, compiler: Compiler) -> ParameterError:
+    structured = StructuredOutputsParams(json=schema)
+    with pytest.raises(GrammarRefusedError) as info:
+        compiler(SamplingParams(structured_outputs=structured))
+    return with_place(info.value, structured, compiler)
+
+
+BAD = {"format": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"format": "bad"}, ""),
+        ({"properties": {"a": {}, "b/c %": {"items": {"anyOf": [{}, BAD]}}}}, ".properties.b/c %.items.anyOf.1"),
+        ({"properties": {"a": False, "b": BAD}}, ".properties.b"),
+        ({"items": [True, BAD]}, ".items.1"),
+        ({"properties": {"a": {"properties": {"b": BAD}, "format": "bad"}}}, ".properties.a.properties.b"),
+        ({"properties": {"a": {"$id": "x", "properties": {"b": BAD}}}}, ""),
+        ({"$id": "x", "$schema": "y", "properties": {"b": BAD}}, ".properties.b"),
+    ],
+)
+def test_the_innermost_part(schema: Any, place: str) -> None:
+    assert placed(schema, Compiler()).name == f"structured_outputs.json{place}"
+
+
+def test_the_search_is_limited() -> None:
+    compiler = Compiler()
+    many = {"properties": {str(i): {} for i in range(1000)} | {"x": BAD}}
+    assert placed(many, compiler).name == "structured_outputs.json"
+    assert compiler.num_calls < 80
+    compiler = Compiler(math.inf)
+    assert placed({"properties": {"x": BAD}}, compiler).name == "structured_outputs" and compiler.num_calls == 1
+
+
+def test_other_grammars_have_no_place() -> None:
+    structured, error = StructuredOutputsParams(regex="("), GrammarRefusedError("is bad", 0.1)
+    compiler = Compiler()
+    assert with_place(error, structured, compiler) is error and compiler.num_calls == 0
+    assert with_place(error, None, compiler) is error
