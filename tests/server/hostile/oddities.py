@@ -131,7 +131,7 @@ def contradictions() -> list[Case]:
         attack("a role of a long name", CHAT, 400, messages=[{"role": long_name, "content": "a"}]),
         attack("a part of a long type", CHAT, 400, messages=[{"role": "user", "content": [{"type": long_name}]}]),
         attack("an unknown parameter of a long name", CHAT, 200, **{long_name: 1}),
-        attack("an effort of a long name", CHAT, 200, reasoning_effort=long_name),
+        attack("an effort of a long name", CHAT, 400, reasoning_effort=long_name),
         attack("a salt of a million characters", CHAT, 400, cache_salt="s" * 1_000_000),
         attack("an answer to a long name", RESPONSES, 404, previous_response_id=long_name),
         attack("an item of a long type", RESPONSES, 400, input=[{"type": long_name}]),
