@@ -33,7 +33,8 @@ def call_phase(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, 
         parallel: True if several calls are allowed.
 
     Raises:
-        ParameterError: a tool's parameters are not the schema of an object.
+        ParameterError: a tool's parameters are not the schema of an object, or require a text that the format cannot
+            express.
     """
     syntax = answer_format.syntax
     if syntax is None or not tools:
