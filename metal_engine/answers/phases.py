@@ -60,7 +60,7 @@ def _made(syntax: CallSyntax, tools: Sequence[dict[str, Any]], *, parallel: bool
 def _digest(tools: Sequence[dict[str, Any]]) -> bytes:
     """Return a hash of the parts of tools that grammars depend on, including the order of properties."""
     functions = [tool["function"] for tool in tools]
-    parts = [(one["name"], one.get("strict") is True, one.get("parameters")) for one in functions]
+    parts = [(one["name"], one.get("strict"), one.get("parameters")) for one in functions]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
