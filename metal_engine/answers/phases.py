@@ -7,9 +7,9 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from metal_engine.answers import harmony
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.call_syntaxes.lark import NameNotExpressibleError
 from metal_engine.answers.call_syntaxes.syntax import CallSyntax
@@ -116,7 +116,7 @@ def reasoning_phase(
     marks = answer_format.reasoning
     if marks is None:
         return None
-    if answer_format.harmony and is_structured:
-        # The structured output is the message of the final channel, whether or not the model reasons before it.
-        return ReasoningPhase(marks.start, harmony.FINAL, True, budget, harmony.TO_NEXT_MESSAGE)
-    return ReasoningPhase(marks.start, marks.end, begins_inside, budget)
+    phase = ReasoningPhase(marks.start, marks.end, begins_inside, budget)
+    if is_structured:
+        return replace(phase, next_message=marks.next_message, content_start=marks.content_start)
+    return phase

@@ -167,8 +167,8 @@ def test_reasoning() -> None:
     phase = reasoning_phase(harmony_format(), begins_inside=False, **options)
     assert phase == ReasoningPhase("<|channel|>analysis<|message|>", "<|end|>", False, 7)
     phase = reasoning_phase(harmony_format(), begins_inside=False, is_structured=True, budget=None)
-    assert (phase.end, phase.begins_inside) == ("<|channel|>final<|message|>", True)
-    assert phase.end_text == "<|end|><|start|>assistant"
+    assert (phase.end, phase.begins_inside) == ("<|end|>", False)
+    assert (phase.next_message, phase.content_start) == ("<|start|>assistant", "<|channel|>final<|message|>")
 
 
 def test_equal_tools_share_a_phase() -> None:
