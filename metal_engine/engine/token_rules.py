@@ -41,10 +41,11 @@ class TokenRulesMaker:
         stop = eos | frozenset(params.stop_token_ids)
         stop_token_ids = np.array(sorted(i for i in stop if i < self._vocab_size), np.int32)
         grammar: Grammar | None = None
-        if params.phases is not None and params.has_phase_rules:
-            grammar = self._phases.rules_for(params.phases, params.structured_outputs, stop_token_ids)
-        elif params.structured_outputs is not None:
-            grammar = self._compiler.compile(params.structured_outputs)
+        structured = params.structured_outputs
+        if params.phases is not None and (params.has_phase_rules or structured is not None):
+            grammar = self._phases.rules_for(params.phases, structured, stop_token_ids)
+        elif structured is not None:
+            grammar = self._compiler.compile(structured)
         biases = params.logit_bias or {}
         bad_words = self._bad_words(params)
         self._check_choice(params, stop, bad_words.get((), []))
