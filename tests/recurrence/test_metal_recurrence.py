@@ -13,11 +13,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from metal_engine.doctor.references.recurrence import TOLERANCE, relative_errors
 from metal_engine.recurrence.metal import KERNEL_SIZES, MAX_STATE_PER_LANE, MetalRecurrence, lanes_of_state_row
-from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SegmentLayout, SSMStep, relative_errors
+from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SegmentLayout, SSMStep
 from tools.metal_sim import metal_kernel
 from tools.metal_sim.build import build, language_flags
-from tools.metal_sim.recurrence_mutants import LENGTHS, MUTANTS, READS, TOLERANCE, Step, caught, run_case
+from tools.metal_sim.recurrence_mutants import LENGTHS, MUTANTS, READS, Step, caught, run_case
 from tools.metal_sim.toolchain import run_clang
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
