@@ -260,7 +260,8 @@ def test_tensor_operations_that_do_not_work_leave_the_kernel(
     choice = BackendChoice(MetalBackend(factory, tensor_ops=True), is_strict)
     chosen = choice.for_layers([kind(), kind(64, mx.float32), kind()], 16)
     assert isinstance(chosen.backend, MetalBackend) and not chosen.backend.has_tensor_ops
-    assert chosen.layers == AttentionLayers(metal=3)
+    assert chosen.layers == AttentionLayers(metal=3, tensor_ops=chosen.layers.tensor_ops)
+    assert chosen.layers.tensor_ops.startswith("off: with them, the kernel ")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "without Metal's tensor operations" in record.message and "doctor" in record.message
@@ -284,8 +285,9 @@ def test_tensor_operations_are_tried_where_the_device_has_them(has: bool, monkey
     monkeypatch.setattr("metal_engine.attention.choice.gpu_core_count", lambda: 10)
     monkeypatch.setattr("metal_engine.attention.choice.has_tensor_ops", lambda: has)
     for setting in ("auto", "metal"):
-        metal = choose_backend(setting, 16).metal
-        assert metal is not None and metal.has_tensor_ops == has
+        choice = choose_backend(setting, 16)
+        assert choice.metal is not None and choice.metal.has_tensor_ops == has
+        assert choice.tensor_ops == ("on, checked at the start" if has else "")
 
 
 @pytest.mark.parametrize("block_size, dtype", [(8, mx.float32), (32, mx.bfloat16)])

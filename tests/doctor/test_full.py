@@ -1,0 +1,130 @@
+"""The full report: all sections with the short plan on a tiny model, and sections that fail or crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metal_engine.doctor import full
+from metal_engine.doctor.figures import Figure, Verdict
+from metal_engine.doctor.full import run_full
+from metal_engine.doctor.plan import SECTIONS, Plan, Section
+from metal_engine.doctor.section_process import Item, run_section
+from tests.support.checkpoint_files import write_checkpoint
+
+PLAN = Plan.short(simulator="tools.metal_sim")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a checkpoint whose heads the kernel and quantized KV support."""
+    return str(write_checkpoint(tmp_path_factory.mktemp("full") / "tiny", config={"head_dim": 32}))
+
+
+def run(section: Section, model: str) -> tuple[dict[str, str], dict[str, Figure]]:
+    items: list[Item] = []
+    run_section(section.module, PLAN, model, items.append)
+    facts = dict(item for item in items if isinstance(item, tuple))
+    return facts, {item.name: item for item in items if isinstance(item, Figure)}
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.module)
+def test_every_section_measures_here(section: Section, model: str) -> None:
+    """No result is wrong. Figures that need Metal have a reason instead of a value."""
+    facts, figures = run(section, model)
+    assert facts or figures
+    assert [name for name, figure in figures.items() if figure.is_failure] == []
+    assert all(figure.note for figure in figures.values() if figure.verdict is Verdict.NOT_MEASURED)
+    expected = {
+        "machine": lambda: {"system", "tiny model", "load of the machine"} <= facts.keys(),
+        "attention": lambda: len(figures) == len(PLAN.attention_steps),
+        "recurrences": lambda: sum(figure.is_simulated for figure in figures.values()) == 3,
+        "kernels": lambda: any("int8" in name and figure.is_simulated for name, figure in figures.items()),
+        "generation": lambda: "3 at once: throughput of mlx-lm's" in figures and facts["one chat"],
+        "steps": lambda: "step planned ahead: time of steps one by one" in figures and "replay" in facts,
+        "memory": lambda: "peak memory: share of the promise" in figures,
+        "preemption": lambda: figures["outputs equal to requests alone"].verdict is Verdict.AS_PROMISED,
+        "restart": lambda: (figures["share of the prompt loaded after the restart"].value or 0) > 0.6,
+        "sustained": lambda: figures["failed steps"].value == 0,
+    }
+    assert expected[section.module]()
+
+
+def test_a_kernel_with_wrong_results_fails_the_report(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: the kernel's output is off by 10%."""
+    from metal_engine.doctor.sections import kernels
+
+    attend = kernels.attend_random
+    monkeypatch.setattr(kernels, "attend_random", lambda *arguments: 1.1 * attend(*arguments))
+    _, figures = run(next(section for section in SECTIONS if section.module == "kernels"), model)
+    wrong = [figure for name, figure in figures.items() if name.startswith("attention")]
+    assert wrong and all(figure.is_failure and figure.value == pytest.approx(0.1, rel=0.01) for figure in wrong)
+
+
+# --- processes ---
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a file in which a test puts the body of a section's ``measure``. Child processes import it."""
+    package = tmp_path / "path"
+    package.mkdir()
+    code = "import metal_engine.doctor.sections as s\ns.__path__.append(" + repr(str(package)) + ")\n"
+    (package / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    yield package / "planted.py"
+
+
+MEASURE = """
+import os, signal, time
+from metal_engine.doctor.figures import Figure, at_most
+
+def measure(plan, model):
+    yield "fact", "of " + (model or "no model")
+    yield Figure("figure", 1.0, promise=at_most(1.0))
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        ("", ""),
+        ("raise ValueError('a reason')", "ValueError: a reason"),
+        ("os.kill(os.getpid(), signal.SIGABRT)", "signal SIGABRT"),
+        ("time.sleep(600)", "not finished after"),
+    ],
+)
+def test_a_section_that_fails_leaves_what_it_has_measured(
+    end: str, error: str, planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted.write_text(MEASURE.format(end=end))
+    said: list[str] = []
+    sections = [Section("Planted", "planted", 20.0)]
+    if "sleep" in end:
+        monkeypatch.setattr(full, "_LEAST_SECONDS", 1.0)
+        sections = [Section("Planted", "planted", 12.0)]
+    is_fine = run_full(["demo"], PLAN, tmp_path, said.append, sections)
+    assert is_fine == (not error)
+    (section,) = json.loads((tmp_path / "mac-report.json").read_text())["sections"]
+    assert error in section["error"] and bool(section["error"]) == bool(error)
+    assert section["facts"] == {"fact": "of demo"} and section["figures"][0]["verdict"] == "as promised"
+    assert "mac-report.md" in said[-1]
+
+
+def test_sections_without_time_are_reported(tmp_path: Path) -> None:
+    assert not run_full(["demo"], Plan(seconds=5.0), tmp_path, lambda line: None, SECTIONS[:1])
+    assert "no time was left" in (tmp_path / "mac-report.md").read_text()
+
+
+def test_a_local_model_s_folders_are_not_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert full._label(str(tmp_path / "secret" / "model")) == "model"
+    assert full._label("demo") == "demo" and full._label("owner/name") == "owner/name"
+    home = str(Path.home())
+    assert home not in full._describe_end(1, f"ValueError: {home}/models")
+    assert "SIGSEGV" in full._describe_end(-signal.SIGSEGV, "")
