@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,6 +28,8 @@ from metal_engine.settings.config import AttentionLayers
 
 logger = logging.getLogger(__name__)
 
+# Longest time to compile and check the kernel with tensor operations, for a kind of layer.
+_TENSOR_OPS_SECONDS = 30.0
 
 # Returns the decision of rank 0. The name identifies the exchange between ranks.
 Decide = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
@@ -82,12 +85,14 @@ class BackendChoice:
         is_strict: True to raise an error for a layer that the kernel does not support.
         tuner: source of cuts for each kind of layer, or None for the default cut.
         tensor_ops: state of tensor operations with the reason; empty if the GPU lacks them.
+        clock: function that returns seconds.
     """
 
     metal: MetalBackend | None
     is_strict: bool = False
     tuner: Tuner | None = None
     tensor_ops: str = ""
+    clock: Callable[[], float] = time.monotonic
 
     def for_layers(self, kinds: Sequence[AttentionKind], block_size: int) -> ChosenAttention:
         """Select what computes each layer of a model. Tries the kernel for each kind of layer.
@@ -105,7 +110,10 @@ class BackendChoice:
         unsupported: dict[AttentionKind, str] = {}
         for kind in dict.fromkeys(kinds):
             try:
+                began = self.clock()
                 try_kernel(self.metal, kind, block_size)
+                if self.metal.has_tensor_ops and self.clock() - began > _TENSOR_OPS_SECONDS:
+                    raise KernelFailedError(f"takes more than {_TENSOR_OPS_SECONDS:g} s to compile and check", "")
             except UnsupportedAttentionError:
                 if self.is_strict:
                     raise

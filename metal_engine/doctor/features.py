@@ -25,5 +25,5 @@ def features(core: EngineCore) -> Iterator[tuple[str, str]]:
         f"off: {refusal}" if refusal else "on, checked at the start" if config.replay == REPLAYS else config.replay,
     )
     if config.device.kind == "metal":
-        yield "command buffers", str(config.command_buffers or "MLX's own limits")
+        yield "command buffers", str(config.command_buffers or "MLX's own limits (the log says why)")
         yield "wired memory", "on" if config.wire_memory else "off: --no-wire-memory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -272,6 +273,15 @@ def test_tensor_operations_that_do_not_work_leave_the_kernel(
     assert factory.launched[-1] == "paged_attention"  # type: ignore[attr-defined]
 
 
+def test_tensor_operations_whose_check_takes_too_long_are_off(caplog: pytest.LogCaptureFixture) -> None:
+    seconds = itertools.count(step=31)
+    choice = BackendChoice(MetalBackend(metal_kernel, tensor_ops=True), clock=lambda: next(seconds))
+    chosen = choice.for_layers([kind(128)], 16)
+    assert isinstance(chosen.backend, MetalBackend) and not chosen.backend.has_tensor_ops
+    assert "takes more than 30 s" in chosen.layers.tensor_ops
+    assert len(caplog.records) == 1
+
+
 def test_a_kernel_that_fails_without_tensor_operations_too_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     choice = BackendChoice(MetalBackend(failing(RuntimeError(COMPILE_ERROR)), tensor_ops=True))
     assert choice.for_layers([kind()], 16).layers.portable == 1
@@ -479,7 +489,7 @@ def test_loading_a_model(
     found = []
     for check in ("_tiny_model", "_quantized_kv"):
         monkeypatch.setattr(f"metal_engine.doctor.examine.{check}", lambda: iter(()))
-    examine(found.append, str(folder))
+    examine(found.append, [str(folder)])
     finding = found[-1]
     assert finding.status == OK and f"attention by {words}" in finding.text
 
