@@ -22,9 +22,9 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
     # The limit of wired memory belongs to the process, so the run without it comes first.
     for wires in (False, True) if has_metal() else (True,):
         peak, promised, step = use_engine(lambda engine: _load(plan, engine), model, wire_memory=wires)
-        name = f"peak memory, {'wired' if wires else 'not wired'}" if has_metal() else "peak memory"
-        yield memory_figure(name, peak, promised)
-        yield Figure(f"decode step, {'wired' if wires else 'not wired'}", 1e3 * step, "ms")
+        how = f", {'wired' if wires else 'not wired'}" if has_metal() else ""
+        yield memory_figure(f"peak memory{how}", peak, promised)
+        yield Figure(f"decode step{how}", 1e3 * step, "ms")
 
 
 def memory_figure(name: str, peak: int, promised: int) -> Figure:
