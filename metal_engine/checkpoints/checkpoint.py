@@ -236,7 +236,7 @@ def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_
             if bits not in range(1, 33):
                 raise ModelLoadError(f"config.json: quantized weights have {short(bits)} bits, which is impossible")
             total += tensor.size * 32 // bits * float_bytes
-        elif kind in ("scales", "biases") and f"{module}.scales" in stored:
+        elif kind in ("scales", "biases", "global_scale") and f"{module}.scales" in stored:
             continue  # removed by dequantization
         else:
             total += tensor.nbytes if tensor.dtype in _INTEGERS else tensor.size * float_bytes
