@@ -191,11 +191,12 @@ def doctor(
     """Report versions, device and memory, and test models, for bug reports. Status 1 if a check fails."""
     set_up_logging("warning")
     if full:
-        from metal_engine.doctor.full import run_full
+        from metal_engine.doctor.full import fetch_models, run_full
         from metal_engine.doctor.plan import Plan
 
-        plan = Plan() if sys.platform == "darwin" else Plan.short()
-        if not run_full(models or ["demo"], plan, Path(), lambda line: print(line, flush=True)):
+        names, plan = models or ["demo"], Plan() if sys.platform == "darwin" else Plan.short()
+        fetch_models(names)
+        if not run_full(names, plan, Path(), lambda line: print(line, flush=True)):
             raise typer.Exit(1)
         return
     from metal_engine.doctor.examine import examine

@@ -1,8 +1,8 @@
 """Remembers starts that ended while large command buffers ran for the first time, and then leaves MLX's limits alone.
 
 macOS ends a command buffer that keeps the GPU busy for too long, which may end the process. MLX reads its limits only
-once, so the next start must use others. A file counts the starts whose largest step did not finish. A start that
-finishes this step removes the file.
+once, so only the next start can use other limits. A file counts the starts whose largest step did not finish. A start
+that finishes this step removes the file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _num_unfinished(path: Path) -> int:
 
 
 def refusal(limits: CommandBufferLimits) -> str | None:
-    """Return why these limits are not set; None if nothing speaks against them."""
+    """Return the reason against these limits. Return None if they can be set."""
     with suppress(FileNotFoundError):  # no cache directory
         path = _path(limits)
         if _num_unfinished(path) >= MOST_UNFINISHED:
@@ -61,7 +61,7 @@ def trying_limits() -> Iterator[None]:
     if limits is None:
         yield
         return
-    path = None
+    path: Path | None = None
     try:
         path = _path(limits)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,16 @@ _LEAST_SECONDS = 10.0
 _MAX_ERROR = 800  # characters
 
 
+def fetch_models(models: Sequence[str]) -> None:
+    """Download missing models, which shows its progress and takes none of the report's time.
+
+    A model that cannot be downloaded is reported later, by its sections.
+    """
+    for model in models:
+        if model == DEMO_MODEL or not is_local(model):
+            subprocess.run([sys.executable, "-m", "metal_engine", "pull", model])
+
+
 def run_full(
     models: Sequence[str], plan: Plan, folder: Path, say: Callable[[str], None], sections: Sequence[Section] = SECTIONS
 ) -> bool:

@@ -16,7 +16,7 @@ _INTERVAL = 0.25  # seconds between two samples
 
 
 def utilization_of(registry: str) -> int | None:
-    """Return the highest utilization in the output of ``ioreg``, in percent. None if the output has none."""
+    """Return the highest utilization in the output of ``ioreg``, in percent. None if the output lacks a utilization."""
     return max(map(int, _UTILIZATION.findall(registry)), default=None)
 
 

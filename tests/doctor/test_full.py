@@ -122,6 +122,13 @@ def test_sections_without_time_are_reported(tmp_path: Path) -> None:
     assert "no time was left" in (tmp_path / "mac-report.md").read_text()
 
 
+def test_models_on_the_hub_are_downloaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pulled: list[str] = []
+    monkeypatch.setattr(full.subprocess, "run", lambda command: pulled.append(command[-1]))
+    full.fetch_models(["demo", "owner/name", str(tmp_path), "./model.gguf"])
+    assert pulled == ["demo", "owner/name"]
+
+
 def test_a_local_model_s_folders_are_not_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert full._label(str(tmp_path / "secret" / "model")) == "model"
     assert full._label("demo") == "demo" and full._label("owner/name") == "owner/name"

@@ -14,7 +14,7 @@ import pytest
 
 from metal_engine.device.command_buffers import MAX_MB, MAX_OPS
 
-# A step has 24 x 17 kernels: 17 command buffers with the first limit, and 82, 8 and 2 with the others.
+# Operations of a command buffer. A step has 24 x 17 kernels, so the limits give 17, 82, 7 and 2 command buffers.
 USUAL, *OTHERS = LIMITS = (24, 4, 60, 400)
 ONE_BY_ONE = "one by one"
 WAYS = {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionKind
+from metal_engine.attention.backend import AttentionKind, StepAttention
 from metal_engine.attention.choice import choose_backend
 from metal_engine.attention.kernel_selftest import random_state, shuffled_rows
 from metal_engine.attention.portable.backend import PortableBackend
@@ -42,18 +43,12 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
         gathered = _gathered(state, rows, keys)
         by_request = q.reshape(requests, query, _NUM_HEADS, _HEAD_DIM).swapaxes(1, 2)
         mx.eval(q, gathered)
-        attention, layers = backend.for_step(rows), _DECODE_LAYERS if query == 1 else _PREFILL_LAYERS
-
-        def ours(attention=attention, q=q, state=state, layers=layers) -> list[mx.array]:  # type: ignore[no-untyped-def]
-            return [attend_kind(attention, kind, q + i, state, None) for i in range(layers)]
-
-        def theirs(
-            q=by_request, gathered=gathered, layers=layers, mask=None if query == 1 else "causal"
-        ) -> list[mx.array]:  # type: ignore[no-untyped-def]
-            options = {"scale": _HEAD_DIM**-0.5, "mask": mask}
-            return [mx.fast.scaled_dot_product_attention(q + i, *gathered, **options) for i in range(layers)]
-
-        times = in_turns({"ours": ours, "theirs": theirs}, plan.repeats)
+        layers = _DECODE_LAYERS if query == 1 else _PREFILL_LAYERS
+        calls = {
+            "ours": partial(_ours, backend.for_step(rows), kind, q, state, layers),
+            "theirs": partial(_theirs, by_request, gathered, None if query == 1 else "causal", layers),
+        }
+        times = in_turns(calls, plan.repeats)
         ratio = times["ours"] / times["theirs"]
         note = f"{1e3 * times['ours'] / layers:.3g} ms a layer beside {1e3 * times['theirs'] / layers:.3g} ms"
         what = "decode" if query == 1 else "prompt"
@@ -61,11 +56,19 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
         yield Figure(title, ratio, promise=at_most(1.0, slack=0.15, flag=_FLAG), note=note)
 
 
+def _ours(attention: StepAttention, kind: AttentionKind, q: mx.array, state: KVState, layers: int) -> list[mx.array]:
+    return [attend_kind(attention, kind, q + i, state, None) for i in range(layers)]
+
+
+def _theirs(q: mx.array, gathered: tuple[mx.array, mx.array], mask: str | None, layers: int) -> list[mx.array]:
+    options = {"scale": _HEAD_DIM**-0.5, "mask": mask}
+    return [mx.fast.scaled_dot_product_attention(q + i, *gathered, **options) for i in range(layers)]
+
+
 def _gathered(state: KVState, rows: StepRows, keys: int) -> tuple[mx.array, mx.array]:
     """Return K and V of each request, [requests, num_kv_heads, keys, head_dim]."""
     positions = np.arange(keys)
     slots = rows.block_table[:, positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE
     indices = mx.array(slots.astype(np.int32))
-    arrays = (mx.contiguous(array[indices].swapaxes(1, 2)) for array in (state.keys, state.values))
-    k, v = arrays
-    return k, v
+    keys_of, values_of = (mx.contiguous(array[indices].swapaxes(1, 2)) for array in (state.keys, state.values))
+    return keys_of, values_of

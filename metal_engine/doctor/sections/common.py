@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 # Virtual machines of macOS 26 sum in another order than Macs: comparisons within 1e-4 fail there, and pass on a Mac.
 _VIRTUAL_TOLERANCE = 50.0
-_SPECIAL_TOKENS = 100  # lowest ids, many of which are control tokens in some vocabularies
+_SPECIAL_TOKENS = 100  # first ids of a vocabulary, where control tokens often are
 
 
 def has_metal() -> bool:
@@ -126,6 +126,6 @@ def _mlx_lm_single(model: nn.Module, prompt: list[int], output_len: int) -> Offl
 
 
 def decode_seconds(run: OfflineRun) -> float:
-    """Return the mean time of a decode step: the time after the last first token, for each further token."""
+    """Return the mean time of a decode step in seconds, after all requests have a first token."""
     steps = max(map(len, run.token_ids)) - 1
     return (run.seconds - max(run.first_token_seconds)) / max(steps, 1)

@@ -1,4 +1,4 @@
-"""Requests that do not fit into the KV cache together: they are preempted, and their outputs stay the same."""
+"""Preemption: requests that do not fit into the KV cache together have the same outputs as alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time of a decode step for each way to run it, and how busy the GPU is."""
+"""Time of a decode step for each way to run steps, and utilization of the GPU."""
 
 from __future__ import annotations
 
