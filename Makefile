@@ -42,7 +42,7 @@ test: .venv/.installed-dev clang chromium  ## all tests, long sweeps run small
 	$(PYTEST) $(ARGS)
 
 test-full: .venv/.installed-full clang chromium  ## all tests and the long sweeps
-	$(PYTEST) -m "not mutants" $(ARGS)
+	$(PYTEST) -m "not mutants and not metal" $(ARGS)
 
 mutants: .venv/.installed-dev clang  ## every mutant of the kernels; for whoever changes those, or their checks
 	$(PYTEST) -m mutants $(ARGS)
