@@ -26,7 +26,7 @@ class Section:
 
 # Sections without a model run first. The others run for each model.
 SECTIONS = (
-    Section("Machine", "machine", 40, has_model=False),
+    Section("Machine", "machine", 60, has_model=False),
     Section("Attention", "attention", 90, has_model=False),
     Section("Recurrent layers", "recurrences", 90, has_model=False),
     Section("Kernels", "kernels", 180),

@@ -7,7 +7,9 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from metal_engine.doctor import full
@@ -15,7 +17,9 @@ from metal_engine.doctor.figures import Figure, Verdict
 from metal_engine.doctor.full import run_full
 from metal_engine.doctor.plan import SECTIONS, Plan, Section
 from metal_engine.doctor.section_process import Item, run_section
+from metal_engine.doctor.sections.generation import is_tie
 from tests.support.checkpoint_files import write_checkpoint
+from tools.fixtures.tiny_models import tiny_model
 
 PLAN = Plan.short(simulator="tools.metal_sim")
 
@@ -64,6 +68,30 @@ def test_a_kernel_with_wrong_results_fails_the_report(model: str, monkeypatch: p
     _, figures = run(next(section for section in SECTIONS if section.module == "kernels"), model)
     wrong = [figure for name, figure in figures.items() if name.startswith("attention")]
     assert wrong and all(figure.is_failure and figure.value == pytest.approx(0.1, rel=0.01) for figure in wrong)
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.5])
+def test_outputs_that_differ_beyond_a_tie_are_seen(gap: float) -> None:
+    """The second output has the token with the second largest logit, which is equal or much smaller."""
+    model = tiny_model()
+    prompt, first = [3, 1, 4] * 5, [7, 7]
+    order = mx.argsort(model(mx.array([[*prompt, *first]]))[0, -1])
+    best, second = int(order[-1]), int(order[-2])
+
+    class Planted:
+        """The model, with a gap between the two logits. All its other logits stay below."""
+
+        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+            logits = model(tokens, cache=cache)
+            top = logits.max(axis=-1, keepdims=True)
+            logits[..., best : best + 1] = top
+            logits[..., second : second + 1] = top * (1 - gap)
+            return logits
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+    assert is_tie(Planted(), prompt, [*first, best], [*first, second]) == (gap == 0.0)
 
 
 # --- processes ---

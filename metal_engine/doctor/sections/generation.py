@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from metal_engine.bench.offline import OfflineRun, run_requests
 from metal_engine.checkpoints.loader import LoadedModel
@@ -18,6 +19,7 @@ from metal_engine.models.check import LOGITS_TOLERANCE
 
 _CHAT = "What is the capital of France?"
 _CHAT_TOKENS = 24
+_CHUNK = 2048  # tokens
 _SLACK = 0.05
 _FLAG = "--attention-backend mlx"
 _PARITY = "outputs that differ between `--attention-backend metal` and `mlx` beyond ties"
@@ -127,6 +129,11 @@ def is_tie(model: Any, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]
         a: greedy output, as long as ``b`` and different.
     """
     at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-    logits = model(mx.array([[*prompt, *a[:at]]]))[0, -1]
+    tokens, cache = [*prompt, *a[:at]], make_prompt_cache(model)
+    # In chunks, as mlx-lm does. Logits of the chunks are never computed.
+    for start in range(0, len(tokens) - 1, _CHUNK):
+        model(mx.array([tokens[start : min(start + _CHUNK, len(tokens) - 1)]]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+    logits = model(mx.array([tokens[-1:]]), cache=cache)[0, -1]
     gap = mx.abs(logits[a[at]] - logits[b[at]]).astype(mx.float32) / mx.abs(logits).max().astype(mx.float32)
     return float(gap) <= LOGITS_TOLERANCE[logits.dtype]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 from metal_engine.bench.offline import run_requests
 from metal_engine.doctor.features import features
-from metal_engine.doctor.figures import Figure, Promise, at_least, at_most, not_measured
+from metal_engine.doctor.figures import Figure, at_least, at_most, not_measured
 from metal_engine.doctor.gpu_busy import busy_samples
 from metal_engine.doctor.plan import Plan
 from metal_engine.doctor.section_process import Item
@@ -26,6 +27,7 @@ _FLAGS = {
 }
 _MAX_REQUESTS = 8
 _LEAST_BUSY = 90.0  # percent
+_BUSY_SECONDS = 3.0  # duration of the samples
 
 
 def measure(plan: Plan, model: str) -> Iterator[Item]:
@@ -37,11 +39,14 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
     times |= use_engine(
         lambda engine: _planned_ahead(plan, engine), model, async_scheduling=True, replay_decodes="never"
     )
-    facts, more = use_engine(lambda engine: _replayed(plan, engine), model, async_scheduling=True)
+    facts, more, busy = use_engine(
+        lambda engine: (list(features(engine.core)), _replayed(plan, engine), _busy(plan, engine)),
+        model,
+        async_scheduling=True,
+    )
     yield from facts
-    times |= more
-    yield from step_figures(times)
-    yield use_engine(lambda engine: _busy(plan, engine), model)
+    yield from step_figures(times | more)
+    yield busy
 
 
 def step_figures(times: dict[str, float | str]) -> Iterator[Figure]:
@@ -86,13 +91,11 @@ def _planned_ahead(plan: Plan, engine: BuiltEngine) -> dict[str, float | str]:
     return {**times, QUEUED: _step_seconds(plan, engine) if queues else dispatch}
 
 
-def _replayed(plan: Plan, engine: BuiltEngine) -> tuple[list[Item], dict[str, float | str]]:
-    runner = _runner(engine)
-    facts: list[Item] = list(features(engine.core))
-    refusal = runner.replay_refusal or ("" if engine.core.config.replay == REPLAYS else engine.core.config.replay)
-    if refusal:
-        return facts, {REPLAYED: f"replay is {refusal}" if refusal == "off" else refusal}
-    return facts, {REPLAYED: _step_seconds(plan, engine)}
+def _replayed(plan: Plan, engine: BuiltEngine) -> dict[str, float | str]:
+    refusal, state = _runner(engine).replay_refusal, engine.core.config.replay
+    if refusal is None and state == REPLAYS:
+        return {REPLAYED: _step_seconds(plan, engine)}
+    return {REPLAYED: f"replay is off: {refusal}" if refusal else f"replay is {state}"}
 
 
 def _busy(plan: Plan, engine: BuiltEngine) -> Figure:
@@ -100,9 +103,11 @@ def _busy(plan: Plan, engine: BuiltEngine) -> Figure:
     name = "GPU busy during decode steps"
     if not has_metal():
         return not_measured(name, "only on Metal")
+    end = time.monotonic() + _BUSY_SECONDS
     with busy_samples() as samples:
-        _step_seconds(plan, engine)
-    promise: Promise = at_least(_LEAST_BUSY, slack=0.02, flag="--async-scheduling")
+        while time.monotonic() < end:
+            _step_seconds(plan, engine)
+    promise = at_least(_LEAST_BUSY, slack=0.02, flag="--async-scheduling")
     if samples.median is None:
         return not_measured(name, "the driver reports no utilization")
     return Figure(name, samples.median, "%", promise, f"median of {len(samples.percent)} samples")
