@@ -95,9 +95,9 @@ def test_a_slower_engine_than_mlx_lm_is_worse() -> None:
 def test_a_way_to_run_a_step_that_does_not_help_is_worse_and_has_a_flag() -> None:
     figures = list(step_figures({ONE_BY_ONE: 0.010, AHEAD: 0.012, QUEUED: 0.008, REPLAYED: "replay is off"}))
     named = {figure.name: figure for figure in figures}
-    ahead = named[f"step {AHEAD}: time of steps {ONE_BY_ONE}"]
+    ahead = named[f"step {AHEAD}: time relative to steps {ONE_BY_ONE}"]
     assert ahead.verdict is Verdict.WORSE and ahead.promise is not None and "async" in ahead.promise.flag
-    assert named[f"step {QUEUED}: time of steps {AHEAD}"].verdict is Verdict.BETTER
+    assert named[f"step {QUEUED}: time relative to steps {AHEAD}"].verdict is Verdict.BETTER
     assert named[f"step {REPLAYED}"].verdict is Verdict.NOT_MEASURED
 
 

@@ -30,7 +30,7 @@ def test_memory_stays_within_the_promise(device: str, tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "model", config={"head_dim": 32})
     figures: list[Any] = []
     run_section("memory", Plan.short(), str(model), figures.append)
-    peaks = [figure for figure in figures if isinstance(figure, Figure) and "share of the promise" in figure.name]
+    peaks = [figure for figure in figures if isinstance(figure, Figure) and "relative to the promise" in figure.name]
     assert len(peaks) == (2 if device == "metal" else 1)
     assert all(figure.verdict is not Verdict.WORSE for figure in peaks), peaks
 

@@ -88,9 +88,12 @@ def _run_theirs(workload: Workload, loaded: LoadedModel) -> dict[str, OfflineRun
 def _throughput(name: str, ours: OfflineRun, theirs: OfflineRun) -> Iterator[Figure]:
     rates = [run.num_output_tokens / run.seconds for run in (ours, theirs)]
     yield Figure(f"{name}: throughput", rates[0], "tokens/s")
-    promise = at_least(1.0, slack=_SLACK, flag=_FLAG)
+    promise = at_least(1.0, slack=_SLACK, flag=_FLAG if has_metal() else "")
     yield Figure(
-        f"{name}: throughput of mlx-lm's", rates[0] / rates[1], promise=promise, note=f"{rates[1]:.1f} tokens/s"
+        f"{name}: throughput relative to mlx-lm's",
+        rates[0] / rates[1],
+        promise=promise,
+        note=f"{rates[1]:.1f} tokens/s",
     )
 
 
@@ -98,7 +101,9 @@ def _first_token(name: str, ours: OfflineRun, theirs: OfflineRun) -> Iterator[Fi
     seconds = ours.first_token_seconds[0], theirs.first_token_seconds[0]
     yield Figure(name, seconds[0], "s")
     promise = at_most(1.0, slack=_SLACK, flag="--max-num-batched-tokens 4096")
-    yield Figure(f"{name}: time of mlx-lm's", seconds[0] / seconds[1], promise=promise, note=f"{seconds[1]:.3g} s")
+    yield Figure(
+        f"{name}: time relative to mlx-lm's", seconds[0] / seconds[1], promise=promise, note=f"{seconds[1]:.3g} s"
+    )
 
 
 def parity(workload: Workload, ours: dict[str, OfflineRun], model: str) -> Figure:

@@ -31,7 +31,7 @@ def memory_figure(name: str, peak: int, promised: int) -> Figure:
     """Return the peak memory relative to the promised peak and its margin, all in bytes."""
     note = f"{peak / (1 << 20):,.0f} MiB beside {promised / (1 << 20):,.0f} MiB"
     return Figure(
-        f"{name}: share of the promise", peak / (promised + MARGIN_BYTES), promise=at_most(1.0, flag=_FLAG), note=note
+        f"{name} relative to the promise", peak / (promised + MARGIN_BYTES), promise=at_most(1.0, flag=_FLAG), note=note
     )
 
 

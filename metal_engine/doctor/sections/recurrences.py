@@ -88,7 +88,7 @@ def _times(name: str, requests: int, tokens: int, calls: dict[str, Any], repeats
     times = in_turns(calls, repeats)
     ours, theirs = times["ours"], times["theirs"]
     note = f"{1e3 * ours:.3g} ms beside mlx-lm's {1e3 * theirs:.3g} ms"
-    title = f"{name}, {requests} x {tokens} tokens: time of mlx-lm's"
+    title = f"{name}, {requests} x {tokens} tokens: time relative to mlx-lm's"
     return Figure(title, ours / theirs, promise=at_most(1.0, slack=0.1), note=note)
 
 

@@ -26,7 +26,9 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
         "share of the prompt loaded after the restart", cached_again / length, promise=at_least(0.6), note=note
     )
     note = f"{second:.3g} s after {first:.3g} s"
-    yield Figure("first token after the restart: time before it", second / first, promise=at_most(1.0), note=note)
+    yield Figure(
+        "time to first token after the restart, relative to before", second / first, promise=at_most(1.0), note=note
+    )
 
 
 def _run(plan: Plan, engine: BuiltEngine) -> tuple[int, int, float]:

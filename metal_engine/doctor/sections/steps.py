@@ -63,7 +63,7 @@ def step_figures(times: dict[str, float | str]) -> Iterator[Figure]:
         before = times.get(_BEFORE.get(way, ""))
         if isinstance(before, float):
             promise = at_most(1.0, slack=0.03, flag=_FLAGS[way])
-            yield Figure(f"step {way}: time of steps {_BEFORE[way]}", seconds / before, promise=promise)
+            yield Figure(f"step {way}: time relative to steps {_BEFORE[way]}", seconds / before, promise=promise)
 
 
 def _runner(engine: BuiltEngine) -> ModelRunner:

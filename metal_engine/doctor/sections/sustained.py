@@ -45,10 +45,10 @@ def sustained_figures(rounds: list[Round], num_failed_steps: int) -> Iterator[Fi
     yield Figure("throughput", last, "tokens/s", note=f"{len(rounds)} rounds")
     note = f"{last:.1f} tokens/s after {first:.1f}"
     yield Figure(
-        "throughput at the end: share of the beginning's", last / first, promise=at_least(1.0, slack=0.1), note=note
+        "throughput at the end, relative to the beginning", last / first, promise=at_least(1.0, slack=0.1), note=note
     )
     growth = rounds[-1].active_bytes / rounds[quarter - 1].active_bytes
-    yield Figure("memory at the end: share of the beginning's", growth, promise=at_most(1.0, slack=0.02))
+    yield Figure("memory at the end, relative to the beginning", growth, promise=at_most(1.0, slack=0.02))
     yield Figure("failed steps", num_failed_steps, promise=at_most(0, required=True))
 
 
