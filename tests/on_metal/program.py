@@ -61,7 +61,7 @@ def decode(ahead: bool, queued: bool, replay: bool) -> dict[str, Any]:
 def choose() -> dict[str, Any]:
     """Return the choice of dispatch at the start, and whether the runner is as before."""
     mx.random.seed(0)
-    engine = make_engine(_WORKLOAD, ahead=True, replay=True)
+    engine = make_engine(replace(_WORKLOAD, num_requests=0), ahead=True, replay=True)
     runner: Any = engine.runner
     config = replace(engine.config, device=replace(engine.config.device, kind="metal"))
     dispatch = choose_dispatch(runner, config)

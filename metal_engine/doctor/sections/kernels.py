@@ -117,8 +117,8 @@ def _reference(kind: AttentionKind, rows: StepRows, state: KVState) -> np.ndarra
         np.array(random_queries(kind, rows.num_tokens).astype(mx.float32)),
         k_cache,
         v_cache,
-        rows.cu_seqlens_q,
-        rows.seq_lens,
+        rows.cu_seqlens_q.tolist(),
+        rows.seq_lens.tolist(),
         rows.block_table,
         sinks=None if sinks is None else np.array(sinks.astype(mx.float32)),
         **attend_options(kind),
@@ -167,15 +167,15 @@ class RecordingRecurrence(MetalRecurrence):
         self._calls.setdefault((name, shapes), (name, arguments, options, results))
         return results
 
-    def gated_delta(self, *arguments: Any) -> Any:  # type: ignore[override]
+    def gated_delta(self, *arguments: Any) -> Any:
         """Record :meth:`MetalRecurrence.gated_delta`."""
         return self._record("gated_delta", arguments, {})
 
-    def ssm_update(self, *arguments: Any) -> Any:  # type: ignore[override]
+    def ssm_update(self, *arguments: Any) -> Any:
         """Record :meth:`MetalRecurrence.ssm_update`."""
         return self._record("ssm_update", arguments, {})
 
-    def convolve(self, *arguments: Any, **options: Any) -> Any:  # type: ignore[override]
+    def convolve(self, *arguments: Any, **options: Any) -> Any:
         """Record :meth:`MetalRecurrence.convolve`."""
         return self._record("convolve", arguments, options)
 

@@ -16,7 +16,7 @@ from metal_engine.doctor.references import recurrence as references
 from metal_engine.doctor.references.recurrence import TOLERANCE, relative_errors
 from metal_engine.doctor.section_process import Item
 from metal_engine.doctor.sections.common import has_metal, kernel_factory, tolerance
-from metal_engine.doctor.timing import in_turns
+from metal_engine.doctor.timing import Call, in_turns
 from metal_engine.recurrence.gated_delta import gated_delta_update
 from metal_engine.recurrence.mamba2 import ssm_update
 from metal_engine.recurrence.metal import MetalRecurrence
@@ -84,7 +84,7 @@ def _small_calls(dtype: mx.Dtype) -> Iterator[tuple[str, tuple[mx.array, ...], d
     yield "convolve", (normal(rows, 40), normal(40, 4), normal(40), normal(1, 3, 40), *tables), {"silu": True}
 
 
-def _times(name: str, requests: int, tokens: int, calls: dict[str, Any], repeats: int) -> Figure:
+def _times(name: str, requests: int, tokens: int, calls: dict[str, Call], repeats: int) -> Figure:
     times = in_turns(calls, repeats)
     ours, theirs = times["ours"], times["theirs"]
     note = f"{1e3 * ours:.3g} ms beside mlx-lm's {1e3 * theirs:.3g} ms"
@@ -92,37 +92,48 @@ def _times(name: str, requests: int, tokens: int, calls: dict[str, Any], repeats
     return Figure(title, ours / theirs, promise=at_most(1.0, slack=0.1), note=note)
 
 
-def _gated_delta_calls(rows: tuple[int, int], dtype: mx.Dtype) -> dict[str, Any]:
+def _gated_delta_calls(rows: tuple[int, int], dtype: mx.Dtype) -> dict[str, Call]:
     arguments = gated_delta_layer(rows, _DELTA_HEADS, _DELTA_HEADS, _DELTA_DIM, each_key=False, dtype=dtype)
-    if not has_metal():
-        return {
-            "ours": partial(gated_delta_update, *arguments),
-            "theirs": partial(gated_delta.gated_delta_update, *arguments),
-        }
-    q, k, v, a, b, a_log, dt_bias, state = arguments
-    kernels, tables = MetalRecurrence(), _equal_segments(rows)
-    packed = [_packed(array) for array in (q, k, v)]
-
-    def ours() -> Any:
-        g = gated_delta.compute_g(a_log, _packed(a), dt_bias).astype(mx.float32)
-        return kernels.gated_delta(*packed, g, mx.sigmoid(_packed(b)), state, *tables)
-
-    return {"ours": ours, "theirs": partial(gated_delta.gated_delta_update, *arguments)}
+    packed = packed_gated_delta(MetalRecurrence(), rows, arguments)
+    return {
+        "ours": packed if has_metal() else partial(gated_delta_update, *arguments),
+        "theirs": partial(gated_delta.gated_delta_update, *arguments),
+    }
 
 
-def _mamba2_calls(rows: tuple[int, int], dtype: mx.Dtype) -> dict[str, Any]:
-    arguments = mamba2_layer(rows, dtype=dtype)
-    if not has_metal():
-        return {"ours": partial(ssm_update, *arguments), "theirs": partial(ssm.ssm_update, *arguments)}
+def _mamba2_calls(rows: tuple[int, int], dtype: mx.Dtype) -> dict[str, Call]:
+    arguments: Any = mamba2_layer(rows, dtype=dtype)
+    packed = packed_ssm_update(MetalRecurrence(), rows, arguments)
+    return {
+        "ours": packed if has_metal() else partial(ssm_update, *arguments),
+        "theirs": partial(ssm.ssm_update, *arguments),
+    }
+
+
+def packed_gated_delta(kernels: MetalRecurrence, rows: tuple[int, int], arguments: tuple[mx.array, ...]) -> Call:
+    """Return a call of the kernel that computes the same as mlx-lm's function with these arguments, packed."""
+    *inputs, a_log, dt_bias, state = arguments
+    cu_seqlens, reads = _equal_segments(rows)
+    q, k, v, a, b = map(_packed, inputs)
+
+    def call() -> Any:
+        g = gated_delta.compute_g(a_log, a, dt_bias).astype(mx.float32)
+        return kernels.gated_delta(q, k, v, g, mx.sigmoid(b), state, cu_seqlens, reads)
+
+    return call
+
+
+def packed_ssm_update(kernels: MetalRecurrence, rows: tuple[int, int], arguments: tuple[mx.array, ...]) -> Call:
+    """Return a call of the kernel that computes the same as mlx-lm's function with these arguments, packed."""
     x, a_log, b, c, d, dt, dt_bias, state = arguments
-    kernels, tables = MetalRecurrence(), _equal_segments(rows)
-    packed = [_packed(array) for array in (x, b, c)]
+    cu_seqlens, reads = _equal_segments(rows)
+    x, b, c, dt = map(_packed, (x, b, c, dt))
 
-    def ours() -> Any:
-        steps = ssm.compute_dt(_packed(dt), dt_bias, (0.001, 100.0)).astype(mx.float32)
-        return kernels.ssm_update(packed[0], a_log, packed[1], packed[2], d, steps, state, *tables)
+    def call() -> Any:
+        steps = ssm.compute_dt(dt, dt_bias, (0.001, 100.0)).astype(mx.float32)
+        return kernels.ssm_update(x, a_log, b, c, d, steps, state, cu_seqlens, reads)
 
-    return {"ours": ours, "theirs": partial(ssm.ssm_update, *arguments)}
+    return call
 
 
 def _packed(array: mx.array) -> mx.array:
