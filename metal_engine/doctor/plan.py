@@ -54,6 +54,7 @@ class Plan:
         repeats: repetitions of a measurement of a layer.
         decode_steps: number of decode steps for each way to run a step.
         sustained_seconds: duration of the sustained load.
+        kv_cache_bytes: size of the KV cache in bytes; None for the engine's default.
         simulator: module with a function ``metal_kernel``, which runs the kernels on machines without Metal. An empty
             name leaves them out.
     """
@@ -75,6 +76,7 @@ class Plan:
     repeats: int = 20
     decode_steps: int = 96
     sustained_seconds: float = 60.0
+    kv_cache_bytes: int | None = None
     simulator: str = ""
 
     @classmethod
@@ -90,6 +92,7 @@ class Plan:
             repeats=2,
             decode_steps=8,
             sustained_seconds=1.0,
+            kv_cache_bytes=64 << 20,
             simulator=simulator,
         )
 

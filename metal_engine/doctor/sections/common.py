@@ -49,7 +49,7 @@ def tolerance(allowed: float) -> float:
     return allowed * (_VIRTUAL_TOLERANCE if is_virtual_gpu() else 1.0)
 
 
-def use_engine(use: Callable[[BuiltEngine], T], model: str, **settings: Any) -> T:
+def use_engine(plan: Plan, use: Callable[[BuiltEngine], T], model: str, **settings: Any) -> T:
     """Build an engine, pass it to ``use``, and close it. Return the result of ``use``.
 
     Runs in a thread of its own, because closing an engine ends the MLX streams of its thread.
@@ -57,6 +57,8 @@ def use_engine(use: Callable[[BuiltEngine], T], model: str, **settings: Any) -> 
     Args:
         settings: fields of :class:`EngineArgs`.
     """
+    if "num_gpu_blocks_override" not in settings:
+        settings["kv_cache_memory_bytes"] = plan.kv_cache_bytes
 
     def run() -> T:
         engine = build_engine(EngineArgs(model=model, **settings))

@@ -29,7 +29,7 @@ Workload = dict[str, tuple[list[list[int]], int]]  # name -> prompts and number 
 
 def measure(plan: Plan, model: str) -> Iterator[Item]:
     """Yield throughputs and times to first token, ours relative to mlx-lm's."""
-    facts, workload, ours = use_engine(lambda engine: _run_ours(plan, engine), model)
+    facts, workload, ours = use_engine(plan, lambda engine: _run_ours(plan, engine), model)
     yield from facts
     theirs = use_plain_model(lambda loaded: _run_theirs(workload, loaded), model)
     for batch in plan.batches:
@@ -40,7 +40,7 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
             yield from _first_token(name, ours[_prompt(length)], theirs[_prompt(length)])
         else:
             yield not_measured(name, "the model's context is shorter")
-    yield parity(workload, ours, model) if has_metal() else not_measured(_PARITY, "only on Metal")
+    yield parity(plan, workload, ours, model) if has_metal() else not_measured(_PARITY, "only on Metal")
 
 
 def _batch(batch: int) -> str:
@@ -106,13 +106,13 @@ def _first_token(name: str, ours: OfflineRun, theirs: OfflineRun) -> Iterator[Fi
     )
 
 
-def parity(workload: Workload, ours: dict[str, OfflineRun], model: str) -> Figure:
+def parity(plan: Plan, workload: Workload, ours: dict[str, OfflineRun], model: str) -> Figure:
     """Compare greedy outputs of the default backend, the kernel's, with outputs of MLX's operations."""
 
     def run(engine: BuiltEngine) -> dict[str, OfflineRun]:
         return {name: run_requests(engine, p, [n] * len(p)) for name, (p, n) in workload.items()}
 
-    others = use_engine(run, model, attention_backend="mlx")
+    others = use_engine(plan, run, model, attention_backend="mlx")
     pairs = [
         (prompt, a, b)
         for name, (prompts, _) in workload.items()

@@ -21,7 +21,7 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
     """Yield the peak memory under load, relative to the promised peak."""
     # The limit of wired memory belongs to the process, so the run without it comes first.
     for wires in (False, True) if has_metal() else (True,):
-        peak, promised, step = use_engine(lambda engine: _load(plan, engine), model, wire_memory=wires)
+        peak, promised, step = use_engine(plan, lambda engine: _load(plan, engine), model, wire_memory=wires)
         how = f", {'wired' if wires else 'not wired'}" if has_metal() else ""
         yield memory_figure(f"peak memory{how}", peak, promised)
         yield Figure(f"decode step{how}", 1e3 * step, "ms")

@@ -20,6 +20,7 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
     output_len = plan.output_tokens + _MORE_TOKENS
     blocks_of_one = -(-(_PROMPT_TOKENS + output_len) // _BLOCK_SIZE)
     num_preemptions, num_equal = use_engine(
+        plan,
         lambda engine: _run(engine, output_len),
         model,
         num_gpu_blocks_override=2 * blocks_of_one,  # for half of the requests

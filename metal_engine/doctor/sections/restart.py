@@ -19,7 +19,7 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
     """Yield the share of a prompt that the second engine loads, and the time of its first token."""
     with tempfile.TemporaryDirectory() as folder:
         (length, cached, first), (_, cached_again, second) = (
-            use_engine(lambda engine: _run(plan, engine), model, kv_cache_dir=folder) for _ in range(2)
+            use_engine(plan, lambda engine: _run(plan, engine), model, kv_cache_dir=folder) for _ in range(2)
         )
     note = f"{cached_again:,} of {length:,} tokens; {cached:,} before the restart"
     yield Figure(

@@ -34,12 +34,17 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
     """Yield the time of a decode step in each way, and the utilization of the GPU."""
     times: dict[str, float | str] = {}  # seconds, or why a way was not run
     times |= use_engine(
-        lambda engine: {ONE_BY_ONE: _step_seconds(plan, engine)}, model, async_scheduling=False, replay_decodes="never"
+        plan,
+        lambda engine: {ONE_BY_ONE: _step_seconds(plan, engine)},
+        model,
+        async_scheduling=False,
+        replay_decodes="never",
     )
     times |= use_engine(
-        lambda engine: _planned_ahead(plan, engine), model, async_scheduling=True, replay_decodes="never"
+        plan, lambda engine: _planned_ahead(plan, engine), model, async_scheduling=True, replay_decodes="never"
     )
     facts, more, busy = use_engine(
+        plan,
         lambda engine: (list(features(engine.core)), _replayed(plan, engine), _busy(plan, engine)),
         model,
         async_scheduling=True,

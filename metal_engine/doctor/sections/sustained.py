@@ -34,7 +34,7 @@ class Round:
 
 def measure(plan: Plan, model: str) -> Iterator[Item]:
     """Yield the change of throughput and of memory, and the number of failed steps."""
-    rounds, num_failed_steps = use_engine(lambda engine: _run(plan, engine), model)
+    rounds, num_failed_steps = use_engine(plan, lambda engine: _run(plan, engine), model)
     yield from sustained_figures(rounds, num_failed_steps)
 
 
