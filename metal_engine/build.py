@@ -12,6 +12,7 @@ from metal_engine.checkpoints.known_config import limit_command_buffers
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
+from metal_engine.device.limits_trial import trying_limits
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
@@ -281,9 +282,10 @@ class _OpenedModel:
         from metal_engine.runner.step_memory import measure_step_bytes
 
         longest = self.info.max_position_embeddings
-        return measure_step_bytes(
-            self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs, agree=agree
-        )
+        with trying_limits():
+            return measure_step_bytes(
+                self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs, agree=agree
+            )
 
 
 def _open(

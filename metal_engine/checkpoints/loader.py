@@ -16,11 +16,12 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import dequantize_model, load_model
+from mlx_lm.utils import load_model
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.demo import DEFAULT_SAMPLING
+from metal_engine.checkpoints.dequantized import dequantize
 from metal_engine.checkpoints.files import check_small_files
 from metal_engine.checkpoints.find import FoundModel, check_architecture, find_model
 from metal_engine.checkpoints.gguf.config import gguf_config, interleaved_modules
@@ -225,7 +226,7 @@ def _load_directory(
     _announce(found, facts)
     model, config = _load_mlx_lm_model(path, config, args, weights)
     if device.kind == "cpu" and config.get("quantization"):
-        model = dequantize_model(model)
+        model = dequantize(model)
     if dtype is not None:
         model.set_dtype(dtype)
     if divide is not None:

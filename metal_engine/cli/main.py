@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -179,15 +181,27 @@ model_commands.add_commands(app)
 
 @app.command(cls=GroupedHelp)
 def doctor(
-    model: Annotated[
-        str | None, typer.Argument(help=f"Model to test as well: {MODEL_HELP}", show_default=False)
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help=f"Models to test: {MODEL_HELP}", show_default=False)
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Measure for up to ten minutes, and write mac-report.md and .json.")
+    ] = False,
 ) -> None:
-    """Report versions, device and memory, and test a model, for bug reports. Status 1 if a check fails."""
+    """Report versions, device and memory, and test models, for bug reports. Status 1 if a check fails."""
     set_up_logging("warning")
+    if full:
+        from metal_engine.doctor.full import fetch_models, run_full
+        from metal_engine.doctor.plan import Plan
+
+        names, plan = models or ["demo"], Plan() if sys.platform == "darwin" else Plan.short()
+        fetch_models(names)
+        if not run_full(names, plan, Path(), lambda line: print(line, flush=True)):
+            raise typer.Exit(1)
+        return
     from metal_engine.doctor.examine import examine
 
-    healthy = examine(lambda finding: print(finding, flush=True), model)
+    healthy = examine(lambda finding: print(finding, flush=True), models)
     print("\nNothing is wrong." if healthy else "\nSomething is wrong: see the lines that say FAIL.")
     if not healthy:
         raise typer.Exit(1)

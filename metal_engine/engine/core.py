@@ -50,7 +50,7 @@ class EngineCore:
         self.config = config
         proposer = None if (given := config.scheduler.speculative) is None else make_proposer(given)
         self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector, proposer)
-        self._runner = runner
+        self.runner = runner
         self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats, runner.replay_refusal)
         # Log probabilities of prompts whose requests have no output yet, by request, if requested.
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
@@ -132,7 +132,7 @@ class EngineCore:
 
         Call it in the thread that ran the steps. The engine cannot be used afterwards.
         """
-        self._runner.close()
+        self.runner.close()
 
     @property
     def request_ids(self) -> list[str]:
@@ -158,13 +158,13 @@ class EngineCore:
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
         """Set a callback for the loss of another rank (:meth:`metal_engine.step.Runner.on_rank_lost`)."""
-        self._runner.on_rank_lost(callback)
+        self.runner.on_rank_lost(callback)
 
     # --- a step ---
 
     def dispatch_second_part(self) -> None:
         """Dispatch the rest of the step in flight, so that the device does not wait for planning or new requests."""
-        self._runner.dispatch_second_part()
+        self.runner.dispatch_second_part()
 
     def step(self) -> list[RequestOutput]:
         """Plan and start a step, then finish the oldest step in flight and return its outputs.
@@ -190,7 +190,7 @@ class EngineCore:
             self.num_steps += 1
             self.metrics.scheduled(plan, started, is_ahead=bool(self._in_flight))
             try:
-                handle = self._runner.execute(plan)
+                handle = self.runner.execute(plan)
             except RunnerLostError:
                 raise
             except Exception as error:  # noqa: BLE001  (logged there)

@@ -208,6 +208,7 @@ class AttentionLayers:
         not_covered: reasons why some layers do not use the kernel; empty if the kernel was not requested.
         tuning: description of the choices of attention tuning; empty without tuning.
         tuned: names of the choices that differ from the default.
+        tensor_ops: state of Metal's tensor operations with the reason; empty if the GPU lacks them.
     """
 
     metal: int = 0
@@ -215,6 +216,7 @@ class AttentionLayers:
     not_covered: tuple[str, ...] = ()
     tuning: str = ""
     tuned: tuple[str, ...] = ()
+    tensor_ops: str = ""
 
 
 @dataclass(frozen=True)
