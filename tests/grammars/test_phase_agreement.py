@@ -189,7 +189,7 @@ class Answer:
                 if trigger.is_whole:
                     self.is_whole_call = True
                     break
-            has_content |= kind != "reasoning"
+            has_content |= kind != "reasoning" or known.harmony  # a later message begins with a whole header
             if known.harmony:
                 self._add("<|start|>assistant")
 
