@@ -1,0 +1,275 @@
+"""The process of an engine: runs the engine in a thread, and exchanges messages with the server.
+
+The process ends with the server: at the end of the socket, and by a signal of the system or by polling if the main
+thread cannot read the socket.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from metal_engine.cancellation import caller_disconnected
+from metal_engine.device.allocator import give_back_freed_memory
+from metal_engine.device.blas.threads import blas_threads
+from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.engine.process import wire
+from metal_engine.engine.process.channel import Channel
+from metal_engine.engine.process.packed_requests import (
+    unpacked_phases,
+    unpacked_request,
+    unpacked_structured,
+    unpacked_text,
+)
+from metal_engine.engine.process.packed_results import (
+    packed_adapter,
+    packed_error,
+    packed_metrics,
+    packed_output,
+    unpacked_output,
+)
+from metal_engine.engine.step_observer import Frame
+from metal_engine.engine.transport import EngineDeadError
+from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.lora_adapter import Adapter
+from metal_engine.request import RequestOutput, RequestStatus
+from metal_engine.token_rules import Grammar
+
+logger = logging.getLogger(__name__)
+
+# Interval at which changed numbers are sent. They are also sent before outputs that finish requests.
+_NUMBERS_SECONDS = 0.1
+_BLAS_INTERVALS = 10  # adaptations of the number of BLAS threads are this many intervals apart
+_IDLE_INTERVALS = 100  # freed memory goes back to the system after this many intervals without a change
+# Calls at once. Grammars that wait for their compilation are limited to fewer.
+_MAX_CALLS = 32
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(eq=False)
+class _HeldGrammar:
+    """Grammar that the server has not released. None while it is made, or if that has failed."""
+
+    grammar: Grammar | None = None
+    released: threading.Event = field(default_factory=threading.Event)
+
+
+class EngineChild:
+    """Engine in this process for a server at the other end of a channel.
+
+    Args:
+        channel: channel to the server.
+        build: function that builds the engine. Called in the engine's thread.
+    """
+
+    def __init__(self, channel: Channel, build: Callable[[], BuiltEngine]) -> None:
+        self._channel = channel
+        self._thread = EngineThread(build)
+        self._engine: BuiltEngine | None = None
+        self._is_shutting_down = False
+        self._grammars: dict[int, _HeldGrammar] = {}
+        self._adapters: dict[int, Adapter] = {}  # adapters that the server has not released, by slot
+        self._calls = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="engine-calls")
+
+    def run(self) -> None:
+        """Build the engine and process messages, until the server ends the engine.
+
+        Raises:
+            EOFError: the server has ended.
+        """
+        threading.Thread(target=self._start, name="engine-numbers", daemon=True).start()
+        while True:
+            message = wire.decode_to_engine(self._channel.receive())
+            if isinstance(message, wire.Shutdown):
+                self._is_shutting_down = True
+                if self._engine is not None:
+                    self._thread.shutdown(None)
+                return
+            self._process(message)
+
+    def _start(self) -> None:
+        """Build the engine, tell the server, and send its numbers from then on. Runs in its own thread."""
+        try:
+            self._engine = engine = self._thread.start(self._on_outputs, self._on_end)
+        except BaseException as error:
+            if not isinstance(error, ConfigError | ModelLoadError):
+                logger.critical("the engine cannot be built", exc_info=True)
+            self._channel.send(wire.Refused(packed_error(error)))
+            self._exit(1)
+        adapters = None if engine.adapters is None else engine.adapters.adapters
+        self._adapters = {adapter.slot: adapter for adapter in adapters or ()}
+        path = engine.tokenizer_path
+        self._channel.send(
+            wire.Ready(
+                self._numbers(),
+                engine.config,
+                sorted(engine.preparer.tokenizer.eos_token_ids),
+                None if path is None else str(path),
+                None if adapters is None else [packed_adapter(adapter) for adapter in adapters],
+            )
+        )
+        self._report()
+
+    def _report(self) -> NoReturn:
+        threads, sent = blas_threads(), None
+        num_idle = interval = 0
+        while True:
+            numbers = self._numbers()
+            if numbers != sent:
+                self._channel.send(numbers)
+                sent, num_idle = numbers, 0
+            num_idle += 1
+            interval += 1
+            if num_idle == _IDLE_INTERVALS:
+                give_back_freed_memory()
+            if threads is not None and not interval % _BLAS_INTERVALS:
+                threads.follow()
+            time.sleep(_NUMBERS_SECONDS)
+
+    @property
+    def _built(self) -> BuiltEngine:
+        assert self._engine is not None, "a message before the engine was ready"
+        return self._engine
+
+    def _numbers(self) -> wire.Numbers:
+        return wire.Numbers(self._built.stats, packed_metrics(self._built.metrics))
+
+    def _exit(self, status: int) -> NoReturn:
+        self._channel.flush()
+        sys.stderr.flush()
+        os._exit(status)  # a regular exit would tear down MLX while other threads use it
+
+    # --- messages of the engine ---
+
+    def _on_outputs(self, outputs: list[RequestOutput]) -> None:
+        if any(output.finish_reason is not None for output in outputs):
+            self._channel.send(self._numbers())
+        self._channel.send(wire.Outputs([packed_output(output) for output in outputs], self._built.stats))
+
+    def _on_frame(self, number: int, frame: Frame) -> None:
+        self._channel.send(wire.FrameOf(number, frame))
+
+    def _on_end(self, message: str) -> None:
+        if not self._is_shutting_down:
+            self._channel.send(wire.Ended(message))
+            self._exit(1)
+
+    # --- messages of the server ---
+
+    def _process(self, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Submit():
+                self._submit(message)
+            case wire.End():
+                status = RequestStatus.of(message.finish_reason)
+                self._thread.end(message.request_id, status, message.num_output_tokens)
+            case wire.Watch():
+                self._thread.watch(None if message.number is None else partial(self._on_frame, message.number))
+            case wire.MakeGrammar():
+                self._make_grammar(message)
+            case wire.LoadAdapter():
+                self._calls.submit(self._answer, message.call, partial(self._load_adapter, message))
+            case wire.UnloadAdapter():
+                if (adapters := self._built.adapters) is not None:
+                    adapters.unload(unpacked_text(message.name))
+            case wire.Release():
+                for slot in message.adapters:
+                    self._adapters.pop(slot, None)
+                for key in message.grammars:
+                    if (held := self._grammars.pop(key, None)) is not None:
+                        held.released.set()
+
+    def _submit(self, message: wire.Submit) -> None:
+        key, slot = message.rules.grammar, message.adapter
+        grammar = None if key is None else self._grammars[key].grammar
+        if key is not None and grammar is None:
+            failed = RequestOutput(message.request_id, finish_reason="error", error="its grammar could not be made")
+            self._on_outputs([failed])
+            return
+        prepared = unpacked_request(message, grammar, None if slot is None else self._adapters[slot])
+        so_far = None if message.so_far is None else unpacked_output(message.so_far)
+        with suppress(EngineDeadError):  # the server is told by `_on_end`
+            self._thread.submit(
+                message.request_id, prepared, message.seed, message.options, so_far, message.arrival_time
+            )
+
+    def _make_grammar(self, message: wire.MakeGrammar) -> None:
+        self._grammars[message.call] = held = _HeldGrammar()
+
+        def make() -> None:
+            stop_token_ids = np.frombuffer(message.stop_token_ids, np.int32)
+            structured, phases = unpacked_structured(message.structured), unpacked_phases(message.phases)
+            held.grammar = self._built.preparer.grammars.grammar_for(structured, phases, stop_token_ids)
+
+        if message.structured is None:  # needs no compilation that the server waits for
+            self._answer(message.call, make)
+            return
+        context = contextvars.copy_context()
+        context.run(caller_disconnected.set, held.released)
+        self._calls.submit(context.run, self._answer, message.call, make)
+
+    def _load_adapter(self, message: wire.LoadAdapter) -> wire.LoadedAdapter:
+        name, path, within = (unpacked_text(text) for text in (message.name, message.path, message.within))
+        adapter = self._thread.load_adapter(name, path, Path(within), in_place=message.in_place)
+        self._adapters[adapter.slot] = adapter
+        return packed_adapter(adapter)
+
+    def _answer(self, call: int, work: Callable[[], wire.LoadedAdapter | None]) -> None:
+        try:
+            reply = wire.Reply(call, work())
+        except Exception as error:  # noqa: BLE001  (raised in the server)
+            reply = wire.Reply(call, error=packed_error(error))
+        self._channel.send(reply)
+
+
+def serve_engine(descriptor: int, set_up: Callable[[wire.Start], Callable[[], BuiltEngine]]) -> NoReturn:
+    """Run an engine for the server at the other end of a socket, and end this process.
+
+    Args:
+        descriptor: descriptor of the socket.
+        set_up: function that sets up this process, and returns the function that builds the engine.
+    """
+    _end_with(os.getppid())
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        start = wire.decode_to_engine(channel.receive())
+        if not isinstance(start, wire.Start):
+            raise wire.WireError(f"a first message of type {type(start).__name__}")
+        EngineChild(channel, set_up(start)).run()
+    except EOFError:
+        pass  # the server has ended
+    except BaseException:
+        logger.critical("the engine's process fails", exc_info=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent ends, even if the main thread cannot run."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+
+    def poll() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=poll, name="parent", daemon=True).start()
