@@ -206,9 +206,7 @@ class EngineChild:
         prepared = unpacked_request(message, grammar, None if slot is None else self._adapters[slot])
         so_far = None if message.so_far is None else unpacked_output(message.so_far)
         with suppress(EngineDeadError):  # the server is told by `_on_end`
-            self._thread.submit(
-                message.request_id, prepared, message.seed, message.options, so_far, message.arrival_time
-            )
+            self._thread.submit(message.request_id, prepared, message.seed, message.options, so_far)
 
     def _make_grammar(self, message: wire.MakeGrammar) -> None:
         self._grammars[message.call] = held = _HeldGrammar()

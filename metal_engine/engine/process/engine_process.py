@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,8 +123,7 @@ class EngineProcess:
         """Queue one output of a request. See :meth:`metal_engine.engine.engine_thread.EngineThread.submit`."""
         grammar = prepared.rules.grammar
         key = grammar.key if isinstance(grammar, RemoteGrammar) else None
-        now = time.monotonic()
-        self._send(packed_request(request_id, prepared, seed, options, so_far, now, key))
+        self._send(packed_request(request_id, prepared, seed, options, so_far, key))
         self._calls.release()
 
     def end(self, request_id: str, status: RequestStatus, num_output_tokens: int | None = None) -> None:

@@ -54,13 +54,11 @@ def packed_request(
     seed: int,
     options: RequestOptions | None,
     so_far: RequestOutput | None,
-    arrival_time: float,
     grammar_key: int | None,
 ) -> Submit:
     """Return the message that submits a request. Its fields are those of ``EngineThread.submit``.
 
     Args:
-        arrival_time: arrival of the request in seconds of ``time.monotonic``, which all processes share.
         grammar_key: key of the request's grammar.
     """
     rules = prepared.rules
@@ -80,7 +78,6 @@ def packed_request(
             grammar_key,
         ),
         seed=seed,
-        arrival_time=arrival_time,
         options=options,
         eos_token_ids=list(prepared.eos_token_ids),
         cache_salt=packed_text(prepared.cache_salt),

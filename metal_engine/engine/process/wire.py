@@ -130,7 +130,6 @@ class Submit(Message):
     max_tokens: int
     rules: Rules
     seed: int
-    arrival_time: float
     options: RequestOptions | None
     eos_token_ids: list[int]
     cache_salt: bytes
