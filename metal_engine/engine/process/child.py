@@ -111,6 +111,7 @@ class EngineChild:
         except BaseException as error:
             if not isinstance(error, ConfigError | ModelLoadError):
                 logger.critical("the engine cannot be built", exc_info=True)
+                error = ModelLoadError(f"the engine cannot be built: {type(error).__name__}: {error}")
             self._channel.send(wire.Refused(packed_error(error)))
             self._exit(1)
         adapters = None if engine.adapters is None else engine.adapters.adapters

@@ -49,7 +49,7 @@ async def last_of(engine: AsyncEngine, request_id: str, params: SamplingParams =
 
 
 def test_errors_of_settings_are_as_in_one_process() -> None:
-    with pytest.raises(ConfigError, match="^--block-size is wrong$") as info:
+    with pytest.raises(ConfigError, match=r"^--block-size is wrong$") as info:
         process_of("refused").start(lambda outputs: None)
     assert info.value.flag == "--block-size"
 
@@ -58,7 +58,7 @@ def test_errors_of_settings_are_as_in_one_process() -> None:
     ("build", "options", "message"),
     [
         ("killed", {}, "has ended with SIGKILL, which the system sends if memory runs out"),
-        ("closing", {}, "has closed its socket"),
+        ("closing", {}, "has ended with status 0"),
         ("broken", {}, "ZeroDivisionError: a bug"),
         ("talking", {"first": "\x00" * 4}, "an invalid message"),
         ("talking", {"first": "\x7f" * 40}, "a message of 2139062143 bytes, more than"),
@@ -67,7 +67,7 @@ def test_errors_of_settings_are_as_in_one_process() -> None:
 )
 def test_a_process_that_fails_while_loading(build: str, options: dict[str, str], message: str) -> None:
     transport = process_of(build, **options)
-    with pytest.raises((ModelLoadError, RuntimeError), match=message) as info:
+    with pytest.raises(ModelLoadError, match=message) as info:
         transport.start(lambda outputs: None)
     assert "\n" not in str(info.value)
     assert transport._process is not None and not is_running(transport._process.pid)
