@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import msgspec
 
+from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.device.allocator import keep_freed_memory
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.process.child import serve_engine
-from metal_engine.engine.process.engine_process import EngineProcess, tokenizer_of
-from metal_engine.engine.process.wire import Start
+from metal_engine.engine.process.supervisor import EngineSupervisor
+from metal_engine.engine.process.wire import Ready, Start
 from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.text.chat_template_file import read_chat_template
+from metal_engine.text.tokenizer import Tokenizer
 
 
-def engine_process(args: EngineArgs, server_args: ServerArgs) -> EngineProcess:
+def launch_engine(args: EngineArgs, server_args: ServerArgs) -> EngineSupervisor:
     """Launch the process of an engine. It loads the model while the caller imports the server."""
     start = Start(msgspec.to_builtins(args), server_args.log_level, server_args.log_format)
-    engine = EngineProcess("metal_engine.cli.engine_worker", start, lambda ready: tokenizer_of(args, ready))
+    engine = EngineSupervisor("metal_engine.cli.engine_worker", start, partial(_tokenizer_of, args))
     engine.launch()
     return engine
+
+
+def _tokenizer_of(args: EngineArgs, ready: Ready) -> Tokenizer:
+    """Return the tokenizer of the model that the process has loaded. Raises ModelLoadError."""
+    assert ready.tokenizer_path is not None
+    tokenizer = load_tokenizer(Path(ready.tokenizer_path), trust_remote_code=args.trust_remote_code)
+    if args.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(args.chat_template)
+    return Tokenizer(
+        tokenizer, frozenset(ready.eos_token_ids), allow_special_tokens_in_content=args.allow_special_tokens_in_content
+    )
 
 
 def _set_up(start: Start) -> Callable[[], BuiltEngine]:

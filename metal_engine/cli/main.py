@@ -121,9 +121,9 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
 def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
     """Return the engine of a server with one model, in a thread or in a process of its own."""
     if server_args.engine_process == "always":
-        from metal_engine.cli.engine_worker import engine_process
+        from metal_engine.cli.engine_worker import launch_engine
 
-        return engine_process(args, server_args)
+        return launch_engine(args, server_args)
     from metal_engine.build import build_engine
     from metal_engine.engine.engine_thread import EngineThread
 

@@ -195,6 +195,11 @@ class AsyncEngine:
         return self._transport.error
 
     @property
+    def is_restarting(self) -> bool:
+        """True while requests wait for a new engine, because the one before it has ended."""
+        return self._transport.is_restarting
+
+    @property
     def num_open_requests(self) -> int:
         return len(self._queues)
 

@@ -41,6 +41,7 @@ class _Add:
     seed: int
     options: RequestOptions | None
     so_far: RequestOutput | None
+    num_failures: int
     arrival_time: float
 
 
@@ -83,7 +84,10 @@ class EngineThread:
 
     Attributes:
         error: error that ended the thread, or the loss of a rank; None while it runs or after a shutdown.
+        is_restarting: False: a thread that has ended is not replaced.
     """
+
+    is_restarting = False
 
     def __init__(
         self,
@@ -126,6 +130,7 @@ class EngineThread:
         seed: int = 0,
         options: RequestOptions | None = None,
         so_far: RequestOutput | None = None,
+        num_failures: int = 0,
     ) -> None:
         """Queue one output of a request. Outputs or an error are passed to ``on_outputs``.
 
@@ -133,6 +138,7 @@ class EngineThread:
             request_id: id that is new to the engine.
             seed: seed of the output's random draws.
             so_far: outputs of another engine, after which the request continues (:meth:`EngineCore.add_request`).
+            num_failures: number of failures in the other engine since the last token.
 
         Raises:
             EngineDeadError: the thread has ended.
@@ -140,7 +146,7 @@ class EngineThread:
         with self._lock:
             if self._stopped:
                 raise self._dead()
-            self._inbox.put(_Add(request_id, prepared, seed, options, so_far, time.monotonic()))
+            self._inbox.put(_Add(request_id, prepared, seed, options, so_far, num_failures, time.monotonic()))
 
     def end(self, request_id: str, status: RequestStatus, num_output_tokens: int | None = None) -> None:
         """End a request before the next step (:meth:`EngineCore.end_request`). No further output follows after that."""
@@ -278,6 +284,7 @@ class EngineThread:
                     message.seed,
                     message.options,
                     so_far=message.so_far,
+                    num_failures=message.num_failures,
                     arrival_time=message.arrival_time,
                 )
             except ValueError as error:

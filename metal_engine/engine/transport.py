@@ -68,6 +68,10 @@ class Transport(TokenEngine, Protocol):
 
     error: BaseException | None
 
+    @property
+    def is_restarting(self) -> bool:
+        """True while requests wait for a new engine, because the one before it has ended."""
+
     def start(self, on_outputs: OutputSink, on_end: EndSink = lambda message: None) -> StartedEngine:
         """Start the engine and wait until it is ready.
 

@@ -22,7 +22,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.child import serve_engine
-from metal_engine.engine.process.engine_process import EngineProcess
+from metal_engine.engine.process.supervisor import EngineSupervisor
 from metal_engine.errors import ConfigError
 from metal_engine.text.tokenizer import Tokenizer
 from tools.fixtures.fake_engine import FakeRunner, fake_config, tiny_tokenizer
@@ -31,15 +31,20 @@ MODULE = "tests.support.engine_child"
 
 
 def process_of(
-    build: str, tokenizer: Tokenizer | None = None, *, stall_seconds: float = 30.0, **options: Any
-) -> EngineProcess:
+    build: str,
+    tokenizer: Tokenizer | None = None,
+    *,
+    max_restarts: int = 0,
+    stall_seconds: float = 30.0,
+    **options: Any,
+) -> EngineSupervisor:
     """Return an engine that has not been started.
 
     Args:
         build: name of a function of this module, which is called with ``options`` in the engine's process.
     """
     start = wire.Start({"build": build, "options": options}, "info", "text")
-    return EngineProcess(MODULE, start, lambda ready: tokenizer or tiny_tokenizer(), stall_seconds)
+    return EngineSupervisor(MODULE, start, lambda ready: tokenizer or tiny_tokenizer(), max_restarts, stall_seconds)
 
 
 def started(build: str, **options: Any) -> AsyncEngine:
@@ -52,7 +57,7 @@ def started(build: str, **options: Any) -> AsyncEngine:
 def pid_of(engine: AsyncEngine) -> int:
     """Return the id of the engine's process."""
     transport: Any = engine._transport
-    process_id: int = transport._process.pid
+    process_id: int = transport._process.popen.pid
     return process_id
 
 

@@ -16,7 +16,6 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.process.engine_process import RemoteEngine
 from metal_engine.server.app import create_app
 from metal_engine.server.connections.limits import connection_limits
 from metal_engine.server.listen import tls_options
@@ -70,11 +69,10 @@ class Served:
     def wait_until_idle(self) -> None:
         """Wait until no state of any request is left in the server, the engine or the block pool."""
         wait_until(lambda: self.engine.num_open_requests == 0, "open requests")
-        if isinstance(self.engine._engine, RemoteEngine):
-            wait_until(lambda: self.engine.stats.num_running == 0, "requests in the engine")
-        else:
+        if isinstance(self.engine._engine, BuiltEngine | SteppedEngine):
             wait_until(lambda: not self.core.has_requests, "requests in the engine")
             self.core.scheduler.check_integrity()
+        wait_until(lambda: self.engine.stats.num_running == 0, "the numbers of an engine in another process")
         wait_until(lambda: len(asyncio.all_tasks(self.loop)) <= self.num_idle_tasks, "tasks of the server")
         stats = self.engine.stats
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)

@@ -7,16 +7,14 @@ thread cannot read the socket.
 from __future__ import annotations
 
 import contextvars
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +30,7 @@ from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.channel import Channel
+from metal_engine.engine.process.end_with_parent import end_with_parent
 from metal_engine.engine.process.packed_requests import (
     unpacked_phases,
     unpacked_request,
@@ -50,6 +49,7 @@ from metal_engine.engine.transport import EngineDeadError
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import RequestOutput, RequestStatus
+from metal_engine.step import SchedulerOutput
 from metal_engine.token_rules import Grammar
 
 logger = logging.getLogger(__name__)
@@ -60,14 +60,13 @@ _BLAS_INTERVALS = 10  # adaptations of the number of BLAS threads are this many 
 _IDLE_INTERVALS = 100  # freed memory goes back to the system after this many intervals without a change
 # Calls at once. Grammars that wait for their compilation are limited to fewer.
 _MAX_CALLS = 32
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(eq=False)
 class _HeldGrammar:
-    """Grammar that the server has not released. None while it is made, or if that has failed."""
+    """Grammar that the server has not released, made or in the making."""
 
-    grammar: Grammar | None = None
+    made: Future[Grammar] = field(default_factory=Future)
     released: threading.Event = field(default_factory=threading.Event)
 
 
@@ -84,7 +83,11 @@ class EngineChild:
         self._thread = EngineThread(build)
         self._engine: BuiltEngine | None = None
         self._is_shutting_down = False
+        self._computing: list[str] = []  # requests of the last step
         self._grammars: dict[int, _HeldGrammar] = {}
+        # Requests that wait for their grammars. The lock is held to add them to the engine, and to end requests.
+        self._waiting: set[str] = set()
+        self._lock = threading.Lock()
         self._adapters: dict[int, Adapter] = {}  # adapters that the server has not released, by slot
         self._calls = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="engine-calls")
 
@@ -114,6 +117,7 @@ class EngineChild:
                 error = ModelLoadError(f"the engine cannot be built: {type(error).__name__}: {error}")
             self._channel.send(wire.Refused(packed_error(error)))
             self._exit(1)
+        engine.core.on_plan = self._on_plan
         adapters = None if engine.adapters is None else engine.adapters.adapters
         self._adapters = {adapter.slot: adapter for adapter in adapters or ()}
         path = engine.tokenizer_path
@@ -164,6 +168,13 @@ class EngineChild:
             self._channel.send(self._numbers())
         self._channel.send(wire.Outputs([packed_output(output) for output in outputs], self._built.stats))
 
+    def _on_plan(self, plan: SchedulerOutput) -> None:
+        """Tell the server the requests of a step. It finds them in the socket if the step ends this process."""
+        request_ids = list(plan.num_scheduled_tokens)
+        if request_ids != self._computing:
+            self._computing = request_ids
+            self._channel.send(wire.Computing(request_ids))
+
     def _on_frame(self, number: int, frame: Frame) -> None:
         self._channel.send(wire.FrameOf(number, frame))
 
@@ -179,8 +190,10 @@ class EngineChild:
             case wire.Submit():
                 self._submit(message)
             case wire.End():
-                status = RequestStatus.of(message.finish_reason)
-                self._thread.end(message.request_id, status, message.num_output_tokens)
+                with self._lock:
+                    self._waiting.discard(message.request_id)
+                    status = RequestStatus.of(message.finish_reason)
+                    self._thread.end(message.request_id, status, message.num_output_tokens)
             case wire.Watch():
                 self._thread.watch(None if message.number is None else partial(self._on_frame, message.number))
             case wire.MakeGrammar():
@@ -198,16 +211,29 @@ class EngineChild:
                         held.released.set()
 
     def _submit(self, message: wire.Submit) -> None:
-        key, slot = message.rules.grammar, message.adapter
-        grammar = None if key is None else self._grammars[key].grammar
-        if key is not None and grammar is None:
-            failed = RequestOutput(message.request_id, finish_reason="error", error="its grammar could not be made")
-            self._on_outputs([failed])
-            return
+        """Add a request to the engine when its grammar is made. Only resumed requests have to wait for that."""
+        key = message.rules.grammar
+        self._waiting.add(message.request_id)
+        if key is None:
+            self._add(message, None)
+        else:
+            self._grammars[key].made.add_done_callback(partial(self._add_made, message))
+
+    def _add_made(self, message: wire.Submit, made: Future[Grammar]) -> None:
+        if (error := made.exception()) is None:
+            self._add(message, made.result())
+        else:
+            self._on_outputs([RequestOutput(message.request_id, finish_reason="error", error=str(error))])
+
+    def _add(self, message: wire.Submit, grammar: Grammar | None) -> None:
+        slot = message.adapter
         prepared = unpacked_request(message, grammar, None if slot is None else self._adapters[slot])
         so_far = None if message.so_far is None else unpacked_output(message.so_far)
-        with suppress(EngineDeadError):  # the server is told by `_on_end`
-            self._thread.submit(message.request_id, prepared, message.seed, message.options, so_far)
+        arguments = message.seed, message.options, so_far, message.num_failures
+        with self._lock, suppress(EngineDeadError):  # the server is told by `_on_end`
+            if message.request_id in self._waiting:
+                self._waiting.remove(message.request_id)
+                self._thread.submit(message.request_id, prepared, *arguments)
 
     def _make_grammar(self, message: wire.MakeGrammar) -> None:
         self._grammars[message.call] = held = _HeldGrammar()
@@ -215,7 +241,11 @@ class EngineChild:
         def make() -> None:
             stop_token_ids = np.frombuffer(message.stop_token_ids, np.int32)
             structured, phases = unpacked_structured(message.structured), unpacked_phases(message.phases)
-            held.grammar = self._built.preparer.grammars.grammar_for(structured, phases, stop_token_ids)
+            try:
+                held.made.set_result(self._built.preparer.grammars.grammar_for(structured, phases, stop_token_ids))
+            except Exception as error:
+                held.made.set_exception(error)
+                raise
 
         if message.structured is None:  # needs no compilation that the server waits for
             self._answer(message.call, make)
@@ -245,7 +275,7 @@ def serve_engine(descriptor: int, set_up: Callable[[wire.Start], Callable[[], Bu
         descriptor: descriptor of the socket.
         set_up: function that sets up this process, and returns the function that builds the engine.
     """
-    _end_with(os.getppid())
+    end_with_parent()
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         start = wire.decode_to_engine(channel.receive())
@@ -258,17 +288,3 @@ def serve_engine(descriptor: int, set_up: Callable[[wire.Start], Callable[[], Bu
         logger.critical("the engine's process fails", exc_info=True)
         os._exit(1)
     os._exit(0)
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent ends, even if the main thread cannot run."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        return
-
-    def poll() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=poll, name="parent", daemon=True).start()

@@ -54,6 +54,7 @@ def packed_request(
     seed: int,
     options: RequestOptions | None,
     so_far: RequestOutput | None,
+    num_failures: int,
     grammar_key: int | None,
 ) -> Submit:
     """Return the message that submits a request. Its fields are those of ``EngineThread.submit``.
@@ -87,6 +88,7 @@ def packed_request(
         num_instruction_tokens=prepared.num_instruction_tokens,
         adapter=None if prepared.adapter is None else prepared.adapter.slot,
         so_far=None if so_far is None else packed_output(so_far),
+        num_failures=num_failures,
     )
 
 

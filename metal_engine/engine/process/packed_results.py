@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import zip_longest
 
 import numpy as np
 
@@ -100,18 +101,46 @@ def packed_metrics(metrics: EngineMetrics) -> MetricsSnapshot:
     return snapshot
 
 
-def update_metrics(metrics: EngineMetrics, snapshot: MetricsSnapshot) -> None:
-    """Set metrics to the values of :func:`packed_metrics`. Raises WireError."""
-    with checked():
-        for name, value in (snapshot.counts | snapshot.by_position).items():
-            setattr(metrics, name, value)
-        for name, values in snapshot.by_label.items():
-            setattr(metrics, name, Counter(values))
-        for name, (counts, total) in snapshot.histograms.items():
-            histogram = getattr(metrics, name)
-            histogram.counts, histogram.sum = counts, total
-        metrics.replay_refusal = snapshot.replay_refusal
-        metrics.kv_transfer = None if snapshot.kv_transfer is None else KVTransferStats(**snapshot.kv_transfer)
+class MetricsTotals:
+    """Sums of the metrics of consecutive engines, which each count from 0.
+
+    Args:
+        metrics: metrics that have the sums.
+    """
+
+    def __init__(self, metrics: EngineMetrics) -> None:
+        self._metrics = metrics
+        self.begin_engine()
+
+    def begin_engine(self) -> None:
+        """Add later snapshots to the current sums."""
+        self._before = packed_metrics(self._metrics)
+
+    def update(self, snapshot: MetricsSnapshot) -> None:
+        """Set the sums from the current values of the engine (:func:`packed_metrics`). Raises WireError."""
+        metrics, before = self._metrics, self._before
+        with checked():
+            for name, value in snapshot.counts.items():
+                setattr(metrics, name, before.counts[name] + value)
+            for name, values in snapshot.by_label.items():
+                sums = Counter(before.by_label[name])
+                sums.update(values)  # keeps zeros, which `+` drops
+                setattr(metrics, name, sums)
+            for name, counts in snapshot.by_position.items():
+                setattr(metrics, name, _sums(before.by_position[name], counts))
+            for name, (counts, total) in snapshot.histograms.items():
+                counts_before, total_before = before.histograms[name]
+                histogram = getattr(metrics, name)
+                histogram.counts, histogram.sum = _sums(counts_before, counts), total_before + total
+            metrics.replay_refusal = snapshot.replay_refusal
+            if snapshot.kv_transfer is not None:
+                sums = Counter(before.kv_transfer or {})
+                sums.update(snapshot.kv_transfer)
+                metrics.kv_transfer = KVTransferStats(**sums)
+
+
+def _sums(before: list[int], more: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(before, more, fillvalue=0)]
 
 
 def packed_adapter(adapter: Adapter) -> LoadedAdapter:

@@ -7,6 +7,7 @@ are released with the next message.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import weakref
 from collections import deque
@@ -27,6 +28,8 @@ from metal_engine.output_phases import OutputPhases
 from metal_engine.sampling_params import StructuredOutputsParams
 from metal_engine.token_rules import Grammar
 
+logger = logging.getLogger(__name__)
+
 # Interval at which a call checks whether its client has left.
 _POLL_SECONDS = 0.02
 
@@ -35,32 +38,35 @@ class Calls:
     """Calls to the process of an engine, and the objects there that the server has dropped. Thread-safe.
 
     Args:
-        send: sends a message. Raises EngineDeadError if the process has ended.
+        send: sends a message. Raises EngineDeadError if the engine has ended.
+        lock: reentrant lock that is held while a new process gets the messages of the one before it.
     """
 
-    def __init__(self, send: Callable[[wire.Message], None]) -> None:
+    def __init__(self, send: Callable[[wire.Message], None], lock: threading.RLock) -> None:
         self.send = send
         self._ids = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = lock
         self._error: Exception | None = None
-        self._pending: dict[int, Future[wire.Reply]] = {}
+        self._pending: dict[int, tuple[wire.Call, Future[wire.Reply]]] = {}
+        self.grammars: weakref.WeakSet[RemoteGrammar] = weakref.WeakSet()
         self.dropped_grammars: deque[int] = deque()
         self.dropped_adapters: deque[int] = deque()
 
-    def begin(self, message: Callable[[int], wire.Message]) -> tuple[int, Future[wire.Reply]]:
-        """Send a call. Return its number, and the future of its reply.
-
-        Args:
-            message: function that returns the message of the call with a number.
-        """
-        call, reply = next(self._ids), Future[wire.Reply]()
+    def begin(self, message: wire.Call) -> Future[wire.Reply]:
+        """Number a call and send it. Return the future of its reply."""
+        message.call, reply = next(self._ids), Future[wire.Reply]()
         with self._lock:
             if self._error is not None:
                 raise self._error
-            self._pending[call] = reply
-        self.release()
-        self.send(message(call))
-        return call, reply
+            self.release()
+            self.send(message)
+            self._pending[message.call] = message, reply
+        return reply
+
+    def messages(self) -> list[wire.Call]:
+        """Return the messages that a new process needs: grammars that are in use, and calls without a reply."""
+        needed = {grammar.message.call: grammar.message for grammar in self.grammars}
+        return list((needed | {call: message for call, (message, _) in self._pending.items()}).values())
 
     @staticmethod
     def wait(reply: Future[wire.Reply]) -> wire.Reply:
@@ -87,22 +93,22 @@ class Calls:
         with self._lock:
             pending = self._pending.pop(reply.call, None)
         if pending is not None:
-            pending.set_result(reply)
+            pending[1].set_result(reply)
 
     def fail(self, error: Exception) -> None:
         """Fail all calls, also later ones."""
         with self._lock:
             self._error, failed = error, list(self._pending.values())
             self._pending.clear()
-        for pending in failed:
+        for _, pending in failed:
             pending.set_exception(error)
 
 
 class RemoteGrammar:
-    """Grammar in the process of the engine, by its key."""
+    """Grammar in the process of the engine, with the message that makes it. Its key is the number of the call."""
 
-    def __init__(self, key: int) -> None:
-        self.key = key
+    def __init__(self, message: wire.MakeGrammar) -> None:
+        self.message = message
 
 
 class RemoteGrammars:
@@ -115,10 +121,11 @@ class RemoteGrammars:
         self, structured: StructuredOutputsParams | None, phases: OutputPhases | None, stop_token_ids: np.ndarray
     ) -> Grammar:
         """See :meth:`metal_engine.engine.token_rules.GrammarMaker.grammar_for`."""
-        packed = packed_grammar(structured, phases)
-        key, reply = self._calls.begin(lambda call: wire.MakeGrammar(call, *packed, stop_token_ids.tobytes()))
-        grammar = RemoteGrammar(key)
-        weakref.finalize(grammar, self._calls.dropped_grammars.append, key).atexit = False
+        message = wire.MakeGrammar(0, *packed_grammar(structured, phases), stop_token_ids.tobytes())
+        reply = self._calls.begin(message)
+        grammar = RemoteGrammar(message)
+        self._calls.grammars.add(grammar)
+        weakref.finalize(grammar, self._calls.dropped_grammars.append, message.call).atexit = False
         if structured is not None:
             self._calls.wait(reply)
         return cast(Grammar, grammar)  # only the process of the engine follows outputs
@@ -136,7 +143,8 @@ class RemoteAdapters:
 
     def __init__(self, calls: Calls, loaded: list[wire.LoadedAdapter]) -> None:
         self._calls = calls
-        self._adapters = {one.name: self._held(one) for one in loaded}
+        self._held: weakref.WeakKeyDictionary[Adapter, weakref.finalize] = weakref.WeakKeyDictionary()
+        self._adapters = {one.name: self._hold(one) for one in loaded}
         self._loading = threading.Lock()
 
     def find(self, name: str | None) -> Adapter | None:
@@ -161,17 +169,34 @@ class RemoteAdapters:
 
     def _load(self, name: str, path: str, within: Path, in_place: bool) -> Adapter:
         texts = packed_text(name), packed_text(path), packed_text(str(within))
-        reply = self._calls.wait(self._calls.begin(lambda call: wire.LoadAdapter(call, *texts, in_place))[1])
+        reply = self._calls.wait(self._calls.begin(wire.LoadAdapter(0, *texts, in_place)))
         if reply.adapter is None:
             raise wire.WireError("a reply without the loaded adapter")
-        return self._held(reply.adapter)
+        return self._hold(reply.adapter)
 
-    def _held(self, loaded: wire.LoadedAdapter) -> Adapter:
+    def _hold(self, loaded: wire.LoadedAdapter) -> Adapter:
         adapter = Adapter(
             loaded.name, loaded.path, loaded.slot, loaded.rank, loaded.fingerprint, loaded.base_model_name
         )
-        weakref.finalize(adapter, self._calls.dropped_adapters.append, loaded.slot).atexit = False
+        self._held[adapter] = end = weakref.finalize(adapter, self._calls.dropped_adapters.append, loaded.slot)
+        end.atexit = False
         return adapter
+
+    def has(self, adapter: Adapter) -> bool:
+        """Return True if the process holds an adapter."""
+        return adapter in self._held
+
+    def reset(self, loaded: list[wire.LoadedAdapter]) -> None:
+        """Drop the adapters that a new process has not loaded at its start, in the same slots."""
+        there = {(one.slot, one.fingerprint) for one in loaded}
+        for adapter, end in list(self._held.items()):
+            if (adapter.slot, adapter.fingerprint) not in there:
+                end.detach()
+                del self._held[adapter]
+                if self._adapters.get(adapter.name) is adapter:
+                    del self._adapters[adapter.name]
+                    logger.warning("the LoRA adapter %r must be loaded again", adapter.name)
+        self._calls.dropped_adapters.clear()
 
     def _drop_unused(self, name: str) -> bool:
         """Drop the adapter of a name if no request uses it, so that its slot becomes free. Return True if so."""

@@ -139,6 +139,7 @@ class Submit(Message):
     num_instruction_tokens: int
     adapter: int | None
     so_far: Output | None
+    num_failures: int
 
 
 class End(Message):
@@ -153,19 +154,23 @@ class Watch(Message):
     number: int | None
 
 
-class MakeGrammar(Message):
-    """Call: make a grammar, which has the number of the call as its key. ``structured`` and ``phases`` are JSON."""
+class Call(Message):
+    """Base class of messages that get a :class:`Reply`."""
 
     call: int
+
+
+class MakeGrammar(Call):
+    """Make a grammar, which has the number of the call as its key. ``structured`` and ``phases`` are JSON."""
+
     structured: bytes | None
     phases: bytes | None
     stop_token_ids: bytes
 
 
-class LoadAdapter(Message):
-    """Call: load a LoRA adapter."""
+class LoadAdapter(Call):
+    """Load a LoRA adapter."""
 
-    call: int
     name: bytes
     path: bytes
     within: bytes
@@ -209,6 +214,12 @@ class Outputs(Message):
     stats: SchedulerStats
 
 
+class Computing(Message):
+    """Requests of a step that is about to run. Sent if they differ from those of the step before it."""
+
+    request_ids: list[str]
+
+
 class Numbers(Message):
     stats: SchedulerStats
     metrics: MetricsSnapshot
@@ -236,7 +247,7 @@ class Ended(Message):
 
 
 ToEngine = Start | Submit | End | Watch | MakeGrammar | LoadAdapter | UnloadAdapter | Release | Shutdown
-FromEngine = Ready | Reply | Refused | Outputs | Numbers | FrameOf | Ended
+FromEngine = Ready | Reply | Refused | Outputs | Computing | Numbers | FrameOf | Ended
 
 encode = msgspec.msgpack.Encoder().encode
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

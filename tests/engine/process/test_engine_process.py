@@ -70,7 +70,7 @@ def test_a_process_that_fails_while_loading(build: str, options: dict[str, str],
     with pytest.raises(ModelLoadError, match=message) as info:
         transport.start(lambda outputs: None)
     assert "\n" not in str(info.value)
-    assert transport._process is not None and not is_running(transport._process.pid)
+    assert transport._process is not None and not is_running(transport._process.popen.pid)
 
 
 def test_the_process_ends_at_a_shutdown(engine: AsyncEngine) -> None:
@@ -87,7 +87,7 @@ def test_a_shutdown_while_the_model_is_loaded() -> None:
     transport.launch()
     wait_until(lambda: transport._process is not None, "the process")
     transport.shutdown(10.0)
-    assert transport._process is not None and not is_running(transport._process.pid)
+    assert transport._process is not None and not is_running(transport._process.popen.pid)
 
 
 _SERVER = """
@@ -98,7 +98,7 @@ if {loads}:
     transport.launch()
     while transport._process is None:
         time.sleep(0.01)
-    print(transport._process.pid, flush=True)
+    print(transport._process.popen.pid, flush=True)
 else:
     print(pid_of(started("fake")), flush=True)
 time.sleep(600)
@@ -161,7 +161,7 @@ def test_grammars_are_released(engine: AsyncEngine) -> None:
     transport = engine._transport
     dropped = transport._calls.dropped_grammars  # type: ignore[attr-defined]
     assert not dropped and rules.grammar is not None and phase_rules.grammar is not None
-    keys = {rules.grammar.key, phase_rules.grammar.key}  # type: ignore[attr-defined]
+    keys = {rules.grammar.message.call, phase_rules.grammar.message.call}  # type: ignore[attr-defined]
     del rules, phase_rules
     assert set(dropped) == keys
     rules_for(regex)

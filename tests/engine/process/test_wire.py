@@ -22,12 +22,12 @@ from metal_engine.engine.process.packed_requests import (
     unpacked_structured,
 )
 from metal_engine.engine.process.packed_results import (
+    MetricsTotals,
     packed_error,
     packed_metrics,
     packed_output,
     unpacked_error,
     unpacked_output,
-    update_metrics,
 )
 from metal_engine.engine.step_observer import Frame, SeenRequest, StepRow, StepSegment, TableChange
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, OverloadedError, ParameterError
@@ -185,9 +185,9 @@ def from_engine(message: wire.Message) -> Any:
 def test_requests(
     prepared: PreparedRequest, seed: int, options: RequestOptions | None, so_far: RequestOutput | None
 ) -> None:
-    message = to_engine(packed_request("r#1", prepared, seed, options, so_far, 7))
+    message = to_engine(packed_request("r#1", prepared, seed, options, so_far, 2, 7))
     assert (message.request_id, message.seed, message.options) == ("r#1", seed, options)
-    assert message.rules.grammar == 7
+    assert (message.rules.grammar, message.num_failures) == (7, 2)
     assert message.adapter == (None if prepared.adapter is None else prepared.adapter.slot)
     assert (None if so_far is None else unpacked_output(message.so_far)) == so_far
     grammar: Any = object()
@@ -211,7 +211,7 @@ def test_requests(
 def test_numbers_beyond_msgpack_are_cut_without_a_difference() -> None:
     params = SamplingParams(top_k=10**30, stop_token_ids=[5, 10**30])
     prepared = PreparedRequest([1], params, 1, TokenRules())
-    message = to_engine(packed_request("r", prepared, 0, RequestOptions(priority=-(10**30)), None, None))
+    message = to_engine(packed_request("r", prepared, 0, RequestOptions(priority=-(10**30)), None, 0, None))
     found = unpacked_request(message, None, None)
     assert found.params.top_k >= 2**31 - 1 and found.params.stop_token_ids == (5,)
     assert message.options.priority < -(2**62)
@@ -265,13 +265,30 @@ def test_metrics() -> None:
             value["b"] = i
     metrics.num_accepted_tokens += [3, 2]
     stats = SchedulerStats(1, 2, 3, 4, 5, 6)
+    snapshot = from_engine(wire.Numbers(stats, packed_metrics(metrics))).metrics
     found = EngineMetrics()
-    update_metrics(found, from_engine(wire.Numbers(stats, packed_metrics(metrics))).metrics)
+    totals = MetricsTotals(found)
+    totals.update(snapshot)
 
-    def plain(of: EngineMetrics) -> dict[str, Any]:
-        return {n: (v.counts, v.sum) if isinstance(v, Histogram) else v for n, v in vars(of).items()}
+    def plain(of: EngineMetrics, factor: int = 1) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, value in vars(of).items():
+            if isinstance(value, Histogram):
+                values[name] = [factor * n for n in value.counts], pytest.approx(factor * value.sum)
+            elif isinstance(value, dict):
+                values[name] = {label: factor * n for label, n in value.items()}
+            elif isinstance(value, list):
+                values[name] = [factor * n for n in value]
+            else:
+                values[name] = factor * value if isinstance(value, int) else value
+        return values
 
     assert plain(found) == plain(metrics)
+    totals.begin_engine()  # of a second engine with the same numbers
+    totals.update(snapshot)
+    assert found.kv_transfer is not None and found.kv_transfer.loads_started == 6
+    found.kv_transfer = metrics.kv_transfer
+    assert plain(found) == plain(metrics, 2)
 
 
 def test_frames_and_configurations() -> None:
@@ -349,7 +366,7 @@ def test_damaged_messages_raise_nothing_else(data: st.DataObject) -> None:
     metrics = EngineMetrics()
     stats = SchedulerStats(1, 2, 3, 4, 5, 6)
     for message in (
-        packed_request("r#1", prepared, 1, None, None, None),
+        packed_request("r#1", prepared, 1, None, None, 0, None),
         wire.Outputs([packed_output(output)], stats),
         wire.Numbers(stats, packed_metrics(metrics)),
         wire.Reply(1, error=packed_error(ValueError("x"))),
@@ -367,7 +384,7 @@ def test_damaged_messages_raise_nothing_else(data: st.DataObject) -> None:
                     for one in outputs:
                         unpacked_output(one)
                 case wire.Numbers(metrics=snapshot):
-                    update_metrics(metrics, snapshot)
+                    MetricsTotals(EngineMetrics()).update(snapshot)
                 case wire.Reply(error=error) if error is not None:
                     unpacked_error(error)
         except wire.WireError as problem:
