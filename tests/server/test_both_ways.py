@@ -143,6 +143,6 @@ def test_the_end_of_the_engine_is_an_error_for_every_request(stream: bool) -> No
         for answer in answers:
             response = answer.result()
             assert "the engine's process has ended with SIGKILL" in response.text
-            assert response.status_code == (200 if stream else 500)
+            assert response.status_code == (200 if stream else 503)
         wait_until(lambda: served.server.should_exit, "the end of the server")
         assert served.server.exit_status == 1

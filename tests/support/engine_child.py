@@ -96,6 +96,23 @@ def adapted(folder: str, max_loras: int) -> Any:
     return adapted_engine({"a": Path(folder)}, max_loras=max_loras)
 
 
+def deadly(token: int, num_tokens: int) -> BuiltEngine:
+    """Return a fake engine whose process is killed by a step of a request that begins with a token.
+
+    Args:
+        num_tokens: number of output tokens of the request before the step.
+    """
+    engine = fake()
+
+    def error_for(tokens: list[int]) -> None:
+        if tokens[0] == token and len(tokens) >= num_tokens + (3 if num_tokens else 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    runner: Any = engine.core._runner
+    runner.error_for = error_for
+    return engine
+
+
 def refused() -> BuiltEngine:
     """Raise an error about a setting."""
     raise ConfigError("--block-size", "is wrong")

@@ -118,6 +118,10 @@ class EngineChild:
             self._channel.send(wire.Refused(packed_error(error)))
             self._exit(1)
         engine.core.on_plan = self._on_plan
+        self._send_ready(engine)
+        self._report()
+
+    def _send_ready(self, engine: BuiltEngine) -> None:
         adapters = None if engine.adapters is None else engine.adapters.adapters
         self._adapters = {adapter.slot: adapter for adapter in adapters or ()}
         path = engine.tokenizer_path
@@ -130,7 +134,6 @@ class EngineChild:
                 None if adapters is None else [packed_adapter(adapter) for adapter in adapters],
             )
         )
-        self._report()
 
     def _report(self) -> NoReturn:
         threads, sent = blas_threads(), None
