@@ -153,7 +153,9 @@ def _unpacked_params(sampling: Sampling) -> SamplingParams:
     )
 
 
-def packed_grammar(structured: StructuredOutputsParams | None, phases: OutputPhases | None) -> tuple[bytes | None, ...]:
+def packed_grammar(
+    structured: StructuredOutputsParams | None, phases: OutputPhases | None
+) -> tuple[bytes | None, bytes | None]:
     """Return a structured output and phases as JSON, which may have numbers and texts that msgpack cannot have."""
 
     def packed(value: Any) -> bytes | None:

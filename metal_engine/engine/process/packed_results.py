@@ -136,7 +136,8 @@ class MetricsTotals:
             if snapshot.kv_transfer is not None:
                 sums = Counter(before.kv_transfer or {})
                 sums.update(snapshot.kv_transfer)
-                metrics.kv_transfer = KVTransferStats(**sums)
+                metrics.kv_transfer = KVTransferStats()
+                metrics.kv_transfer.add(**sums)
 
 
 def _sums(before: list[int], more: list[int]) -> list[int]:
