@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -20,13 +22,23 @@ from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.text.chat_template_file import read_chat_template
 from metal_engine.text.tokenizer import Tokenizer
 
+_QOS_CLASS_USER_INITIATED = 0x19
+
 
 def launch_engine(args: EngineArgs, server_args: ServerArgs) -> EngineSupervisor:
-    """Launch the process of an engine. It loads the model while the caller imports the server."""
+    """Launch the process of an engine. It loads the model while the caller imports the server, without MLX."""
+    keep_mlx_out()
     start = Start(msgspec.to_builtins(args), server_args.log_level, server_args.log_format)
     engine = EngineSupervisor("metal_engine.cli.engine_worker", start, partial(_tokenizer_of, args))
     engine.launch()
     return engine
+
+
+def keep_mlx_out() -> None:
+    """Make the parsers of mlx-lm importable without MLX: modules of the package run, but its ``__init__`` does not."""
+    spec = importlib.util.find_spec("mlx_lm")
+    assert spec is not None
+    sys.modules.setdefault("mlx_lm", importlib.util.module_from_spec(spec))
 
 
 def _tokenizer_of(args: EngineArgs, ready: Ready) -> Tokenizer:
@@ -46,6 +58,8 @@ def _set_up(start: Start) -> Callable[[], BuiltEngine]:
     args = msgspec.convert(start.args, EngineArgs)
 
     def build() -> BuiltEngine:
+        if sys.platform == "darwin":  # for the engine's thread, which runs this function
+            ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_CLASS_USER_INITIATED, 0)
         from metal_engine.build import build_engine
 
         return build_engine(args)
