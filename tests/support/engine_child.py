@@ -113,6 +113,21 @@ def deadly(token: int, num_tokens: int) -> BuiltEngine:
     return engine
 
 
+def mortal(marker: str) -> BuiltEngine:
+    """Return a fake engine whose thread ends in a step with several requests, unless the file ``marker`` exists."""
+    engine = fake()
+    step = engine.core.step
+
+    def step_or_end() -> Any:
+        if engine.stats.num_running > 4 and not Path(marker).exists():
+            Path(marker).touch()
+            raise SystemExit("an end in the thread")
+        return step()
+
+    engine.core.step = step_or_end  # type: ignore[method-assign]
+    return engine
+
+
 def refused() -> BuiltEngine:
     """Raise an error about a setting."""
     raise ConfigError("--block-size", "is wrong")

@@ -7,6 +7,7 @@ thread cannot read the socket.
 from __future__ import annotations
 
 import contextvars
+import gc
 import logging
 import os
 import socket
@@ -118,6 +119,9 @@ class EngineChild:
             self._channel.send(wire.Refused(packed_error(error)))
             self._exit(1)
         engine.core.on_plan = self._on_plan
+        # Everything loaded so far stays in memory. Without `freeze`, the garbage collector would scan it during steps.
+        gc.collect()
+        gc.freeze()
         self._send_ready(engine)
         self._report()
 
@@ -167,6 +171,8 @@ class EngineChild:
     # --- messages of the engine ---
 
     def _on_outputs(self, outputs: list[RequestOutput]) -> None:
+        if self._thread.error is not None:
+            return  # errors of all requests, which another process may continue
         if any(output.finish_reason is not None for output in outputs):
             self._channel.send(self._numbers())
         self._channel.send(wire.Outputs([packed_output(output) for output in outputs], self._built.stats))

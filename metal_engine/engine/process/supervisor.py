@@ -19,7 +19,7 @@ from metal_engine.engine.process.packed_results import MetricsTotals, unpacked_o
 from metal_engine.engine.process.remote import Calls, RemoteAdapters, RemoteGrammars
 from metal_engine.engine.step_observer import Frame, FrameSink
 from metal_engine.engine.transport import EndSink, EngineDeadError, OutputSink
-from metal_engine.errors import AdapterError, ConfigError, ModelLoadError
+from metal_engine.errors import AdapterError, ModelLoadError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import MAX_FAILURES, PreparedRequest, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.scheduling.stats import SchedulerStats
@@ -202,8 +202,9 @@ class EngineSupervisor:
                 try:
                     self._resume(self._new_process(), ended_at)
                     break
-                except (ModelLoadError, ConfigError) as error:
-                    problem = str(error)
+                except Exception as error:  # noqa: BLE001  (logged if it is the last one)
+                    self._process.kill()
+                    problem = f"{problem}; then: {error}"
             else:
                 self._die(problem)
                 return
@@ -235,6 +236,8 @@ class EngineSupervisor:
         """Send a new process everything that the one before it had."""
         engine, process = self._engine, self._process
         assert engine is not None and process is not None
+        if ready.config.cache.num_blocks < engine.config.cache.num_blocks:
+            raise ModelLoadError("the KV cache has become smaller, so that some requests may not fit")
         failed: list[RequestOutput] = []
         with self._lock:
             for request_id in {request_id for ids in self._computing for request_id in ids} & self._open.keys():

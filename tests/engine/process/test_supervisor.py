@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -113,6 +114,19 @@ def test_a_request_that_kills_fails_alone(num_tokens: int) -> None:
                 assert end.error is None and end.token_ids == generated(prompt, 9)
         assert num_deaths(engine) == 3
         assert engine.metrics.num_finished["error"] == 1 and engine.metrics.num_finished["length"] == 8
+    finally:
+        engine.shutdown()
+
+
+def test_an_engine_whose_thread_ends(tmp_path: Path) -> None:
+    """The errors of its requests do not reach the clients."""
+    engine = started("mortal", max_restarts=10, marker=str(tmp_path / "marker"))
+    try:
+        requests = engine.preparer.prepare_all(INNOCENTS, SamplingParams(max_tokens=90, ignore_eos=True))
+        ends = answers(engine, requests)
+        assert [end.error for end in ends] == [None] * 8
+        assert [end.token_ids for end in ends] == [generated(prompt, 90) for prompt in INNOCENTS]
+        assert num_deaths(engine) == 1
     finally:
         engine.shutdown()
 
