@@ -35,7 +35,7 @@ def launch_engine(args: EngineArgs, server_args: ServerArgs) -> EngineSupervisor
 
 
 def keep_mlx_out() -> None:
-    """Make the parsers of mlx-lm importable without MLX: modules of the package run, but its ``__init__`` does not."""
+    """Make the parsers of mlx-lm importable without MLX, by skipping the ``__init__`` of the package."""
     spec = importlib.util.find_spec("mlx_lm")
     assert spec is not None
     sys.modules.setdefault("mlx_lm", importlib.util.module_from_spec(spec))

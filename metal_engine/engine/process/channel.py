@@ -21,12 +21,12 @@ _WRITE_BYTES = 1 << 20
 class Channel:
     """One end of a socket pair. Several threads may send. One thread receives.
 
-    A message is sent at once if the socket has room, and otherwise by a thread.
+    A message is written at once if the socket has room. Otherwise, a thread writes it.
 
     Args:
         sock: connected stream socket in blocking mode. Belongs to the channel.
-        stall_seconds: time after which a peer that reads nothing counts as broken. The channel is closed then, and
-            sending never blocks. None: sending blocks while much is unsent, until the peer reads on.
+        stall_seconds: time after which the channel is closed if the peer reads nothing. Sending never blocks. None:
+            sending blocks while much is unsent, until the peer reads on.
 
     Attributes:
         problem: reason why this end has closed the channel; empty without one.

@@ -65,7 +65,7 @@ _MAX_CALLS = 32
 
 @dataclass(eq=False)
 class _HeldGrammar:
-    """Grammar that the server has not released, made or in the making."""
+    """Grammar that the server has not released. ``made`` is its future."""
 
     made: Future[Grammar] = field(default_factory=Future)
     released: threading.Event = field(default_factory=threading.Event)

@@ -17,7 +17,7 @@ from metal_engine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-# Time for a process whose socket is closed to exit by itself, so that its exit status is known.
+# Time after the end of the socket for the process to exit, so that its exit status is known.
 _EXIT_SECONDS = 2.0
 
 

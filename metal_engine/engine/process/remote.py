@@ -1,7 +1,7 @@
-"""Server side of the grammars and LoRA adapters that an engine's process holds.
+"""Server side of the parts of an engine in another process: its calls, grammars, LoRA adapters and frames.
 
-An object of the process stays there as long as the server refers to it. Objects may be dropped in any thread, so they
-are released with the next message.
+The process holds a grammar or an adapter until the server releases it. The server may drop its last reference in any
+thread, so the release is sent with the next message.
 """
 
 from __future__ import annotations
@@ -13,24 +13,30 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 
 from metal_engine.cancellation import check_cancelled
+from metal_engine.engine.metrics import EngineMetrics
+from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.packed_requests import packed_grammar, packed_text
 from metal_engine.engine.process.packed_results import unpacked_error
+from metal_engine.engine.step_observer import Frame, FrameSink
 from metal_engine.errors import AdapterError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.output_phases import OutputPhases
 from metal_engine.sampling_params import StructuredOutputsParams
+from metal_engine.scheduling.stats import SchedulerStats
+from metal_engine.settings.config import EngineConfig
 from metal_engine.token_rules import Grammar
 
 logger = logging.getLogger(__name__)
 
-# Interval at which a call checks whether its client has left.
+# Interval between two checks of a waiting call for cancellation.
 _POLL_SECONDS = 0.02
 
 
@@ -70,7 +76,7 @@ class Calls:
 
     @staticmethod
     def wait(reply: Future[wire.Reply]) -> wire.Reply:
-        """Wait for the reply of a call. Raises the error of the call, or Cancelled if the client has left."""
+        """Wait for the reply of a call. Raises the error of the call, or Cancelled if the client has disconnected."""
         while True:
             check_cancelled()
             try:
@@ -82,7 +88,7 @@ class Calls:
             return found
 
     def release(self) -> None:
-        """Release the dropped objects in the process. They were in use until now, so earlier messages may name them."""
+        """Release the dropped objects in the process. Later messages do not name them."""
         dropped = self.dropped_grammars, self.dropped_adapters
         if any(dropped):
             keys = [[one.popleft() for _ in range(len(one))] for one in dropped]
@@ -102,6 +108,47 @@ class Calls:
             self._pending.clear()
         for _, pending in failed:
             pending.set_exception(error)
+
+
+@dataclass
+class RemoteEngine:
+    """Started engine in another process. Implements :class:`metal_engine.engine.transport.StartedEngine`."""
+
+    config: EngineConfig
+    preparer: RequestPreparer
+    adapters: RemoteAdapters | None
+    stats: SchedulerStats
+    metrics: EngineMetrics
+
+
+class RemoteWatch:
+    """Callback for the frames of an engine in another process. Frames of earlier watches are dropped.
+
+    Args:
+        on_frame: callback; None if frames are off.
+        number: number of the watch.
+    """
+
+    def __init__(self, on_frame: FrameSink | None, number: int) -> None:
+        self._on_frame = on_frame
+        self.number = number
+        self._num_requests = 0
+
+    @property
+    def message(self) -> wire.Watch:
+        """Message that starts the watch in a process, or turns frames off."""
+        return wire.Watch(None if self._on_frame is None else self.number)
+
+    def receive(self, message: wire.FrameOf) -> None:
+        """Pass on a frame."""
+        if message.watch == self.number and self._on_frame is not None:
+            self._num_requests = max([self._num_requests, *(seen.key + 1 for seen in message.frame.requests)])
+            self._on_frame(message.frame)
+
+    def begin_again(self) -> None:
+        """Void all earlier frames, because a new process numbers its requests from 0."""
+        if self._on_frame is not None:
+            self._on_frame(Frame(forget=True, finished=list(range(self._num_requests))))
 
 
 class RemoteGrammar:

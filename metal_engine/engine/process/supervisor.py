@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from metal_engine.engine.metrics import EngineMetrics
@@ -16,14 +15,12 @@ from metal_engine.engine.process import wire
 from metal_engine.engine.process.engine_process import EngineProcess
 from metal_engine.engine.process.open_request import OpenRequest
 from metal_engine.engine.process.packed_results import MetricsTotals, unpacked_output
-from metal_engine.engine.process.remote import Calls, RemoteAdapters, RemoteGrammars
-from metal_engine.engine.step_observer import Frame, FrameSink
+from metal_engine.engine.process.remote import Calls, RemoteAdapters, RemoteEngine, RemoteGrammars, RemoteWatch
+from metal_engine.engine.step_observer import FrameSink
 from metal_engine.engine.transport import EndSink, EngineDeadError, OutputSink
 from metal_engine.errors import AdapterError, ModelLoadError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import MAX_FAILURES, PreparedRequest, RequestOptions, RequestOutput, RequestStatus
-from metal_engine.scheduling.stats import SchedulerStats
-from metal_engine.settings.config import EngineConfig
 from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -32,17 +29,6 @@ logger = logging.getLogger(__name__)
 _STALL_SECONDS = 30.0
 # Maximum number of new processes within this time. Beyond it, the engine ends.
 _MAX_RESTARTS, _RESTART_SECONDS = 10, 60.0
-
-
-@dataclass
-class RemoteEngine:
-    """Started engine in another process. Implements :class:`metal_engine.engine.transport.StartedEngine`."""
-
-    config: EngineConfig
-    preparer: RequestPreparer
-    adapters: RemoteAdapters | None
-    stats: SchedulerStats
-    metrics: EngineMetrics
 
 
 class EngineSupervisor:
@@ -84,10 +70,8 @@ class EngineSupervisor:
         self._metrics = EngineMetrics()
         self._totals = MetricsTotals(self._metrics)
         self._computing: deque[list[str]] = deque(maxlen=2)  # requests of the last two steps
-        self._restarts: deque[float] = deque()
-        # Number of the current watch and its callback, and the number of requests in its frames.
-        self._watch: tuple[int, FrameSink | None] = (0, None)
-        self._num_watched = 0
+        self._restarts: list[float] = []
+        self._watch = RemoteWatch(None, 0)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self.error: BaseException | None = None
@@ -148,14 +132,9 @@ class EngineSupervisor:
     def watch(self, on_frame: FrameSink | None) -> None:
         """Set the callback for frames. See :meth:`metal_engine.engine.transport.Transport.watch`."""
         with self._lock:
-            self._watch, self._num_watched = (self._watch[0] + 1, on_frame), 0
+            self._watch = RemoteWatch(on_frame, self._watch.number + 1)
             if self._is_up and self._process is not None:
-                self._process.send(self._watch_message)
-
-    @property
-    def _watch_message(self) -> wire.Watch:
-        number, on_frame = self._watch
-        return wire.Watch(None if on_frame is None else number)
+                self._process.send(self._watch.message)
 
     def load_adapter(self, name: str, path: str, within: Path, *, in_place: bool) -> Adapter:
         """Load a LoRA adapter, and wait for it. See :meth:`metal_engine.lora.registry.AdapterRegistry.load`."""
@@ -227,9 +206,7 @@ class EngineSupervisor:
     def _may_restart(self) -> bool:
         """Record a restart. Return False if there are too many."""
         now = time.monotonic()
-        while self._restarts and now - self._restarts[0] > _RESTART_SECONDS:
-            self._restarts.popleft()
-        self._restarts.append(now)
+        self._restarts = [*(at for at in self._restarts if now - at < _RESTART_SECONDS), now]
         return len(self._restarts) <= self._max_restarts
 
     def _resume(self, ready: wire.Ready, ended_at: float) -> None:
@@ -255,10 +232,8 @@ class EngineSupervisor:
                     failed.append(RequestOutput(request_id, finish_reason="error", error=problem))
                 else:
                     process.send(opened.message(request_id))
-            if self._watch[1] is not None:
-                # The new process numbers its requests from 0 again.
-                self._watch[1](Frame(forget=True, finished=list(range(self._num_watched))))
-                process.send(self._watch_message)
+            self._watch.begin_again()
+            process.send(self._watch.message)
             self._is_up = True
             num_resumed = len(self._open)
         seconds = time.monotonic() - ended_at
@@ -306,10 +281,7 @@ class EngineSupervisor:
             case wire.Reply():
                 self._calls.resolve(message)
             case wire.FrameOf():
-                number, on_frame = self._watch
-                if message.watch == number and on_frame is not None:
-                    self._num_watched = max([self._num_watched, *(seen.key + 1 for seen in message.frame.requests)])
-                    on_frame(message.frame)
+                self._watch.receive(message)
             case _:
                 raise wire.WireError(f"an unexpected message of type {type(message).__name__}")
 

@@ -39,7 +39,7 @@ Logprobs = tuple[int, float, int, tuple[tuple[int, float], ...]]  # fields of To
 class Sampling(Part):
     """The part of :class:`metal_engine.sampling_params.SamplingParams` that the engine reads.
 
-    Of parameters that become :class:`Rules`, it reads only whether they are set.
+    Parameters that become :class:`Rules` are reduced to flags: the engine reads only whether they are set.
     """
 
     temperature: float
@@ -215,7 +215,7 @@ class Outputs(Message):
 
 
 class Computing(Message):
-    """Requests of a step that is about to run. Sent if they differ from those of the step before it."""
+    """Requests of the next step. Sent before the step, unless the previous step had the same requests."""
 
     request_ids: list[str]
 
@@ -241,7 +241,7 @@ class FrameOf(Message):
 
 
 class Ended(Message):
-    """The engine has ended, with a message for its clients."""
+    """The engine has ended. ``message`` is the reason for its clients."""
 
     message: str
 

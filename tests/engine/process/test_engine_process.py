@@ -1,4 +1,4 @@
-"""The process of an engine ends with the server. If it ends or misbehaves, the server says so and nothing hangs."""
+"""The process of an engine ends with the server. If the process fails, the server reports it and nothing hangs."""
 
 from __future__ import annotations
 
