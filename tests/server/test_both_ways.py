@@ -146,3 +146,18 @@ def test_the_end_of_the_engine_is_an_error_for_every_request(stream: bool) -> No
             assert response.status_code == (200 if stream else 503)
         wait_until(lambda: served.server.should_exit, "the end of the server")
         assert served.server.exit_status == 1
+
+
+def test_a_restart_is_visible_and_harmless() -> None:
+    with serve(engine=started("fake", max_restarts=10)) as served:
+        os.kill(pid_of(served.engine), signal.SIGKILL)
+        wait_until(lambda: served.engine.is_restarting, "the end of the process")
+        assert httpx.get(served.url + "/ready").status_code == 503
+        health = httpx.get(served.url + "/health")
+        assert (health.status_code, health.json()["status"]) == (503, "restarting")
+        answer = served.post("/v1/completions", {"prompt": "abc", "max_tokens": 5})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 5
+        assert httpx.get(served.url + "/ready").status_code == 200
+        metrics = httpx.get(served.url + "/metrics").text
+        assert "metal_engine:restart_seconds_count" in metrics and "metal_engine:resumed_requests_total" in metrics
+        served.wait_until_idle()
