@@ -100,7 +100,7 @@ class EngineSupervisor:
         """Send a message to the process. While there is none, the message is lost: :meth:`_resume` sends its own."""
         with self._lock:
             if self.error is not None or self._is_shutting_down:
-                raise EngineDeadError(f"the engine has stopped: {self.error or 'it was shut down'}")
+                raise EngineDeadError(str(self.error or "the engine has stopped: it was shut down"))
             if self._is_up and self._process is not None:
                 self._process.send(message)
 
@@ -260,10 +260,10 @@ class EngineSupervisor:
         with self._lock:
             self._open.clear()
             if not self._is_shutting_down:
-                self.error = RuntimeError(problem)
+                self.error = dead
         self._calls.fail(dead)
         if self.error is not None:
-            logger.critical("the engine has stopped: %s", problem)
+            logger.critical("%s", dead)
             self._on_end(str(dead))
 
     def _process_message(self, message: wire.FromEngine) -> None:
