@@ -59,6 +59,8 @@ class EngineCore:
         self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
         self._observer: StepObserver | None = None
+        # Called with each plan before it runs, so that another process knows the requests of a step that kills us.
+        self.on_plan: Callable[[SchedulerOutput], None] | None = None
 
     # --- requests ---
 
@@ -70,6 +72,7 @@ class EngineCore:
         options: RequestOptions | None = None,
         *,
         so_far: RequestOutput | None = None,
+        num_failures: int = 0,
         arrival_time: float | None = None,
     ) -> None:
         """Queue one output of a prepared request.
@@ -81,6 +84,7 @@ class EngineCore:
             request_id: id that is new to this engine: steps in flight may still compute requests that have ended.
             seed: seed of the output's random draws.
             so_far: all outputs of the other engine, merged, at least one token; None for a new request.
+            num_failures: :attr:`Request.num_failures` in the other engine.
             arrival_time: arrival of the request in seconds of ``time.monotonic``. Default: now.
 
         Raises:
@@ -104,6 +108,7 @@ class EngineCore:
             pooling_params=prepared.pooling_params,
             adapter=prepared.adapter,
             so_far=so_far,
+            num_failures=num_failures,
         )
         self.scheduler.add_request(request)
         if request.needs_prompt_rows and so_far is None:
@@ -189,6 +194,8 @@ class EngineCore:
         if plan.num_scheduled_tokens:
             self.num_steps += 1
             self.metrics.scheduled(plan, started, is_ahead=bool(self._in_flight))
+            if self.on_plan is not None:
+                self.on_plan(plan)
             try:
                 handle = self.runner.execute(plan)
             except RunnerLostError:

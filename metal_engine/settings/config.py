@@ -89,7 +89,7 @@ class ModelInfo:
     max_position_embeddings: int | None
     num_heads: int = 1
     head_dim: int = 1
-    default_sampling: dict[str, float] = field(default_factory=dict)
+    default_sampling: dict[str, int | float] = field(default_factory=dict)
     hidden_size: int = 0
     layer_width: int = 0
     pooler: PoolerConfig = PoolerConfig()
