@@ -108,7 +108,7 @@ def deadly(token: int, num_tokens: int) -> BuiltEngine:
         if tokens[0] == token and len(tokens) >= num_tokens + (3 if num_tokens else 1):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    runner: Any = engine.core._runner
+    runner: Any = engine.core.runner
     runner.error_for = error_for
     return engine
 
