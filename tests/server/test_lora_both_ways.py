@@ -14,14 +14,8 @@ from tests.server.test_lora import (
     root,
     test_adapters_that_come_and_go_leave_nothing_behind,
     test_another_takes_the_place_of_one_with_all_slots_in_use,
-    test_every_endpoint_knows_its_name,
     test_loading_and_unloading,
-    test_many_loads_and_unloads,
-    test_models,
-    test_no_room,
-    test_the_model_of_a_request_picks,
     test_unloading_while_requests_run,
-    test_what_is_not_loaded,
 )
 from tests.support.engine_child import started
 from tests.support.serving import Served, serve

@@ -105,8 +105,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("loads", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(("number", "loads"), [(signal.SIGKILL, False), (signal.SIGKILL, True), (signal.SIGINT, False)])
 def test_no_process_is_left_by_a_server_that_is_killed(number: int, loads: bool) -> None:
     code = _SERVER.format(loads=loads)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as server:
