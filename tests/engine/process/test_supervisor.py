@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,26 +25,33 @@ KILLER = 7  # token that ends a process in the step that computes it
 INNOCENTS = [byte_ids(f"prompt {i} " + "x" * (5 * i)) for i in range(8)]
 
 
-async def answer(engine: AsyncEngine, request_id: str, prepared: PreparedRequest) -> RequestOutput:
-    """Return all outputs of a request, merged. An error keeps the tokens before it."""
-    outputs = [output async for output in engine.generate(request_id, prepared)]
+async def answer(
+    engine: AsyncEngine, request_id: str, prepared: PreparedRequest, received: Counter[str]
+) -> RequestOutput:
+    """Return all outputs of a request, merged, and count them. An error keeps the tokens before it."""
+    outputs = []
+    async for output in engine.generate(request_id, prepared):
+        outputs.append(output)
+        received[request_id] += 1
     return merge_outputs(outputs)
 
 
 def answers(engine: AsyncEngine, requests: Sequence[PreparedRequest], num_deaths: int = 0) -> list[RequestOutput]:
-    """Run requests together. The process is killed at random while they run."""
+    """Run requests together. The process is killed while they run, each time after all of them have received output."""
     rng = random.Random(num_deaths)
 
     async def run() -> list[RequestOutput]:
-        tasks = [asyncio.ensure_future(answer(engine, str(i), one)) for i, one in enumerate(requests)]
+        received: Counter[str] = Counter()
+        tasks = {str(i): asyncio.ensure_future(answer(engine, str(i), one, received)) for i, one in enumerate(requests)}
         for _ in range(num_deaths):
-            while engine.is_restarting or not engine.stats.num_running:
+            before = received.copy()
+            while not all(task.done() or received[name] > before[name] for name, task in tasks.items()):
                 await asyncio.sleep(0.001)
-            await asyncio.sleep(rng.random() * 0.2)
+            await asyncio.sleep(rng.random() * 0.02)
             os.kill(pid_of(engine), rng.choice([signal.SIGKILL, signal.SIGABRT]))
             while not engine.is_restarting:
                 await asyncio.sleep(0.001)
-        return await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks.values())
 
     return asyncio.run(run())
 
