@@ -177,7 +177,7 @@ def test_a_watch_begins_again() -> None:
         frames: list[Frame] = []
         engine.watch(frames.append)
         (prepared,) = engine.preparer.prepare_all([INNOCENTS[0]], SamplingParams(max_tokens=100, ignore_eos=True))
-        request = asyncio.ensure_future(answer(engine, "a", prepared))
+        request = asyncio.ensure_future(answer(engine, "a", prepared, Counter()))
         while not any(frame.requests for frame in frames):
             await asyncio.sleep(0.01)
         os.kill(pid_of(engine), signal.SIGKILL)
