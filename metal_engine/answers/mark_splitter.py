@@ -148,9 +148,10 @@ class MarkSplitter(Splitter):
         if self._state == "call":
             return self._call_end.find(self._text)
         found = []
+        quotable = self._stray if self._state == "content" else None
         for mark in self._marks[self._state]:
             at = self._text.find(mark, max(searched - len(mark) + 1, 0))
-            while at >= 0 and mark == self._stray and (self._text[at - 1 : at] or self._last) in _QUOTES:
+            while at >= 0 and mark == quotable and (self._text[at - 1 : at] or self._last) in _QUOTES:
                 at = self._text.find(mark, at + 1)
             if at >= 0:
                 found.append((at, mark))

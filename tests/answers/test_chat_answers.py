@@ -323,9 +323,9 @@ def test_another_end_mark_of_reasoning_that_a_budget_or_the_prompt_ended(
     given = ChatAnswers.for_prompt(answer_format("json_tools"), plan, [], lambda ids: prompt)
     answers, params = given.applied_to(SamplingParams(), budget=budget)
     assert params.phases is None or params.phases.reasoning is None or params.phases.reasoning.drops_end == drops
-    begun = "<think>hm</think>" if not given.past_reasoning and not given.in_reasoning else ""
-    begun = "hm</think>" if given.in_reasoning else begun
-    reasoning = "hm" if begun else None
+    begun = "<think>'hm'</think>" if not given.past_reasoning and not given.in_reasoning else ""
+    begun = "'hm'</think>" if given.in_reasoning else begun
+    reasoning = "'hm'" if begun else None
     for content, expected in (
         ("so\n</think>\n\nYes.", "so\nYes."),
         ("</think>\n</think>Yes.", "Yes."),

@@ -189,7 +189,8 @@ class Answer:
                 if trigger.is_whole:
                     self.is_whole_call = True
                     break
-            has_content |= kind != "reasoning" or known.harmony  # a later message begins with a whole header
+            # In gpt-oss's format, the whole call is the continuation of the prompt's last message.
+            has_content |= kind != "reasoning" or known.harmony
             if known.harmony:
                 self._add("<|start|>assistant")
 
