@@ -84,6 +84,8 @@ class EngineChild:
         self._thread = EngineThread(build)
         self._engine: BuiltEngine | None = None
         self._is_shutting_down = False
+        self._sent_numbers: wire.Numbers | None = None
+        self._sending_numbers = threading.Lock()
         self._computing: list[str] = []  # requests of the last step
         self._grammars: dict[int, _HeldGrammar] = {}
         # Requests that wait for their grammars. The lock is held to add them to the engine, and to end requests.
@@ -140,13 +142,11 @@ class EngineChild:
         )
 
     def _report(self) -> NoReturn:
-        threads, sent = blas_threads(), None
+        threads = blas_threads()
         num_idle = interval = 0
         while True:
-            numbers = self._numbers()
-            if numbers != sent:
-                self._channel.send(numbers)
-                sent, num_idle = numbers, 0
+            if self._send_numbers():
+                num_idle = 0
             num_idle += 1
             interval += 1
             if num_idle == _IDLE_INTERVALS:
@@ -159,6 +159,16 @@ class EngineChild:
     def _built(self) -> BuiltEngine:
         assert self._engine is not None, "a message before the engine was ready"
         return self._engine
+
+    def _send_numbers(self) -> bool:
+        """Send the numbers, and return True, if they have changed. Later numbers never precede earlier ones."""
+        with self._sending_numbers:
+            numbers = self._numbers()
+            has_changed = numbers != self._sent_numbers
+            if has_changed:
+                self._sent_numbers = numbers
+                self._channel.send(numbers)
+        return has_changed
 
     def _numbers(self) -> wire.Numbers:
         return wire.Numbers(self._built.stats, packed_metrics(self._built.metrics))
@@ -174,7 +184,7 @@ class EngineChild:
         if self._thread.error is not None:
             return  # errors of all requests, which another process may continue
         if any(output.finish_reason is not None for output in outputs):
-            self._channel.send(self._numbers())
+            self._send_numbers()
         self._channel.send(wire.Outputs([packed_output(output) for output in outputs], self._built.stats))
 
     def _on_plan(self, plan: SchedulerOutput) -> None:

@@ -91,7 +91,8 @@ def test_a_shutdown_while_the_model_is_loaded() -> None:
 
 
 _SERVER = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # processes in the background inherit that it is ignored
 from tests.support.engine_child import pid_of, process_of, started
 if {loads}:
     transport = process_of("talking", first="")
