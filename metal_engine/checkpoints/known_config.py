@@ -40,7 +40,7 @@ def limit_command_buffers(models: Iterable[EngineArgs]) -> None:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     allows_queued_dispatch = any(plans_ahead(args, "metal") for args in models)
     wanted = command_buffer_limits(configs, memory_bytes, allows_queued_dispatch=allows_queued_dispatch)
-    if (reason := refusal(wanted)) is not None:
+    if limits_in_force() is None and (reason := refusal(wanted)) is not None:
         logger.warning("Metal's command buffers have MLX's own limits: %s", reason)
         return
     set_command_buffer_limits(wanted)

@@ -76,4 +76,5 @@ def trying_limits() -> Iterator[None]:
         raise
     finally:
         if path is not None and not took_too_long:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # the file could not be written either
+                path.unlink(missing_ok=True)
