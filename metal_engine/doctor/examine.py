@@ -68,7 +68,8 @@ def examine(report: Callable[[Finding], None], models: Sequence[str] | None = No
                 report(finding)
         except Exception as error:  # noqa: BLE001 (this command must report every kind of failure)
             healthy = False
-            report(Finding(label, f"{type(error).__name__}: {one_line(error, limit=600)}", FAILED))
+            text = _without_home(one_line(error, limit=600))
+            report(Finding(label, f"{type(error).__name__}: {text}", FAILED))
     return healthy
 
 
@@ -137,9 +138,9 @@ def _folders() -> Iterator[Finding]:
     yield Finding("HF_TOKEN", "set" if os.environ.get("HF_TOKEN") else "not set")
 
 
-def _without_home(path: Path) -> str:
-    """Format a path without the user's name, so that it can be published."""
-    return str(path).replace(str(Path.home()), "~")
+def _without_home(text: object) -> str:
+    """Format a path, or a text with paths, without the user's home folder, so that it can be published."""
+    return str(text).replace(str(Path.home()), "~")
 
 
 def _tiny_model() -> Iterator[Finding]:

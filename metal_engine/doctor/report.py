@@ -17,8 +17,8 @@ _FORMAT = 1
 _HEAD = "| figure | measured | promised | verdict | if worse |\n| --- | ---: | ---: | --- | --- |\n"
 _SEND = f"""## Send this report
 
-Open an issue in the project's repository, and attach `{JSON}` and this file. Both contain the names of the models and
-facts about the machine. They contain no prompts, keys, user names or paths.
+Open an issue in the project's repository, and attach `{JSON}` and this file. Both contain the names of the models,
+facts about the machine, and the settings and folders of metal-engine. Keys are left out, and your home folder is `~`.
 """
 
 
