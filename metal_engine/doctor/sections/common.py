@@ -18,11 +18,14 @@ from metal_engine.bench.offline import OfflineRun
 from metal_engine.build import build_engine
 from metal_engine.checkpoints import loader
 from metal_engine.device.info import device_info, is_virtual_gpu
+from metal_engine.doctor.figures import not_measured
 from metal_engine.doctor.plan import Plan
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.settings.args import EngineArgs
 
 T = TypeVar("T")
+
+NO_KERNEL = not_measured("errors of the kernels", "the kernels need Metal, or the simulator of a checkout")
 
 # Virtual machines of macOS 26 sum in another order than Macs: comparisons within 1e-4 fail there, and pass on a Mac.
 _VIRTUAL_TOLERANCE = 50.0

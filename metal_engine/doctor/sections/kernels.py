@@ -22,7 +22,7 @@ from metal_engine.doctor.plan import Plan
 from metal_engine.doctor.references import recurrence as references
 from metal_engine.doctor.references.attention import TOLERANCE, paged_attention
 from metal_engine.doctor.section_process import Item
-from metal_engine.doctor.sections.common import has_metal, kernel_factory, load_plain_model, tolerance
+from metal_engine.doctor.sections.common import NO_KERNEL, has_metal, kernel_factory, load_plain_model, tolerance
 from metal_engine.doctor.sections.recurrences import kernel_error
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.rows import StepRows
@@ -54,7 +54,7 @@ def _measure(plan: Plan, loaded: LoadedModel) -> Iterator[Item]:
     yield "kinds of attention", "; ".join(map(str, kinds)) or "none"
     backend: AttentionBackend = PortableBackend()
     if clock is None:
-        yield not_measured("errors of the kernels", "the kernels need Metal, or the simulator of a checkout")
+        yield NO_KERNEL
     else:
         metal = MetalBackend(clock.make, tensor_ops=has_tensor_ops())
         yield "tensor operations", "on" if metal.has_tensor_ops else "off: this GPU or this macOS lacks them"

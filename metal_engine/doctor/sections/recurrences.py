@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import gated_delta, ssm
 
-from metal_engine.doctor.figures import Figure, at_most, not_measured
+from metal_engine.doctor.figures import Figure, at_most
 from metal_engine.doctor.plan import Plan
 from metal_engine.doctor.references import recurrence as references
 from metal_engine.doctor.references.recurrence import TOLERANCE, relative_errors
 from metal_engine.doctor.section_process import Item
-from metal_engine.doctor.sections.common import has_metal, kernel_factory, tolerance
+from metal_engine.doctor.sections.common import NO_KERNEL, has_metal, kernel_factory, tolerance
 from metal_engine.doctor.timing import Call, in_turns
 from metal_engine.recurrence.gated_delta import gated_delta_update
 from metal_engine.recurrence.mamba2 import ssm_update
@@ -26,14 +26,13 @@ _DELTA_HEADS, _DELTA_DIM = 16, 128
 _MAMBA_HEADS, _MAMBA_DIM, _MAMBA_STATE = 48, 64, 128
 # Rows of the segments that are compared with float64. The second segment starts from the first state.
 _SEGMENTS, _READS = (1, 6), (-1, 0)
-_NO_KERNEL = "the kernels need Metal, or the simulator of a checkout"
 
 
 def measure(plan: Plan, model: str) -> Iterator[Item]:
     """Yield the errors of the kernels and the times of the recurrences. ``model`` is not used."""
     factory = kernel_factory(plan)
     if factory is None:
-        yield not_measured("errors of the kernels", _NO_KERNEL)
+        yield NO_KERNEL
     else:
         yield from _errors(MetalRecurrence(factory))
     dtype = mx.bfloat16 if has_metal() else mx.float32

@@ -14,7 +14,6 @@ from metal_engine.doctor.plan import Plan
 from metal_engine.doctor.section_process import Item
 from metal_engine.doctor.sections.common import decode_seconds, has_metal, random_prompts, use_engine
 from metal_engine.engine.built_engine import BuiltEngine
-from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.settings.config import REPLAYS
 
 ONE_BY_ONE, AHEAD, QUEUED, REPLAYED = "one by one", "planned ahead", "queued on the device", "replayed"
@@ -71,12 +70,6 @@ def step_figures(times: dict[str, float | str]) -> Iterator[Figure]:
             yield Figure(f"step {way}: time relative to steps {_BEFORE[way]}", seconds / before, promise=promise)
 
 
-def _runner(engine: BuiltEngine) -> ModelRunner:
-    runner: Any = engine.core.runner
-    assert isinstance(runner, ModelRunner)
-    return runner
-
-
 def _step_seconds(plan: Plan, engine: BuiltEngine) -> float:
     """Return the mean time of a decode step."""
     vocab_size, num_requests = engine.core.config.model.vocab_size, min(_MAX_REQUESTS, max(plan.batches))
@@ -88,16 +81,16 @@ def _step_seconds(plan: Plan, engine: BuiltEngine) -> float:
 
 
 def _planned_ahead(plan: Plan, engine: BuiltEngine) -> dict[str, float | str]:
-    runner, dispatch = _runner(engine), engine.core.config.dispatch
+    runner: Any = engine.core.runner
     queues = runner.allow_queued_dispatch
     runner.allow_queued_dispatch = False
     times: dict[str, float | str] = {AHEAD: _step_seconds(plan, engine)}
     runner.allow_queued_dispatch = queues
-    return {**times, QUEUED: _step_seconds(plan, engine) if queues else dispatch}
+    return {**times, QUEUED: _step_seconds(plan, engine) if queues else engine.core.config.dispatch}
 
 
 def _replayed(plan: Plan, engine: BuiltEngine) -> dict[str, float | str]:
-    refusal, state = _runner(engine).replay_refusal, engine.core.config.replay
+    refusal, state = engine.core.metrics.replay_refusal, engine.core.config.replay
     if refusal is None and state == REPLAYS:
         return {REPLAYED: _step_seconds(plan, engine)}
     return {REPLAYED: f"replay is off: {refusal}" if refusal else f"replay is {state}"}
