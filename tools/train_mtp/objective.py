@@ -46,7 +46,7 @@ def _mean_and_lse(hidden: mx.array, lm_head: mx.array) -> tuple[mx.array, mx.arr
     logits = hidden.astype(lm_head.dtype) @ lm_head.T
     lse = mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
     mean = (mx.softmax(logits, axis=-1, precise=True) @ lm_head).astype(mx.float32)
-    # Both results are in one array, so they are computed together and the logits are freed at once.
+    # With one array for both results, MLX computes them together and then frees the logits.
     both = mx.concatenate([mean, lse], axis=-1)
     return both[:, :-1], both[:, -1:]
 
