@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,9 +28,14 @@ load_optimized_blas()
 if sys.platform == "linux":
     use_private_kernel_folder()
 
-# Fixtures: responses in the background, the demo model, and live servers.
-pytest_plugins = ["tests.support.background", "tests.support.demo", "tests.support.servers"]
+# Fixtures: responses in the background, the demo model, and live servers. Tests in processes of their own.
+pytest_plugins = [f"tests.support.{name}" for name in ("background", "demo", "own_process", "servers")]
 
+# Tests make thousands of HTTP clients. Each would read a file of certificates, which takes 27 ms of CPU time.
+for package in ("httpx", "httpx2"):
+    with suppress(ImportError):  # some versions of the official clients use httpx2
+        transport = importlib.import_module(f"{package}._transports.default")
+        transport.create_ssl_context = cache(transport.create_ssl_context)
 
 TESTS = Path(__file__).parent
 
@@ -53,24 +61,6 @@ def demo_path() -> Path:
     from metal_engine.checkpoints.demo import fetch_demo_model
 
     return fetch_demo_model()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run tests marked `own_process` in their own process."""
-    if pyfuncitem.get_closest_marker("own_process") is None or "METAL_ENGINE_OWN_PROCESS" in os.environ:
-        return None
-    options = ["-x", "-p", "pytest_timeout", "-p", "no:cacheprovider", "--durations=0", "-m", ""]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, pyfuncitem.nodeid],
-        cwd=pyfuncitem.config.rootpath,
-        # Loading plugins takes longer than these tests.
-        env={**os.environ, "METAL_ENGINE_OWN_PROCESS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return True
 
 
 # The slowest files, slowest first. Started last, a slow file would delay the end of the run.
@@ -103,3 +93,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.get_closest_marker("metal") is None]
     places = {TESTS / name: place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Exclude imported modules and collected tests from garbage collection, which would scan them again and again."""
+    gc.collect()
+    gc.freeze()

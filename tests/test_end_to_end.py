@@ -314,14 +314,15 @@ def test_command_line_errors_are_one_line(arguments: list[str], message: str, ti
 
 
 def test_repro_block_exhaustion(tiny_checkpoint: Path) -> None:
-    command = [sys.executable, "tools/repro_block_exhaustion.py", "--max-num-batched-tokens", "256"]
-    small = ["--num-prompts", "6", "--max-tokens", "16", "--max-num-seqs", "6", "--pool-fraction", "0.5"]
+    command = [sys.executable, "tools/repro_block_exhaustion.py", "--model", str(tiny_checkpoint)]
+    command += ["--max-num-batched-tokens", "256"]
+    small = ["--num-prompts", "12", "--max-tokens", "48", "--max-num-seqs", "12", "--pool-fraction", "0.3"]
     done = subprocess.run([*command, *small], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "100.0%" in done.stdout
     assert re.search(r"^2 of 2: tight pool, \d+ blocks: \d+ s$", done.stdout, re.MULTILINE)
     # A pool with room for all requests proves nothing, and the tool reports that.
-    ample = ["--model", str(tiny_checkpoint), "--num-prompts", "4", "--max-tokens", "2", "--pool-fraction", "5"]
+    ample = ["--num-prompts", "4", "--max-tokens", "2", "--pool-fraction", "5"]
     done = subprocess.run([*command, *ample], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "preemption never happened" in done.stdout

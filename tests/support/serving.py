@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
+import uvicorn.server
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
@@ -28,6 +30,19 @@ from tools.fixtures.stepped_engine import SteppedEngine
 
 MODEL = "org/fake-model"
 DEADLINE = 60.0
+
+
+class _HastyAsyncio:
+    """Module asyncio as seen by uvicorn's server, which sleeps 0.1 s in each step of its end."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+
+uvicorn.server.asyncio = _HastyAsyncio()  # type: ignore[assignment]
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

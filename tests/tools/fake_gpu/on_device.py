@@ -1,11 +1,17 @@
-"""Functions that tests run on the fake GPU: ``python -m tests.tools.fake_gpu.on_device NAME ARGUMENTS``."""
+"""Functions that tests run on the fake GPU.
+
+``python -m tests.tools.fake_gpu.on_device NAME ARGUMENTS`` runs one function. Without arguments, the command runs the
+calls on stdin: a JSON list ``[NAME, ARGUMENTS]`` per line.
+"""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import json
 import sys
+import traceback
 from argparse import Namespace
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
@@ -170,14 +176,14 @@ def prefill(behind: bool) -> dict[str, Any]:
 
 def choose(max_ops: int, num_blocks: int = 4096, replay: bool = False, hybrid: bool = False) -> dict[str, Any]:
     """Return the choices made for a model at its start, and counts of its steps, on a device slower than the host."""
-    GPU.configure(FakeGpuSettings(us_per_mb=100.0, max_ops=max_ops, max_mb=4096))
+    GPU.configure(FakeGpuSettings(max_ops=max_ops, max_mb=4096))
     workload = HYBRID_WORKLOAD if hybrid else WORKLOAD
     engine = make_engine(replace(workload, num_requests=0, num_blocks=num_blocks), ahead=True, replay=replay)
     runner: Any = engine.runner
     # Outside the check, because the extra memory of the first steps would hide what they copy.
     mx.eval(runner._model.model.parameters(), [list(state.arrays.values()) for state in runner.pool.states])
     mx.synchronize()
-    GPU.configure(replace(GPU.settings, pool_array_bytes=runner.pool.smallest_array_bytes))
+    GPU.configure(replace(GPU.settings, us_per_mb=100.0, pool_array_bytes=runner.pool.smallest_array_bytes))
     GPU.counts(reset=True)
     config = replace(engine.config, device=replace(engine.config.device, kind="metal"))
     dispatch = choose_dispatch(runner, config)
@@ -238,10 +244,11 @@ def tune(folder: str, setting: str, start: int) -> dict[str, Any]:
 
     ``start`` is the number of the start. Results of equal calls are cached.
 
-    Checks of numbers are skipped, because the fake GPU computes no numbers. Tuning uses the device's clock.
+    Checks of numbers are skipped, because the fake GPU computes no numbers. Tuning uses the device's clock. The
+    simulated GPU is ten times as slow as the fake GPU, so the test waits a tenth of its time.
     """
-    GPU.configure(FakeGpuSettings(kernel_us=2.0, us_per_mb=500.0))
-    choice.Tuner = partial(tuning.Tuner, clock=lambda: 1e-9 * GPU.counts().busy_ns)  # type: ignore[assignment, misc]
+    GPU.configure(FakeGpuSettings(kernel_us=0.2, us_per_mb=50.0))
+    choice.Tuner = partial(tuning.Tuner, clock=lambda: 1e-8 * GPU.counts().busy_ns)  # type: ignore[assignment, misc]
     tuning.STEPS = ((1, 16_383),), ((40, 0),)
     checks = (
         ("metal_engine.attention.choice", "try_kernel"),
@@ -313,5 +320,23 @@ def count_kernels_of_architectures() -> dict[str, list[int]]:
     return found
 
 
+def run_calls() -> None:
+    """Run the calls on stdin. Write a line with the result of each call, or with its error, to stdout."""
+    results, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        try:
+            reply = {"result": globals()[name](**arguments)}
+        except Exception:  # noqa: BLE001
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), file=results, flush=True)
+        gc.collect()
+        mx.synchronize()
+        mx.clear_cache()
+
+
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))
+    if len(sys.argv) == 1:
+        run_calls()
+    else:
+        print(json.dumps(globals()[sys.argv[1]](**json.loads(sys.argv[2]))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -191,29 +192,47 @@ while [ "$1" != -o ]; do shift; done
 """
 
 
-def run_builder(tmp_path: Path, *options: str, fail: str = "", extra: str = "") -> tuple[int, str, list[str]]:
-    folder, log, bin_ = tmp_path / "metal", tmp_path / "log", tmp_path / "bin"
-    if not folder.exists():
-        recorder = emit(folder, SMALL)
-        (tmp_path / "list.txt").write_text("# kernels\n" + "".join(f"{v.name}\n" for v in recorder.variants.values()))
-        bin_.mkdir()
-        (bin_ / "xcrun").write_text(XCRUN)
-        (bin_ / "xcrun").chmod(0o755)
-    listing = tmp_path / "given.txt"
-    listing.write_text((tmp_path / "list.txt").read_text() + extra)
+@pytest.fixture(scope="module")
+def emitted_small(tmp_path_factory) -> Path:
+    """Emit the kernel variants of SMALL. Return the folder."""
+    folder = tmp_path_factory.mktemp("small")
+    emit(folder, SMALL)
+    return folder
+
+
+@pytest.fixture
+def metal(emitted_small: Path, tmp_path: Path) -> Path:
+    """Return a copy of the emitted folder. The fake xcrun is beside it."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    (bin_ / "xcrun").write_text(XCRUN)
+    (bin_ / "xcrun").chmod(0o755)
+    return shutil.copytree(emitted_small, tmp_path / "metal")
+
+
+def run_builder(metal: Path, *options: str, fail: str = "", extra: str = "") -> tuple[int, str, list[str]]:
+    """Run the workflow's script, with the names of SMALL's kernels and ``extra`` in its list."""
+    log, listing = metal.with_name("log"), metal.with_name("list.txt")
+    names = [variant["name"] for variant in manifest_of(metal)["variants"]]
+    listing.write_text("# kernels\n" + "".join(f"{name}\n" for name in names) + extra)
     log.write_text("")
     done = subprocess.run(
-        [sys.executable, "-I", str(BUILDER), str(folder), "--list", str(listing), *options],
-        env={**os.environ, "PATH": f"{bin_}:{os.environ['PATH']}", "XCRUN_LOG": str(log), "FAIL": fail},
+        [sys.executable, "-I", str(BUILDER), str(metal), "--list", str(listing), *options],
+        env={
+            **os.environ,
+            "PATH": f"{metal.with_name('bin')}:{os.environ['PATH']}",
+            "XCRUN_LOG": str(log),
+            "FAIL": fail,
+        },
         capture_output=True,
         text=True,
     )
     return done.returncode, done.stdout + done.stderr, log.read_text().splitlines()
 
 
-def test_the_mac_builds_every_file_for_every_gpu(tmp_path: Path) -> None:
-    code, output, calls = run_builder(tmp_path)
-    names = [variant["name"] for variant in manifest_of(tmp_path / "metal")["variants"] if not variant["tensor_ops"]]
+def test_the_mac_builds_every_file_for_every_gpu(metal: Path) -> None:
+    code, output, calls = run_builder(metal)
+    names = [variant["name"] for variant in manifest_of(metal)["variants"] if not variant["tensor_ops"]]
     assert code == 0 and f"{len(names)} of {len(names)} kernels build" in output
     assert len(names) >= 6
     for name in names:
@@ -224,9 +243,9 @@ def test_the_mac_builds_every_file_for_every_gpu(tmp_path: Path) -> None:
         assert len({re.search(r"-arch (\w+) ", call)[1] for call in of_gpus}) == 5
 
 
-def test_kernels_with_tensor_operations_are_built_for_gpus_that_have_them(tmp_path: Path) -> None:
-    code, output, calls = run_builder(tmp_path, "--tensor-ops")
-    variants = manifest_of(tmp_path / "metal")["variants"]
+def test_kernels_with_tensor_operations_are_built_for_gpus_that_have_them(metal: Path) -> None:
+    code, output, calls = run_builder(metal, "--tensor-ops")
+    variants = manifest_of(metal)["variants"]
     names = [variant["name"] for variant in variants if variant["tensor_ops"]]
     with_tensor_ops = ("paged_attention_tensor", "paged_attention_tensor_quantized")
     assert names == [variant["name"] for variant in variants if variant["kernel"] in with_tensor_ops]
@@ -238,31 +257,31 @@ def test_kernels_with_tensor_operations_are_built_for_gpus_that_have_them(tmp_pa
         (of_gpu,) = [call for call in calls if f"{name}.mtlp-json" in call and "metal-tt" in call]
         assert "-arch applegpu_g17g " in of_gpu
     assert sum(" -c " in call for call in calls) == len(names) + 1  # one more call for the probe
-    code, output, _ = run_builder(tmp_path, "--tensor-ops", fail="-arch applegpu_g17g .*probe")
+    code, output, _ = run_builder(metal, "--tensor-ops", fail="-arch applegpu_g17g .*probe")
     assert code == 1 and "no GPU with matrix units" in output
 
 
-def test_a_kernel_without_enough_registers_fails_the_build(tmp_path: Path) -> None:
-    code, output, _ = run_builder(tmp_path, fail=r"-arch applegpu_g13g .*paged_attention__float16_t[^ ]*\.mtlp-json")
+def test_a_kernel_without_enough_registers_fails_the_build(metal: Path) -> None:
+    code, output, _ = run_builder(metal, fail=r"-arch applegpu_g13g .*paged_attention__float16_t[^ ]*\.mtlp-json")
     assert code == 1
     failed = re.findall(r"^(\w+): fails for applegpu_g13g$", output, re.M)
     assert failed and all(name.startswith("paged_attention__float16_t") for name in failed)
     assert "exceeds available temporary registers" in output
 
 
-def test_gpus_that_an_xcode_does_not_know_are_said_and_left_out(tmp_path: Path) -> None:
-    code, output, calls = run_builder(tmp_path, fail="-arch applegpu_g17g")
+def test_gpus_that_an_xcode_does_not_know_are_said_and_left_out(metal: Path) -> None:
+    code, output, calls = run_builder(metal, fail="-arch applegpu_g17g")
     assert code == 0 and "this Xcode does not compile for applegpu_g17g (M5)" in output
     assert sum("applegpu_g17g" in call for call in calls) == 1
-    code, output, _ = run_builder(tmp_path, fail="-arch applegpu_g14g .*probe")
+    code, output, _ = run_builder(metal, fail="-arch applegpu_g14g .*probe")
     assert code == 1 and "for applegpu_g14g" in output
 
 
-def test_files_that_the_list_does_not_name_fail_the_build(tmp_path: Path) -> None:
-    code, output, calls = run_builder(tmp_path, extra="another_kernel\n")
+def test_files_that_the_list_does_not_name_fail_the_build(metal: Path) -> None:
+    code, output, calls = run_builder(metal, extra="another_kernel\n")
     assert code == 1 and "another_kernel" in output and not calls
-    (tmp_path / "metal" / "stray.metal").write_text("")
-    code, output, calls = run_builder(tmp_path)
+    (metal / "stray.metal").write_text("")
+    code, output, calls = run_builder(metal)
     assert code == 1 and "stray" in output and not calls
 
 
