@@ -33,7 +33,7 @@ def choose_plan(simulator: str = "") -> Plan:
     """
     if sys.platform != "darwin":
         return Plan.short(simulator)
-    done = subprocess.run(("sysctl", "-n", "kern.hv_vmm_present"), capture_output=True, text=True)
+    done = subprocess.run(("/usr/sbin/sysctl", "-n", "kern.hv_vmm_present"), capture_output=True, text=True)
     return Plan.virtual() if done.stdout.strip() == "1" else Plan()
 
 
