@@ -35,7 +35,7 @@ disagg: .venv/.installed-dev  ## prefill on one server, decode on another, on th
 gateway: .venv/.installed-dev  ## two servers, the KV store that they share and a gateway before them, on this machine
 	$(BIN)/python -m tools.gateway.demo $(MODEL) $(ARGS)
 
-mac: .venv/.installed $(if $(filter Linux,$(shell uname -s)),clang)  ## measure this machine for ten minutes; writes mac-report.md and mac-report.json
+mac: .venv/.installed $(if $(filter Linux,$(shell uname -s)),clang)  ## measure this machine for ten minutes a model; writes mac-report.md and mac-report.json
 	$(BIN)/python -m tools.mac_report $(MODELS) $(ARGS)
 
 test: .venv/.installed-dev clang chromium  ## all tests, long sweeps run small

@@ -12,8 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from metal_engine.doctor.full import fetch_models, run_full
-from metal_engine.doctor.plan import Plan
+from metal_engine.doctor.full import choose_plan, fetch_models, run_full
 
 
 def main() -> int:
@@ -22,9 +21,8 @@ def main() -> int:
     parser.add_argument("model", nargs="*", default=["demo"], help="models to measure (default: demo)")
     parser.add_argument("--out", type=Path, default=Path(), metavar="FOLDER", help="folder for the report (default: .)")
     args = parser.parse_args()
-    plan = Plan() if sys.platform == "darwin" else Plan.short(simulator="tools.metal_sim")
     fetch_models(args.model)
-    return int(not run_full(args.model, plan, args.out, lambda line: print(line, flush=True)))
+    return int(not run_full(args.model, choose_plan("tools.metal_sim"), args.out, lambda line: print(line, flush=True)))
 
 
 if __name__ == "__main__":

@@ -218,10 +218,13 @@ _OTHER_TOWERS = re.compile(
 )
 
 
-def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_bytes: int | None) -> int:
-    """Return the size of a checkpoint's weights in memory, in bytes.
+def text_tensors(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """Return the tensors of the text model. The weights of vision and audio towers are never read."""
+    return [tensor for tensor in tensors if not _OTHER_TOWERS.match(tensor.name)]
 
-    Weights of vision and audio towers do not count: they are never read.
+
+def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_bytes: int | None) -> int:
+    """Return the size of the text model's weights in memory, in bytes.
 
     Args:
         tensors: tensors as stored.
@@ -231,7 +234,7 @@ def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_
     Raises:
         ModelLoadError: the configuration has an impossible number of bits.
     """
-    stored = {tensor.name: tensor for tensor in tensors if not _OTHER_TOWERS.match(tensor.name)}
+    stored = {tensor.name: tensor for tensor in text_tensors(tensors)}
     if float_bytes is None:
         return sum(tensor.nbytes for tensor in stored.values())
     quantization = config.get("quantization") or config.get("quantization_config") or {}

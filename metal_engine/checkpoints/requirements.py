@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from metal_engine.checkpoints.checkpoint import StoredTensor, check_num_layers, weight_bytes
+from metal_engine.checkpoints.checkpoint import StoredTensor, check_num_layers, text_tensors, weight_bytes
 from metal_engine.checkpoints.gguf.config import default_dtype
 from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.checkpoints.gguf.weights import loaded_bytes
@@ -61,6 +61,7 @@ def safetensors_facts(
         ModelLoadError: the configuration and the tensors do not match.
     """
     check_num_layers(config, len(tensors))
+    tensors = text_tensors(tensors)
     stored = Counter(_FLOAT_TYPES[tensor.dtype] for tensor in tensors if tensor.dtype in _FLOAT_TYPES)
     dtype = _dtype(args, device, stored.most_common(1)[0][0] if stored else "float16")
     float_bytes = _DTYPE_BYTES[dtype] if device.kind == "cpu" else None

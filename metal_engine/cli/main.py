@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -203,18 +202,17 @@ def doctor(
         list[str] | None, typer.Argument(metavar="[MODEL]...", help=f"Models to test: {MODEL_HELP}", show_default=False)
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Measure for up to ten minutes, and write mac-report.md and .json.")
+        bool, typer.Option("--full", help="Measure for up to ten minutes a model, and write mac-report.md and .json.")
     ] = False,
 ) -> None:
     """Report versions, device and memory, and test models, for bug reports. Status 1 if a check fails."""
     set_up_logging("warning")
     if full:
-        from metal_engine.doctor.full import fetch_models, run_full
-        from metal_engine.doctor.plan import Plan
+        from metal_engine.doctor.full import choose_plan, fetch_models, run_full
 
-        names, plan = models or ["demo"], Plan() if sys.platform == "darwin" else Plan.short()
+        names = models or ["demo"]
         fetch_models(names)
-        if not run_full(names, plan, Path(), lambda line: print(line, flush=True)):
+        if not run_full(names, choose_plan(), Path(), lambda line: print(line, flush=True)):
             raise typer.Exit(1)
         return
     from metal_engine.doctor.examine import examine

@@ -193,6 +193,4 @@ def _try_model(model: str) -> list[Finding]:
     runs = f"{info.model_type}, {info.dtype}, KV in {info.kv_dtype}, attention by {config.attention}"
     findings = [Finding(model, f"{runs}: {prompt!r} -> {text!r}", FAILED if wrong else OK)]
     findings += [Finding(name, state) for name, state in features(engine.core)]
-    if tuning := config.attention_tuning:
-        findings.append(Finding("attention tuning", tuning))
     return findings

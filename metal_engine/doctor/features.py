@@ -15,6 +15,8 @@ def features(core: EngineCore) -> Iterator[tuple[str, str]]:
     yield "attention kernel", config.attention
     if layers.metal:
         yield "tensor operations", layers.tensor_ops or "off: this GPU or this macOS lacks them"
+    if config.attention_tuning:
+        yield "attention tuning", config.attention_tuning
     is_ahead = config.scheduler.async_scheduling
     yield "planning ahead", "on" if is_ahead else "off: by default only on Metal, with one rank and no draft model"
     if is_ahead:

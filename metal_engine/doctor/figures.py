@@ -25,8 +25,8 @@ class Promise:
         value: promised value, in the figure's unit.
         at_most: True if smaller figures are better, False if larger figures are better.
         slack: largest deviation of a figure that is as promised, as a fraction of ``value``.
-        is_required: True if the report fails when the figure is worse: results are wrong, or memory exceeds its limit.
-            Other promises concern speed.
+        is_required: True if the report fails when the figure is worse, because results are wrong. Other promises
+            concern speed and memory.
         flag: flag or setting that helps if the figure is worse; empty if there is none.
     """
 
@@ -37,7 +37,7 @@ class Promise:
     flag: str = ""
 
     def judge(self, value: float) -> Verdict:
-        """Compare a figure with the promise. NaN is worse. Only promises of speed can be exceeded."""
+        """Compare a figure with the promise. NaN is worse. Results cannot be better than right."""
         margin = self.slack * abs(self.value)
         gain = self.value - value if self.at_most else value - self.value
         if isnan(gain) or gain < -margin:
@@ -67,7 +67,7 @@ class Figure:
         name: description of the measurement.
         value: measured number; None if it could not be measured.
         unit: unit of ``value``; empty for ratios and counts.
-        promise: expected value; None for a number that is only reported.
+        promise: expected value; None without a value.
         note: further numbers of the measurement. Without a value, the reason.
         is_simulated: True if the simulator ran the kernels instead of a GPU.
     """
@@ -80,15 +80,15 @@ class Figure:
     is_simulated: bool = False
 
     @property
-    def verdict(self) -> Verdict | None:
-        """Verdict about the figure; None if nothing was promised."""
-        if self.value is None:
+    def verdict(self) -> Verdict:
+        """Verdict about the figure."""
+        if self.value is None or self.promise is None:
             return Verdict.NOT_MEASURED
-        return None if self.promise is None else self.promise.judge(self.value)
+        return self.promise.judge(self.value)
 
     @property
     def is_failure(self) -> bool:
-        """True if the figure shows wrong results or exceeds a limit."""
+        """True if the figure shows wrong results."""
         return self.verdict is Verdict.WORSE and self.promise is not None and self.promise.is_required
 
 

@@ -25,6 +25,18 @@ _LEAST_SECONDS = 10.0
 _MAX_ERROR = 800  # characters
 
 
+def choose_plan(simulator: str = "") -> Plan:
+    """Return the plan for this machine.
+
+    Args:
+        simulator: module that runs the kernels on machines without Metal; empty to leave them out.
+    """
+    if sys.platform != "darwin":
+        return Plan.short(simulator)
+    done = subprocess.run(("/usr/sbin/sysctl", "-n", "kern.hv_vmm_present"), capture_output=True, text=True)
+    return Plan.virtual() if done.stdout.strip() == "1" else Plan()
+
+
 def fetch_models(models: Sequence[str]) -> None:
     """Download missing models, which shows its progress and takes none of the report's time.
 
@@ -43,20 +55,21 @@ def run_full(
     The report is written after each section, so that an interrupted run leaves a report.
 
     Args:
-        models: models to measure, at least one.
+        models: models to measure, at least one. Each model has ``plan.seconds``, and the time that earlier models left.
         say: callback that receives lines about the progress.
 
     Returns:
         True if no section failed and no result was wrong. Slow results do not count.
     """
-    end = time.monotonic() + plan.seconds
-    runs = [(section, "") for section in sections if not section.has_model]
-    runs += [(section, model) for model in models for section in sections if section.has_model]
+    began = time.monotonic()
+    runs = [(section, "", 1) for section in sections if not section.has_model]
+    runs += [(section, model, n) for n, model in enumerate(models, 1) for section in sections if section.has_model]
     results: list[SectionResult] = []
-    for section, model in runs:
+    for section, model, num_models in runs:
         title = f"{section.name} ({_label(model)})" if model else section.name
         say(f"{title} …")
-        results.append(_run(section, model, plan, min(section.seconds, end - time.monotonic())))
+        left = began + num_models * plan.seconds - time.monotonic()
+        results.append(_run(section, model, plan, min(section.seconds, left)))
         if results[-1].error:
             say(f"  failed: {results[-1].error}")
         paths = write_report(results, folder)

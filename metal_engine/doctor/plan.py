@@ -44,7 +44,7 @@ class Plan:
     """Sizes of the measurements. Lengths are in tokens. The defaults are for a Mac and take about ten minutes.
 
     Attributes:
-        seconds: time limit of the whole report.
+        seconds: time limit of the report for each model. The first model's includes the sections without a model.
         batches: numbers of requests at once.
         prompt_tokens: length of each prompt.
         output_tokens: length of each output.
@@ -94,6 +94,19 @@ class Plan:
             sustained_seconds=1.0,
             kv_cache_bytes=64 << 20,
             simulator=simulator,
+        )
+
+    @classmethod
+    def virtual(cls) -> Plan:
+        """Return a shorter plan for virtual Macs, because their GPUs are slow."""
+        return cls(
+            seconds=300.0,
+            output_tokens=32,
+            long_prompts=(2000,),
+            repeats=5,
+            decode_steps=24,
+            sustained_seconds=10.0,
+            kv_cache_bytes=1 << 30,
         )
 
     @classmethod

@@ -15,6 +15,7 @@ MARKDOWN, JSON = "mac-report.md", "mac-report.json"
 # Version of the JSON format.
 _FORMAT = 1
 _HEAD = "| figure | measured | promised | verdict | if worse |\n| --- | ---: | ---: | --- | --- |\n"
+_NO_FLAG = "no flag helps"
 _SEND = f"""## Send this report
 
 Open an issue in the project's repository, and attach `{JSON}` and this file. Both contain the names of the models,
@@ -48,8 +49,7 @@ def _finite(value: float | None) -> float | str | None:
 
 def count_verdicts(results: Sequence[SectionResult]) -> Counter[Verdict]:
     """Return the number of figures with each verdict."""
-    verdicts = (figure.verdict for result in results for figure in result.figures)
-    return Counter(verdict for verdict in verdicts if verdict is not None)
+    return Counter(figure.verdict for result in results for figure in result.figures)
 
 
 def summary(results: Sequence[SectionResult]) -> list[str]:
@@ -62,9 +62,9 @@ def summary(results: Sequence[SectionResult]) -> list[str]:
         for figure in result.figures:
             if figure.verdict is Verdict.WORSE and figure.promise is not None:
                 kind = "wrong" if figure.is_failure else "worse"
-                flag = f"; {figure.promise.flag}" if figure.promise.flag else ""
+                remedy = figure.promise.flag or _NO_FLAG
                 lines.append(
-                    f"{kind}: {_title(result)}, {figure.name}: {_value(figure)}, promised {figure.promise}{flag}"
+                    f"{kind}: {_title(result)}, {figure.name}: {_value(figure)}, promised {figure.promise}; {remedy}"
                 )
     return lines
 
@@ -93,12 +93,11 @@ def _title(result: SectionResult) -> str:
 
 
 def _row(figure: Figure) -> str:
-    promise, verdict = figure.promise, figure.verdict or ""
-    if verdict is Verdict.WORSE:
-        verdict = "**wrong**" if figure.is_failure else "**worse**"
+    promise, verdict, remedy = figure.promise, str(figure.verdict), ""
+    if promise is not None and figure.verdict is Verdict.WORSE:
+        verdict, remedy = "**wrong**" if figure.is_failure else "**worse**", promise.flag or _NO_FLAG
     name = f"{figure.name}, *simulated*" if figure.is_simulated else figure.name
-    flag = promise.flag if promise is not None and figure.verdict is Verdict.WORSE else ""
-    cells = (name, _value(figure), "" if promise is None else str(promise), verdict, flag)
+    cells = (name, _value(figure), "" if promise is None else str(promise), verdict, remedy)
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -12,13 +12,6 @@ import mlx.core as mx
 Call = Callable[[], Any]
 
 
-def seconds(call: Call, repeats: int) -> float:
-    """Return the median time of a call in seconds, after two calls that are not timed."""
-    for _ in range(2):
-        mx.eval(call())
-    return statistics.median(_timed(call) for _ in range(repeats))
-
-
 def in_turns(calls: Mapping[str, Call], repeats: int) -> dict[str, float]:
     """Return the median time of each call in seconds, without the first round. All calls run once in each round."""
     times: dict[str, list[float]] = {name: [] for name in calls}

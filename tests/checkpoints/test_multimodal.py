@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import quantize_model
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.loader import load
+from metal_engine.checkpoints.requirements import safetensors_facts
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.args import EngineArgs
@@ -25,6 +29,7 @@ from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model
 
 CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
+METAL = replace(CPU, kind="metal")
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 12)
 
 
@@ -60,13 +65,20 @@ CHECKPOINTS: list[tuple[str, Callable[[str], str], tuple[str, ...]]] = [
     ("kimi_k25", as_stored, ("vision_tower", "mm_projector")),
     ("qwen3_vl", nested, ("model.visual",)),
     ("qwen3_vl", as_stored, ("vision_tower",)),
+    ("qwen3_vl_moe", nested, ("model.visual",)),
+    ("qwen3_vl_moe", as_stored, ("vision_tower",)),
     ("qwen2_vl", beside, ("visual",)),
     ("lfm2-vl", as_stored, ("vision_tower", "multi_modal_projector")),
 ]
 
+# Models whose quantized checkpoints for MLX have vision weights, too.
+QUANTIZED = ("qwen3_5", "gemma3", "gemma4", "mistral3", "kimi_vl", "qwen3_vl")
 
-def write(folder: Path, model_type: str, rename: Callable[[str], str], others: tuple[str, ...]) -> Any:
-    """Write a checkpoint with vision weights. Return the mlx-lm model of its text."""
+
+def write(
+    folder: Path, model_type: str, rename: Callable[[str], str], others: tuple[str, ...], bits: int | None = None
+) -> Any:
+    """Write a checkpoint with vision weights, all of them quantized if ``bits`` is given. Return the text model."""
     config = configuration(model_type)
     config["text_config"] = {**config["text_config"], "vocab_size": VOCAB_SIZE}
     if "vocab_size_per_layer_input" in config["text_config"]:
@@ -75,10 +87,13 @@ def write(folder: Path, model_type: str, rename: Callable[[str], str], others: t
     if model_type == "gemma4":  # every published one shares the embedding with the LM head
         config["text_config"]["tie_word_embeddings"] = True
     model = random_model(config)
+    if bits is not None:
+        model, config = quantize_model(model, config, 32, bits)
     weights = {rename(name): array for name, array in tree_flatten(model.parameters())}
     for other in others:
-        weights[f"{other}.layers.0.proj.weight"] = mx.random.normal((48, 32))
-        weights[f"{other}.layers.0.proj.bias"] = mx.random.normal((48,))
+        layer = nn.Linear(32, 48)
+        arrays = layer if bits is None else layer.to_quantized(32, bits)
+        weights |= {f"{other}.layers.0.proj.{name}": array for name, array in arrays.parameters().items()}
     write_weights(folder, weights, 1)
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder)
@@ -91,15 +106,26 @@ def write(folder: Path, model_type: str, rename: Callable[[str], str], others: t
 def test_text_works_from_a_multimodal_checkpoint(
     tmp_path: Path, model_type: str, rename: Callable[[str], str], others: tuple[str, ...]
 ) -> None:
-    original = write(tmp_path, model_type, rename, others)
-    loaded = load(EngineArgs(model=str(tmp_path)), CPU)
+    check(tmp_path, write(tmp_path, model_type, rename, others), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("model_type", QUANTIZED)
+def test_text_works_from_a_quantized_multimodal_checkpoint(tmp_path: Path, model_type: str) -> None:
+    check(tmp_path, write(tmp_path, model_type, as_stored, ("vision_tower",), bits=4), tolerance=1e-4)
+
+
+def check(folder: Path, original: Any, tolerance: float) -> None:
+    """Load a checkpoint. Compare its logits, and the computed size of its weights, with the text model's."""
+    loaded = load(EngineArgs(model=str(folder)), CPU)
 
     def logits(model: Any) -> np.ndarray:
         return np.array(model(mx.array(TOKENS)[None], cache=make_prompt_cache(model))[0])
 
     expected = logits(original)
-    assert np.abs(logits(loaded.model) - expected).max() < 1e-5 * np.abs(expected).max()
+    assert np.abs(logits(loaded.model) - expected).max() < tolerance * np.abs(expected).max()
     check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)
-    taken = sum(array.nbytes for _, array in tree_flatten(loaded.model.parameters()))
-    tensors = checkpoint.stored_tensors(checkpoint.weight_files(tmp_path))
-    assert checkpoint.weight_bytes(tensors, checkpoint.read_config(tmp_path), None) == taken
+    num_bytes = sum(array.nbytes for _, array in tree_flatten(original.parameters()))
+    tensors = list(checkpoint.stored_tensors(checkpoint.weight_files(folder)))
+    facts = safetensors_facts(checkpoint.read_config(folder), tensors, EngineArgs(model=str(folder)), METAL)
+    # On Metal, the weights keep their type, so reading them takes no further memory.
+    assert (facts.weight_bytes, facts.reading_bytes) == (num_bytes, 0)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from math import inf, nan
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from metal_engine.bench.offline import OfflineRun
+from metal_engine.doctor import sections
 from metal_engine.doctor.figures import (
     Figure,
     Promise,
@@ -25,9 +29,11 @@ from metal_engine.doctor.plan import SECTIONS, Plan
 from metal_engine.doctor.report import markdown, summary, to_json, write_report
 from metal_engine.doctor.sections.generation import _first_token, _throughput
 from metal_engine.doctor.sections.machine import _low_power_mode
-from metal_engine.doctor.sections.memory import memory_figure
+from metal_engine.doctor.sections.memory import memory_figure, wired_step_figure
+from metal_engine.doctor.sections.recurrences import kernel_error
 from metal_engine.doctor.sections.steps import AHEAD, ONE_BY_ONE, QUEUED, REPLAYED, step_figures
 from metal_engine.doctor.sections.sustained import Round, sustained_figures
+from metal_engine.settings.args import EngineArgs
 
 GIB = 1 << 30
 
@@ -54,8 +60,7 @@ def test_verdicts(promise: Promise, value: float, verdict: Verdict) -> None:
     assert Figure("a figure", value, promise=promise).verdict is verdict
 
 
-def test_what_has_no_promise_or_no_value_has_no_judgement() -> None:
-    assert Figure("a figure", 3.0).verdict is None
+def test_a_figure_without_a_value_is_not_judged() -> None:
     assert not_measured("a figure", "why").verdict is Verdict.NOT_MEASURED
     assert not not_measured("a figure", "why").is_failure
 
@@ -81,20 +86,21 @@ def planted_run(seconds: float, first_token: float = 0.1, num_tokens: int = 10) 
     return OfflineRun(seconds, [first_token], [[1] * num_tokens], [0])
 
 
-def verdicts(figures: object) -> list[Verdict | None]:
+def verdicts(figures: object) -> list[Verdict]:
     return [figure.verdict for figure in figures]  # type: ignore[attr-defined]
 
 
 def test_a_slower_engine_than_mlx_lm_is_worse() -> None:
-    assert verdicts(_throughput("4 at once", planted_run(2.0), planted_run(1.0))) == [None, Verdict.WORSE]
-    assert verdicts(_throughput("4 at once", planted_run(1.0), planted_run(2.0))) == [None, Verdict.BETTER]
-    assert verdicts(_throughput("4 at once", planted_run(1.0), planted_run(1.0))) == [None, Verdict.AS_PROMISED]
-    assert verdicts(_first_token("a prompt", planted_run(1.0, 0.9), planted_run(1.0, 0.3))) == [None, Verdict.WORSE]
+    assert _throughput("4 at once", planted_run(2.0), planted_run(1.0)).verdict is Verdict.WORSE
+    assert _throughput("4 at once", planted_run(1.0), planted_run(2.0)).verdict is Verdict.BETTER
+    assert _throughput("4 at once", planted_run(1.0), planted_run(1.0)).verdict is Verdict.AS_PROMISED
+    assert _first_token("a prompt", planted_run(1.0, 0.9), planted_run(1.0, 0.3)).verdict is Verdict.WORSE
 
 
 def test_a_way_to_run_a_step_that_does_not_help_is_worse_and_has_a_flag() -> None:
-    figures = list(step_figures({ONE_BY_ONE: 0.010, AHEAD: 0.012, QUEUED: 0.008, REPLAYED: "replay is off"}))
-    named = {figure.name: figure for figure in figures}
+    items = list(step_figures({ONE_BY_ONE: 0.010, AHEAD: 0.012, QUEUED: 0.008, REPLAYED: "replay is off"}))
+    assert items[0] == (f"step {ONE_BY_ONE}", "10 ms")
+    named = {figure.name: figure for figure in items if isinstance(figure, Figure)}
     ahead = named[f"step {AHEAD}: time relative to steps {ONE_BY_ONE}"]
     assert ahead.verdict is Verdict.WORSE and ahead.promise is not None and "async" in ahead.promise.flag
     assert named[f"step {QUEUED}: time relative to steps {AHEAD}"].verdict is Verdict.BETTER
@@ -104,12 +110,14 @@ def test_a_way_to_run_a_step_that_does_not_help_is_worse_and_has_a_flag() -> Non
 def test_more_memory_than_promised_is_worse() -> None:
     assert memory_figure("peak", 5 * GIB, 4 * GIB).verdict is Verdict.WORSE
     assert memory_figure("peak", 4 * GIB, 4 * GIB).verdict is not Verdict.WORSE
+    assert wired_step_figure(0.010, 0.012).verdict is Verdict.WORSE
+    assert wired_step_figure(0.010, 0.010).verdict is Verdict.AS_PROMISED
 
 
 def test_a_machine_that_slows_down_or_leaks_is_worse() -> None:
-    def planted(rates: list[float], sizes: list[int], num_failed: int = 0) -> list[Verdict | None]:
+    def planted(rates: list[float], sizes: list[int], num_failed: int = 0) -> list[Verdict]:
         rounds = [Round(rate, size) for rate, size in zip(rates, sizes, strict=True)]
-        return verdicts(sustained_figures(rounds, num_failed))[1:]
+        return verdicts(sustained_figures(rounds, num_failed))
 
     fine = [Verdict.AS_PROMISED] * 3
     assert planted([10.0] * 8, [100] * 8) == fine
@@ -123,6 +131,23 @@ def test_the_utilization_in_the_registry() -> None:
     text = '+-o AGXAcceleratorG13X\n{ "PerformanceStatistics" = {"Device Utilization %"=97,"Tiler Utilization %"=1}}'
     assert utilization_of(text) == 97
     assert utilization_of("nothing") is None
+
+
+@pytest.mark.parametrize("second", [[2.0, 2.0], [nan, 1.0]])
+def test_wrong_results_of_a_kernel_in_one_of_its_outputs_are_seen(second: list[float]) -> None:
+    outputs, expected = [mx.array([1.0, 1.0]), mx.array([1.0, 1.0])], [np.ones(2), np.array(second)]
+    assert kernel_error("a kernel", outputs, expected, mx.float32).is_failure
+    assert not kernel_error("a kernel", outputs, [np.ones(2), np.ones(2)], mx.float32).is_failure
+
+
+def test_flags_that_the_report_names_exist() -> None:
+    """Every flag in the sources of the sections is a flag of the server."""
+    paths = Path(sections.__path__[0]).glob("*.py")
+    sources = "".join(path.read_text() for path in paths if path.stem != "machine")  # which calls other programs
+    settings = {field.replace("_", "-") for field in EngineArgs.__dataclass_fields__}
+    named = re.findall(r"--([a-z][a-z-]+)", sources)
+    assert {"attention-backend", "no-async-scheduling", "kv-cache-dir"} <= set(named)
+    assert {name.removeprefix("no-") for name in named} <= settings | {"config"}
 
 
 def test_the_low_power_mode() -> None:
@@ -155,6 +180,7 @@ def test_the_report_shows_what_is_worse_first_with_the_flag_that_helps() -> None
     assert "--attention-backend mlx" in text and "| fine | 1 s | at most 1 | as promised |  |" in text
     assert "**Memory: demo failed**: ended with signal SIGABRT" in text and "**wrong**" in text
     assert "error, *simulated*" in text and "There is no Metal here" in text
+    assert "| nan | at most 0.1 | **wrong** | no flag helps |" in text
     assert "## Send this report" in text and "mac-report.json" in text
     assert summary(RESULTS)[0] == "1 as promised, 0 better, 2 worse, 1 not measured."
 

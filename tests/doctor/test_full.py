@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.ssm import ssm_update
 
 from metal_engine.doctor import full
-from metal_engine.doctor.figures import Figure, Verdict
+from metal_engine.doctor.figures import Figure, SectionResult, Verdict
 from metal_engine.doctor.full import run_full
 from metal_engine.doctor.plan import SECTIONS, Plan, Section
 from metal_engine.doctor.section_process import Item, run_section
@@ -56,11 +57,12 @@ def test_every_section_measures_here(section: Section, model: str) -> None:
     assert facts or figures
     assert [name for name, figure in figures.items() if figure.is_failure] == []
     assert all(figure.note for figure in figures.values() if figure.verdict is Verdict.NOT_MEASURED)
+    assert all((figure.value is None) == (figure.promise is None) for figure in figures.values())
     expected = {
-        "machine": lambda: {"system", "tiny model", "load of the machine"} <= facts.keys(),
+        "machine": lambda: {"system", "tiny model", "time", "load of the machine"} <= facts.keys(),
         "attention": lambda: len(figures) == len(PLAN.attention_steps),
         "recurrences": lambda: sum(figure.is_simulated for figure in figures.values()) == 3,
-        "kernels": lambda: any("int8" in name and figure.is_simulated for name, figure in figures.items()),
+        "kernels": lambda: sum("int" in name and figure.is_simulated for name, figure in figures.items()) == 2,
         "generation": lambda: "3 at once: throughput relative to mlx-lm's" in figures and facts["one chat"],
         "steps": lambda: "step planned ahead: time relative to steps one by one" in figures and "replay" in facts,
         # Arrays of other tests in this process count, too, so the verdict may be anything.
@@ -85,7 +87,7 @@ def test_parts_for_metal_run(module: str, model: str, monkeypatch: pytest.Monkey
         case "steps":
             assert "no utilization" in figures["GPU busy during decode steps"].note
         case "memory":
-            assert {"decode step, wired", "decode step, not wired"} <= figures.keys()
+            assert figures["decode step with wired memory: time relative to without"].value
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,37 @@ def test_a_kernel_with_wrong_results_fails_the_report(model: str, monkeypatch: p
     _, figures = run(next(section for section in SECTIONS if section.module == "kernels"), model)
     wrong = [figure for name, figure in figures.items() if name.startswith("attention")]
     assert wrong and all(figure.is_failure and figure.value == pytest.approx(0.1, rel=0.01) for figure in wrong)
+
+
+def test_a_kernel_that_does_not_run_is_reported_and_the_rest_is_measured(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: the device refuses the kernel over quantized K and V."""
+    from metal_engine.doctor.sections import kernels
+
+    attend = kernels.attend_random
+
+    def refuses(backend: Any, kind: Any, *arguments: Any) -> Any:
+        if "int8" in str(kind):
+            raise RuntimeError("no such instruction")
+        return attend(backend, kind, *arguments)
+
+    monkeypatch.setattr(kernels, "attend_random", refuses)
+    _, figures = run(next(section for section in SECTIONS if section.module == "kernels"), model)
+    (failed,) = (figure for figure in figures.values() if figure.is_failure)
+    assert "int8" in failed.name and "no such instruction" in failed.note
+    assert any(name.startswith("check at load") for name in figures)
+
+
+def test_a_model_that_the_kernel_does_not_support_is_checked_with_mlx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("metal_engine.doctor.sections.kernels.has_metal", lambda: True)
+    model = write_checkpoint(tmp_path / "model", config={"hidden_size": 72})
+    _, figures = run(next(section for section in SECTIONS if section.module == "kernels"), str(model))
+    (kernel,) = (figure for name, figure in figures.items() if name.startswith("attention"))
+    (check,) = (figure for name, figure in figures.items() if name.startswith("check at load"))
+    assert "does not support" in kernel.note and check.verdict is Verdict.AS_PROMISED
 
 
 @pytest.mark.parametrize("gap", [0.0, 0.5])
@@ -193,6 +226,32 @@ def test_a_section_that_fails_leaves_what_it_has_measured(
 def test_sections_without_time_are_reported(tmp_path: Path) -> None:
     assert not run_full(["demo"], Plan(seconds=5.0), tmp_path, lambda line: None, SECTIONS[:1])
     assert "no time was left" in (tmp_path / "mac-report.md").read_text()
+
+
+def test_every_model_has_the_time_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def nothing(section: Section, model: str, plan: Plan, seconds: float) -> SectionResult:
+        given.append(seconds)
+        return SectionResult(section.name, model)
+
+    monkeypatch.setattr(full, "_run", nothing)
+    sections = [Section("Without", "none", 500.0, has_model=False), Section("With", "none", 1000.0)]
+    assert run_full(["one", "two"], Plan(seconds=600.0), tmp_path, lambda line: None, sections)
+    assert given == pytest.approx([500.0, 600.0, 1000.0], abs=5.0)
+
+
+@pytest.mark.parametrize(
+    ("platform", "is_virtual", "plan"),
+    [("linux", "", Plan.short("tools.metal_sim")), ("darwin", "1\n", Plan.virtual()), ("darwin", "0\n", Plan())],
+)
+def test_virtual_macs_and_linux_have_shorter_plans(
+    platform: str, is_virtual: str, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess([], 0, stdout=is_virtual)
+    monkeypatch.setattr(full.sys, "platform", platform)
+    monkeypatch.setattr(full.subprocess, "run", lambda *command, **options: done)
+    assert full.choose_plan("tools.metal_sim") == plan
 
 
 def test_models_on_the_hub_are_downloaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

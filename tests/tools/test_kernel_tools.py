@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from metal_engine.attention.portable.backend import PortableBackend
+from tools.benchmarks import attention
 from tools.metal_sim.__main__ import TABLE
 from tools.metal_sim.kernel_mutants import MUTANTS, caught
 from tools.metal_sim.report import SHAPES, Line, table
@@ -60,6 +63,16 @@ def test_the_committed_table_is_what_the_report_writes() -> None:
     text, lines = table()
     assert all(line.ratio <= line.shape.allowed for line in lines)
     assert text == TABLE.read_text()
+
+
+def test_benchmark_of_times_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The part for Macs, with MLX's operations instead of the kernel."""
+    monkeypatch.setattr("metal_engine.attention.metal.backend.MetalBackend", PortableBackend)
+    monkeypatch.setattr(attention, "copy_bandwidth", lambda: 1e11)
+    attention.on_metal(tuple(replace(shape, requests=1) for shape in attention.SMOKE))
+    table = [line.split("|") for line in capsys.readouterr().out.splitlines() if "x" in line]
+    assert [len(cells) for cells in table] == [7, 7]
+    assert all(float(cell) > 0 for cell in table[0][2:6]) and not table[1][5].strip()
 
 
 def test_benchmark_prints_a_table() -> None:

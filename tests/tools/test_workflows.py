@@ -48,5 +48,7 @@ def test_the_hosted_mac_checks_its_gpu_first_and_keeps_the_report() -> None:
         for words in ("mx.default_device() == mx.Device(mx.gpu)", "pytest -m metal", "make mac")
     )
     assert gpu < tests < report
+    # The installation and the last steps need the rest.
+    assert sum(job["steps"][place]["timeout-minutes"] for place in (tests, report)) <= job["timeout-minutes"] - 5
     assert any("GITHUB_STEP_SUMMARY" in command for command in commands[report:])
     assert job["steps"][-1]["with"]["path"] == "mac-report.*"

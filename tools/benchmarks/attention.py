@@ -1,8 +1,8 @@
 """Compares the attention kernel with MLX's own attention and with the memory bandwidth.
 
-On a Mac, times the kernel on the GPU. Prefill is compared with ``mx.fast.scaled_dot_product_attention`` on contiguous K
-and V. Decode is compared with the time to read K and V at the bandwidth of a large copy in the same run. On other
-machines, prints the simulator's counts for the same shapes.
+On a Mac, times the kernel on the GPU, beside ``mx.fast.scaled_dot_product_attention`` on contiguous K and V. Decode is
+also compared with the time to read K and V at the bandwidth of a large copy in the same run. On other machines, prints
+the simulator's counts for the same shapes.
 
     python -m tools.benchmarks.attention [--smoke]
 """
@@ -76,49 +76,32 @@ def copy_bandwidth() -> float:
     """Return the bandwidth of a large elementwise operation: bytes read and written per second."""
     import mlx.core as mx
 
-    from metal_engine.doctor.timing import seconds
+    from metal_engine.doctor.timing import in_turns
 
     a = mx.zeros((256 << 20,), mx.uint8)
     mx.eval(a)
-    return 2 * a.nbytes / seconds(lambda: a + 1, 10)
+    return 2 * a.nbytes / in_turns({"copy": lambda: a + 1}, 10)["copy"]
 
 
 def on_metal(shapes: tuple[StepShape, ...]) -> None:
     """Print times, and ratios of times measured in this run."""
     import mlx.core as mx
 
+    from metal_engine.attention.backend import AttentionKind
     from metal_engine.attention.metal.backend import MetalBackend
-    from metal_engine.doctor.timing import seconds
+    from metal_engine.doctor.sections.attention import layer_seconds
+    from metal_engine.kv_cache.spec import KVSpec
 
-    backend = MetalBackend()
+    backend, dtype = MetalBackend(), mx.float16
     bandwidth = copy_bandwidth()
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s\n")
-    print("| shape | kernel, ms | compared with | its ms | kernel / it |\n| --- | ---: | --- | ---: | ---: |")
+    print("| shape | kernel, ms | MLX, ms | kernel / MLX | kernel / reading K and V |")
+    print("| --- | ---: | ---: | ---: | ---: |")
     for shape in shapes:
-        rows, q, state = make_step(shape)
-        attention = backend.for_step(rows)
-        scale = shape.head_dim**-0.5
-        # One evaluation contains several layers, as in a model's step. With one layer, the launch would dominate.
-        layers = 16 if shape.query == 1 else 4
-
-        def kernel(attention=attention, q=q, state=state, scale=scale, layers=layers):  # type: ignore[no-untyped-def]
-            return [attention.attend(q + i, state, scale=scale) for i in range(layers)]
-
-        ours = seconds(kernel, 20) / layers
-        if shape.query == 1:
-            name, other = "reading K and V", shape.kv_bytes / bandwidth
-        else:
-            heads = (1, shape.requests * shape.query, shape.num_heads, shape.head_dim)
-            queries = q.reshape(heads).swapaxes(1, 2)
-            keys, values = (c[None, : shape.context].swapaxes(1, 2) for c in (state.keys, state.values))
-            name = "mx.fast.scaled_dot_product_attention"
-
-            def reference(queries=queries, keys=keys, values=values, scale=scale, layers=layers):  # type: ignore[no-untyped-def]
-                attention = mx.fast.scaled_dot_product_attention
-                return [attention(queries + i, keys, values, scale=scale, mask="causal") for i in range(layers)]
-
-            other = seconds(reference, 20) / layers
-        print(f"| {shape.name} | {ours * 1e3:.3f} | {name} | {other * 1e3:.3f} | {ours / other:.2f} |")
+        kind = AttentionKind(KVSpec(shape.num_kv_heads, shape.head_dim, shape.head_dim, dtype), shape.num_heads, dtype)
+        ours, theirs = layer_seconds(backend, kind, (shape.requests, shape.query, shape.context), 20)
+        reading = f"{ours * bandwidth / shape.kv_bytes:.2f}" if shape.query == 1 else ""
+        print(f"| {shape.name} | {ours * 1e3:.3f} | {theirs * 1e3:.3f} | {ours / theirs:.2f} | {reading} |")
 
 
 def simulated(shapes: tuple[StepShape, ...]) -> None:

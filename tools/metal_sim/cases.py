@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.device.info import has_tensor_ops
 from metal_engine.doctor.references.attention import TOLERANCE as ATTENTION_TOLERANCE
 from metal_engine.doctor.references.recurrence import TOLERANCE as RECURRENT_TOLERANCE
 from metal_engine.doctor.references.recurrence import relative_errors
@@ -34,6 +35,7 @@ class AttentionCase:
     softcap: float | None = None
     has_sinks: bool = False
     quantized: tuple[int, int] | None = None  # bits and group size of K and V
+    latent_dim: int | None = None  # number of columns of K that are V; None for ordinary keys
 
     @property
     def allowed(self) -> float:
@@ -46,14 +48,17 @@ class AttentionCase:
             num_heads=self.heads[0],
             num_kv_heads=self.heads[1],
             head_dim=self.head_dim,
+            v_head_dim=self.latent_dim,
+            is_latent=self.latent_dim is not None,
             dtype=self.dtype,
             window=self.window,
             quantized=self.quantized,
         )
         sinks = mx.array(np.linspace(-2, 4, self.heads[0], dtype=np.float32)).astype(self.dtype)
         options = {"scale": self.head_dim**-0.5, "window": self.window, "softcap": self.softcap}
-        attention = MetalBackend(factory).for_step(step.rows)
+        attention = MetalBackend(factory, tensor_ops=has_tensor_ops()).for_step(step.rows)
         out = attention.attend(step.q, step.state, sinks=sinks if self.has_sinks else None, **options)
+        out = out[..., : self.latent_dim]
         expected = step.reference(sinks=np.array(sinks.astype(mx.float32)) if self.has_sinks else None, **options)
         return _largest(relative_errors(out, expected))
 
@@ -97,6 +102,8 @@ SMALL_CASES: tuple[Case, ...] = (
     AttentionCase("window, softcap and sinks", MIX, (4, 2), 128, mx.bfloat16, window=20, softcap=9.0, has_sinks=True),
     AttentionCase("int8", MIX, (8, 2), 128, mx.float16, quantized=(8, 64)),
     AttentionCase("int4 in groups of 32, window", MIX, (4, 2), 96, mx.bfloat16, window=20, quantized=(4, 32)),
+    AttentionCase("latent", MIX, (16, 1), 576, mx.bfloat16, latent_dim=512),
+    AttentionCase("latent, int8", MIX, (16, 1), 576, mx.bfloat16, quantized=(8, 64), latent_dim=512),
     *map(RecurrentCase, RECURRENT_STEPS),
 )
 CASES: tuple[Case, ...] = (

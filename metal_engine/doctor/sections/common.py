@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from math import nan
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -14,18 +15,24 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator, generate_step
 
-from metal_engine.bench.offline import OfflineRun
+from metal_engine.attention.sample_steps import forget_errors
+from metal_engine.bench.offline import OfflineRun, run_requests
 from metal_engine.build import build_engine
 from metal_engine.checkpoints import loader
 from metal_engine.device.info import device_info, is_virtual_gpu
 from metal_engine.doctor.figures import not_measured
 from metal_engine.doctor.plan import Plan
 from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.errors import one_line
 from metal_engine.settings.args import EngineArgs
 
 T = TypeVar("T")
 
 NO_KERNEL = not_measured("errors of the kernels", "the kernels need Metal, or the simulator of a checkout")
+# Turns off the kernels of attention and of recurrent layers.
+MLX_FLAG = "--attention-backend mlx"
+# Errors that MLX raises for a kernel that does not compile or run.
+KERNEL_ERRORS = (RuntimeError, ValueError)
 
 # Virtual machines of macOS 26 sum in another order than Macs: comparisons within 1e-4 fail there, and pass on a Mac.
 _VIRTUAL_TOLERANCE = 50.0
@@ -45,6 +52,12 @@ def kernel_factory(plan: Plan) -> Callable[..., Any] | None:
         return None
     factory: Callable[..., Any] = import_module(plan.simulator).metal_kernel
     return factory
+
+
+def failed_kernel(error: Exception) -> tuple[float, str]:
+    """Discard the errors that MLX stores after a kernel has failed. Return NaN as its error, and a description."""
+    forget_errors()
+    return nan, f"{type(error).__name__}: {one_line(error)}"
 
 
 def tolerance(allowed: float) -> float:
@@ -96,6 +109,14 @@ def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) ->
     """Return prompts of random tokens. Times do not depend on a prompt's contents."""
     first = min(_SPECIAL_TOKENS, vocab_size // 2)
     return np.random.default_rng(seed).integers(first, vocab_size, (num_prompts, length)).tolist()
+
+
+def run_random(
+    engine: BuiltEngine, num_requests: int, prompt_tokens: int, output_tokens: int, *, seed: int
+) -> OfflineRun:
+    """Run requests with prompts of random tokens, and return their times and tokens."""
+    prompts = random_prompts(num_requests, prompt_tokens, engine.core.config.model.vocab_size, seed)
+    return run_requests(engine, prompts, [output_tokens] * num_requests)
 
 
 def mlx_lm_run(model: nn.Module, prompts: Sequence[list[int]], output_len: int) -> OfflineRun:

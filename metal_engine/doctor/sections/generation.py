@@ -13,7 +13,14 @@ from metal_engine.checkpoints.loader import LoadedModel
 from metal_engine.doctor.figures import Figure, at_least, at_most, not_measured
 from metal_engine.doctor.plan import Plan
 from metal_engine.doctor.section_process import Item
-from metal_engine.doctor.sections.common import has_metal, mlx_lm_run, random_prompts, use_engine, use_plain_model
+from metal_engine.doctor.sections.common import (
+    MLX_FLAG,
+    has_metal,
+    mlx_lm_run,
+    random_prompts,
+    use_engine,
+    use_plain_model,
+)
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.models.check import LOGITS_TOLERANCE
 
@@ -21,7 +28,6 @@ _CHAT = "What is the capital of France?"
 _CHAT_TOKENS = 24
 _CHUNK = 2048  # tokens
 _SLACK = 0.05
-_FLAG = "--attention-backend mlx"
 _PARITY = "outputs that differ between `--attention-backend metal` and `mlx` beyond ties"
 
 Workload = dict[str, tuple[list[list[int]], int]]  # name -> prompts and number of output tokens
@@ -33,11 +39,11 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
     yield from facts
     theirs = use_plain_model(lambda loaded: _run_theirs(workload, loaded), model)
     for batch in plan.batches:
-        yield from _throughput(f"{batch} at once", ours[_batch(batch)], theirs[_batch(batch)])
+        yield _throughput(f"{batch} at once", ours[_batch(batch)], theirs[_batch(batch)])
     for length in plan.long_prompts:
         name = f"first token after a prompt of {length:,}"
         if _prompt(length) in ours:
-            yield from _first_token(name, ours[_prompt(length)], theirs[_prompt(length)])
+            yield _first_token(name, ours[_prompt(length)], theirs[_prompt(length)])
         else:
             yield not_measured(name, "the model's context is shorter")
     yield parity(plan, workload, ours, model) if has_metal() else not_measured(_PARITY, "only on Metal")
@@ -76,7 +82,11 @@ def _run_ours(plan: Plan, engine: BuiltEngine) -> tuple[list[Item], Workload, di
         ("KV cache", f"{config.cache.num_tokens:,} tokens"),
         ("one chat", f"{_CHAT!r} -> {text!r}"),
     ]
-    return facts, workload, {name: run_requests(engine, p, [n] * len(p)) for name, (p, n) in workload.items()}
+    return facts, workload, _run(workload, engine)
+
+
+def _run(workload: Workload, engine: BuiltEngine) -> dict[str, OfflineRun]:
+    return {name: run_requests(engine, prompts, [n] * len(prompts)) for name, (prompts, n) in workload.items()}
 
 
 def _run_theirs(workload: Workload, loaded: LoadedModel) -> dict[str, OfflineRun]:
@@ -85,34 +95,23 @@ def _run_theirs(workload: Workload, loaded: LoadedModel) -> dict[str, OfflineRun
     return {name: mlx_lm_run(loaded.model, prompts, n) for name, (prompts, n) in workload.items()}
 
 
-def _throughput(name: str, ours: OfflineRun, theirs: OfflineRun) -> Iterator[Figure]:
-    rates = [run.num_output_tokens / run.seconds for run in (ours, theirs)]
-    yield Figure(f"{name}: throughput", rates[0], "tokens/s")
-    promise = at_least(1.0, slack=_SLACK, flag=_FLAG if has_metal() else "")
-    yield Figure(
-        f"{name}: throughput relative to mlx-lm's",
-        rates[0] / rates[1],
-        promise=promise,
-        note=f"{rates[1]:.1f} tokens/s",
-    )
+def _throughput(name: str, ours: OfflineRun, theirs: OfflineRun) -> Figure:
+    own, other = (run.num_output_tokens / run.seconds for run in (ours, theirs))
+    promise = at_least(1.0, slack=_SLACK, flag=MLX_FLAG if has_metal() else "")
+    note = f"{own:.1f} tokens/s beside {other:.1f}"
+    return Figure(f"{name}: throughput relative to mlx-lm's", own / other, promise=promise, note=note)
 
 
-def _first_token(name: str, ours: OfflineRun, theirs: OfflineRun) -> Iterator[Figure]:
-    seconds = ours.first_token_seconds[0], theirs.first_token_seconds[0]
-    yield Figure(name, seconds[0], "s")
+def _first_token(name: str, ours: OfflineRun, theirs: OfflineRun) -> Figure:
+    own, other = ours.first_token_seconds[0], theirs.first_token_seconds[0]
     promise = at_most(1.0, slack=_SLACK, flag="--max-num-batched-tokens 4096")
-    yield Figure(
-        f"{name}: time relative to mlx-lm's", seconds[0] / seconds[1], promise=promise, note=f"{seconds[1]:.3g} s"
-    )
+    note = f"{own:.3g} s beside {other:.3g} s"
+    return Figure(f"{name}: time relative to mlx-lm's", own / other, promise=promise, note=note)
 
 
 def parity(plan: Plan, workload: Workload, ours: dict[str, OfflineRun], model: str) -> Figure:
     """Compare greedy outputs of the default backend, the kernel's, with outputs of MLX's operations."""
-
-    def run(engine: BuiltEngine) -> dict[str, OfflineRun]:
-        return {name: run_requests(engine, p, [n] * len(p)) for name, (p, n) in workload.items()}
-
-    others = use_engine(plan, run, model, attention_backend="mlx")
+    others = use_engine(plan, lambda engine: _run(workload, engine), model, attention_backend="mlx")
     pairs = [
         (prompt, a, b)
         for name, (prompts, _) in workload.items()
@@ -121,7 +120,7 @@ def parity(plan: Plan, workload: Workload, ours: dict[str, OfflineRun], model: s
     different = [pair for pair in pairs if pair[1] != pair[2]]
     wrong = use_plain_model(lambda loaded: sum(not is_tie(loaded.model, *pair) for pair in different), model)
     note = f"{len(pairs)} outputs, {len(different)} differ, of which {len(different) - wrong} at a tie"
-    return Figure(_PARITY, wrong, promise=at_most(0, required=True, flag=_FLAG), note=note)
+    return Figure(_PARITY, wrong, promise=at_most(0, required=True, flag=MLX_FLAG), note=note)
 
 
 def is_tie(model: Any, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:

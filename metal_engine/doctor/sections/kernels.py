@@ -9,11 +9,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionBackend, AttentionKind
+from metal_engine.attention.backend import AttentionKind
+from metal_engine.attention.choice import BackendChoice
 from metal_engine.attention.kernel_selftest import attend_random, random_state, selftest_steps, shuffled_rows
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
-from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.sample_steps import attend_options, random_queries, random_sinks
 from metal_engine.checkpoints.loader import LoadedModel
 from metal_engine.device.info import has_tensor_ops
@@ -22,9 +22,18 @@ from metal_engine.doctor.plan import Plan
 from metal_engine.doctor.references import recurrence as references
 from metal_engine.doctor.references.attention import TOLERANCE, paged_attention
 from metal_engine.doctor.section_process import Item
-from metal_engine.doctor.sections.common import NO_KERNEL, has_metal, kernel_factory, load_plain_model, tolerance
+from metal_engine.doctor.sections.common import (
+    KERNEL_ERRORS,
+    MLX_FLAG,
+    NO_KERNEL,
+    failed_kernel,
+    has_metal,
+    kernel_factory,
+    load_plain_model,
+    tolerance,
+)
 from metal_engine.doctor.sections.recurrences import kernel_error
-from metal_engine.errors import ConfigError
+from metal_engine.errors import ConfigError, UnsupportedModelError
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, kv_cache_spec
 from metal_engine.kv_cache.state import KVState
@@ -34,10 +43,9 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.recurrence.metal import MetalRecurrence
 
 _BLOCK_SIZE = 16
-_KV_CACHE_DTYPES = ("auto", "int8")
+_KV_CACHE_DTYPES = ("auto", "int8", "int4")
 # Longest time to compile all variants of a model that does not make the first start seem stuck.
 _COMPILE_SECONDS = 60.0
-_FLAG = "--attention-backend mlx"
 
 
 def measure(plan: Plan, model: str) -> Iterator[Item]:
@@ -52,7 +60,7 @@ def _measure(plan: Plan, loaded: LoadedModel) -> Iterator[Item]:
     paged = PagedModel(loaded.model, recurrence)
     kinds = list(dict.fromkeys(attention_kinds(paged)))
     yield "kinds of attention", "; ".join(map(str, kinds)) or "none"
-    backend: AttentionBackend = PortableBackend()
+    choice = BackendChoice(None)
     if clock is None:
         yield NO_KERNEL
     else:
@@ -60,11 +68,15 @@ def _measure(plan: Plan, loaded: LoadedModel) -> Iterator[Item]:
         yield "tensor operations", "on" if metal.has_tensor_ops else "off: this GPU or this macOS lacks them"
         for kind in kinds:
             yield from attention_errors(metal, kind)
-        if has_metal():
-            backend = metal
-    gap = check_paged_model(paged, backend, paged.vocab_size, _BLOCK_SIZE)
-    promise = at_most(LOGITS_TOLERANCE[paged.dtype], required=True)
-    yield Figure("check at load: largest error of a logit, relative to the largest logit", gap, promise=promise)
+        choice = BackendChoice(metal if has_metal() else None)
+    backend = choice.for_layers(kinds, _BLOCK_SIZE).backend
+    try:
+        gap, note = check_paged_model(paged, backend, paged.vocab_size, _BLOCK_SIZE), ""
+    except UnsupportedModelError as error:
+        gap, note = failed_kernel(error)
+    title = "check at load: largest error of a logit, relative to the largest logit"
+    promise = at_most(LOGITS_TOLERANCE[paged.dtype], required=True, flag=MLX_FLAG)
+    yield Figure(title, gap, promise=promise, note=note)
     if recurrence is not None:
         yield from recurrence.errors()
     if clock is not None:
@@ -72,7 +84,7 @@ def _measure(plan: Plan, loaded: LoadedModel) -> Iterator[Item]:
         note = f"{len(clock.seconds)} variants, the slowest in {slowest:.2g} s"
         title, simulated = "time to compile and first run all variants", not has_metal()
         seconds = sum(clock.seconds.values())
-        yield Figure(title, seconds, "s", at_most(_COMPILE_SECONDS, flag=_FLAG), note, is_simulated=simulated)
+        yield Figure(title, seconds, "s", at_most(_COMPILE_SECONDS, flag=MLX_FLAG), note, is_simulated=simulated)
 
 
 def attention_errors(metal: MetalBackend, kind: AttentionKind) -> Iterator[Figure]:
@@ -85,13 +97,15 @@ def attention_errors(metal: MetalBackend, kind: AttentionKind) -> Iterator[Figur
         assert isinstance(kind.spec, KVSpec | LatentSpec)
         stored = AttentionKind(spec, kind.num_heads, kind.dtype, kind.has_window, kind.has_softcap, kind.sinks)  # type: ignore[arg-type]
         name = f"attention, {stored}: largest error of a row"
+        promise = at_most(tolerance(TOLERANCE[kind.dtype]), required=True, flag=MLX_FLAG)
         try:
-            error = max(_error(backend, stored, segments) for segments, backend in selftest_steps(metal))
+            error, note = max(_error(backend, stored, segments) for segments, backend in selftest_steps(metal)), ""
         except UnsupportedAttentionError as unsupported:
             yield not_measured(name, f"the kernel does not support it: {unsupported}")
             continue
-        promise = at_most(tolerance(TOLERANCE[kind.dtype]), required=True, flag=_FLAG)
-        yield Figure(name, error, promise=promise, is_simulated=not has_metal())
+        except KERNEL_ERRORS as failed:  # the other kernels may work
+            error, note = failed_kernel(failed)
+        yield Figure(name, error, promise=promise, note=note, is_simulated=not has_metal())
 
 
 def _error(backend: MetalBackend, kind: AttentionKind, segments: list[tuple[int, int]]) -> float:

@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
 
+import metal_engine
 from metal_engine.doctor.examine import FAILED, Finding, examine
 from metal_engine.doctor.plan import Plan
 from metal_engine.doctor.section_process import Item
 
+_CHECKOUT = Path(metal_engine.__file__).parents[1]
 # Label -> command that prints the fact on macOS.
 _MAC_FACTS = {
     "model of the Mac": ("sysctl", "-n", "hw.model"),
@@ -30,6 +34,10 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
     findings: list[Finding] = []
     healthy = examine(findings.append, models=())
     yield from ((finding.label, f"{finding.status} {finding.text}".strip()) for finding in findings)
+    yield "time", datetime.now(UTC).isoformat(timespec="seconds")
+    if _CHECKOUT.joinpath(".git").exists():
+        yield "commit", _output_of(("git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty", "--abbrev=12"))
+    yield "sizes", str(plan)
     yield "load of the machine", ", ".join(f"{load:.1f}" for load in os.getloadavg())
     if sys.platform == "darwin":
         for label, command in _MAC_FACTS.items():

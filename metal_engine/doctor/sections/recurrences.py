@@ -15,7 +15,15 @@ from metal_engine.doctor.plan import Plan
 from metal_engine.doctor.references import recurrence as references
 from metal_engine.doctor.references.recurrence import TOLERANCE, relative_errors
 from metal_engine.doctor.section_process import Item
-from metal_engine.doctor.sections.common import NO_KERNEL, has_metal, kernel_factory, tolerance
+from metal_engine.doctor.sections.common import (
+    KERNEL_ERRORS,
+    MLX_FLAG,
+    NO_KERNEL,
+    failed_kernel,
+    has_metal,
+    kernel_factory,
+    tolerance,
+)
 from metal_engine.doctor.timing import Call, in_turns
 from metal_engine.recurrence.gated_delta import gated_delta_update
 from metal_engine.recurrence.mamba2 import ssm_update
@@ -50,16 +58,20 @@ def _errors(kernels: MetalRecurrence) -> Iterator[Figure]:
 
 
 def kernel_error(name: str, got: Any, expected: Any, dtype: mx.Dtype) -> Figure:
-    """Return the largest relative error of a row of a kernel's outputs.
+    """Return the largest relative error of a row of a kernel's outputs; NaN if the kernel fails when it runs.
 
     Args:
         got: outputs of the kernel.
         expected: outputs of the reference.
         dtype: type of the kernel's inputs.
     """
-    error = max(float(relative_errors(a, b).max()) for a, b in zip(got, expected, strict=True))
-    promise = at_most(tolerance(TOLERANCE[dtype]), required=True)
-    return Figure(name, error, promise=promise, is_simulated=not has_metal())
+    try:
+        # Unlike Python's max, NumPy's returns NaN if one of the errors is NaN.
+        error, note = float(np.max([relative_errors(a, b).max() for a, b in zip(got, expected, strict=True)])), ""
+    except KERNEL_ERRORS as failed:
+        error, note = failed_kernel(failed)
+    promise = at_most(tolerance(TOLERANCE[dtype]), required=True, flag=MLX_FLAG)
+    return Figure(name, error, promise=promise, note=note, is_simulated=not has_metal())
 
 
 def _small_calls(dtype: mx.Dtype) -> Iterator[tuple[str, tuple[mx.array, ...], dict[str, Any]]]:
@@ -88,7 +100,8 @@ def _times(name: str, requests: int, tokens: int, calls: dict[str, Call], repeat
     ours, theirs = times["ours"], times["theirs"]
     note = f"{1e3 * ours:.3g} ms beside mlx-lm's {1e3 * theirs:.3g} ms"
     title = f"{name}, {requests} x {tokens} tokens: time relative to mlx-lm's"
-    return Figure(title, ours / theirs, promise=at_most(1.0, slack=0.1), note=note)
+    promise = at_most(1.0, slack=0.1, flag=MLX_FLAG if has_metal() else "")
+    return Figure(title, ours / theirs, promise=promise, note=note)
 
 
 def _gated_delta_calls(rows: tuple[int, int], dtype: mx.Dtype) -> dict[str, Call]:

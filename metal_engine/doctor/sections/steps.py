@@ -6,13 +6,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from metal_engine.bench.offline import run_requests
 from metal_engine.doctor.features import features
 from metal_engine.doctor.figures import Figure, at_least, at_most, not_measured
 from metal_engine.doctor.gpu_busy import busy_samples
 from metal_engine.doctor.plan import Plan
 from metal_engine.doctor.section_process import Item
-from metal_engine.doctor.sections.common import decode_seconds, has_metal, random_prompts, use_engine
+from metal_engine.doctor.sections.common import decode_seconds, has_metal, run_random, use_engine
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.settings.config import REPLAYS
 
@@ -53,8 +52,8 @@ def measure(plan: Plan, model: str) -> Iterator[Item]:
     yield busy
 
 
-def step_figures(times: dict[str, float | str]) -> Iterator[Figure]:
-    """Yield a figure for each way to run a step: its time, relative to the way that it should improve on.
+def step_figures(times: dict[str, float | str]) -> Iterator[Item]:
+    """Yield a relative time for each way to run a step.
 
     Args:
         times: seconds of a step for each way. A text is the reason why a way was not run.
@@ -63,21 +62,21 @@ def step_figures(times: dict[str, float | str]) -> Iterator[Figure]:
         if isinstance(seconds, str):
             yield not_measured(f"step {way}", seconds)
             continue
-        yield Figure(f"step {way}", 1e3 * seconds, "ms")
         before = times.get(_BEFORE.get(way, ""))
         if isinstance(before, float):
             promise = at_most(1.0, slack=0.03, flag=_FLAGS[way])
-            yield Figure(f"step {way}: time relative to steps {_BEFORE[way]}", seconds / before, promise=promise)
+            title, note = f"step {way}: time relative to steps {_BEFORE[way]}", f"{1e3 * seconds:.3g} ms"
+            yield Figure(title, seconds / before, promise=promise, note=note)
+        else:
+            yield f"step {way}", f"{1e3 * seconds:.3g} ms"
 
 
 def _step_seconds(plan: Plan, engine: BuiltEngine) -> float:
     """Return the mean time of a decode step."""
-    vocab_size, num_requests = engine.core.config.model.vocab_size, min(_MAX_REQUESTS, max(plan.batches))
-    seconds = []
+    num_requests = min(_MAX_REQUESTS, max(plan.batches))
     for seed in range(2):  # the first run compiles and traces
-        prompts = random_prompts(num_requests, plan.prompt_tokens, vocab_size, seed)
-        seconds.append(decode_seconds(run_requests(engine, prompts, [plan.decode_steps] * num_requests)))
-    return seconds[-1]
+        run = run_random(engine, num_requests, plan.prompt_tokens, plan.decode_steps, seed=seed)
+    return decode_seconds(run)
 
 
 def _planned_ahead(plan: Plan, engine: BuiltEngine) -> dict[str, float | str]:
@@ -105,7 +104,7 @@ def _busy(plan: Plan, engine: BuiltEngine) -> Figure:
     with busy_samples() as samples:
         while time.monotonic() < end:
             _step_seconds(plan, engine)
-    promise = at_least(_LEAST_BUSY, slack=0.02, flag="--async-scheduling")
     if samples.median is None:
         return not_measured(name, "the driver reports no utilization")
-    return Figure(name, samples.median, "%", promise, f"median of {len(samples.percent)} samples")
+    note = f"median of {len(samples.percent)} samples"
+    return Figure(name, samples.median, "%", at_least(_LEAST_BUSY, slack=0.02), note)
