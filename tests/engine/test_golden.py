@@ -75,7 +75,7 @@ class Workload:
 
 
 EVERYTHING = Workload(RAW, CHATS, long=(700, 1500), max_tokens=24, at_once=16)
-# A prompt of each kind, and more prompts than run at once. Their first tokens together exceed the budgets.
+# One prompt of each kind, and more prompts than `at_once`. Their first tokens together exceed the budgets.
 SOME = Workload(RAW[:2] + RAW[3:4] + RAW[5:7] + RAW[8:13], CHATS[:1], long=(160,), max_tokens=8, at_once=8)
 
 

@@ -93,7 +93,7 @@ def requests_of(case: RankCase) -> list[tuple[list[int], SamplingParams | Poolin
     if case.requests == "short":
         return [(GUIDE + STORY, greedy(6)), (STORY[:20], greedy(8)), (GUIDE[:3], greedy(4))]
     if case.requests == "long":
-        return [(list(bytes(range(length))), greedy(60)) for length in (20, 27, 80)]
+        return [(list(bytes(range(length))), greedy(30)) for length in (20, 27, 80)]
     mixed: list[tuple[list[int], SamplingParams | PoolingParams]] = [
         (GUIDE + list(b"Where do I get bread?"), greedy(12)),
         (STORY, greedy(9, prompt_logprobs=2, logprobs=3)),
