@@ -18,6 +18,9 @@ INSTALL := $(BIN)/python tools/install.py $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # Test processes side by side, at most four; a file's tests stay together.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
+# Where it is set, each of the hundreds of processes that tests start would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Models that `make mac` measures.
 MODELS ?= $(MODEL)
 

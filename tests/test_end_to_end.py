@@ -156,17 +156,19 @@ def test_tools_that_must_be_called(server: str) -> None:
             "max_tokens": 100,
         }
         (whole,) = client.chat.completions.create(**parameters).choices
-        with client.chat.completions.stream(**parameters) as stream:
-            deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
-            (in_stream,) = stream.get_final_completion().choices
-        for answer in (whole, in_stream):
+        answers = [whole]
+        if choice == "required":
+            with client.chat.completions.stream(**parameters) as stream:
+                deltas = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+                answers += stream.get_final_completion().choices
+            assert len(deltas) > 5
+        for answer in answers:
             assert not answer.message.content and answer.message.tool_calls is not None
             assert answer.finish_reason == ("tool_calls" if choice == "required" else "stop")
             (call,) = answer.message.tool_calls
             check_call(call.function.name, json.loads(call.function.arguments))
-        assert len(deltas) > 5
-        first, second = (answer.message.tool_calls[0].function for answer in (whole, in_stream))
-        assert (first.name, first.arguments) == (second.name, second.arguments)
+        calls = {(c.function.name, c.function.arguments) for answer in answers for c in answer.message.tool_calls}
+        assert len(calls) == 1
 
 
 def test_tools_that_must_be_called_of_other_endpoints(server: str) -> None:
@@ -196,11 +198,11 @@ def test_completion_with_seed_and_stop(server: str) -> None:
     def complete(**parameters: object) -> str:
         return client.completions.create(model="demo", prompt="One, two, three,", **parameters).choices[0].text
 
-    sampled = complete(temperature=1.0, top_p=0.9, seed=7, max_tokens=16)
-    assert complete(temperature=1.0, top_p=0.9, seed=7, max_tokens=16) == sampled
-    greedy = complete(temperature=0, max_tokens=16)
+    sampled = complete(temperature=1.0, top_p=0.9, seed=7, max_tokens=8)
+    assert complete(temperature=1.0, top_p=0.9, seed=7, max_tokens=8) == sampled
+    greedy = complete(temperature=0, max_tokens=8)
     assert "five" in greedy
-    assert complete(temperature=0, max_tokens=16, stop=["five"]) == greedy[: greedy.index("five")]
+    assert complete(temperature=0, max_tokens=8, stop=["five"]) == greedy[: greedy.index("five")]
 
 
 # More streams than the engine runs together, so that some clients leave the queue.

@@ -34,9 +34,10 @@ _VARIABLES = ("TMPDIR", "TMP", "TEMP", _OURS)
 _NOT_QUOTED = frozenset('"$`\\\n')
 _MIN_FREE_BYTES = 16 << 20
 # Files that MLX writes below its folder: <version>/cpu/lib<kernel>.so, and its source <kernel>.cpp in the same folder.
+# The end of a long name is a hash, which MLX pads with a space.
 _VERSION = re.compile(r"\d[\w.+-]*", re.ASCII)
-_LIBRARY = re.compile(r"lib\w+\.so", re.ASCII)
-_SOURCE = re.compile(r"\w+\.cpp", re.ASCII)
+_LIBRARY = re.compile(r"lib[\w ]+\.so", re.ASCII)
+_SOURCE = re.compile(r"[\w ]+\.cpp", re.ASCII)
 # A truncated library older than this is not being written by another process any more.
 _WRITING_SECONDS = 60.0
 

@@ -1,4 +1,4 @@
-"""Tests `metal-engine bench throughput` and `latency` on the demo model: counts match the settings."""
+"""Tests `metal-engine bench throughput` and `latency` on small models: counts match the settings."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def test_throughput(demo_path: Path, tmp_path: Path) -> None:
     assert result["kv_cache_dtype"] == "float32"
 
 
-def test_latency(demo_path: Path, tmp_path: Path) -> None:
+def test_latency(tmp_path: Path) -> None:
+    model = str(write_checkpoint(tmp_path / "model"))
     sizes = ["--batch-size", "2", "--input-len", "8", "--output-len", "3", "--num-iters", "3"]
-    result = bench(tmp_path, "latency", str(demo_path), *sizes, "--num-iters-warmup", "1", *SMALL)
+    result = bench(tmp_path, "latency", model, *sizes, "--num-iters-warmup", "1", *SMALL)
     assert (result["iterations"], result["batch_size"]) == (3, 2)
     assert 0 < result["p10_seconds"] <= result["p50_seconds"] <= result["p99_seconds"]
 

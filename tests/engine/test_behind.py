@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -82,14 +83,22 @@ def same(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None:
     np.testing.assert_allclose(*logprobs, atol=1e-4)
 
 
+def model_of(architecture: str | None) -> dict[str, Any]:
+    return {"architecture": architecture, "num_state_slots": 60 if architecture == "qwen3_next" else 0}
+
+
+@cache
+def alone(architecture: str | None = None, seed: int = 0) -> list[list[RequestOutput]]:
+    """Return the output of each request in an engine of its own, with steps one by one."""
+    return [run_all(tiny_engine(**model_of(architecture)), [request])[0] for request in asked(seed)]
+
+
 @pytest.mark.parametrize("architecture", [None, "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = {"architecture": architecture, "num_state_slots": 60 if architecture == "qwen3_next" else 0}
-    alone = [run_all(tiny_engine(**model), [request])[0] for request in asked()]
-    engine = tiny_engine(behind=True, **model, **SIZES[sizes])
+    engine = tiny_engine(behind=True, **model_of(architecture), **SIZES[sizes])
     seen = allow_queued_dispatch(engine, monkeypatch)
-    for ours, theirs in zip(run_all(engine, asked()), alone, strict=True):
+    for ours, theirs in zip(run_all(engine, asked()), alone(architecture), strict=True):
         same(ours, theirs)
     assert sum(seen) > 5 or architecture == "qwen3_next"  # small blocks: most steps store states and go after
     assert (engine.stats.num_preemptions > 0) == (sizes == "preempted")
@@ -101,7 +110,7 @@ def test_the_same_outputs(sizes: str, architecture: str | None, monkeypatch: pyt
 def test_aborts_and_lost_caches(seed: int, replay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failed step loses the whole KV cache. All requests still get their full output."""
     requests = asked(seed)
-    expected = [token_ids(run_all(tiny_engine(), [request])[0]) for request in requests]
+    expected = [token_ids(outputs) for outputs in alone(seed=seed)]
     engine = tiny_engine(behind=True, replay=replay, **SIZES["chunks"])
     runner: Any = engine.runner
     seen = allow_queued_dispatch(engine, monkeypatch)

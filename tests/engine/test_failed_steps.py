@@ -172,9 +172,10 @@ on_device = pytest.mark.own_process
 @pytest.mark.parametrize(
     ("kind", "at_step"),
     [
-        *(("build", step) for step in (0, 1, 2, 5)),
+        *(("build", step) for step in (0, 2, 5)),
         *(pytest.param("eval", step, marks=on_device) for step in (1, 5)),
-        *(("result", step) for step in (1, 5)),
+        ("result", 1),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in (("build", 1), ("result", 5))),
     ],
 )
 def test_the_engine_goes_on(

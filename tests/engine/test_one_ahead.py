@@ -78,8 +78,15 @@ def one_by_one() -> dict[str, list[list[RequestOutput]]]:
     return {}
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["after the end", "behind"])
-@pytest.mark.parametrize("num_blocks", [512, 14], ids=["roomy", "tight"])
+@pytest.mark.parametrize(
+    ("num_blocks", "behind"),
+    [
+        pytest.param(512, True, id="roomy-behind"),
+        pytest.param(14, False, id="tight-after the end"),
+        pytest.param(512, False, id="roomy-after the end", marks=pytest.mark.full),
+        pytest.param(14, True, id="tight-behind", marks=pytest.mark.full),
+    ],
+)
 def test_equal_outputs(
     num_blocks: int,
     behind: bool,

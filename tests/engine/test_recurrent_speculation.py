@@ -11,25 +11,13 @@ from metal_engine.runner.batch import RequestTable
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.recurrent_checkpoints import DRAFTS_INTERVAL, RequestStates
 from metal_engine.scheduling.speculation.ngram import NgramProposer
-from tests.engine.test_recurrent import ARCHITECTURES, GREEDY, PROMPTS, hybrid_engine, own_answer, prompts
+from tests.engine.test_recurrent import ARCHITECTURES, GREEDY, PROMPTS, hybrid_engine, own_answer, own_answers, prompts
 from tests.runner.test_speculation import EVERYTHING, check_same
 from tests.support.speculation import KnownOutputs, propose_from, speculative_config
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
 from tools.fixtures.fake_engine import byte_ids
 from tools.fixtures.recurrent_architectures import RECURRENT
 from tools.fixtures.stepped_engine import SteppedEngine
-
-
-@pytest.fixture(scope="module")
-def own() -> dict[str, list[list[int]]]:
-    return {}
-
-
-def answers_of(architecture: str, own: dict[str, list[list[int]]]) -> list[list[int]]:
-    """Return mlx-lm's outputs for the prompts, computed once."""
-    if architecture not in own:
-        own[architecture] = [own_answer(architecture, prompt) for prompt in PROMPTS]
-    return own[architecture]
 
 
 def speculating(architecture: str, answers: list[list[int]], rightness: float = 0.7, **config: Any) -> SteppedEngine:
@@ -65,8 +53,8 @@ FULL = [(name, way) for name in RECURRENT for way in WAYS if (name, way) not in 
 @pytest.mark.parametrize(
     ("architecture", "way"), [*QUICK, *(pytest.param(*pair, marks=pytest.mark.full) for pair in FULL)]
 )
-def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[list[int]]]) -> None:
-    answers = answers_of(architecture, own)
+def test_answers_are_mlx_lms(architecture: str, way: str) -> None:
+    answers = own_answers(architecture)
     engine = speculating(architecture, answers, **WAYS[way])
     for _ in range(2):  # the second time, the prompts' prefixes are cached
         assert answer_all(engine) == answers
@@ -79,9 +67,9 @@ def test_answers_are_mlx_lms(architecture: str, way: str, own: dict[str, list[li
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5", "mamba"])
-def test_verifications_are_replayed_as_long_as_they_are(architecture: str, own: dict[str, list[list[int]]]) -> None:
+def test_verifications_are_replayed_as_long_as_they_are(architecture: str) -> None:
     """Three requests with five rows each are padded to a size with a fourth request. No request has a single row."""
-    answers = answers_of(architecture, own)
+    answers = own_answers(architecture)
     engine = speculating(architecture, answers, rightness=1.0, replay=True, max_num_seqs=4)
     for _ in range(2):
         outputs = run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS[:3]])
@@ -89,16 +77,16 @@ def test_verifications_are_replayed_as_long_as_they_are(architecture: str, own: 
     assert engine.metrics.num_decode_forwards["replayed"] > 4
 
 
-def test_without_a_slot_to_spare_there_are_no_drafts(own: dict[str, list[list[int]]]) -> None:
-    answers = answers_of("qwen3_5", own)
+def test_without_a_slot_to_spare_there_are_no_drafts() -> None:
+    answers = own_answers("qwen3_5")
     engine = speculating("qwen3_5", answers, num_state_slots=6, max_num_seqs=6)
     assert answer_all(engine) == answers
     assert engine.metrics.num_drafts == 0
 
 
-def test_right_drafts_cost_no_step_more(own: dict[str, list[list[int]]]) -> None:
+def test_right_drafts_cost_no_step_more() -> None:
     """Accepted drafts are not computed again. After a rejection, the recomputation is part of the next step."""
-    (prompt,), (answer,) = PROMPTS[:1], answers_of("qwen3_5", own)[:1]
+    (prompt,), (answer,) = PROMPTS[:1], own_answers("qwen3_5")[:1]
     for rightness, num_steps in ((1.0, 1 + 5), (0.0, 1 + 24)):
         engine = hybrid_engine("qwen3_5", speculative=speculative_config(4))
         propose_from(engine, KnownOutputs({tuple(prompt): answer}, rightness=rightness))
@@ -187,12 +175,10 @@ def keeping_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("mistake", [going_on_from_the_wrong_state, keeping_no_state])
 @pytest.mark.parametrize("architecture", ["qwen3_5", "mamba"])
-def test_a_mistake_changes_answers(
-    mistake: Any, architecture: str, own: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_changes_answers(mistake: Any, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
-    engine = speculating(architecture, answers_of(architecture, own))
+    engine = speculating(architecture, own_answers(architecture))
     found = []
     for _ in range(2):
         found += answer_all(engine)
-    assert found != answers_of(architecture, own) * 2
+    assert found != own_answers(architecture) * 2

@@ -68,8 +68,11 @@ def one_by_one() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("num_blocks", "ahead"),
-    [(512, True), pytest.param(512, False, marks=pytest.mark.full), (14, True)],
-    ids=["roomy, one ahead", "roomy", "tight, one ahead"],
+    [
+        pytest.param(512, True, id="roomy, one ahead", marks=pytest.mark.full),
+        pytest.param(512, False, id="roomy", marks=pytest.mark.full),
+        pytest.param(14, True, id="tight, one ahead"),
+    ],
 )
 def test_equal_outputs_on_the_demo_model(
     num_blocks: int,

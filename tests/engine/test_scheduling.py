@@ -51,19 +51,29 @@ def plain_outputs(prompts: list[list[int]]) -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize(
     "knobs",
     [
-        {"caching": True},
-        {"caching": True, "max_num_partial_prefills": 4, "long_prefill_token_threshold": 64},
-        {"max_num_partial_prefills": 4, "page_aligned_scheduling": True, "max_attention_work": 4000},
-        {
-            "caching": True,
-            "max_num_partial_prefills": 3,
-            "max_long_partial_prefills": 2,
-            "page_aligned_scheduling": True,
-            "scheduling_policy": "priority",
-            "num_blocks": 22,  # a small pool: preempted requests resume from cached blocks
-        },
+        pytest.param({"caching": True}, id="caching", marks=pytest.mark.full),
+        pytest.param(
+            {"caching": True, "max_num_partial_prefills": 4, "long_prefill_token_threshold": 64},
+            id="caching and partial prefills",
+        ),
+        pytest.param(
+            {"max_num_partial_prefills": 4, "page_aligned_scheduling": True, "max_attention_work": 4000},
+            id="aligned and capped",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {
+                "caching": True,
+                "max_num_partial_prefills": 3,
+                "max_long_partial_prefills": 2,
+                "page_aligned_scheduling": True,
+                "max_attention_work": 4000,
+                "scheduling_policy": "priority",
+                "num_blocks": 22,  # a small pool: preempted requests resume from cached blocks
+            },
+            id="all, in a tight pool",
+        ),
     ],
-    ids=["caching", "caching and partial prefills", "aligned and capped", "all, in a tight pool"],
 )
 def test_equal_outputs(
     knobs: dict[str, Any],

@@ -49,8 +49,11 @@ def reference_model(demo_path: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def paged_demo(demo_path: Path) -> PagedModel:
-    return PagedModel(load_gguf_model(demo_path, dtype=mx.float32, dequantize=True)[0])
+def paged_demo(reference_model: Any) -> PagedModel:
+    """Return the demo model behind the paged cache. It has the arrays of the reference model, and its own layers."""
+    model = type(reference_model)(reference_model.args)
+    model.update(reference_model.parameters())
+    return PagedModel(model)
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def requests_of(case: RankCase) -> list[tuple[list[int], SamplingParams | Poolin
     if case.requests == "short":
         return [(GUIDE + STORY, greedy(6)), (STORY[:20], greedy(8)), (GUIDE[:3], greedy(4))]
     if case.requests == "long":
-        return [(list(bytes(range(length))), greedy(60)) for length in (20, 27, 80)]
+        return [(list(bytes(range(length))), greedy(30)) for length in (20, 27, 80)]
     mixed: list[tuple[list[int], SamplingParams | PoolingParams]] = [
         (GUIDE + list(b"Where do I get bread?"), greedy(12)),
         (STORY, greedy(9, prompt_logprobs=2, logprobs=3)),
@@ -103,8 +103,8 @@ def requests_of(case: RankCase) -> list[tuple[list[int], SamplingParams | Poolin
         (GUIDE + STORY, greedy(7)),
         (GUIDE + STORY, SamplingParams(temperature=1.0, top_k=20, seed=3, max_tokens=10, ignore_eos=True)),
         (list(b"a"), greedy(1)),
-        (list(b"Foxes"), greedy(36)),
-        (list(b"Millers"), SamplingParams(temperature=0.8, seed=5, max_tokens=30, ignore_eos=True)),
+        (list(b"Foxes"), greedy(22)),
+        (list(b"Millers"), SamplingParams(temperature=0.8, seed=5, max_tokens=20, ignore_eos=True)),
         (list(b"Bakers"), SamplingParams(temperature=0.9, seed=2, max_tokens=30, phases=PHASES)),
     ]
     if case.requests == "scored":

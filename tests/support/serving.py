@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import fastapi.dependencies.models
 import httpx
 import openai
 import uvicorn.server
@@ -43,6 +44,13 @@ class _HastyAsyncio:
 
 
 uvicorn.server.asyncio = _HastyAsyncio()  # type: ignore[assignment]
+
+
+def forget_endpoints() -> None:
+    """Clear FastAPI's caches of functions. They keep applications and their engines in memory."""
+    for one in vars(fastapi.dependencies.models).values():
+        if hasattr(one, "cache_clear"):
+            one.cache_clear()
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -149,4 +157,5 @@ def serve(
         server.should_exit = True
         thread.join(DEADLINE)
         engine.shutdown()
+        forget_endpoints()
         assert not thread.is_alive()

@@ -29,7 +29,7 @@ from metal_engine.server.status.registry_routes import Discover
 from metal_engine.server.workers import Workers
 from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
-from tests.support.serving import DEADLINE, wait_until
+from tests.support.serving import DEADLINE, forget_endpoints, wait_until
 from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, generated, hash_chain, tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
 
@@ -157,6 +157,7 @@ def serve_models(
         thread.join(DEADLINE)
         models.workers.close()
         assert registry.shutdown(DEADLINE)
+        forget_endpoints()
         assert not thread.is_alive()
 
 

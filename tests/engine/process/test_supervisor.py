@@ -73,7 +73,7 @@ def mixed_requests(engine: AsyncEngine) -> list[PreparedRequest]:
             temperature=0.9, seed=9, max_tokens=60, structured_outputs=StructuredOutputsParams(regex="[a-f]{40}")
         ),
     ]
-    prompts = [byte_ids(f"{i}: " + "some text " * i) for i in range(4)]
+    prompts = [byte_ids(f"{i}: " + "some text " * i) for i in (0, 3)]
     prepared = [one for params in each for one in engine.preparer.prepare_all(prompts, params)]
     return prepared + engine.preparer.prepare_pooling(prompts, PoolingParams(pooling_type="MEAN"))
 
