@@ -108,8 +108,6 @@ class Endpoint(ABC, Generic[BodyT]):
     """Prefix of the ids of this endpoint's responses."""
     has_choices = True
     """True if the response can contain more than one output for a prompt."""
-    hides_reasoning = False
-    """True if the response leaves out the text of the reasoning. Valid after :meth:`tokenize`."""
     stream_media_type = EVENT_STREAM
     """Media type of a stream. Only event streams get keep-alive comments."""
 
@@ -215,7 +213,6 @@ async def prepare(
         is_echo_only=echoes is not None and body.max_tokens == 0,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
         reader=endpoint.reader,
-        hides_reasoning=endpoint.hides_reasoning,
         shows_token_ids=bool(body.return_token_ids),
         spells_ids=bool(body.return_tokens_as_token_ids),
     )
