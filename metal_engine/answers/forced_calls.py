@@ -139,6 +139,8 @@ class ForcedCallSplitter(Splitter):
         parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
     """
 
+    num_calls: int = 0
+
     def __init__(self, name: str | None, *, parallel: bool = True) -> None:
         self._name = name
         self._parallel = parallel
