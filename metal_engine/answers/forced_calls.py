@@ -88,7 +88,7 @@ def _opened(schema: Any) -> Any:
     """Return a copy of a schema whose objects allow other properties explicitly, as JSON Schema does by default."""
     if isinstance(schema, list):
         return [_opened(item) for item in schema]
-    if not isinstance(schema, dict) or not OPAQUE.isdisjoint(schema):  # the latter is never closed
+    if not isinstance(schema, dict) or not OPAQUE.isdisjoint(schema):  # opaque schemas are never closed
         return schema
     copy: Schema = {}
     for key, value in schema.items():
