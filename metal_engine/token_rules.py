@@ -28,7 +28,7 @@ class Matcher(Protocol):
 
     @property
     def plain_tokens(self) -> Set[int]:
-        """Tokens after which any token may still follow. Until another token arrives, :meth:`observe` is not needed.
+        """Tokens after which the output is still free. :meth:`observe` may receive these tokens with the next token.
 
         The set is incomplete: it grows with the tokens that outputs have had.
         """

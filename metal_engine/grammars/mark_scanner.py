@@ -159,7 +159,7 @@ class MarkScanner:
 
     @property
     def known_plain_tokens(self) -> Set[int]:
-        """Tokens known so far that cannot begin another phase next."""
+        """Known tokens that cannot begin another phase."""
         is_at_beginning = self.first_marks and self.phase == "content"
         return frozenset() if self._text or is_at_beginning else self.plain[self.phase].known
 
