@@ -68,9 +68,12 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
 def tool_parameters(i: int, tool: dict[str, Any]) -> Schema:
     """Return the schema of a tool's arguments. Adds the type "object" if the tool does not declare it.
 
-    With ``strict``, objects are closed. If ``strict`` is false, they are marked as open.
+    A tool without parameters has no arguments. With ``strict``, objects are closed. If ``strict`` is false, they are
+    marked as open.
     """
-    schema: Schema = tool["function"].get("parameters") or {}
+    schema: Schema | None = tool["function"].get("parameters")
+    if not schema:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ParameterError(f"tools[{i}].function.parameters", "must be the schema of an object")
