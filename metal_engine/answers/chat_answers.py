@@ -11,7 +11,7 @@ from metal_engine.answers.deltas import AnswerDelta, TextDelta
 from metal_engine.answers.forced_calls import ForcedCallSplitter
 from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
-from metal_engine.answers.phases import call_phase, reasoning_phase
+from metal_engine.answers.phases import call_phase, call_text, reasoning_phase
 from metal_engine.answers.reasoning_splitter import CallsOrStructureSplitter, HandoverSplitter, ReasoningSplitter
 from metal_engine.answers.splitter import Splitter
 from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan
@@ -159,6 +159,8 @@ class ChatAnswers:
             reasoning = answers._structured_reasoning(structured, budget)
         elif calls is not None or ((budget is not None or params.stop) and not self.past_reasoning):
             reasoning = self._reasoning(budget, is_structured=False)
+        if reasoning is not None and params.stop and self._finds_calls:
+            reasoning = replace(reasoning, calls=call_text(self.format, self.plan.parsed))
         changes: dict[str, Any] = {}
         if structured is not params.structured_outputs:
             changes["structured_outputs"] = structured
@@ -206,13 +208,12 @@ class ChatAnswers:
     def _reasoning(self, budget: int | None, *, is_structured: bool) -> ReasoningPhase | None:
         begins_inside = self.in_reasoning
         phase = reasoning_phase(self.format, begins_inside=begins_inside, is_structured=is_structured, budget=budget)
-        marks, tool = self.format.reasoning, self.format.tool
+        marks = self.format.reasoning
         if phase is None or marks is None:
             return phase
-        call_marks = (tool.tool_call_start, tool.tool_call_end) if tool is not None and self._finds_calls else ()
         # A budget of 0 leaves no reasoning whose end needs an explanation.
         end_text = marks.budget_text if budget else ""
-        return replace(phase, end_text=end_text, is_past=self.past_reasoning, call_marks=call_marks)
+        return replace(phase, end_text=end_text, is_past=self.past_reasoning)
 
     @property
     def needs_special_tokens(self) -> bool:
