@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,7 +11,7 @@ from metal_engine.server.errors import invalid
 from metal_engine.server.protocol import ChatCompletionBody, ReasoningBody
 from metal_engine.text.chat_template import REASONING_SWITCHES
 
-_T = TypeVar("_T", int, str)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class ReasoningOptions:
         return cls(effort, is_enabled, budget, is_hidden)
 
 
-def _only(given: dict[str, _T | None]) -> _T | None:
+def _only(given: Mapping[str, _T | None]) -> _T | None:
     """Return the value of several fields with the same meaning; None without a value.
 
     Args:
