@@ -35,6 +35,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import EngineConfig
+from metal_engine.text.chat_template import REASONING_SWITCHES
 from metal_engine.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -155,7 +156,7 @@ class LLM:
             template_kwargs["tools"] = plan.shown
         if plan.instructions is not None:
             conversations = [with_instructions(list(c), plan.instructions) for c in conversations]
-        is_off = template_kwargs.get("enable_thinking") is False
+        is_off = any(template_kwargs.get(name) is False for name in REASONING_SWITCHES)
         prompts: list[list[int]] = []
         applied: list[tuple[ChatAnswers, SamplingParams]] = []
         # Parameters that several conversations share remain shared.
@@ -163,8 +164,8 @@ class LLM:
         for messages_, params in zip(conversations, self._params_for(conversations, sampling_params), strict=True):
             budget = 0 if is_off else params.thinking_token_budget
             variables = dict(template_kwargs)
-            if budget == 0 and self.tokenizer.template_mentions("enable_thinking"):
-                variables.setdefault("enable_thinking", False)
+            for name in filter(self.tokenizer.template_mentions, REASONING_SWITCHES if budget == 0 else ()):
+                variables.setdefault(name, False)
             prompt = self.tokenizer.apply_chat_template(list(messages_), **variables)
             continues = bool(template_kwargs.get("continue_final_message"))
             answers = ChatAnswers.for_prompt(answer_format, plan, prompt, self.tokenizer.decode, continues=continues)

@@ -12,7 +12,33 @@ contain special tokens. It becomes special tokens and strings for the model's vo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class CallEndSearch(Protocol):
+    """Search for the end of one tool call."""
+
+    def find(self, text: str) -> tuple[int, str] | None:
+        """Return position and text of the call's closing mark. Return None before the mark has arrived.
+
+        Args:
+            text: text of the call so far, which extends the text of the previous search.
+        """
+
+
+@dataclass(frozen=True)
+class CallText:
+    """Text of tool calls.
+
+    Attributes:
+        starts: marks that begin a call.
+        end: returns a search for the end of a call; None if calls last until the end of the output.
+    """
+
+    starts: tuple[str, ...]
+    end: Callable[[], CallEndSearch] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -28,8 +54,8 @@ class ReasoningPhase:
             limit.
         end_text: text that is forced before ``end``.
         is_past: True if the prompt ends after the reasoning.
-        call_marks: marks before and after tool calls, in which ``start`` is text. The second mark is empty if calls
-            last until the end of the output. Empty without tools.
+        calls: text of tool calls, in which ``start`` is text. Only the search for stop strings uses it. None without
+            stop strings or tools.
         next_message: text between messages, for a format whose outputs consist of messages.
         content_start: text before a structured output in such a format. After a message, the model may write
             ``content_start`` or ``start``. Empty for other formats, and without a structured output.
@@ -41,7 +67,7 @@ class ReasoningPhase:
     budget: int | None = None
     end_text: str = ""
     is_past: bool = False
-    call_marks: tuple[str, ...] = ()
+    calls: CallText | None = None
     next_message: str = ""
     content_start: str = ""
 

@@ -20,7 +20,7 @@ class Matcher(Protocol):
 
     @property
     def is_free(self) -> bool:
-        """True if any token may follow. The matcher need not be asked for a mask then."""
+        """True if any token may follow. The next step needs no mask then."""
 
     @property
     def must_go_on(self) -> bool:
@@ -28,13 +28,13 @@ class Matcher(Protocol):
 
     @property
     def plain_tokens(self) -> Set[int]:
-        """Tokens after which any token may follow, too. They need not be observed before another token arrives.
+        """Tokens after which the output is still free. :meth:`observe` may receive these tokens with the next token.
 
         The set is incomplete: it grows with the tokens that outputs have had.
         """
 
     def is_free_after(self, drafts: Sequence[int]) -> bool:
-        """Return True if any token may follow now, after each of some tokens that may follow, and after all of them."""
+        """Return True if any token may follow now, and after each of ``drafts``, in order."""
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Advance past tokens of the output. The next mask is not computed before :meth:`consume`."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from metal_engine.answers.answer_format import AnswerFormat, begins_in_reasoning, is_past_reasoning
-from metal_engine.answers.deltas import AnswerDelta
+from metal_engine.answers.deltas import AnswerDelta, TextDelta
 from metal_engine.answers.forced_calls import ForcedCallSplitter
 from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
-from metal_engine.answers.phases import call_phase, reasoning_phase
+from metal_engine.answers.phases import call_phase, call_text, reasoning_phase
 from metal_engine.answers.reasoning_splitter import CallsOrStructureSplitter, HandoverSplitter, ReasoningSplitter
 from metal_engine.answers.splitter import Splitter
 from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan
@@ -26,13 +26,18 @@ _PROMPT_END_TOKENS = 64
 class AnswerReader:
     """Parser of one output. Parses the text while it arrives, and counts the tokens of reasoning.
 
+    Args:
+        splitter: splitter of the output's text.
+        hides_reasoning: True to leave out the text of the reasoning.
+
     Attributes:
         num_reasoning_tokens: tokens of reasoning so far. A token that completes the opening mark counts, and so does
             every token of the closing mark.
     """
 
-    def __init__(self, splitter: Splitter) -> None:
+    def __init__(self, splitter: Splitter, *, hides_reasoning: bool = False) -> None:
         self.num_reasoning_tokens = 0
+        self._hides_reasoning = hides_reasoning
         self._splitter = splitter
         self._bounds = splitter.reasoning_bounds
         self._num_passed = 0  # number of bounds at or before the end of the last token
@@ -54,7 +59,9 @@ class AnswerReader:
             self._count(token_ends)
         if finish_reason is not None:
             deltas += self._splitter.finish(truncated=finish_reason == "length")
-        return deltas
+        if not self._hides_reasoning:
+            return deltas
+        return [delta for delta in deltas if not (isinstance(delta, TextDelta) and delta.kind == "reasoning")]
 
     def _count(self, token_ends: Sequence[int]) -> None:
         bounds = self._bounds
@@ -152,6 +159,8 @@ class ChatAnswers:
             reasoning = answers._structured_reasoning(structured, budget)
         elif calls is not None or ((budget is not None or params.stop) and not self.past_reasoning):
             reasoning = self._reasoning(budget, is_structured=False)
+        if reasoning is not None and params.stop and self._finds_calls:
+            reasoning = replace(reasoning, calls=call_text(self.format, self.plan.parsed))
         changes: dict[str, Any] = {}
         if structured is not params.structured_outputs:
             changes["structured_outputs"] = structured
@@ -199,13 +208,12 @@ class ChatAnswers:
     def _reasoning(self, budget: int | None, *, is_structured: bool) -> ReasoningPhase | None:
         begins_inside = self.in_reasoning
         phase = reasoning_phase(self.format, begins_inside=begins_inside, is_structured=is_structured, budget=budget)
-        marks, tool = self.format.reasoning, self.format.tool
+        marks = self.format.reasoning
         if phase is None or marks is None:
             return phase
-        call_marks = (tool.tool_call_start, tool.tool_call_end) if tool is not None and self._finds_calls else ()
         # A budget of 0 leaves no reasoning whose end needs an explanation.
         end_text = marks.budget_text if budget else ""
-        return replace(phase, end_text=end_text, is_past=self.past_reasoning, call_marks=call_marks)
+        return replace(phase, end_text=end_text, is_past=self.past_reasoning)
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -229,13 +237,14 @@ class ChatAnswers:
         """True if an output can begin with reasoning."""
         return self.format.reasoning is not None and not self.past_reasoning
 
-    def reader(self, *, incremental: bool) -> AnswerReader:
+    def reader(self, *, incremental: bool, hides_reasoning: bool = False) -> AnswerReader:
         """Return a parser for one output.
 
         Args:
             incremental: True to stream the arguments of calls if the format allows it.
+            hides_reasoning: True to leave out the text of the reasoning.
         """
-        return AnswerReader(self._splitter(incremental))
+        return AnswerReader(self._splitter(incremental), hides_reasoning=hides_reasoning)
 
     def _splitter(self, incremental: bool) -> Splitter:
         plan, known = self.plan, self.format

@@ -68,9 +68,12 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
 def tool_parameters(i: int, tool: dict[str, Any]) -> Schema:
     """Return the schema of a tool's arguments. Adds the type "object" if the tool does not declare it.
 
-    With ``strict``, objects are closed. If ``strict`` is false, they are marked as open.
+    A tool without parameters has no arguments. With ``strict``, objects are closed. If ``strict`` is false, they are
+    marked as open.
     """
-    schema: Schema = tool["function"].get("parameters") or {}
+    schema: Schema | None = tool["function"].get("parameters")
+    if not schema:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ParameterError(f"tools[{i}].function.parameters", "must be the schema of an object")
@@ -88,7 +91,7 @@ def _opened(schema: Any) -> Any:
     """Return a copy of a schema whose objects allow other properties explicitly, as JSON Schema does by default."""
     if isinstance(schema, list):
         return [_opened(item) for item in schema]
-    if not isinstance(schema, dict) or not OPAQUE.isdisjoint(schema):  # the latter is never closed
+    if not isinstance(schema, dict) or not OPAQUE.isdisjoint(schema):  # opaque schemas are never closed
         return schema
     copy: Schema = {}
     for key, value in schema.items():
@@ -138,6 +141,8 @@ class ForcedCallSplitter(Splitter):
         name: name of the tool whose arguments the text is; None for a list of calls.
         parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
     """
+
+    num_calls: int = 0
 
     def __init__(self, name: str | None, *, parallel: bool = True) -> None:
         self._name = name

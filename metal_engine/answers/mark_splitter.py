@@ -81,7 +81,7 @@ class MarkSplitter(Splitter):
         self._before_call = ""  # white space and the opening mark
 
     @property
-    def num_calls(self) -> int:  # type: ignore[override]
+    def num_calls(self) -> int:
         return 0 if self._calls is None else self._calls.num_calls
 
     def add(self, text: str) -> list[AnswerDelta]:

@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.call_end import CallEnd
 from metal_engine.answers.call_syntaxes.lark import NameNotExpressibleError
-from metal_engine.answers.call_syntaxes.syntax import CallSyntax
+from metal_engine.answers.call_syntaxes.syntax import NO_QUOTES, CallSyntax
 from metal_engine.answers.call_syntaxes.tool_schemas import tool_schemas
 from metal_engine.errors import ParameterError
-from metal_engine.output_phases import CallPhase, ReasoningPhase
+from metal_engine.output_phases import CallPhase, CallText, ReasoningPhase
 
 # Maximum number of characters of all cached grammars. The grammar of 50 tools has about 100,000.
 _MAX_CACHED = 4_000_000
@@ -100,6 +101,26 @@ def _size(phase: CallPhase | None) -> int:
 
 
 _CACHE = _PhaseCache()
+
+
+def call_text(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]]) -> CallText:
+    """Return the text of the calls of a format with tool calls.
+
+    Args:
+        answer_format: output format of the model.
+        tools: tools that may be called, in OpenAI's form.
+    """
+    parser, syntax, bare = answer_format.tool, answer_format.syntax, answer_format.bare
+    assert parser is not None
+    starts = [parser.tool_call_start]
+    if bare is not None and not bare.only_first:
+        starts += [f"{bare.before}{tool['function']['name']}{bare.after}" for tool in tools]
+
+    def end() -> CallEnd:
+        quotes = NO_QUOTES if syntax is None else syntax.quotes(tool_schemas(tools))
+        return CallEnd(quotes, (parser.tool_call_end,))
+
+    return CallText(tuple(starts), end if parser.tool_call_end else None)
 
 
 def reasoning_phase(

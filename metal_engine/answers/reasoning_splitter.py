@@ -95,7 +95,7 @@ class CallsOrStructureSplitter(Splitter):
         self._begun = ""
 
     @property
-    def num_calls(self) -> int:  # type: ignore[override]
+    def num_calls(self) -> int:
         return self._calls.num_calls
 
     def add(self, text: str) -> list[AnswerDelta]:
@@ -127,7 +127,7 @@ class HandoverSplitter(Splitter):
         self._rest = rest
 
     @property
-    def num_calls(self) -> int:  # type: ignore[override]
+    def num_calls(self) -> int:
         return self._rest.num_calls
 
     def add(self, text: str) -> list[AnswerDelta]:

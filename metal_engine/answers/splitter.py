@@ -13,13 +13,16 @@ class Splitter:
     This base class returns all text as content. Subclasses parse reasoning and tool calls.
 
     Attributes:
-        num_calls: number of tool calls parsed successfully so far.
         reasoning_bounds: positions at which reasoning begins and ends, alternating, in characters of the text so far.
             Reasoning begins after its first mark and ends after its second mark. The list grows with the text.
     """
 
-    num_calls: int = 0
     reasoning_bounds: Sequence[int] = ()
+
+    @property
+    def num_calls(self) -> int:
+        """Number of tool calls parsed successfully so far."""
+        return 0
 
     def add(self, text: str) -> list[AnswerDelta]:
         """Parse the next piece of text. Return the deltas that are certain."""

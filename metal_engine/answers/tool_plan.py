@@ -105,7 +105,10 @@ def plan_tools(
         return NO_TOOLS  # a model does not call tools that it does not see
     listed = list(tools)
     for i, tool in enumerate(listed):
-        fault = schema_fault(tool["function"].get("parameters") or {})
+        parameters = tool["function"].get("parameters")
+        if not isinstance(parameters, dict | None):
+            raise ParameterError(f"tools[{i}].function.parameters", f"must be an object, got {short(parameters)}")
+        fault = schema_fault(parameters or {})
         if fault is not None:
             raise ParameterError(f"tools[{i}].function.parameters", f"is not a JSON schema: {fault}")
     if choice == "required":

@@ -73,7 +73,7 @@ class PlainTokens:
         token_bytes: returns the UTF-8 bytes of a token.
 
     Attributes:
-        known: tokens that were found to be plain so far.
+        known: plain tokens found so far.
         first_byte: pattern for the first byte of a mark.
     """
 
@@ -159,7 +159,7 @@ class MarkScanner:
 
     @property
     def known_plain_tokens(self) -> Set[int]:
-        """Tokens of which none can begin another phase next, as far as they are known."""
+        """Known tokens that cannot begin another phase."""
         is_at_beginning = self.first_marks and self.phase == "content"
         return frozenset() if self._text or is_at_beginning else self.plain[self.phase].known
 

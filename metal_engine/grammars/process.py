@@ -41,6 +41,7 @@ import time
 import llguidance
 
 from metal_engine.grammars.channel import Fork, receive, serve
+from metal_engine.grammars.error_lines import compile_problem, first_line
 from metal_engine.grammars.messages import (
     ERROR,
     MASK,
@@ -292,23 +293,20 @@ def mask_after(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer,
     return mask
 
 
-def first_line(message: str) -> str:
-    return message.strip().partition("\n")[0][:500]
-
-
 def compile_grammar(tokenizer: llguidance.LLTokenizer, wanted: bytes) -> llguidance.LLMatcher:
     """Compile a request's grammar, and check that some token matches it. The caller must stop the CPU timer.
 
     Raises:
         ValueError: the grammar is invalid, too large, or has constraints that cannot be enforced.
     """
+    fields = json.loads(wanted)
     try:
-        source = grammar_source(json.loads(wanted))
+        source = grammar_source(fields)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"cannot be read: {error}") from error
     compiled = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
     if compiled.is_error():
-        raise ValueError(f"cannot be compiled: {first_line(compiled.get_error())}")
+        raise ValueError(f"cannot be compiled: {compile_problem(compiled.get_error(), fields.get('regex'))}")
     matcher = compiled.deep_copy()
     signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
     mask = matcher.compute_bitmask()

@@ -226,7 +226,9 @@ class RequestTable:
 
         Reports changes in ``output.constrained``. The arguments are those of :meth:`append_tokens`.
         """
-        waiting = set()
+        waiting: set[str] = set()
+        if not self._plain_tokens:
+            return waiting
         # Most tokens of free text are plain, so most requests take no time here.
         single = not output.num_accepted_tokens
         token_of = dict(zip(request_ids, output.sampled_token_ids, strict=True)) if single else {}

@@ -207,6 +207,13 @@ class ReasoningBody(RequestModel):
     exclude: bool | None = None
 
 
+class ThinkingBody(RequestModel):
+    """Settings of a chat's reasoning. The names are those of DeepSeek, Z.ai, Moonshot and Anthropic."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: int | None = None
+
+
 class ChatCompletionBody(GenerationBody):
     """``POST /v1/chat/completions``."""
 
@@ -218,6 +225,9 @@ class ChatCompletionBody(GenerationBody):
     reasoning_effort: ReasoningEffort | None = None
     reasoning: ReasoningBody | None = None
     thinking_token_budget: int | None = None
+    thinking: ThinkingBody | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: int | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

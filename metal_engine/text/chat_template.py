@@ -35,6 +35,9 @@ RESERVED_NAMES = frozenset(
     | {"raise_exception", "strftime_now", "lipsum"}
 )
 
+# Variables of templates that turn reasoning on or off. Most templates have only one.
+REASONING_SWITCHES = ("enable_thinking", "thinking")
+
 Message = dict[str, Any]
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import takewhile
 
 from metal_engine.request import PreparedRequest
+from metal_engine.text.chat_template import REASONING_SWITCHES
 from metal_engine.text.tokenizer import Tokenizer
 
-_VARIABLES: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
+_VARIABLES = ({}, *({name: is_on} for name in REASONING_SWITCHES for is_on in (True, False)))
 
 
 class PromptBoundaries:

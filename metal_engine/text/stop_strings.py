@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from metal_engine.output_phases import ReasoningPhase
+from metal_engine.output_phases import CallEndSearch, ReasoningPhase
 
 
 @dataclass(eq=False, slots=True)
@@ -124,12 +124,12 @@ class StopStringsOutsideReasoning(StopStrings):
     ) -> None:
         super().__init__(root, include=include)
         self._start = reasoning.start
-        call, call_end = reasoning.call_marks or ("", "")
+        self._calls = reasoning.calls
+        calls = dict.fromkeys(reasoning.calls.starts if reasoning.calls is not None else (), "call")
         # State -> marks that end it, each with the next state. ``begun``: the text may begin with reasoning.
         self._marks: dict[str, dict[str, str]] = {
             "begun": {reasoning.start: "reasoning"},
-            "content": {reasoning.start: "reasoning"} | ({call: "call"} if call else {}),
-            "call": {call_end: "content"} if call_end else {},
+            "content": {reasoning.start: "reasoning", **calls},
             "reasoning": {reasoning.end: "structure" if is_structured else "content"},
             "structure": {},
         }
@@ -138,16 +138,25 @@ class StopStringsOutsideReasoning(StopStrings):
             self._state, self._marks["reasoning"] = "reasoning", {reasoning.content_start: "structure"}
         self._longest = max(len(mark) for marks in self._marks.values() for mark in marks)
         self._tail = ""  # end of the text so far, which may be the beginning of a mark
+        self._call = ""  # text of the current call so far
+        self._call_end: CallEndSearch | None = None  # search for the end of the current call
 
     def add(self, text: str, *, is_active: bool = True) -> tuple[str, str | None]:
         shown = ""
         while text:
+            if self._state == "call":
+                end = self._end_of_call(text)
+                more, found = super().add(text[:end], is_active=is_active)
+                shown, text = shown + more, text[end:]
+                if found is not None:
+                    return shown, found
+                continue
             window = self._tail + text
             if self._state == "begun" and not self._may_begin(window.lstrip()):
                 self._state = "structure"
             marks = self._marks[self._state]
             at, mark = min(((window.find(mark), mark) for mark in marks if mark in window), default=(-1, ""))
-            end = len(text) if at < 0 else at + len(mark) - len(self._tail)
+            end = len(text) if at < 0 else max(at + len(mark) - len(self._tail), 0)
             part, text = text[:end], text[end:]
             more, found = super().add(part, is_active=is_active and self._state != "reasoning")
             shown += more
@@ -156,9 +165,25 @@ class StopStringsOutsideReasoning(StopStrings):
             if at >= 0:
                 self._state, self._tail = marks[mark], ""
                 shown += self.flush() if self._state == "reasoning" else ""
+                if self._state == "call" and self._calls is not None:
+                    self._call, self._call_end = "", self._calls.end() if self._calls.end is not None else None
             else:
                 self._tail = window[max(len(window) - self._longest + 1, 0) :]
         return shown, None
+
+    def _end_of_call(self, text: str) -> int:
+        """Return the length of the part of ``text`` that belongs to the current call. Leave the call at its end."""
+        if self._call_end is None:
+            return len(text)
+        num_before = len(self._call)
+        self._call += text
+        found = self._call_end.find(self._call)
+        if found is None:
+            return len(text)
+        end = found[0] + len(found[1])
+        # The end may be found late. Text after it that was searched for stop strings is not searched again.
+        self._state, self._tail = "content", self._call[end:num_before]
+        return max(end - num_before, 0)
 
     def _may_begin(self, text: str) -> bool:
         """Return True if a text begins with reasoning, or may do so when more text arrives."""

@@ -377,6 +377,10 @@ def test_the_grammar_of_calls() -> None:
     phases = answers.applied_to(SamplingParams())[1].phases
     assert phases is not None and phases.calls is not None and phases.reasoning is not None
     assert [trigger.mark for trigger in phases.calls.triggers] == ["<tool_call>"]
+    assert phases.reasoning.calls is None
+    stopping = answers.applied_to(SamplingParams(stop=("a",)))[1].phases
+    assert stopping is not None and stopping.reasoning is not None and stopping.reasoning.calls is not None
+    assert stopping.reasoning.calls.starts == ("<tool_call>",)
     for more in ({"bad_words": ("a",)}, {"allowed_token_ids": (1,)}, {"ignore_eos": True}):
         assert answers.applied_to(SamplingParams(**more))[1].phases is None  # type: ignore[arg-type]
     for tool_grammar in ("required", "never"):
@@ -431,6 +435,11 @@ def test_choices_that_do_not_fit() -> None:
         with pytest.raises(ParameterError) as caught:
             plan_tools(tools, choice, known, **given_settings)  # type: ignore[arg-type]
         assert caught.value.name == name
+    for parameters in ([], "", 0, False, True, {"type": 5}):
+        tools = [TOOLS[0], {"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        with pytest.raises(ParameterError) as caught:
+            plan_tools(tools, "auto", known, template_takes_tools=True, auto_tool_choice=True)
+        assert caught.value.name == "tools[1].function.parameters"
     assert plan_tools(TOOLS, "none", known, template_takes_tools=True, auto_tool_choice=True) == NO_TOOLS
     left_as_text = AnswerFormat(finds_calls=False)
     with pytest.raises(ParameterError, match="--tool-call-parser"):

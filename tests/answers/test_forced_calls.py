@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+from jsonschema import Draft202012Validator
+
 from metal_engine.answers.deltas import ArgumentsDelta, CallStart, TextDelta
-from metal_engine.answers.forced_calls import ForcedCallSplitter
+from metal_engine.answers.forced_calls import ForcedCallSplitter, forced_schema
+from metal_engine.json_schemas.closed import closed
 from tests.support.splitting import cuts, deltas, run
 from tests.support.tool_formats import TRAINS, WEATHER
 
@@ -18,6 +22,17 @@ def test_forced_calls() -> None:
     arguments = json.dumps(WEATHER[1])
     for parts in cuts(arguments):
         assert run(ForcedCallSplitter("get_weather"), parts)[2] == [WEATHER]
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_tools_without_parameters(strict: bool | None) -> None:
+    """Their calls have no arguments, except if the schema allows any object."""
+    for parameters, allows_more in [(None, False), ({}, False), ({"type": "object"}, not strict)]:
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
+        for name, wrapped in (("f", lambda call: call), (None, lambda call: [{"name": "f", "parameters": call}])):
+            schema = Draft202012Validator(closed(forced_schema([tool], name, parallel=True)))
+            assert schema.is_valid(wrapped({}))
+            assert schema.is_valid(wrapped({"a": 1})) == allows_more
 
 
 def test_forced_calls_that_are_cut_off() -> None:

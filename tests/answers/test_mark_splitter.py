@@ -97,6 +97,18 @@ def test_only_calls_of_tools_begin() -> None:
         assert content == TextDelta("content", text)
 
 
+@pytest.mark.parametrize(("name", "text"), [
+    ("json_tools", '<tool_call>{"name": "no_such_tool", "arguments": {}}</tool_call>'),
+    ("qwen3_coder", "<tool_call><function=no_such_tool></function></tool_call>"),
+    ("pythonic", "<|tool_call_start|>[no_such_tool(a=1)]<|tool_call_end|>"),
+])  # fmt: skip
+def test_a_call_of_an_unknown_tool_is_logged_with_its_name(
+    name: str, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run(MarkSplitter(answer_format(name), TOOLS), [text])[:3] == (text, "", [])
+    assert "there is no tool 'no_such_tool'" in caplog.text
+
+
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_calls_are_text(name: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)

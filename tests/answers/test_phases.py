@@ -12,7 +12,7 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.forced_calls import forced_schema
 from metal_engine.answers.harmony import harmony_format
 from metal_engine.answers.mark_splitter import MarkSplitter
-from metal_engine.answers.phases import _CACHE, _MAX_CACHED, _size, call_phase, reasoning_phase
+from metal_engine.answers.phases import _CACHE, _MAX_CACHED, _size, call_phase, call_text, reasoning_phase
 from metal_engine.answers.tool_prompts import prompted_format
 from metal_engine.errors import ParameterError
 from metal_engine.grammars.marks import without_marks
@@ -141,6 +141,14 @@ def test_arguments_that_an_open_tool_does_not_name(parser: str, text: str, value
         assert strict is None or calls == [("f", {"x": value})]
 
 
+def test_arguments_that_are_left_open_may_occur_twice() -> None:
+    """The last value counts. The grammar of open arguments allows any names."""
+    tools = [tool({"type": "object", "properties": {"a": {"type": "integer"}}})]
+    known = answer_format("pythonic")
+    text = '<|tool_call_start|>[f(a=1, a="x", b=null)]<|tool_call_end|>'
+    assert run(MarkSplitter(known, tools), list(text))[2] == [("f", {"a": "x", "b": None})]
+
+
 @pytest.mark.parametrize("name", ["a b", "a<b", "a\nb", 'a"b'])
 def test_names_that_a_format_cannot_express(name: str) -> None:
     for parser in ("qwen3_coder", "glm47", "minimax_m2", "kimi_k3", "pythonic"):
@@ -169,6 +177,19 @@ def test_reasoning() -> None:
     phase = reasoning_phase(harmony_format(), begins_inside=False, is_structured=True, budget=None)
     assert (phase.end, phase.begins_inside) == ("<|end|>", False)
     assert (phase.next_message, phase.content_start) == ("<|start|>assistant", "<|channel|>final<|message|>")
+
+
+def test_the_text_of_calls() -> None:
+    """A mark within a string does not end a call."""
+    text = call_text(answer_format("json_tools"), TOOLS)
+    assert text.starts == ("<tool_call>",) and text.end is not None
+    body = '{"name": "f", "arguments": {"a": "</tool_call>"}}'
+    assert text.end().find(f"{body}</tool_call>") == (len(body), "</tool_call>")
+    bare = call_text(answer_format("qwen3_coder"), TOOLS)
+    assert "<function=find_trains>" in bare.starts
+    body = "<function=find_trains><parameter=city></tool_call></parameter></function>"
+    assert bare.end is not None and bare.end().find(f"{body}</tool_call>") == (len(body), "</tool_call>")
+    assert call_text(answer_format("mistral"), TOOLS).end is None
 
 
 def test_equal_tools_share_a_phase() -> None:

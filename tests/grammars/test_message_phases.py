@@ -43,7 +43,7 @@ def allowed_after(messages: tuple[Tokenizer, TokenRulesMaker]) -> Following:
     names |= {"in": tokenizer.encode("in", add_special_tokens=False)[0]}
 
     def allowed_after(*texts: str, tools: bool = False, **options: Any) -> list[set[str]]:
-        """Return what may follow each text, which continues the text before it. ``*``: everything."""
+        """Return the names of the tokens allowed after each text, which extends the text before it. ``*``: all."""
         fields = {"begins_inside": False, "is_structured": True, "budget": None, **options}
         calls = call_phase(harmony_format(), TOOLS, parallel=True) if tools else None
         phases = OutputPhases(reasoning_phase(harmony_format(), **fields), calls)

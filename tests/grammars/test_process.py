@@ -23,6 +23,7 @@ from metal_engine.grammars.messages import (
     framed,
     pack_masks,
     pack_step,
+    unpack_compiled,
     unpack_masks,
     unpack_step,
 )
@@ -227,3 +228,16 @@ def test_regex_json_and_common_directives_work(tokenizer: llguidance.LLTokenizer
     grammar = 'start: INT " " words obj\n%import common.INT\nwords: %regex {"substring_words": "a b c"}\nobj: %json {}'
     answers, status, _ = run_forked(tokenizer, {"grammar": grammar})
     assert [answer[:1] for answer in answers] == [b"+"] and status == 0
+
+
+@pytest.mark.parametrize(("wanted", "problem"), [
+    ({"regex": "ab/\n(cd"}, "character 5, '(cd': unclosed group"),
+    ({"regex": r"\d{3}-(a)\1"}, r"character 10, '\\1': backreferences are not supported"),
+    ({"regex": "x" * 700 + "["}, "character 701, '[': unclosed character class"),
+    ({"json": {"type": "string", "pattern": "^a(b"}}, "character 3, '(b': unclosed group"),
+    ({"grammar": "start: A\nA: /x/ /a(b/"}, "character 2, '(b': unclosed group"),
+])  # fmt: skip
+def test_faults_of_regular_expressions(tokenizer: llguidance.LLTokenizer, wanted: dict[str, Any], problem: str) -> None:
+    """The error is one line with the place and the problem."""
+    ((answer,), _, _) = run_forked(tokenizer, wanted)
+    assert unpack_compiled(answer)[1] == f"cannot be compiled: the regular expression has a fault at {problem}"

@@ -14,7 +14,9 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.output_phases import ReasoningPhase
+from metal_engine.answers.call_end import CallEnd
+from metal_engine.answers.call_syntaxes.syntax import JSON_QUOTES
+from metal_engine.output_phases import CallText, ReasoningPhase
 from metal_engine.request import PreparedRequest, RequestOutput, TokenLogprobs, merge_outputs
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.text.output_text import OutputText
@@ -397,7 +399,12 @@ def test_stop_strings_have_no_effect_within_reasoning(
         ("so <call>a<r>b</call> STOP", {}, "so <call>a<r>b</call> "),
         ("<call>a<r>bSTOP", {}, "<call>a<r>b"),
         ("<call></call><r>STOP</r>STOP", {}, "<call></call><r>STOP</r>"),
-        ("<call>a<r>STOP", {"call_marks": ("<call>", "")}, "<call>a<r>"),
+        ("<call>a<r>STOP", {"calls": CallText(("<call>",))}, "<call>a<r>"),
+        ('<call>{"a": "</call><r>"}STOP', {}, '<call>{"a": "</call><r>"}'),
+        ('<call>["</call><r>", 1]</call>STOP', {}, '<call>["</call><r>", 1]</call>'),
+        ('<call>["</call><r>"]</call><r>STOP</r>STOP', {}, '<call>["</call><r>"]</call><r>STOP</r>'),
+        ('<call>["a</call>\n<r>STOP</r>STOP', {}, '<call>["a</call>\n<r>STOP</r>'),  # the quote has no end
+        ("<bare>a<r>STOP", {}, "<bare>a<r>"),
         ("a<r>STOP</call>", {}, None),
         # Within a structured output
         ('{"a": "<r>"} STOP', {"is_structured": True}, '{"a": "<r>"} '),
@@ -411,7 +418,8 @@ def test_marks_of_reasoning_in_calls_and_structured_outputs_are_text(
     text: str, more: dict[str, Any], shown: str | None, step: int
 ) -> None:
     is_structured = more.get("is_structured", False)
-    fields = {"call_marks": ("<call>", "</call>"), **more}
+    calls = CallText(("<call>", "<bare>"), lambda: CallEnd(JSON_QUOTES, ("</call>",)))
+    fields = {"calls": calls, **more}
     fields.pop("is_structured", None)
     found = None if shown is None else "STOP"
     check_stop_strings(ReasoningPhase("<r>", "</r>", **fields), text, shown, found, step, is_structured=is_structured)

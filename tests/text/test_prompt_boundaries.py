@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.text.prompt_boundaries import PromptBoundaries
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
@@ -17,10 +19,11 @@ THINKING = (
 MESSAGES = [{"role": "user", "content": "what is it?"}]
 
 
-def test_each_way_to_ask_is_known() -> None:
-    tokenizer = tiny_tokenizer(THINKING)
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_each_way_to_ask_is_known(switch: str) -> None:
+    tokenizer = tiny_tokenizer(THINKING.replace("enable_thinking", switch))
     parts = PromptBoundaries(tokenizer)
-    for variables in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+    for variables in ({}, {switch: True}, {switch: False}):
         prompt = tokenizer.apply_chat_template(MESSAGES, **variables)
         history = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False, **variables)
         assert len(prompt) > parts.num_lasting_tokens(prompt) == len(history)

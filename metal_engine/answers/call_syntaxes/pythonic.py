@@ -86,7 +86,7 @@ class PythonicSyntax:
         return marked, rules.trigger("[", f"{bare} {more}", heads, is_whole=True)
 
     def _calls(self, rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> tuple[str, str, dict[str, str]]:
-        """Return rules for the first call, for the later calls and the end, and for the arguments of each tool."""
+        """Return a rule for one call, a rule for all text after the first call, and rules for the tools' arguments."""
         arguments = {}
         for tool in tools:
             listed = rules.arguments(tool, partial(self._arguments, rules))

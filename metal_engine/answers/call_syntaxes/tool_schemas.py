@@ -72,16 +72,6 @@ class ToolSchema:
         """The same tool with a schema that allows all arguments."""
         return ToolSchema(self._index, {"function": {"name": self.name, "parameters": {"type": "object"}}})
 
-    @property
-    def untyped(self) -> ToolSchema:
-        """The same tool with a schema that allows all values of the listed arguments, and all other arguments."""
-        try:
-            listed, _ = self.arguments()
-        except ParameterError:
-            return self.opened
-        parameters = {"type": "object", "properties": {one.name: {} for one in listed}, "additionalProperties": True}
-        return ToolSchema(self._index, {"function": {"name": self.name, "parameters": parameters}})
-
     @cached_property
     def schema(self) -> Schema:
         """Schema of the arguments, an object. Objects are closed as in forced calls.
@@ -89,8 +79,6 @@ class ToolSchema:
         Raises:
             ParameterError: the parameters are not the schema of an object.
         """
-        if not self._tool["function"].get("parameters"):
-            return {"type": "object", "properties": {}, "additionalProperties": False}
         schema = tool_parameters(self._index, self._tool)
         try:
             return closed(schema)

@@ -161,6 +161,8 @@ def packed_grammar(
     def packed(value: Any) -> bytes | None:
         return None if value is None else json.dumps(value).encode()
 
+    if phases is not None and phases.reasoning is not None:  # the engine does not search for stop strings
+        phases = replace(phases, reasoning=replace(phases.reasoning, calls=None))
     # The fields are copied one by one: a JSON schema may be nested too deeply for `asdict`.
     return packed(None if structured is None else vars(structured)), packed(None if phases is None else asdict(phases))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from metal_engine.answers.chat_answers import AnswerReader
-from metal_engine.answers.deltas import AnswerDelta, TextDelta
+from metal_engine.answers.deltas import AnswerDelta
 from metal_engine.engine.async_engine import AsyncEngine, Reservation
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, TokenLogprobs
 from metal_engine.server.errors import SHUTTING_DOWN, APIError, engine_dead, invalid
@@ -47,7 +47,6 @@ class Choice:
         token_ids: generated tokens, including the token that ended generation.
         token_ends: end of each token's text within the choice's text, in characters.
         latest: last output, which has the token counts.
-        hides_reasoning: True if the client does not want the text of the reasoning.
         deltas: deltas parsed from the complete text, after :meth:`Generation.read`.
     """
 
@@ -55,7 +54,6 @@ class Choice:
     prompt_token_ids: list[int]
     echo: str | None = None
     reader: AnswerReader | None = None
-    hides_reasoning: bool = False
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     token_ends: list[int] = field(default_factory=list)
@@ -81,13 +79,8 @@ class Choice:
         return 0 if self.reader is None else self.reader.num_reasoning_tokens
 
     def parse(self, text: str, token_ends: list[int]) -> list[AnswerDelta]:
-        """Parse the next piece of text, after :meth:`add`. Return the deltas for the client."""
-        if self.reader is None:
-            return []
-        deltas = self.reader.add(text, token_ends, self.finish_reason)
-        if not self.hides_reasoning:
-            return deltas
-        return [delta for delta in deltas if not (isinstance(delta, TextDelta) and delta.kind == "reasoning")]
+        """Parse the next piece of text, after :meth:`add`. Return the resulting deltas; none if there is no reader."""
+        return [] if self.reader is None else self.reader.add(text, token_ends, self.finish_reason)
 
     def add(self, output: RequestOutput, *, keep: bool) -> None:
         """Record an output. ``keep`` is True if its text and tokens are needed again later."""
@@ -115,7 +108,6 @@ class Generation:
         shows_token_ids: True if the response contains the token ids of prompts and outputs.
         spells_ids: True if log probabilities name tokens by their ids.
         reader: function that creates the parser of a choice's output; it returns None if outputs are plain text.
-        hides_reasoning: True if the client does not want the text of the reasoning.
         choices: state of each sequence. Complete once :meth:`outputs` is exhausted.
         first_output_time: time of the first output in seconds of :func:`time.monotonic`.
         parts: parts of the response's JSON that are made separately.
@@ -132,7 +124,6 @@ class Generation:
     is_echo_only: bool
     shows_prompt_logprobs: bool
     reader: Callable[[], AnswerReader | None]
-    hides_reasoning: bool = False
     shows_token_ids: bool = False
     spells_ids: bool = False
 
@@ -149,7 +140,6 @@ class Generation:
                 request.prompt_token_ids,
                 None if self.echoes is None else self.echoes[i],
                 self.reader(),
-                self.hides_reasoning,
             )
             for i, request in enumerate(self.requests)
             for j in range(self.params.n)

@@ -39,6 +39,9 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "top_n_sigma": (0, -1),
     "verbosity": ("medium",),
     "chat_template_kwargs": ({},),
+    "enable_thinking": (False,),
+    "thinking": ({"type": "disabled"},),
+    "thinking_budget": (0,),
 }
 
 # Parameters that never affect the output. ``max_tool_calls`` limits the calls of tools that the server runs, and there

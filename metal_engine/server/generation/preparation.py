@@ -44,8 +44,9 @@ _MORE_TOKENS = 1 << 16
 MAX_TOKENS = 1 << 20
 # Maximum number of prompt tokens of all sequences. Each sequence has its own list, with 8 bytes for each token.
 MAX_PROMPT_TOKENS = 1 << 22
-# Fields that add data to choices. Responses without choices cannot contain this data.
-_OF_CHOICES = ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
+# Fields that add data to choices. Responses without choices cannot contain this data. The value 0 of ``top_logprobs``
+# adds nothing.
+_OF_CHOICES = ("logprobs", "top_logprobs", "return_token_ids", "return_tokens_as_token_ids")
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
@@ -108,8 +109,6 @@ class Endpoint(ABC, Generic[BodyT]):
     """Prefix of the ids of this endpoint's responses."""
     has_choices = True
     """True if the response can contain more than one output for a prompt."""
-    hides_reasoning = False
-    """True if the response leaves out the text of the reasoning. Valid after :meth:`tokenize`."""
     stream_media_type = EVENT_STREAM
     """Media type of a stream. Only event streams get keep-alive comments."""
 
@@ -215,7 +214,6 @@ async def prepare(
         is_echo_only=echoes is not None and body.max_tokens == 0,
         shows_prompt_logprobs=body.prompt_logprobs is not None,
         reader=endpoint.reader,
-        hides_reasoning=endpoint.hides_reasoning,
         shows_token_ids=bool(body.return_token_ids),
         spells_ids=bool(body.return_tokens_as_token_ids),
     )
@@ -278,9 +276,11 @@ class _Preparation(Generic[BodyT]):
         served, endpoint, body = self._served, self._endpoint, self._body
         config = served.engine.config
         served.parameters.check(body)
-        for name in _OF_CHOICES:
-            if getattr(body, name, None) and not endpoint.has_choices:
-                raise invalid(" is not supported here", where=name, code="unsupported_parameter")
+        if not endpoint.has_choices:
+            asked = [name for name in _OF_CHOICES if getattr(body, name, None)]
+            asked += ["prompt_logprobs"] if body.prompt_logprobs is not None else []
+            if asked:
+                raise invalid(" is not supported here", where=asked[0], code="unsupported_parameter")
         params = sampling_params(body, config.model.default_sampling)
         if params.n > 1 and not endpoint.has_choices:
             raise invalid(" must be 1: the answer is one message", where="n")

@@ -107,6 +107,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
         self._tool_grammar = served.tool_grammar
         self._notices = served.notices
         self._streams = False
+        self._hides_reasoning = False
         self._budget: int | None = None  # maximum number of tokens of the reasoning
         self._answers: ChatAnswers
         self._given: tuple[ChatAnswers, SamplingParams]  # before `adjust`
@@ -116,7 +117,7 @@ class Conversation(Endpoint[ChatCompletionBody]):
         self._streams = bool(body.stream)
         options = ReasoningOptions.of(body)
         self._budget = options.budget
-        self.hides_reasoning = options.is_hidden
+        self._hides_reasoning = options.is_hidden
         flags = {**template_kwargs(body, options, tokenizer), **template_flags(body)}
         if ignores_effort(options, tokenizer):
             self._notices.once(logger, _EFFORT)
@@ -201,7 +202,8 @@ class Conversation(Endpoint[ChatCompletionBody]):
         return ParameterError("tools" if found is None else f"tools[{found}].{self.schema_place}", error.message)
 
     def reader(self) -> AnswerReader:
-        return self._answers.reader(incremental=self._streams and self.streams_arguments)
+        is_incremental = self._streams and self.streams_arguments
+        return self._answers.reader(incremental=is_incremental, hides_reasoning=self._hides_reasoning)
 
     def chat_finish_reason(self, num_calls: int, reason: ChatFinishReason) -> ChatFinishReason:
         """Return OpenAI's finish reason.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid
 from metal_engine.server.protocol import ChatCompletionBody, ReasoningBody
+from metal_engine.text.chat_template import REASONING_SWITCHES
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -32,23 +37,40 @@ class ReasoningOptions:
         if asked.exclude is not None and asked.exclude is body.include_reasoning:
             raise invalid(" and include_reasoning contradict each other", where="reasoning.exclude")
         is_hidden = bool(asked.exclude) or body.include_reasoning is False
-        for name, own, other in (
-            ("max_tokens", asked.max_tokens, "thinking_token_budget"),
-            ("effort", asked.effort, "reasoning_effort"),
-        ):
-            if own is not None and getattr(body, other) is not None:
-                raise invalid(f" and {other} exclude each other", where=f"reasoning.{name}")
-        _check_budget("reasoning.max_tokens", asked.max_tokens)
-        _check_budget("thinking_token_budget", body.thinking_token_budget)
-        effort = body.reasoning_effort if asked.effort is None else asked.effort
-        budget = body.thinking_token_budget if asked.max_tokens is None else asked.max_tokens
-        wanted = (body.chat_template_kwargs or {}).get("enable_thinking")
-        if budget == 0 or effort == "none" or asked.enabled is False or wanted is False:
+        effort = _only({"reasoning.effort": asked.effort, "reasoning_effort": body.reasoning_effort})
+        thinking = body.thinking
+        budget = _only(
+            {
+                "reasoning.max_tokens": asked.max_tokens,
+                "thinking.budget_tokens": None if thinking is None else thinking.budget_tokens,
+                "thinking_budget": body.thinking_budget,
+                "thinking_token_budget": body.thinking_token_budget,
+            }
+        )
+        variables = body.chat_template_kwargs or {}
+        switches = [asked.enabled, body.enable_thinking, *(variables.get(name) for name in REASONING_SWITCHES)]
+        if thinking is not None and thinking.type in ("enabled", "disabled"):
+            switches.append(thinking.type == "enabled")
+        if budget == 0 or effort == "none" or any(switch is False for switch in switches):
             return cls(effort, False, 0, is_hidden)
-        is_enabled = True if asked.enabled or asked.max_tokens or effort is not None else None
+        is_enabled = True if True in switches or asked.max_tokens or effort is not None else None
         return cls(effort, is_enabled, budget, is_hidden)
 
 
-def _check_budget(name: str, budget: int | None) -> None:
-    if budget is not None and budget < 0:
-        raise invalid(f" must be at least 0, got {short(budget)}", where=name)
+def _only(given: Mapping[str, _T | None]) -> _T | None:
+    """Return the value of several fields with the same meaning; None without a value.
+
+    Args:
+        given: names and values of the fields. At most one field may have a value.
+
+    Raises:
+        APIError: status 400, for two values or a negative number.
+    """
+    present = {name: value for name, value in given.items() if value is not None}
+    for name, value in present.items():
+        if isinstance(value, int) and value < 0:
+            raise invalid(f" must be at least 0, got {short(value)}", where=name)
+    if len(present) > 1:
+        first, second, *_ = present
+        raise invalid(f" and {second} exclude each other", where=first)
+    return next(iter(present.values()), None)

@@ -12,7 +12,7 @@ from metal_engine.server.errors import invalid
 from metal_engine.server.large_bodies import TextsDecoder, TooComplexError, dumps
 from metal_engine.server.openai.reasoning_options import ReasoningOptions
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
-from metal_engine.text.chat_template import RESERVED_NAMES
+from metal_engine.text.chat_template import REASONING_SWITCHES, RESERVED_NAMES
 from metal_engine.text.tokenizer import Tokenizer
 
 # Chat templates were written before OpenAI renamed the system role for newer models.
@@ -62,10 +62,6 @@ _NOT_FOR_TEMPLATES = frozenset(
 )  # fmt: skip
 
 
-# Template variables for the reasoning effort.
-_EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
-
-
 def template_kwargs(body: ChatCompletionBody, options: ReasoningOptions, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the template's variables: ``chat_template_kwargs``, the reasoning effort, and reasoning on or off.
 
@@ -80,15 +76,15 @@ def template_kwargs(body: ChatCompletionBody, options: ReasoningOptions, tokeniz
         kwargs.setdefault("reasoning_effort", options.effort)
         if options.effort != "none":
             return kwargs
-    if options.is_enabled is not None and tokenizer.template_mentions("enable_thinking"):
-        kwargs.setdefault("enable_thinking", options.is_enabled)
+    for name in filter(tokenizer.template_mentions, REASONING_SWITCHES if options.is_enabled is not None else ()):
+        kwargs.setdefault(name, options.is_enabled)
     return kwargs
 
 
 def ignores_effort(options: ReasoningOptions, tokenizer: Tokenizer) -> bool:
     """Return True if a request has a reasoning effort that cannot reach the chat template."""
     asks = options.effort not in (None, "none")
-    return asks and not any(map(tokenizer.template_mentions, _EFFORT_VARIABLES))
+    return asks and not any(map(tokenizer.template_mentions, ("reasoning_effort", *REASONING_SWITCHES)))
 
 
 def template_flags(body: ChatCompletionBody) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import msgspec
@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from metal_engine.answers.call_end import CallEnd
+from metal_engine.answers.call_syntaxes.syntax import JSON_QUOTES
 from metal_engine.engine.metrics import EngineMetrics, Histogram
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.packed_requests import (
@@ -33,7 +35,7 @@ from metal_engine.engine.step_observer import Frame, SeenRequest, StepRow, StepS
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, OverloadedError, ParameterError
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.lora_adapter import Adapter
-from metal_engine.output_phases import CallPhase, CallTrigger, OutputPhases, ReasoningPhase, ToolArguments
+from metal_engine.output_phases import CallPhase, CallText, CallTrigger, OutputPhases, ReasoningPhase, ToolArguments
 from metal_engine.pooling_params import POOLING_TYPES, PoolingParams
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, TokenLogprobs
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
@@ -239,6 +241,13 @@ def test_grammars(structured: StructuredOutputsParams | None, phases: OutputPhas
     message = to_engine(wire.MakeGrammar(3, *packed, b""))
     assert unpacked_structured(message.structured) == structured
     assert unpacked_phases(message.phases) == phases
+
+
+def test_the_text_of_calls_is_not_sent() -> None:
+    """Only the client searches for stop strings."""
+    reasoning = ReasoningPhase("a", "b", calls=CallText(("c",), lambda: CallEnd(JSON_QUOTES, ("d",))))
+    phases = OutputPhases(replace(reasoning, calls=None))
+    assert packed_grammar(None, OutputPhases(reasoning)) == packed_grammar(None, phases)
 
 
 @given(st.lists(OUTPUTS, max_size=3))

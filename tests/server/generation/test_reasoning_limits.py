@@ -60,6 +60,10 @@ LIMITS = [
     (CHAT, {"thinking_token_budget": 7}, 7),
     (CHAT, {"reasoning": {"max_tokens": 7}}, 7),
     (CHAT, {"reasoning": {"max_tokens": 7, "effort": "low", "enabled": True, "exclude": False}}, 7),
+    (CHAT, {"thinking_budget": 7}, 7),
+    (CHAT, {"enable_thinking": True, "thinking_budget": 7}, 7),
+    (CHAT, {"thinking": {"type": "enabled", "budget_tokens": 7}}, 7),
+    (RESPONSES, {"thinking_budget": 7}, 7),
     (RESPONSES, {"reasoning": {"max_tokens": 7}}, 7),
     (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 7}}, 7),
     (CHAT, {"thinking_token_budget": 0}, 0),
@@ -67,6 +71,12 @@ LIMITS = [
     (CHAT, {"reasoning": {"effort": "none"}}, 0),
     (CHAT, {"reasoning_effort": "none"}, 0),
     (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, 0),
+    (CHAT, {"chat_template_kwargs": {"thinking": False}}, 0),
+    (CHAT, {"enable_thinking": False}, 0),
+    (CHAT, {"enable_thinking": False, "thinking_budget": 7}, 0),
+    (CHAT, {"thinking_budget": 0}, 0),
+    (CHAT, {"thinking": {"type": "disabled"}}, 0),
+    (RESPONSES, {"enable_thinking": False}, 0),
     (RESPONSES, {"reasoning": {"effort": "none"}}, 0),
     (RESPONSES, {"reasoning": {"enabled": False}}, 0),
     (MESSAGES, {"thinking": {"type": "disabled"}}, 0),
@@ -77,6 +87,9 @@ NO_LIMITS = [
     (CHAT, {"reasoning": {}}),
     (CHAT, {"reasoning": {"enabled": True}}),
     (CHAT, {"reasoning_effort": "high"}),
+    (CHAT, {"enable_thinking": True}),
+    (CHAT, {"thinking": {"type": "enabled"}}),
+    (CHAT, {"thinking": {"type": "auto"}}),
     (RESPONSES, {"reasoning": {"effort": "high"}}),
     (MESSAGES, {"thinking": {"type": "enabled"}}),
     (MESSAGES, {"thinking": {"type": "adaptive"}}),
@@ -107,12 +120,32 @@ def test_template_variables() -> None:
             ({"reasoning": {"effort": "none"}}, "False|none"),
             ({"reasoning": {"max_tokens": 5}}, "True|"),
             ({"reasoning": {"max_tokens": 0}}, "False|"),
+            ({"thinking": {"type": "enabled"}}, "True|"),
+            ({"thinking": {"type": "adaptive"}}, "|"),
+            ({"thinking": {"type": "disabled"}}, "False|"),
+            ({"enable_thinking": True}, "True|"),
+            ({"enable_thinking": False}, "False|"),
             ({"thinking_token_budget": 5}, "|"),
             ({"thinking_token_budget": 0}, "False|"),
             ({"thinking_token_budget": 0, "chat_template_kwargs": {"enable_thinking": True}}, "True|"),
         ]:
             answer = served.post(CHAT, {"messages": USER, **body}).json()
             assert answer["choices"][0]["message"]["content"] == shown
+
+
+def test_templates_with_another_switch() -> None:
+    """DeepSeek's templates have the variable ``thinking``."""
+    with serve(echo, config=CONFIG, tokenizer=tiny_tokenizer("|{{ thinking }}")) as served:
+        for body, shown in [
+            ({}, ""),
+            ({"reasoning_effort": "high"}, "True"),
+            ({"reasoning_effort": "none"}, "False"),
+            ({"thinking": {"type": "enabled"}}, "True"),
+            ({"chat_template_kwargs": {"enable_thinking": False}}, "False"),
+            ({"chat_template_kwargs": {"thinking": True}, "thinking_token_budget": 0}, "True"),
+        ]:
+            answer = served.post(CHAT, {"messages": USER, **body}).json()
+            assert answer["choices"][0]["message"]["content"] == f"|{shown}"
 
 
 @pytest.mark.parametrize(
@@ -124,6 +157,13 @@ def test_template_variables() -> None:
         (CHAT, {"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
         (CHAT, {"reasoning": {"max_tokens": "7"}}, "reasoning.max_tokens"),
         (CHAT, {"reasoning": {"max_tokens": 1}, "thinking_token_budget": 1}, "reasoning.max_tokens"),
+        (CHAT, {"thinking_budget": -1}, "thinking_budget"),
+        (CHAT, {"thinking_budget": 1, "thinking_token_budget": 1}, "thinking_budget and thinking_token_budget"),
+        (CHAT, {"thinking_budget": 1, "thinking": {"type": "enabled", "budget_tokens": 1}}, "thinking.budget_tokens"),
+        (CHAT, {"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
+        (CHAT, {"thinking": {"type": "on"}}, "thinking.type"),
+        (CHAT, {"thinking": True}, "thinking"),
+        (CHAT, {"enable_thinking": "no"}, "enable_thinking"),
         (CHAT, {"reasoning": {"effort": "low"}, "reasoning_effort": "low"}, "reasoning.effort"),
         (CHAT, {"reasoning": {"exclude": True}, "include_reasoning": True}, "reasoning.exclude"),
         (CHAT, {"include_reasoning": "no"}, "include_reasoning"),
@@ -169,6 +209,14 @@ def test_completions_have_no_limit_of_the_reasoning(always: Served) -> None:
             assert response.status_code == 200 and always.runner.seen_params[-1].phases is None
         else:
             check_error(response, 400, "thinking_token_budget", "unsupported_parameter")
+    for name, value, neutral in [
+        ("enable_thinking", True, False),
+        ("thinking_budget", 3, 0),
+        ("thinking", {"type": "enabled"}, {"type": "disabled"}),
+    ]:
+        body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+        check_error(always.post("/v1/completions", {**body, name: value}), 400, name, "unsupported_parameter")
+        assert always.post("/v1/completions", {**body, name: neutral}).status_code == 200
 
 
 def test_a_model_that_does_not_reason(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -55,7 +54,7 @@ def check_params(served: Served, number: int) -> None:
     """Check the sampling parameters of the last requests: a grammar that begins after the reasoning."""
     for params in served.runner.seen_params[-number:]:
         assert params.structured_outputs is not None and params.phases is not None
-        assert params.phases.reasoning is not None and replace(params.phases.reasoning, call_marks=()) == INSIDE
+        assert params.phases.reasoning is not None and params.phases.reasoning == INSIDE
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS}], ids=["plain", "tools"])

@@ -202,6 +202,7 @@ def test_bad_requests(served: Served, body: dict[str, Any], param: str) -> None:
         {"top_logprobs": 2},
         {"logprobs": True},
         {"prompt_logprobs": 1},
+        {"prompt_logprobs": 0},
     ],
 )
 def test_fields_that_would_change_the_response(served: Served, field: dict[str, Any]) -> None:
