@@ -15,7 +15,8 @@ from metal_engine.engine.process import wire
 from metal_engine.engine.process.engine_process import EngineProcess
 from metal_engine.engine.process.open_request import OpenRequest
 from metal_engine.engine.process.packed_results import MetricsTotals, unpacked_output
-from metal_engine.engine.process.remote import Calls, RemoteAdapters, RemoteEngine, RemoteGrammars, RemoteWatch
+from metal_engine.engine.process.remote import Calls, RemoteEngine, RemoteGrammars, RemoteWatch
+from metal_engine.engine.process.remote_adapters import RemoteAdapters
 from metal_engine.engine.step_observer import FrameSink
 from metal_engine.engine.transport import EndSink, EngineDeadError, OutputSink
 from metal_engine.errors import AdapterError, ModelLoadError
@@ -54,6 +55,7 @@ class EngineSupervisor:
         max_restarts: int = _MAX_RESTARTS,
         stall_seconds: float = _STALL_SECONDS,
     ) -> None:
+        self._start_message = start
         self._spawn = lambda: EngineProcess(module, start, stall_seconds)
         self._make_tokenizer = make_tokenizer
         self._max_restarts = max_restarts
@@ -200,7 +202,7 @@ class EngineSupervisor:
         self._totals.update(ready.numbers.metrics)
         preparer = RequestPreparer(ready.config, self._make_tokenizer(ready), RemoteGrammars(self._calls))
         adapters = None if ready.adapters is None else RemoteAdapters(self._calls, ready.adapters)
-        self._is_up = True
+        self._is_up = self._start_message.is_restart = True
         return RemoteEngine(ready.config, preparer, adapters, ready.numbers.stats, self._metrics)
 
     def _may_restart(self) -> bool:
@@ -222,13 +224,13 @@ class EngineSupervisor:
             self._computing.clear()
             engine.stats = ready.numbers.stats
             if engine.adapters is not None:
-                engine.adapters.reset(ready.adapters or [])
+                engine.adapters.restore(ready.adapters or [], process.send)
             for message in self._calls.messages():
                 process.send(message)
             for request_id, opened in list(self._open.items()):
-                problem = self._problem_of(opened)
-                if problem:
+                if opened.num_failures >= MAX_FAILURES:
                     del self._open[request_id]
+                    problem = f"the engine's process has ended {MAX_FAILURES} times while it computed this request"
                     failed.append(RequestOutput(request_id, finish_reason="error", error=problem))
                 else:
                     process.send(opened.message(request_id))
@@ -244,16 +246,6 @@ class EngineSupervisor:
         logger.warning("%d requests continue after %.1f s, %d have failed", num_resumed, seconds, len(failed))
         if failed:
             self._on_outputs(failed)
-
-    def _problem_of(self, opened: OpenRequest) -> str:
-        """Return the reason why a request cannot continue in a new process; an empty text if it can."""
-        assert self._engine is not None
-        adapter, adapters = opened.prepared.adapter, self._engine.adapters
-        if opened.num_failures >= MAX_FAILURES:
-            return f"the engine's process has ended {MAX_FAILURES} times while it computed this request"
-        if adapter is not None and (adapters is None or not adapters.has(adapter)):
-            return f"the LoRA adapter {adapter.name!r} was lost when the engine's process ended"
-        return ""
 
     def _die(self, problem: str) -> None:
         dead = EngineDeadError(f"the engine has stopped: {'it was shut down' if self._is_shutting_down else problem}")
@@ -280,6 +272,8 @@ class EngineSupervisor:
                 self._computing.append(message.request_ids)
             case wire.Reply():
                 self._calls.resolve(message)
+                if message.error is not None and engine.adapters is not None:
+                    engine.adapters.lose(message.call)
             case wire.FrameOf():
                 self._watch.receive(message)
             case _:
