@@ -1,4 +1,4 @@
-"""Periodic work of the server: returns freed memory to the system, and adapts the number of BLAS threads."""
+"""Periodic work of the server: returns memory to the system, and adapts the number of BLAS threads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 
 from metal_engine.device.allocator import give_back_freed_memory
 from metal_engine.device.blas.threads import blas_threads
+from metal_engine.device.memory_pressure import MemoryPressure, memory_pressure
+from metal_engine.server.generation.models import Models
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.workers import Workers
 
@@ -14,6 +16,8 @@ _POLL_SECONDS = 1.0
 _IDLE_POLLS = 10
 # Minimum number of polls between returns of memory after large bodies. Each return causes page faults in the next step.
 _BUSY_POLLS = 5
+# Minimum idle time of a model in seconds before its memory is released, by memory pressure.
+_IDLE_SECONDS = {MemoryPressure.WARNING: 10.0, MemoryPressure.CRITICAL: 0.0}
 
 
 class FreedMemory:
@@ -42,13 +46,20 @@ class FreedMemory:
         return True
 
 
-async def keep_up(lifecycle: Lifecycle, workers: Workers) -> None:
+def relieve(models: Models, pressure: MemoryPressure) -> None:
+    """Release memory of models that have been idle for some time. The time depends on the pressure."""
+    if pressure in _IDLE_SECONDS:
+        models.release_memory(_IDLE_SECONDS[pressure])
+
+
+async def keep_up(lifecycle: Lifecycle, models: Models) -> None:
     """Return freed memory and adapt the number of BLAS threads, forever."""
-    memory, threads = FreedMemory(lifecycle, workers), blas_threads()
+    memory, threads = FreedMemory(lifecycle, models.workers), blas_threads()
     await asyncio.to_thread(give_back_freed_memory)  # memory that loading freed
     while True:
         await asyncio.sleep(_POLL_SECONDS)
         if threads is not None:
             threads.follow()
+        relieve(models, memory_pressure())
         if memory.is_due():
             await asyncio.to_thread(give_back_freed_memory)

@@ -225,6 +225,8 @@ class EngineChild:
                 self._adapter_calls.submit(self._answer, message.call, partial(self._load_adapter, message, loaded))
             case wire.UnloadAdapter():
                 self._adapter_calls.submit(self._unload_adapter, unpacked_text(message.name))
+            case wire.ReleaseMemory():
+                self._thread.release_memory()
             case wire.Release():
                 for key in message.adapters:
                     self._adapters.pop(key, None)

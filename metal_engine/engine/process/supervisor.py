@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from metal_engine.engine.metrics import EngineMetrics
@@ -143,6 +144,11 @@ class EngineSupervisor:
         if self._engine is None or self._engine.adapters is None:
             raise AdapterError("the engine was started without --enable-lora")
         return self._engine.adapters.load(name, path, within, in_place=in_place)
+
+    def release_memory(self) -> None:
+        """Free the KV cache of an idle engine. See :meth:`metal_engine.engine.transport.Transport.release_memory`."""
+        with suppress(EngineDeadError):
+            self._send(wire.ReleaseMemory())
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop after the step in flight. Return True if the process has ended within ``timeout`` seconds.

@@ -197,6 +197,10 @@ class Release(Message):
     adapters: list[int]
 
 
+class ReleaseMemory(Message):
+    """Frees the KV cache of an idle engine."""
+
+
 class Shutdown(Message):
     """Ends the process after the step in flight."""
 
@@ -255,7 +259,7 @@ class Ended(Message):
     message: str
 
 
-ToEngine = Start | Submit | End | Watch | MakeGrammar | LoadAdapter | UnloadAdapter | Release | Shutdown
+ToEngine = Start | Submit | End | Watch | MakeGrammar | LoadAdapter | UnloadAdapter | Release | ReleaseMemory | Shutdown
 FromEngine = Ready | Reply | Refused | Outputs | Computing | Numbers | FrameOf | Ended
 
 encode = msgspec.msgpack.Encoder().encode
