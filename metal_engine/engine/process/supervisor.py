@@ -228,7 +228,6 @@ class EngineSupervisor:
             for request_id in {request_id for ids in self._computing for request_id in ids} & self._open.keys():
                 self._open[request_id].num_failures += 1
             self._computing.clear()
-            engine.stats = ready.numbers.stats
             if engine.adapters is not None:
                 engine.adapters.restore(ready.adapters or [], process.send)
             for message in self._calls.messages():
@@ -248,7 +247,8 @@ class EngineSupervisor:
         self._metrics.num_resumed_requests += num_resumed
         self._metrics.restart.add(seconds)
         self._metrics.num_finished["error"] += len(failed)
-        self._totals.begin_engine()
+        self._totals.begin_engine(engine.stats)
+        engine.stats = self._totals.add_stats(ready.numbers.stats)
         logger.warning("%d requests continue after %.1f s, %d have failed", num_resumed, seconds, len(failed))
         if failed:
             self._on_outputs(failed)
@@ -269,10 +269,10 @@ class EngineSupervisor:
         assert engine is not None
         match message:
             case wire.Outputs():
-                engine.stats = message.stats
+                engine.stats = self._totals.add_stats(message.stats)
                 self._on_outputs(self._recorded([unpacked_output(output) for output in message.outputs]))
             case wire.Numbers():
-                engine.stats = message.stats
+                engine.stats = self._totals.add_stats(message.stats)
                 self._totals.update(message.metrics)
             case wire.Computing():
                 self._computing.append(message.request_ids)
