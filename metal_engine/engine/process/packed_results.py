@@ -157,7 +157,7 @@ class MetricsTotals:
                 sums.update(snapshot.kv_transfer)
                 kv_transfer = KVTransferStats()
                 kv_transfer.add(**sums)
-                metrics.kv_transfer = kv_transfer  # only now, for threads that read it meanwhile
+                metrics.kv_transfer = kv_transfer  # other threads read only complete sums
 
 
 def _sums(before: list[int], more: list[int]) -> list[int]:

@@ -78,7 +78,7 @@ class Requests:
 
 
 async def begin_all(engine: AsyncEngine, root: Path) -> Requests:
-    """Begin requests of the model, of adapters, of a replaced adapter and of an unloaded one."""
+    """Begin a request without an adapter, and requests with current, replaced and unloaded adapters."""
     requests = Requests(engine)
 
     async def load(name: str, path: str, **options: Any) -> Adapter:

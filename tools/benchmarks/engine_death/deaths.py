@@ -34,9 +34,9 @@ class Pause:
     """Time without output after a death, in seconds.
 
     Attributes:
-        start: from the death to the begin of the load.
+        start: time between the death and the start of the load.
         load: load of the model.
-        recompute: from the end of the load to the next part of each stream.
+        recompute: time between the end of the load and the next part of the last stream.
     """
 
     start: float
@@ -53,7 +53,7 @@ class Report:
         kinds: number of deaths by kind.
         tally: results of the requests.
         pauses: pauses after processes that were replaced before their next death.
-        hang_seconds: time for which each hang lasted before the server ended it.
+        hang_seconds: duration of each hang in seconds, until the server has replaced the process.
         problems: counters that have decreased, and hangs that the server has not noticed.
         counts: increases of counters of the server.
     """
@@ -106,6 +106,7 @@ class Deaths:
         self._streams = streams
         self._find_pid = find_pid
         self._kinds = kinds
+        self._next_kinds: list[str] = []  # each kind has the same share
         self._gap = gap
         self._random = random.Random(seed)
         self._recent: deque[float] = deque()
@@ -122,7 +123,8 @@ class Deaths:
         try:
             for i in range(num_deaths):
                 await self._wait(during_load)
-                kind = self._random.choice(self._kinds)
+                self._next_kinds = self._next_kinds or self._random.sample(self._kinds, len(self._kinds))
+                kind = self._next_kinds.pop()
                 report.kinds[kind] += 1
                 began, held = time.monotonic(), [sent for sent in self._streams.open if sent.request.is_stream]
                 if not during_load:
@@ -148,9 +150,11 @@ class Deaths:
     async def _wait(self, during_load: bool) -> None:
         """Wait for the next moment of a death.
 
-        Each stream has received a part within the last two deaths, because a request that is computed by three
-        processes that die without a token in between gets an error.
+        Before it, a stream has received a part, and each stream has received a part since the last death but one: a
+        request that is computed by three processes that die without a token in between gets an error.
         """
+        while not any(sent.times for sent in self._streams.open):
+            await asyncio.sleep(_POLL_SECONDS)
         await asyncio.sleep(self._random.uniform(0.0, self._load_seconds if during_load else self._gap))
         while not during_load and any(sent.num_deaths > 1 for sent in self._streams.open):
             await asyncio.sleep(_POLL_SECONDS)
