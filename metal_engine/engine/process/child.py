@@ -131,8 +131,9 @@ class EngineChild:
     def _send_ready(self, engine: BuiltEngine) -> None:
         adapters = None if engine.adapters is None else engine.adapters.adapters
         for adapter in adapters or ():
-            self._adapters[-adapter.slot] = loaded = Future()
+            loaded: Future[Adapter] = Future()
             loaded.set_result(adapter)
+            self._adapters[-adapter.slot] = loaded
         path = engine.tokenizer_path
         self._channel.send(
             wire.Ready(
@@ -221,7 +222,7 @@ class EngineChild:
             case wire.MakeGrammar():
                 self._make_grammar(message)
             case wire.LoadAdapter():
-                self._adapters[message.call] = loaded = Future()
+                self._adapters[message.call] = loaded = Future[Adapter]()
                 self._adapter_calls.submit(self._answer, message.call, partial(self._load_adapter, message, loaded))
             case wire.UnloadAdapter():
                 self._adapter_calls.submit(self._unload_adapter, unpacked_text(message.name))
