@@ -70,16 +70,16 @@ def test_a_large_body_is_returned_while_the_server_is_busy() -> None:
 
 
 def test_an_idle_model_frees_its_cache_under_pressure(served: Served) -> None:
-    models = served.server._models
+    release = served.server._models.release_memory
     assert served.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}).status_code == 200
     served.wait_until_idle()
     before = served.runner.num_released
     for pressure in (MemoryPressure.NORMAL, MemoryPressure.WARNING):
-        relieve(models, pressure)  # the last request has just ended
-    relieve(models, MemoryPressure.CRITICAL)
+        relieve(release, pressure)  # the last request has just ended
+    relieve(release, MemoryPressure.CRITICAL)
     wait_until(lambda: served.runner.num_released == before + 1, "the release")
     served.engine.last_used -= 20
-    relieve(models, MemoryPressure.WARNING)
+    relieve(release, MemoryPressure.WARNING)
     assert served.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}).status_code == 200
     assert served.runner.num_released == before + 1, "it was free already"
 
@@ -90,7 +90,7 @@ def test_a_model_in_use_keeps_its_cache(served: Served) -> None:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.post, "/v1/completions", {"prompt": "abc", "max_tokens": 4})
         wait_until(lambda: served.engine.num_open_requests == 1, "the request")
-        relieve(served.server._models, MemoryPressure.CRITICAL)
+        relieve(served.server._models.release_memory, MemoryPressure.CRITICAL)
         served.engine.release_memory()  # the engine's thread has a request, too
         served.runner.running.set()
         assert answer.result().status_code == 200
