@@ -22,7 +22,7 @@ from tools.benchmarks.engine_death.worker import LOADS
 KINDS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "hang": signal.SIGSTOP, "error": signal.SIGUSR2}
 # A server ends after more than 10 restarts in 60 s.
 _MAX_DEATHS, _DEATH_SECONDS = 9, 61.0
-# Every tenth death comes while the new process of the death before it loads the model.
+# Every tenth death is a kill while a new process loads the model.
 _SHARE_DURING_LOADS = 0.1
 _HANG_SECONDS = 120.0
 _READY_SECONDS = 600.0
@@ -124,7 +124,7 @@ class Deaths:
             for i in range(num_deaths):
                 await self._wait(during_load)
                 self._next_kinds = self._next_kinds or self._random.sample(self._kinds, len(self._kinds))
-                kind = self._next_kinds.pop()
+                kind = self._next_kinds.pop() if not during_load else "kill"
                 report.kinds[kind] += 1
                 began, held = time.monotonic(), [sent for sent in self._streams.open if sent.request.is_stream]
                 if not during_load:
