@@ -130,10 +130,11 @@ class Deaths:
                 if not during_load:
                     for sent in held:
                         sent.num_deaths += 1
+                num_restarts = await self._streams.num_restarts()
                 await self._die(kind, report)
                 during_load = kind != "error" and i + 1 < num_deaths and self._random.random() < _SHARE_DURING_LOADS
                 if kind != "error" and not during_load:
-                    await self._until_ready()
+                    await self._until_restarted(num_restarts)
                     watched.append((began, time.monotonic(), held))
                     self._load_seconds = watched[-1][1] - began
                 if not during_load:
@@ -179,12 +180,13 @@ class Deaths:
         if kind == "hang":
             report.hang_seconds.append(time.monotonic() - began)
 
-    async def _until_ready(self) -> None:
+    async def _until_restarted(self, num_before: float) -> None:
+        """Wait for a restart after the first ``num_before`` ones."""
         deadline = time.monotonic() + _READY_SECONDS
-        while not await self._streams.is_ready():
+        while await self._streams.num_restarts() <= num_before:
             await asyncio.sleep(_POLL_SECONDS)
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the server is not ready after {_READY_SECONDS:.0f} s")
+                raise RuntimeError(f"the engine has no new process after {_READY_SECONDS:.0f} s")
 
     @staticmethod
     async def _until(find: Callable[[], int | None], what: str) -> int:

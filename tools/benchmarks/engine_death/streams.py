@@ -125,9 +125,10 @@ class Streams:
         ends = ("_total", "_sum", "_count", "_bucket")
         return {name: float(value) for name, _, value in lines if name.partition("{")[0].endswith(ends)}
 
-    async def is_ready(self) -> bool:
-        """Return True if the server has an engine that runs."""
-        return (await self._client.get("/ready")).status_code == 200
+    async def num_restarts(self) -> float:
+        """Return how often the process of the engine has been replaced."""
+        counters = await self.metrics()
+        return sum(count for name, count in counters.items() if "restart_seconds_count" in name)
 
     async def close(self) -> None:
         await self._client.aclose()
