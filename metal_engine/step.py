@@ -129,6 +129,12 @@ class SchedulerOutput:
         new = len(self.new_requests)
         return f"{sum(lengths)} tokens of {len(lengths)} requests ({decodes} of one token, {new} new)"
 
+    @property
+    def loads_kv(self) -> bool:
+        """True if the step loads KV or recurrent states into the cache."""
+        kv = self.kv_connector_metadata
+        return kv is not None and bool(kv.loads or kv.state_loads)
+
     def with_drafts(self, drafting: Drafting) -> SchedulerOutput:
         """Return the plan with the draft model's drafts filled in. Rows of missing drafts are removed."""
         if not drafting.token_ids:
@@ -278,6 +284,12 @@ class Runner(Protocol):
         """Set a callback for the loss of another rank, after which a step may hang. It is called in another thread.
 
         Does nothing with one rank.
+        """
+
+    def release_cache(self) -> bool:
+        """Free the KV cache, whose contents are lost, until the next step. No step may be in flight.
+
+        Return False without an effect if the runner cannot do that.
         """
 
     def close(self) -> None:

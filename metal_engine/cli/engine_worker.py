@@ -6,7 +6,9 @@ import ctypes
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import msgspec
@@ -56,6 +58,8 @@ def _set_up(start: Start) -> Callable[[], BuiltEngine]:
     set_up_logging(start.log_level, start.log_format)
     keep_freed_memory()
     args = msgspec.convert(start.args, EngineArgs)
+    if start.is_restart:
+        args = _without_lost_adapters(args)
 
     def build() -> BuiltEngine:
         if sys.platform == "darwin":  # for the engine's thread, which runs this function
@@ -65,6 +69,12 @@ def _set_up(start: Start) -> Callable[[], BuiltEngine]:
         return build_engine(args)
 
     return build
+
+
+def _without_lost_adapters(args: EngineArgs) -> EngineArgs:
+    """Drop the adapters of ``--lora-modules`` whose folders are gone. Only their requests fail."""
+    found = [Path(module.path).expanduser().is_dir() for module in args.adapters]
+    return replace(args, lora_modules=tuple(compress(args.lora_modules, found)), max_loras=args.num_slots() or None)
 
 
 if __name__ == "__main__":

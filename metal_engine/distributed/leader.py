@@ -72,6 +72,10 @@ class LeaderRunner:
         """See :class:`metal_engine.step.Runner`. With several ranks, steps are dispatched whole."""
         self._runner.dispatch_second_part()
 
+    def release_cache(self) -> bool:
+        """Return False: the other ranks would keep their caches."""
+        return False
+
     def finish(self, step: PendingStep) -> ModelOutput:
         """Finish a step on every rank.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import suppress
@@ -121,6 +122,9 @@ class AsyncEngine:
 
     Args:
         transport: engine that has not been started, in a thread or in a process of its own.
+
+    Attributes:
+        last_used: time of the end of the last request in seconds of ``time.monotonic``.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -133,6 +137,7 @@ class AsyncEngine:
         self._engine: StartedEngine | None = None
         self._client: EngineClient  # set in `start`
         self._cut: str | None = None
+        self.last_used = time.monotonic()
 
     def start(self) -> None:
         """Start the engine and load the model. Block until it is ready. Raises the errors of loading."""
@@ -239,6 +244,10 @@ class AsyncEngine:
         """See :meth:`Transport.load_adapter`. Call it in a thread, because it takes long."""
         return self._transport.load_adapter(name, path, within, in_place=in_place)
 
+    def release_memory(self) -> None:
+        """See :meth:`Transport.release_memory`."""
+        self._transport.release_memory()
+
     async def generate(
         self,
         request_id: str,
@@ -284,6 +293,7 @@ class AsyncEngine:
                 yield output
         finally:
             del self._queues[request_id]
+            self.last_used = time.monotonic()
             self._begun(outputs)
             self._client.abort(request_id)
             if reservation is not None:

@@ -58,6 +58,7 @@ class EngineCore:
         self._in_flight: deque[tuple[SchedulerOutput, StepHandle, float]] = deque()
         self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
+        self._has_released = False  # True if the runner has freed the KV cache since the last step
         self._observer: StepObserver | None = None
         # Called with each plan before it runs, so that another process knows the requests of a step that kills us.
         self.on_plan: Callable[[SchedulerOutput], None] | None = None
@@ -132,6 +133,15 @@ class EngineCore:
         self.scheduler.finish_request(request_id, status)
         self._prompt_logprobs.pop(request_id, None)
 
+    def release_memory(self) -> None:
+        """Free the KV cache until the next request, unless there are requests. Cached prefixes are lost."""
+        if self.has_requests or self._has_released:
+            return
+        self._has_released = True
+        if self.runner.release_cache():
+            logger.warning("memory is short: the KV cache is freed until the next request")
+            self.scheduler.prefix_cache.forget()
+
     def close(self) -> None:
         """Close the runner.
 
@@ -193,6 +203,7 @@ class EngineCore:
         failed = self._failed_loads()
         if plan.num_scheduled_tokens:
             self.num_steps += 1
+            self._has_released = False
             self.metrics.scheduled(plan, started, is_ahead=bool(self._in_flight))
             if self.on_plan is not None:
                 self.on_plan(plan)

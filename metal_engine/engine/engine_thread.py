@@ -175,6 +175,11 @@ class EngineThread:
             self._inbox.put(_Call(function, done))
         done.result()
 
+    def release_memory(self) -> None:
+        """Free the KV cache of an idle engine. See :meth:`metal_engine.engine.transport.Transport.release_memory`."""
+        if self._engine is not None:
+            self._inbox.put(_Call(self._engine.core.release_memory, Future()))
+
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"the engine has stopped: {self.error or 'it was shut down'}")
 

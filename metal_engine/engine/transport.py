@@ -93,5 +93,8 @@ class Transport(TokenEngine, Protocol):
     def load_adapter(self, name: str, path: str, within: Path, *, in_place: bool) -> Adapter:
         """Load a LoRA adapter, and wait for it. See :meth:`metal_engine.lora.registry.AdapterRegistry.load`."""
 
+    def release_memory(self) -> None:
+        """Free the KV cache of an idle engine until its next request. See :meth:`EngineCore.release_memory`."""
+
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop after the step in flight. Return True if the engine has ended within ``timeout`` seconds."""

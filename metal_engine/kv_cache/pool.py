@@ -123,6 +123,11 @@ class StatePool:
             state.allocate(num_blocks, block_size, num_state_slots)
         self.evaluate()
 
+    def reallocate(self) -> None:
+        """Allocate all arrays again, unless they are allocated."""
+        if not self.is_allocated:
+            self.allocate(*self._size)
+
     def release(self) -> None:
         """Drop all arrays, layer by layer: freeing gigabytes holds the GIL, which other threads need in between."""
         for state in reversed(self.states):

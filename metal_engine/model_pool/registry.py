@@ -177,6 +177,14 @@ class ModelRegistry:
             await asyncio.wait([self._loading[1]])
         await self._close_and_wait(entry)
 
+    def unload_idle(self, seconds: float) -> None:
+        """Unload the models that have served no request for ``seconds``, because the machine lacks memory."""
+        for entry in self._entries:
+            is_unused = entry.is_idle and time.monotonic() - entry.last_used >= seconds
+            if is_unused and entry.state is ModelState.LOADED and entry.unloading is None:
+                logger.warning("memory is short: unloading %s", entry.name)
+                self._close(entry)
+
     # --- loading, one after the other ---
 
     def _pending_load(self, entry: ModelEntry, may_evict: bool) -> Load:

@@ -110,6 +110,7 @@ class ModelRunner:
         if self._steps and not self._is_async:
             raise RuntimeError("without async scheduling, finish a step before starting the next step")
         self.dispatch_second_part()
+        self.pool.reallocate()
         before = self.pool.snapshot()
         try:
             step, logits = self._build_step(plan, before)
@@ -222,7 +223,9 @@ class ModelRunner:
         if replay is None:
             return build(), None
         outcome: DecodeOutcome | None = None
-        if not self.replays or not _is_decode(plan, batch, logits_indices):
+        num_sampled = len(batch.rows.logits_indices)
+        is_decode = num_sampled == len(logits_indices) == batch.rows.num_tokens and not plan.loads_kv
+        if not self.replays or not is_decode:
             logits = build()
         elif adapters is not None:
             logits, outcome = build(), "adapters"
@@ -368,6 +371,13 @@ class ModelRunner:
         if self._draft_model is not None:
             self._draft_model.update(plan)
 
+    def release_cache(self) -> bool:
+        """See :meth:`metal_engine.step.Runner.release_cache`. The draft model keeps its cache."""
+        synchronize()
+        self.pool.release()
+        mx.clear_cache()
+        return True
+
     def close(self) -> None:
         """Free the KV caches of the model and the draft model. Call it in the thread that ran the steps.
 
@@ -387,12 +397,3 @@ class ModelRunner:
             mx.clear_cache()
         else:
             end_streams_of_thread()
-
-
-def _is_decode(plan: SchedulerOutput, batch: PackedBatch, logits_indices: np.ndarray) -> bool:
-    """Return True if every row samples once, and the step loads nothing into the cache."""
-    num_rows = batch.rows.num_tokens
-    kv = plan.kv_connector_metadata
-    return len(batch.rows.logits_indices) == len(logits_indices) == num_rows and (
-        kv is None or not (kv.loads or kv.state_loads)
-    )

@@ -122,7 +122,7 @@ class Server(uvicorn.Server):
         self.servers = cast(list[Any], acceptors)
         self.started = True
         self._spawn(self._watch_engine())
-        self._spawn(keep_up(self._lifecycle, self._models.workers))
+        self._spawn(keep_up(self._lifecycle, self._models.workers, self._models.release_memory))
         if self._log_stats_interval:
             self._spawn(log_stats(self._models, self._log_stats_interval))
         self._on_ready()

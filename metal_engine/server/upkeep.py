@@ -1,11 +1,13 @@
-"""Periodic work of the server: returns freed memory to the system, and adapts the number of BLAS threads."""
+"""Periodic work of the server: returns memory to the system, and adapts the number of BLAS threads."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from metal_engine.device.allocator import give_back_freed_memory
 from metal_engine.device.blas.threads import blas_threads
+from metal_engine.device.memory_pressure import MemoryPressure, memory_pressure
 from metal_engine.server.lifecycle import Lifecycle
 from metal_engine.server.workers import Workers
 
@@ -14,6 +16,11 @@ _POLL_SECONDS = 1.0
 _IDLE_POLLS = 10
 # Minimum number of polls between returns of memory after large bodies. Each return causes page faults in the next step.
 _BUSY_POLLS = 5
+# Minimum idle time of a model in seconds before its memory is released, by memory pressure.
+_IDLE_SECONDS = {MemoryPressure.WARNING: 10.0, MemoryPressure.CRITICAL: 0.0}
+
+ReleaseMemory = Callable[[float], None]
+"""Releases the memory of models that have been idle for at least some seconds."""
 
 
 class FreedMemory:
@@ -42,13 +49,20 @@ class FreedMemory:
         return True
 
 
-async def keep_up(lifecycle: Lifecycle, workers: Workers) -> None:
-    """Return freed memory and adapt the number of BLAS threads, forever."""
+def relieve(release_memory: ReleaseMemory, pressure: MemoryPressure) -> None:
+    """Release memory of models that have been idle for some time. The time depends on the pressure."""
+    if pressure in _IDLE_SECONDS:
+        release_memory(_IDLE_SECONDS[pressure])
+
+
+async def keep_up(lifecycle: Lifecycle, workers: Workers, release_memory: ReleaseMemory) -> None:
+    """Return memory and adapt the number of BLAS threads, forever."""
     memory, threads = FreedMemory(lifecycle, workers), blas_threads()
     await asyncio.to_thread(give_back_freed_memory)  # memory that loading freed
     while True:
         await asyncio.sleep(_POLL_SECONDS)
         if threads is not None:
             threads.follow()
+        relieve(release_memory, memory_pressure())
         if memory.is_due():
             await asyncio.to_thread(give_back_freed_memory)

@@ -194,3 +194,22 @@ def test_names() -> None:
     with pytest.raises(ValueError, match="taken"):
         made.registry.add("alias", made.models["a"].source)
     assert made.registry.shutdown(1)
+
+
+@with_fakes()
+async def test_idle_models_are_unloaded_if_memory_is_short(made: RegistryOfFakes) -> None:
+    """Models in use and models that have just been used stay, unless the pressure is critical."""
+    for name in "ab":
+        await made.ask(name, [1, 2, 3])
+    made["a"].last_used -= 20.0
+    made.registry.unload_idle(10.0)
+    await until(lambda: made.loaded == "b", "the end of a")
+    made.models["b"].step_time = 0.005
+    request = asyncio.ensure_future(made.ask("b", [1], 40))
+    await until(lambda: made["b"].num_leases, "the request")
+    made.registry.unload_idle(0.0)
+    assert await request == made.answer("b", [1], 40)
+    assert made.loaded == "b"
+    made.registry.unload_idle(0.0)
+    await until(lambda: made.loaded == "", "the end of b")
+    assert await made.ask("b", [4]) == made.answer("b", [4])

@@ -1,13 +1,16 @@
-"""Times at which a server returns freed memory to the system."""
+"""Times at which a server returns memory to the system."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
+from metal_engine.device.memory_pressure import MemoryPressure
 from metal_engine.server.lifecycle import Lifecycle
-from metal_engine.server.upkeep import FreedMemory
+from metal_engine.server.upkeep import FreedMemory, relieve
 from metal_engine.server.workers import Workers
+from tests.support.serving import Served, wait_until
 
 
 @dataclass
@@ -64,3 +67,32 @@ def test_a_large_body_is_returned_while_the_server_is_busy() -> None:
     server.num_heavy += 1
     assert polls_until_due(memory) == 5  # not after each of many heavy tasks
     assert polls_until_due(memory) is None
+
+
+def test_an_idle_model_frees_its_cache_under_pressure(served: Served) -> None:
+    release = served.server._models.release_memory
+    assert served.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}).status_code == 200
+    served.wait_until_idle()
+    before = served.runner.num_released
+    for pressure in (MemoryPressure.NORMAL, MemoryPressure.WARNING):
+        relieve(release, pressure)  # the last request has just ended
+    relieve(release, MemoryPressure.CRITICAL)
+    wait_until(lambda: served.runner.num_released == before + 1, "the release")
+    served.engine.last_used -= 20
+    relieve(release, MemoryPressure.WARNING)
+    assert served.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}).status_code == 200
+    assert served.runner.num_released == before + 1, "it was free already"
+
+
+def test_a_model_in_use_keeps_its_cache(served: Served) -> None:
+    before = served.runner.num_released
+    served.runner.running.clear()
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(served.post, "/v1/completions", {"prompt": "abc", "max_tokens": 4})
+        wait_until(lambda: served.engine.num_open_requests == 1, "the request")
+        relieve(served.server._models.release_memory, MemoryPressure.CRITICAL)
+        served.engine.release_memory()  # the engine's thread has a request, too
+        served.runner.running.set()
+        assert answer.result().status_code == 200
+    served.wait_until_idle()
+    assert served.runner.num_released == before

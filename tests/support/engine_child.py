@@ -25,6 +25,7 @@ from metal_engine.engine.process.child import serve_engine
 from metal_engine.engine.process.supervisor import EngineSupervisor
 from metal_engine.errors import ConfigError
 from metal_engine.text.tokenizer import Tokenizer
+from tools.benchmarks.engine_death.worker import failing
 from tools.fixtures.fake_engine import FakeRunner, fake_config, tiny_tokenizer
 
 MODULE = "tests.support.engine_child"
@@ -36,14 +37,16 @@ def process_of(
     *,
     max_restarts: int = 0,
     stall_seconds: float = 30.0,
+    fails: bool = False,
     **options: Any,
 ) -> EngineSupervisor:
     """Return an engine that has not been started.
 
     Args:
         build: name of a function of this module, which is called with ``options`` in the engine's process.
+        fails: True for steps that fail on demand (:func:`failing`).
     """
-    start = wire.Start({"build": build, "options": options}, "info", "text")
+    start = wire.Start({"build": build, "options": options, "fails": fails}, "info", "text")
     return EngineSupervisor(MODULE, start, lambda ready: tokenizer or tiny_tokenizer(), max_restarts, stall_seconds)
 
 
@@ -87,6 +90,19 @@ def tiny(template: str = "", **config: Any) -> Any:
     from tests.support.tiny_engine import tiny_engine
 
     return tiny_engine(tokenizer=tokenizer(template) if template else None, **config)
+
+
+def keeping(what: str) -> Any:
+    """Return an engine on a tiny model that keeps more than KV between steps."""
+    from tests.support.speculation import draft_model_config, speculative_config
+    from tests.support.tiny_engine import tiny_engine, tiny_reference
+
+    options: dict[str, dict[str, Any]] = {
+        "recurrent states": {"architecture": "qwen3_5", "num_state_slots": 96, "ahead": True},
+        "drafts": {"speculative": speculative_config(), "ahead": True},
+        "draft model": {"speculative": draft_model_config(3), "draft": tiny_reference()},
+    }
+    return tiny_engine(num_blocks=512, **options[what])
 
 
 def adapted(folder: str, max_loras: int) -> Any:
@@ -178,7 +194,7 @@ def _socket() -> socket.socket:
 
 def _set_up(start: wire.Start) -> Callable[[], BuiltEngine]:
     build: Callable[[], BuiltEngine] = partial(globals()[start.args["build"]], **start.args["options"])
-    return build
+    return failing(build) if start.args["fails"] else build
 
 
 if __name__ == "__main__":

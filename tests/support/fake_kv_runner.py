@@ -163,6 +163,10 @@ class FakeKVRunner:
     def dispatch_second_part(self) -> None:
         """Do nothing: a step is dispatched whole."""
 
+    def release_cache(self) -> bool:
+        """Return False: there is no cache."""
+        return False
+
     def execute(self, plan: SchedulerOutput) -> FakeStep:
         drafting = None if self.draft_model is None else self.draft_model.draft(plan)
         if drafting is not None:

@@ -67,6 +67,10 @@ class FreeRunner:
     def dispatch_second_part(self) -> None:
         """Do nothing: a step is dispatched whole."""
 
+    def release_cache(self) -> bool:
+        """Return False: there is no cache."""
+        return False
+
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
         """Ignore the callback, because the engine has one rank."""
 

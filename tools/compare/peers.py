@@ -104,10 +104,12 @@ class PeerServer:
     pid: int
 
 
-def command_of(name: str, model: Path | str, port: int, extra: Sequence[str] = ()) -> tuple[str, ...]:
+def command_of(
+    name: str, model: Path | str, port: int, extra: Sequence[str] = (), module: str = "metal_engine"
+) -> tuple[str, ...]:
     if name == OURS:
         # -P: the package is imported from PYTHONPATH instead of the current folder.
-        command = (sys.executable, "-P", "-m", "metal_engine", "serve", str(model), "--port", str(port))
+        command = (sys.executable, "-P", "-m", module, "serve", str(model), "--port", str(port))
     else:
         peer = PEERS[name]
         values = {"bin": peer.folder / "bin", "model": model, "port": port}
@@ -117,7 +119,13 @@ def command_of(name: str, model: Path | str, port: int, extra: Sequence[str] = (
 
 @contextmanager
 def running(
-    name: str, model: Path | str, *, same_blas: bool, extra: Sequence[str] = (), root: Path = ROOT
+    name: str,
+    model: Path | str,
+    *,
+    same_blas: bool,
+    extra: Sequence[str] = (),
+    root: Path = ROOT,
+    module: str = "metal_engine",
 ) -> Iterator[PeerServer]:
     """Yield a server on a free port. At the end, the server is stopped with all its processes.
 
@@ -125,12 +133,13 @@ def running(
         same_blas: True to preload metal-engine's OpenBLAS in peers. Otherwise, peers start as installed.
         extra: more arguments for the command.
         root: checkout from which metal-engine's server runs.
+        module: main module of metal-engine's server.
 
     Raises:
         RuntimeError: the server did not start. The message has the end of its log.
     """
     port = free_port()
-    command = command_of(name, model, port, extra)
+    command = command_of(name, model, port, extra, module)
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
     env["PYTHONPATH"] = str(root) if name == OURS else ""
     if same_blas and name != OURS and sys.platform == "linux":

@@ -47,9 +47,9 @@ from metal_engine.engine.process.packed_results import (
 )
 from metal_engine.engine.step_observer import Frame
 from metal_engine.engine.transport import EngineDeadError
-from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.errors import AdapterError, ConfigError, ModelLoadError
 from metal_engine.lora_adapter import Adapter
-from metal_engine.request import RequestOutput, RequestStatus
+from metal_engine.request import PreparedRequest, RequestOutput, RequestStatus
 from metal_engine.step import SchedulerOutput
 from metal_engine.token_rules import Grammar
 
@@ -88,11 +88,12 @@ class EngineChild:
         self._sending_numbers = threading.Lock()
         self._computing: list[str] = []  # requests of the last step
         self._grammars: dict[int, _HeldGrammar] = {}
-        # Requests that wait for their grammars. The lock is held to add them to the engine, and to end requests.
+        # Requests that wait for grammars or adapters. The lock is held to add them to the engine, and to end requests.
         self._waiting: set[str] = set()
         self._lock = threading.Lock()
-        self._adapters: dict[int, Adapter] = {}  # adapters that the server has not released, by slot
+        self._adapters: dict[int, Future[Adapter]] = {}  # adapters that the server has not released
         self._calls = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="engine-calls")
+        self._adapter_calls = ThreadPoolExecutor(1, thread_name_prefix="engine-adapters")  # in order
 
     def run(self) -> None:
         """Build the engine and process messages, until the server ends the engine.
@@ -129,7 +130,10 @@ class EngineChild:
 
     def _send_ready(self, engine: BuiltEngine) -> None:
         adapters = None if engine.adapters is None else engine.adapters.adapters
-        self._adapters = {adapter.slot: adapter for adapter in adapters or ()}
+        for adapter in adapters or ():
+            loaded: Future[Adapter] = Future()
+            loaded.set_result(adapter)
+            self._adapters[-adapter.slot] = loaded
         path = engine.tokenizer_path
         self._channel.send(
             wire.Ready(
@@ -218,35 +222,42 @@ class EngineChild:
             case wire.MakeGrammar():
                 self._make_grammar(message)
             case wire.LoadAdapter():
-                self._calls.submit(self._answer, message.call, partial(self._load_adapter, message))
+                self._adapters[message.call] = loaded = Future[Adapter]()
+                self._adapter_calls.submit(self._answer, message.call, partial(self._load_adapter, message, loaded))
             case wire.UnloadAdapter():
-                if (adapters := self._built.adapters) is not None:
-                    adapters.unload(unpacked_text(message.name))
+                self._adapter_calls.submit(self._unload_adapter, unpacked_text(message.name))
+            case wire.ReleaseMemory():
+                self._thread.release_memory()
             case wire.Release():
-                for slot in message.adapters:
-                    self._adapters.pop(slot, None)
+                for key in message.adapters:
+                    self._adapters.pop(key, None)
                 for key in message.grammars:
                     if (held := self._grammars.pop(key, None)) is not None:
                         held.released.set()
 
     def _submit(self, message: wire.Submit) -> None:
-        """Add a request to the engine when its grammar is made. Only resumed requests have to wait for that."""
-        key = message.rules.grammar
         self._waiting.add(message.request_id)
-        if key is None:
-            self._add(message, None)
-        else:
-            self._grammars[key].made.add_done_callback(partial(self._add_made, message))
+        self._add_when_made(message)
 
-    def _add_made(self, message: wire.Submit, made: Future[Grammar]) -> None:
-        if (error := made.exception()) is None:
-            self._add(message, made.result())
-        else:
+    def _add_when_made(self, message: wire.Submit, _: object = None) -> None:
+        """Add a request to the engine when its grammar and its adapter are made. Only resumed requests wait."""
+        if message.request_id not in self._waiting:
+            return  # the request has ended
+        grammar = None if message.rules.grammar is None else self._grammars[message.rules.grammar].made
+        adapter = None if message.adapter is None else self._adapters[message.adapter]
+        for made in (grammar, adapter):
+            if made is not None and not made.done():
+                made.add_done_callback(partial(self._add_when_made, message))
+                return
+        try:
+            parts = None if grammar is None else grammar.result(), None if adapter is None else adapter.result()
+        except Exception as error:  # noqa: BLE001  (the error of the request)
+            self._waiting.discard(message.request_id)
             self._on_outputs([RequestOutput(message.request_id, finish_reason="error", error=str(error))])
+        else:
+            self._add(message, unpacked_request(message, *parts))
 
-    def _add(self, message: wire.Submit, grammar: Grammar | None) -> None:
-        slot = message.adapter
-        prepared = unpacked_request(message, grammar, None if slot is None else self._adapters[slot])
+    def _add(self, message: wire.Submit, prepared: PreparedRequest) -> None:
         so_far = None if message.so_far is None else unpacked_output(message.so_far)
         arguments = message.seed, message.options, so_far, message.num_failures
         with self._lock, suppress(EngineDeadError):  # the server is told by `_on_end`
@@ -273,16 +284,46 @@ class EngineChild:
         context.run(caller_disconnected.set, held.released)
         self._calls.submit(context.run, self._answer, message.call, make)
 
-    def _load_adapter(self, message: wire.LoadAdapter) -> wire.LoadedAdapter:
-        name, path, within = (unpacked_text(text) for text in (message.name, message.path, message.within))
-        adapter = self._thread.load_adapter(name, path, Path(within), in_place=message.in_place)
-        self._adapters[adapter.slot] = adapter
+    def _load_adapter(self, message: wire.LoadAdapter, loaded: Future[Adapter]) -> wire.LoadedAdapter:
+        try:
+            adapter = self._loaded_adapter(message)
+        except Exception as error:
+            loaded.set_exception(error)
+            raise
+        loaded.set_result(adapter)
         return packed_adapter(adapter)
+
+    def _loaded_adapter(self, message: wire.LoadAdapter) -> Adapter:
+        """Load an adapter. An adapter of an earlier process may be among the adapters that this process has loaded."""
+        name, path = unpacked_text(message.name), unpacked_text(message.path)
+        within = None if message.within is None else Path(unpacked_text(message.within))
+        if message.fingerprint is None:
+            return self._thread.load_adapter(name, path, within, in_place=message.in_place)
+        there = [] if (table := self._built.adapters) is None else table.adapters
+        if (found := next((one for one in there if one.fingerprint == message.fingerprint), None)) is not None:
+            return found
+        del there  # an error keeps this frame, which must not hold slots
+        problem = f"the LoRA adapter {name!r} was lost when the engine's process ended"
+        try:
+            adapter = self._thread.load_adapter(name, path, within, in_place=True)
+        except AdapterError as error:
+            raise AdapterError(f"{problem}: {error}", error.param) from None
+        if adapter.fingerprint != message.fingerprint:
+            self._unload_adapter(name)
+            del adapter
+            raise AdapterError(f"{problem}: its files have changed since it was loaded")
+        return adapter
+
+    def _unload_adapter(self, name: str) -> None:
+        if (adapters := self._built.adapters) is not None:
+            adapters.unload(name)
 
     def _answer(self, call: int, work: Callable[[], wire.LoadedAdapter | None]) -> None:
         try:
             reply = wire.Reply(call, work())
         except Exception as error:  # noqa: BLE001  (raised in the server)
+            if self._thread.error is not None:
+                return  # another process may succeed
             reply = wire.Reply(call, error=packed_error(error))
         self._channel.send(reply)
 

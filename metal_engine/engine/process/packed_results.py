@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import zip_longest
 
 import numpy as np
@@ -21,6 +22,7 @@ from metal_engine.errors import (
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import RequestOutput, TokenLogprobs
+from metal_engine.scheduling.stats import SchedulerStats
 
 # Types of errors, and the attributes that are their arguments. An empty name stands for the message.
 _ERRORS: dict[type[Exception], tuple[str, ...]] = {
@@ -101,8 +103,12 @@ def packed_metrics(metrics: EngineMetrics) -> MetricsSnapshot:
     return snapshot
 
 
+# Attributes of SchedulerStats that count since the start of an engine.
+_COUNTS = ("num_preemptions", "checkpoint_hits", "checkpoint_evictions")
+
+
 class MetricsTotals:
-    """Sums of the metrics of consecutive engines, which each count from 0.
+    """Sums of the metrics and stats of consecutive engines, which each count from 0.
 
     Args:
         metrics: metrics that have the sums.
@@ -112,9 +118,22 @@ class MetricsTotals:
         self._metrics = metrics
         self.begin_engine()
 
-    def begin_engine(self) -> None:
-        """Add later snapshots to the current sums."""
+    def begin_engine(self, stats: SchedulerStats | None = None) -> None:
+        """Add later snapshots to the current sums.
+
+        Args:
+            stats: stats of the engine that has ended, from :meth:`add_stats`.
+        """
         self._before = packed_metrics(self._metrics)
+        self._stats_before = stats
+
+    def add_stats(self, stats: SchedulerStats) -> SchedulerStats:
+        """Return the stats of the engine with the counts of earlier engines."""
+        before = self._stats_before
+        if before is None:
+            return stats
+        sums = {name: getattr(before, name) + getattr(stats, name) for name in _COUNTS}
+        return replace(stats, peak_used_blocks=max(before.peak_used_blocks, stats.peak_used_blocks), **sums)
 
     def update(self, snapshot: MetricsSnapshot) -> None:
         """Set the sums from the current values of the engine (:func:`packed_metrics`). Raises WireError."""
@@ -136,8 +155,9 @@ class MetricsTotals:
             if snapshot.kv_transfer is not None:
                 sums = Counter(before.kv_transfer or {})
                 sums.update(snapshot.kv_transfer)
-                metrics.kv_transfer = KVTransferStats()
-                metrics.kv_transfer.add(**sums)
+                kv_transfer = KVTransferStats()
+                kv_transfer.add(**sums)
+                metrics.kv_transfer = kv_transfer  # other threads read only complete sums
 
 
 def _sums(before: list[int], more: list[int]) -> list[int]:

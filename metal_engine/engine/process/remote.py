@@ -1,4 +1,4 @@
-"""Server side of the parts of an engine in another process: its calls, grammars, LoRA adapters and frames.
+"""Server side of the parts of an engine in another process: its calls, grammars and frames.
 
 The process holds a grammar or an adapter until the server releases it. The server may drop its last reference in any
 thread, so the release is sent with the next message.
@@ -7,15 +7,13 @@ thread, so the release is sent with the next message.
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -23,18 +21,17 @@ from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.process import wire
-from metal_engine.engine.process.packed_requests import packed_grammar, packed_text
+from metal_engine.engine.process.packed_requests import packed_grammar
 from metal_engine.engine.process.packed_results import unpacked_error
 from metal_engine.engine.step_observer import Frame, FrameSink
-from metal_engine.errors import AdapterError
-from metal_engine.lora_adapter import Adapter
 from metal_engine.output_phases import OutputPhases
 from metal_engine.sampling_params import StructuredOutputsParams
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 from metal_engine.token_rules import Grammar
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from metal_engine.engine.process.remote_adapters import RemoteAdapters
 
 # Interval between two checks of a waiting call for cancellation.
 _POLL_SECONDS = 0.02
@@ -46,12 +43,15 @@ class Calls:
     Args:
         send: sends a message. Raises EngineDeadError if the engine has ended.
         lock: reentrant lock that is held while a new process gets the messages of the one before it.
+
+    Attributes:
+        lock: the lock. Also held while callbacks of a reply run.
     """
 
     def __init__(self, send: Callable[[wire.Message], None], lock: threading.RLock) -> None:
         self.send = send
         self._ids = itertools.count()
-        self._lock = lock
+        self.lock = lock
         self._error: Exception | None = None
         self._pending: dict[int, tuple[wire.Call, Future[wire.Reply]]] = {}
         self.grammars: weakref.WeakSet[RemoteGrammar] = weakref.WeakSet()
@@ -61,7 +61,7 @@ class Calls:
     def begin(self, message: wire.Call) -> Future[wire.Reply]:
         """Number a call and send it. Return the future of its reply."""
         message.call, reply = next(self._ids), Future[wire.Reply]()
-        with self._lock:
+        with self.lock:
             if self._error is not None:
                 raise self._error
             self.release()
@@ -96,14 +96,13 @@ class Calls:
 
     def resolve(self, reply: wire.Reply) -> None:
         """Pass on the reply of a call."""
-        with self._lock:
-            pending = self._pending.pop(reply.call, None)
-        if pending is not None:
-            pending[1].set_result(reply)
+        with self.lock:
+            if (pending := self._pending.pop(reply.call, None)) is not None:
+                pending[1].set_result(reply)
 
     def fail(self, error: Exception) -> None:
         """Fail all calls, also later ones."""
-        with self._lock:
+        with self.lock:
             self._error, failed = error, list(self._pending.values())
             self._pending.clear()
         for _, pending in failed:
@@ -169,9 +168,10 @@ class RemoteGrammars:
     ) -> Grammar:
         """See :meth:`metal_engine.engine.token_rules.GrammarMaker.grammar_for`."""
         message = wire.MakeGrammar(0, *packed_grammar(structured, phases), stop_token_ids.tobytes())
-        reply = self._calls.begin(message)
-        grammar = RemoteGrammar(message)
-        self._calls.grammars.add(grammar)
+        with self._calls.lock:
+            reply = self._calls.begin(message)
+            grammar = RemoteGrammar(message)
+            self._calls.grammars.add(grammar)
         weakref.finalize(grammar, self._calls.dropped_grammars.append, message.call).atexit = False
         if structured is not None:
             self._calls.wait(reply)
@@ -179,83 +179,3 @@ class RemoteGrammars:
 
     def close(self) -> None:
         """Do nothing: the grammars end with the process."""
-
-
-class RemoteAdapters:
-    """LoRA adapters in the process of the engine, by name. Implements ``metal_engine.engine.transport.AdapterTable``.
-
-    Args:
-        loaded: adapters that were loaded with the model.
-    """
-
-    def __init__(self, calls: Calls, loaded: list[wire.LoadedAdapter]) -> None:
-        self._calls = calls
-        self._held: weakref.WeakKeyDictionary[Adapter, weakref.finalize] = weakref.WeakKeyDictionary()
-        self._adapters = {one.name: self._hold(one) for one in loaded}
-        self._loading = threading.Lock()
-
-    def find(self, name: str | None) -> Adapter | None:
-        return self._adapters.get(name) if name is not None else None
-
-    @property
-    def adapters(self) -> list[Adapter]:
-        """Loaded adapters in the order of loading."""
-        return list(self._adapters.values())
-
-    def load(self, name: str, path: str, within: Path, *, in_place: bool) -> Adapter:
-        """See :meth:`metal_engine.lora.registry.AdapterRegistry.load`."""
-        with self._loading:
-            try:
-                adapter = self._load(name, path, within, in_place)
-            except AdapterError as error:
-                if not in_place or error.param != "lora_name" or not self._drop_unused(name):
-                    raise
-                adapter = self._load(name, path, within, in_place)
-            self._adapters[name] = adapter
-            return adapter
-
-    def _load(self, name: str, path: str, within: Path, in_place: bool) -> Adapter:
-        texts = packed_text(name), packed_text(path), packed_text(str(within))
-        reply = self._calls.wait(self._calls.begin(wire.LoadAdapter(0, *texts, in_place)))
-        if reply.adapter is None:
-            raise wire.WireError("a reply without the loaded adapter")
-        return self._hold(reply.adapter)
-
-    def _hold(self, loaded: wire.LoadedAdapter) -> Adapter:
-        adapter = Adapter(
-            loaded.name, loaded.path, loaded.slot, loaded.rank, loaded.fingerprint, loaded.base_model_name
-        )
-        self._held[adapter] = end = weakref.finalize(adapter, self._calls.dropped_adapters.append, loaded.slot)
-        end.atexit = False
-        return adapter
-
-    def has(self, adapter: Adapter) -> bool:
-        """Return True if the process holds an adapter."""
-        return adapter in self._held
-
-    def reset(self, loaded: list[wire.LoadedAdapter]) -> None:
-        """Drop the adapters that a new process has not loaded at its start, in the same slots."""
-        there = {(one.slot, one.fingerprint) for one in loaded}
-        for adapter, end in list(self._held.items()):
-            if (adapter.slot, adapter.fingerprint) not in there:
-                end.detach()
-                del self._held[adapter]
-                if self._adapters.get(adapter.name) is adapter:
-                    del self._adapters[adapter.name]
-                    logger.warning("the LoRA adapter %r must be loaded again", adapter.name)
-        self._calls.dropped_adapters.clear()
-
-    def _drop_unused(self, name: str) -> bool:
-        """Drop the adapter of a name if no request uses it, so that its slot becomes free. Return True if so."""
-        reference = weakref.ref(self._adapters.pop(name)) if name in self._adapters else None
-        if reference is not None and (used := reference()) is not None:
-            self._adapters[name] = used
-            return False
-        return reference is not None
-
-    def unload(self, name: str) -> bool:
-        """See :meth:`metal_engine.lora.registry.AdapterRegistry.unload`."""
-        if self._adapters.pop(name, None) is None:
-            return False
-        self._calls.send(wire.UnloadAdapter(packed_text(name)))
-        return True

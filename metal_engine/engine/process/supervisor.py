@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from metal_engine.engine.metrics import EngineMetrics
@@ -15,7 +16,8 @@ from metal_engine.engine.process import wire
 from metal_engine.engine.process.engine_process import EngineProcess
 from metal_engine.engine.process.open_request import OpenRequest
 from metal_engine.engine.process.packed_results import MetricsTotals, unpacked_output
-from metal_engine.engine.process.remote import Calls, RemoteAdapters, RemoteEngine, RemoteGrammars, RemoteWatch
+from metal_engine.engine.process.remote import Calls, RemoteEngine, RemoteGrammars, RemoteWatch
+from metal_engine.engine.process.remote_adapters import RemoteAdapters
 from metal_engine.engine.step_observer import FrameSink
 from metal_engine.engine.transport import EndSink, EngineDeadError, OutputSink
 from metal_engine.errors import AdapterError, ModelLoadError
@@ -54,6 +56,7 @@ class EngineSupervisor:
         max_restarts: int = _MAX_RESTARTS,
         stall_seconds: float = _STALL_SECONDS,
     ) -> None:
+        self._start_message = start
         self._spawn = lambda: EngineProcess(module, start, stall_seconds)
         self._make_tokenizer = make_tokenizer
         self._max_restarts = max_restarts
@@ -142,6 +145,11 @@ class EngineSupervisor:
             raise AdapterError("the engine was started without --enable-lora")
         return self._engine.adapters.load(name, path, within, in_place=in_place)
 
+    def release_memory(self) -> None:
+        """Free the KV cache of an idle engine. See :meth:`metal_engine.engine.transport.Transport.release_memory`."""
+        with suppress(EngineDeadError):
+            self._send(wire.ReleaseMemory())
+
     def shutdown(self, timeout: float | None = 10.0) -> bool:
         """Stop after the step in flight. Return True if the process has ended within ``timeout`` seconds.
 
@@ -200,7 +208,7 @@ class EngineSupervisor:
         self._totals.update(ready.numbers.metrics)
         preparer = RequestPreparer(ready.config, self._make_tokenizer(ready), RemoteGrammars(self._calls))
         adapters = None if ready.adapters is None else RemoteAdapters(self._calls, ready.adapters)
-        self._is_up = True
+        self._is_up = self._start_message.is_restart = True
         return RemoteEngine(ready.config, preparer, adapters, ready.numbers.stats, self._metrics)
 
     def _may_restart(self) -> bool:
@@ -220,15 +228,14 @@ class EngineSupervisor:
             for request_id in {request_id for ids in self._computing for request_id in ids} & self._open.keys():
                 self._open[request_id].num_failures += 1
             self._computing.clear()
-            engine.stats = ready.numbers.stats
             if engine.adapters is not None:
-                engine.adapters.reset(ready.adapters or [])
+                engine.adapters.restore(ready.adapters or [], process.send)
             for message in self._calls.messages():
                 process.send(message)
             for request_id, opened in list(self._open.items()):
-                problem = self._problem_of(opened)
-                if problem:
+                if opened.num_failures >= MAX_FAILURES:
                     del self._open[request_id]
+                    problem = f"the engine's process has ended {MAX_FAILURES} times while it computed this request"
                     failed.append(RequestOutput(request_id, finish_reason="error", error=problem))
                 else:
                     process.send(opened.message(request_id))
@@ -240,20 +247,11 @@ class EngineSupervisor:
         self._metrics.num_resumed_requests += num_resumed
         self._metrics.restart.add(seconds)
         self._metrics.num_finished["error"] += len(failed)
-        self._totals.begin_engine()
+        self._totals.begin_engine(engine.stats)
+        engine.stats = self._totals.add_stats(ready.numbers.stats)
         logger.warning("%d requests continue after %.1f s, %d have failed", num_resumed, seconds, len(failed))
         if failed:
             self._on_outputs(failed)
-
-    def _problem_of(self, opened: OpenRequest) -> str:
-        """Return the reason why a request cannot continue in a new process; an empty text if it can."""
-        assert self._engine is not None
-        adapter, adapters = opened.prepared.adapter, self._engine.adapters
-        if opened.num_failures >= MAX_FAILURES:
-            return f"the engine's process has ended {MAX_FAILURES} times while it computed this request"
-        if adapter is not None and (adapters is None or not adapters.has(adapter)):
-            return f"the LoRA adapter {adapter.name!r} was lost when the engine's process ended"
-        return ""
 
     def _die(self, problem: str) -> None:
         dead = EngineDeadError(f"the engine has stopped: {'it was shut down' if self._is_shutting_down else problem}")
@@ -271,15 +269,17 @@ class EngineSupervisor:
         assert engine is not None
         match message:
             case wire.Outputs():
-                engine.stats = message.stats
+                engine.stats = self._totals.add_stats(message.stats)
                 self._on_outputs(self._recorded([unpacked_output(output) for output in message.outputs]))
             case wire.Numbers():
-                engine.stats = message.stats
+                engine.stats = self._totals.add_stats(message.stats)
                 self._totals.update(message.metrics)
             case wire.Computing():
                 self._computing.append(message.request_ids)
             case wire.Reply():
                 self._calls.resolve(message)
+                if message.error is not None and engine.adapters is not None:
+                    engine.adapters.lose(message.call)
             case wire.FrameOf():
                 self._watch.receive(message)
             case _:

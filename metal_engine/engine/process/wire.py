@@ -91,7 +91,7 @@ class Output(Part):
 
 
 class LoadedAdapter(Part):
-    """:class:`metal_engine.lora_adapter.Adapter`. Its slot is its key, and is taken until the server releases it."""
+    """:class:`metal_engine.lora_adapter.Adapter`. Its slot is taken until the server releases the adapter."""
 
     name: str
     path: str
@@ -116,11 +116,15 @@ class MetricsSnapshot(Part):
 
 
 class Start(Message):
-    """Settings of the process and of its engine. The first message."""
+    """Settings of the process and of its engine. The first message.
+
+    ``is_restart``: True if an earlier process of the same engine has ended.
+    """
 
     args: dict[str, Any]
     log_level: str
     log_format: str
+    is_restart: bool = False
 
 
 class Submit(Message):
@@ -169,12 +173,17 @@ class MakeGrammar(Call):
 
 
 class LoadAdapter(Call):
-    """Load a LoRA adapter."""
+    """Load a LoRA adapter, which has the number of the call as its key.
+
+    Adapters that are loaded at the start have their negative slots as keys. ``fingerprint`` is the fingerprint of an
+    adapter that an earlier process had.
+    """
 
     name: bytes
     path: bytes
-    within: bytes
+    within: bytes | None
     in_place: bool
+    fingerprint: str | None = None
 
 
 class UnloadAdapter(Message):
@@ -182,10 +191,14 @@ class UnloadAdapter(Message):
 
 
 class Release(Message):
-    """Releases grammars by key, made or in the making, and adapters by slot."""
+    """Releases grammars and adapters by key, made or in the making."""
 
     grammars: list[int]
     adapters: list[int]
+
+
+class ReleaseMemory(Message):
+    """Frees the KV cache of an idle engine."""
 
 
 class Shutdown(Message):
@@ -246,7 +259,7 @@ class Ended(Message):
     message: str
 
 
-ToEngine = Start | Submit | End | Watch | MakeGrammar | LoadAdapter | UnloadAdapter | Release | Shutdown
+ToEngine = Start | Submit | End | Watch | MakeGrammar | LoadAdapter | UnloadAdapter | Release | ReleaseMemory | Shutdown
 FromEngine = Ready | Reply | Refused | Outputs | Computing | Numbers | FrameOf | Ended
 
 encode = msgspec.msgpack.Encoder().encode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -128,6 +129,16 @@ class Models(ABC):
     def cut_requests(self, message: str) -> None:
         """End every current and future request with a message."""
 
+    @abstractmethod
+    def release_memory(self, idle_seconds: float) -> None:
+        """Free memory of idle models, because the machine lacks memory.
+
+        The only model of a server frees its KV cache. Several models are unloaded.
+
+        Args:
+            idle_seconds: minimum time since the last request of a model in seconds.
+        """
+
 
 class SingleModel(Models):
     """The only model of a server."""
@@ -169,6 +180,11 @@ class SingleModel(Models):
 
     def cut_requests(self, message: str) -> None:
         self.served.engine.cut_requests(message)
+
+    def release_memory(self, idle_seconds: float) -> None:
+        engine = self.served.engine
+        if not engine.num_open_requests and time.monotonic() - engine.last_used >= idle_seconds:
+            engine.release_memory()
 
 
 class MultiModel(Models):
@@ -290,6 +306,9 @@ class MultiModel(Models):
 
     def cut_requests(self, message: str) -> None:
         self.registry.cut(message)
+
+    def release_memory(self, idle_seconds: float) -> None:
+        self.registry.unload_idle(idle_seconds)
 
     def _of(self, entry: ModelEntry, loaded: LoadedEngine) -> ServedModel:
         served = self._served.get(loaded)

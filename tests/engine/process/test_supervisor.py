@@ -9,6 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,8 +79,17 @@ def mixed_requests(engine: AsyncEngine) -> list[PreparedRequest]:
     return prepared + engine.preparer.prepare_pooling(prompts, PoolingParams(pooling_type="MEAN"))
 
 
-def test_answers_are_whole_and_equal() -> None:
-    engine = started("tiny", num_blocks=512, max_restarts=100)
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        pytest.param("tiny", {"num_blocks": 512}, id="attention"),
+        pytest.param("keeping", {"what": "recurrent states"}, id="hybrid"),
+        pytest.param("keeping", {"what": "drafts"}, id="drafts", marks=pytest.mark.full),
+        pytest.param("keeping", {"what": "draft model"}, id="draft model", marks=pytest.mark.full),
+    ],
+)
+def test_answers_are_whole_and_equal(build: str, options: dict[str, Any]) -> None:
+    engine = started(build, max_restarts=100, **options)
     try:
         requests = mixed_requests(engine)
         undisturbed = answers(engine, requests)

@@ -300,6 +300,21 @@ def test_metrics() -> None:
     assert plain(found) == plain(metrics, 2)
 
 
+def test_counts_of_schedulers_never_decrease() -> None:
+    """They continue in the next engine. Other numbers are the numbers of the current engine."""
+    totals = MetricsTotals(EngineMetrics())
+    numbers = {"num_running": 3, "num_waiting": 1, "num_blocks": 9, "num_used_blocks": 4}
+    ended = SchedulerStats(**numbers, num_preemptions=5, peak_used_blocks=8, checkpoint_hits=2, checkpoint_evictions=1)
+    assert totals.add_stats(ended) is ended
+    totals.begin_engine(ended)
+    new = SchedulerStats(**numbers, num_preemptions=1, peak_used_blocks=4, checkpoint_hits=0, checkpoint_evictions=3)
+    counts = {"num_preemptions": 6, "peak_used_blocks": 8, "checkpoint_hits": 2, "checkpoint_evictions": 4}
+    expected = replace(new, **counts)
+    assert totals.add_stats(new) == expected
+    totals.begin_engine(expected)
+    assert totals.add_stats(new).num_preemptions == 7
+
+
 def test_frames_and_configurations() -> None:
     frame = Frame(
         forget=True,

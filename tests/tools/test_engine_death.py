@@ -1,0 +1,124 @@
+"""Deaths of an engine's process under streams of mixed requests: no answer is lost or different."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine_child import pid_of, started
+from tests.support.serving import serve
+from tools.benchmarks.engine_death import answers
+from tools.benchmarks.engine_death.__main__ import main, measure
+from tools.benchmarks.engine_death.deaths import Report
+from tools.benchmarks.engine_death.requests import mixed_requests
+from tools.benchmarks.engine_death.worker import LOADS
+
+SIZES = {"max_model_len": 2048, "num_blocks": 4096, "max_num_batched_tokens": 1024}
+HYBRID = {"architecture": "qwen3_5", "num_state_slots": 64}
+
+
+def run(num_deaths: int, num_streams: int, seed: int, **config: Any) -> Report:
+    """Run the benchmark against a server in this process, whose engine is on a tiny model."""
+    engine = started("tiny", max_restarts=1000, fails=True, ahead=True, **SIZES, **config)
+    with serve(engine=engine, names=("tiny",)) as served:
+        report = asyncio.run(
+            measure(
+                served.url,
+                lambda: pid_of(engine),
+                mixed_requests("tiny", 1, 24),
+                num_streams=num_streams,
+                num_deaths=num_deaths,
+                kinds=("kill", "abort", "error"),
+                gap=0.3,
+                seed=seed,
+            )
+        )
+        served.wait_until_idle()
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(LOADS, str(tmp_path / "loads"))
+
+
+def test_nothing_is_lost_or_different() -> None:
+    report = run(3, 16, seed=1)
+    assert report.is_good, str(report)
+    assert set(report.kinds) == {"kill", "abort", "error"} and report.tally.num_answers >= 16
+    assert sum(report.counts.values()) > 0
+    assert all(part >= 0 for pause in report.pauses for part in (pause.start, pause.load, pause.recompute))
+    assert len(report.pauses) >= 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("config", [{}, HYBRID], ids=["attention", "hybrid"])
+def test_many_deaths(config: dict[str, Any]) -> None:
+    report = run(12, 64, seed=2, **config)
+    assert report.is_good, str(report)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "--kv-cache-dtype int8",
+        "--kv-cache-dir {folder}",
+        """--speculative-config {{"method":"ngram","num_speculative_tokens":4}}""",
+    ],
+    ids=["attention", "quantized KV", "store", "drafts"],
+)
+def test_the_demo(demo_path: Path, arguments: str, tmp_path: Path) -> None:
+    """The tool's own server answers alike under deaths."""
+    given = ["--deaths", "8", "--streams", "16", "--serve-args", arguments.format(folder=tmp_path / "kv")]
+    assert main(given) == 0
+
+
+# --- the comparison ---
+
+CHUNKS = [
+    {"id": "1", "choices": [{"index": 0, "delta": {"role": "assistant", "content": "Hel"}}]},
+    {"id": "1", "choices": [{"index": 1, "delta": {"content": "x"}}, {"index": 0, "delta": {"content": "lo"}}]},
+    {"id": "1", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}},
+]
+MERGED_CHUNKS = [
+    {"id": "2", "choices": [{"index": 0, "delta": {"content": "Hello"}}]},
+    {"id": "2", "choices": [{"index": 1, "delta": {"content": "x"}}]},
+    {"id": "2", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": {"completion_tokens": 3}},
+]
+
+
+def test_answers_are_compared_without_their_chunks() -> None:
+    ours = answers.merged(CHUNKS)
+    assert answers.difference(ours, answers.merged(MERGED_CHUNKS)) == ""
+    assert answers.difference(ours, answers.merged(MERGED_CHUNKS[1:])).startswith(".choices[0].delta.content: 'Hello'")
+    assert answers.difference(ours, answers.merged(CHUNKS + CHUNKS[:1])) != "", "a repeated part"
+
+
+def test_log_probabilities_may_differ_slightly() -> None:
+    values = [answers.merged([{"logprobs": [{"logprob": one}, {"logprob": -2.0}]}]) for one in (-1.0, -1.001, -1.2)]
+    assert answers.difference(values[0], values[1]) == ""
+    assert answers.difference(values[0], values[2]) != ""
+    assert answers.difference(values[0], answers.merged([{"logprobs": [{"logprob": -1.0}]}])) != ""
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"error": {"message": "it ended"}},
+        {"type": "error", "error": {"message": "it ended"}},
+        {"type": "response.failed", "response": {"error": {"message": "it ended"}}},
+    ],
+)
+def test_errors_of_streams_are_found(event: Any) -> None:
+    assert "it ended" in (answers.error_of(event) or "")
+
+
+def test_events_without_errors() -> None:
+    events: list[Any] = [CHUNKS[0], {"response": "a text", "done": False}, {"response": {"error": None}}]
+    for event in events:
+        assert answers.error_of(event) is None

@@ -1,0 +1,100 @@
+"""Kills the process of a server's engine at random moments under requests: no answer may be lost or different.
+
+    python -m tools.benchmarks.engine_death [--deaths 50] [--streams 16 64] [--kinds kill abort error]
+    python -m tools.benchmarks.engine_death --model MODEL --serve-args "--kv-cache-dtype int8"
+
+A real server runs with `--engine-process always`. Streams of all APIs (log probabilities, several outputs, tools,
+grammars, seeds, stop strings) keep it busy. Each request is first answered without deaths. Its later answers must be
+equal, except for small differences of log probabilities. The report has the parts of the pause after a death: the start
+of a process, the load of the model, and the recomputation until each stream has its next token. It also shows counters
+of the server that have decreased. The exit status is 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tools.benchmarks.engine_death.deaths import KINDS, Deaths, Report
+from tools.benchmarks.engine_death.requests import MixedRequest, mixed_requests
+from tools.benchmarks.engine_death.server import WORKER
+from tools.benchmarks.engine_death.streams import Streams
+from tools.benchmarks.engine_death.worker import LOADS
+from tools.compare.peers import OURS, running
+
+
+def worker_of(server_pid: int) -> int | None:
+    """Return the id of the engine's process of a server. A spare process is younger."""
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=", "-o", "ppid=", "-o", "command="], capture_output=True, text=True, check=True
+    )
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
+    return min((int(pid) for pid, parent, name in rows if int(parent) == server_pid and WORKER in name), default=None)
+
+
+async def measure(
+    url: str,
+    find_pid: Callable[[], int | None],
+    requests: Sequence[MixedRequest],
+    *,
+    num_streams: int,
+    num_deaths: int,
+    kinds: Sequence[str],
+    gap: float,
+    seed: int,
+) -> Report:
+    """Answer each request without deaths, then again under deaths. Arguments as for :class:`Deaths`."""
+    streams = Streams(url, num_streams)
+    try:
+        await streams.answer_once(requests)
+        return await Deaths(streams, find_pid, kinds, gap, seed).run(requests, num_deaths, num_streams)
+    finally:
+        await streams.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--deaths", type=int, default=50, help="deaths for each number of streams")
+    parser.add_argument("--streams", type=int, nargs="+", default=[16, 64], help="numbers of requests at a time")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["kill", "abort", "error"])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--serve-args", default="", help="more arguments for the server")
+    parser.add_argument("--max-tokens", type=int, default=48, help="tokens of an output")
+    parser.add_argument("--num-each", type=int, default=2, help="different requests of each kind")
+    parser.add_argument("--gap", type=float, default=4.0, help="largest time between a restart and a death in seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    requests = mixed_requests(args.model, args.num_each, args.max_tokens)
+    is_good = True
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[LOADS] = str(Path(folder, "loads"))
+        extra = ["--engine-process", "always", *args.serve_args.split()]
+        with running(
+            OURS, args.model, same_blas=True, extra=extra, module=WORKER.replace("worker", "server")
+        ) as server:
+            for num_streams in args.streams:
+                report = asyncio.run(
+                    measure(
+                        server.url,
+                        lambda: worker_of(server.pid),
+                        requests,
+                        num_streams=num_streams,
+                        num_deaths=args.deaths,
+                        kinds=args.kinds,
+                        gap=args.gap,
+                        seed=args.seed,
+                    )
+                )
+                print(report, flush=True)
+                is_good &= report.is_good
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

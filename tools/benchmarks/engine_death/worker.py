@@ -1,0 +1,54 @@
+"""Process of an engine that raises the error of a device in a step when it gets SIGUSR2, and writes down its loads.
+
+``python -m tools.benchmarks.engine_death.worker`` takes the place of ``metal_engine.cli.engine_worker``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import metal_engine.build
+
+# Environment variable with the path of a file, to which each process adds the times of its load.
+LOADS = "ENGINE_DEATH_LOADS"
+
+
+def failing(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that builds the same engine, whose next step fails after each SIGUSR2."""
+    is_wanted = threading.Event()
+    signal.signal(signal.SIGUSR2, lambda number, frame: is_wanted.set())
+
+    def build_failing(*args: Any, **named: Any) -> Any:
+        began = time.monotonic()
+        engine = build(*args, **named)
+        # This import loads MLX, which must not happen before the engine has set up its BLAS.
+        from metal_engine.runner.step_sampling import StepSampling
+
+        result = StepSampling.result
+
+        def result_or_error(sampling: StepSampling) -> Any:
+            if is_wanted.is_set():
+                is_wanted.clear()
+                raise RuntimeError("[METAL] Command buffer execution failed: an error made by the benchmark")
+            return result(sampling)
+
+        StepSampling.result = result_or_error  # type: ignore[method-assign]
+        if LOADS in os.environ:
+            with Path(os.environ[LOADS]).open("a") as file:
+                file.write(json.dumps([began, time.monotonic()]) + "\n")
+        return engine
+
+    return build_failing
+
+
+if __name__ == "__main__":
+    metal_engine.build.build_engine = failing(metal_engine.build.build_engine)
+    runpy.run_module("metal_engine.cli.engine_worker", run_name="__main__", alter_sys=True)
