@@ -8,10 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from metal_engine.checkpoints.known_config import limit_command_buffers
-from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
+from metal_engine.checkpoints.mlx_import import import_mlx
 from metal_engine.device.command_buffers import limits_in_force
-from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.limits_trial import trying_limits
 from metal_engine.device.memory import limit_device_memory
 from metal_engine.engine.built_engine import BuiltEngine
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from metal_engine.attention.choice import BackendChoice, ChosenAttention
     from metal_engine.checkpoints.loader import Divide, LoadedModel
     from metal_engine.checkpoints.requirements import CheckpointRequirements
+    from metal_engine.device.blas.load import BlasInfo
     from metal_engine.distributed.ranks import Ranks
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.runner.draft_model import DraftModel
@@ -47,12 +46,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def build_engine(args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE) -> BuiltEngine:
+def build_engine(
+    args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE, *, earlier: EngineConfig | None = None
+) -> BuiltEngine:
     """Load a model and build its engine. Call it in the thread that will run the engine's steps.
 
     Args:
         access: this model's access to the device. If several models use the device, the settings must give the size of
             the KV cache.
+        earlier: configuration of an engine with the same settings, which this engine replaces. Sizes are taken from it,
+            and checks that this engine has passed are left out.
 
     Raises:
         ModelLoadError: the model cannot be loaded or run.
@@ -64,11 +67,7 @@ def build_engine(args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE) -> Built
     if transfer is not None:
         check_place(transfer)
     speculative_config(args)
-    limit_command_buffers([args])
-    blas = load_optimized_blas()
-    # Import MLX only below this line: the BLAS must be loaded before MLX.
-    with keep_open_file_limit():
-        import mlx_lm.utils  # noqa: F401
+    blas = import_mlx(args)
 
     from metal_engine.device.compiled import keep_kernels_private
     from metal_engine.device.streams import drain_streams, end_streams_of_thread
@@ -77,7 +76,7 @@ def build_engine(args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE) -> Built
     keep_kernels_private()
     try:
         with starting_ranks(args) as ranks:
-            return _build(args, access, blas, chat_template, transfer, ranks)
+            return _build(args, access, blas, chat_template, transfer, ranks, earlier)
     except BaseException:
         if access is WHOLE_DEVICE:
             end_streams_of_thread()
@@ -93,6 +92,7 @@ def _build(
     chat_template: str | None,
     transfer: KVTransferConfig | None,
     ranks: Ranks,
+    earlier: EngineConfig | None,
 ) -> BuiltEngine:
     import mlx.core as mx
 
@@ -125,7 +125,7 @@ def _build(
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     try:
-        return _assemble(args, access, blas, choice, loaded, transfer, ranks)
+        return _assemble(args, access, blas, choice, loaded, transfer, ranks, earlier)
     except BaseException:
         if access is not WHOLE_DEVICE:  # the process will serve other models
             release_weights(loaded.model)
@@ -140,6 +140,7 @@ def _assemble(
     loaded: LoadedModel,
     transfer: KVTransferConfig | None,
     ranks: Ranks,
+    earlier: EngineConfig | None,
 ) -> BuiltEngine:
     """Build the engine of a loaded model."""
     from metal_engine.device.info import device_info
@@ -147,7 +148,7 @@ def _assemble(
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.replay_check import check_replay
 
-    opened = _open(args, loaded, choice, ranks, access)
+    opened = _open(args, loaded, choice, ranks, access, is_checked=earlier is not None)
     paged = opened.paged
     with access.hold_device():
         adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
@@ -155,7 +156,7 @@ def _assemble(
     models = [opened] if draft is None else [opened, draft]
     device = ranks.device(device_info(blas))
     with access.hold_device():
-        config = resolve_config(
+        config = earlier or resolve_config(
             args,
             replace(opened.info, adapter_bytes=0 if paged.adapters is None else paged.adapters.nbytes),
             access.unlimited(device),
@@ -289,9 +290,20 @@ class _OpenedModel:
 
 
 def _open(
-    args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks, access: DeviceAccess
+    args: EngineArgs,
+    loaded: LoadedModel,
+    choice: BackendChoice,
+    ranks: Ranks,
+    access: DeviceAccess,
+    *,
+    is_checked: bool = False,
 ) -> _OpenedModel:
-    """Convert a loaded model to a paged KV cache, and check that it computes correctly."""
+    """Convert a loaded model to a paged KV cache, and check that it computes correctly.
+
+    Args:
+        is_checked: True if an earlier process has checked the model. The check is then left out, unless it decides
+            whether kernels for recurrent layers are used.
+    """
     from metal_engine.attention.metal.variants import UnsupportedAttentionError
     from metal_engine.models.attention_kinds import attention_kinds
     from metal_engine.models.check import check_paged_model
@@ -299,7 +311,6 @@ def _open(
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.recurrence.metal import MetalRecurrence
 
-    logger.info("checking that %s computes correctly with a paged KV cache", loaded.name)
     try:
         with access.hold_device():
             recurrence = MetalRecurrence() if choice.metal is not None else None
@@ -312,10 +323,12 @@ def _open(
         )
         # Larger blocks need longer test requests. Only compiled kernels depend on the block size.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
-        with access.hold_device():
-            _with_recurrence(
-                paged, ranks, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest)
-            )
+        if not is_checked or paged.has_recurrence_kernels:
+            logger.info("checking that %s computes correctly with a paged KV cache", loaded.name)
+            with access.hold_device():
+                _with_recurrence(
+                    paged, ranks, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest)
+                )
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise _cannot_run(args, loaded.config, error) from error
     return _OpenedModel(paged, info, attention)

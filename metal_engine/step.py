@@ -245,7 +245,7 @@ class KVCacheLostError(Exception):
 
 
 class RunnerLostError(Exception):
-    """Another rank has ended, so further steps are impossible."""
+    """Further steps are impossible: another rank has ended, or the device fails in every step."""
 
 
 class StepHandle(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -13,18 +14,32 @@ from pathlib import Path
 
 import msgspec
 
+from metal_engine.checkpoints.mlx_import import import_mlx
 from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.device.allocator import keep_freed_memory
 from metal_engine.engine.built_engine import BuiltEngine
-from metal_engine.engine.process.child import serve_engine
+from metal_engine.engine.process.child import BuildFunction, serve_engine
 from metal_engine.engine.process.supervisor import EngineSupervisor
 from metal_engine.engine.process.wire import Ready, Start
 from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.config import EngineConfig
 from metal_engine.text.chat_template_file import read_chat_template
 from metal_engine.text.tokenizer import Tokenizer
 
 _QOS_CLASS_USER_INITIATED = 0x19
+# Modules that import most of the modules for building an engine and for its first steps. They take no device memory.
+_MODULES = (
+    "build",
+    "checkpoints.loader",
+    "models.check",
+    "models.lora_targets",
+    "runner.dispatch",
+    "runner.replay_check",
+    "runner.start_check",
+    "runner.step_memory",
+    "runner.step_sampling",
+)
 
 
 def launch_engine(args: EngineArgs, server_args: ServerArgs) -> EngineSupervisor:
@@ -54,21 +69,24 @@ def _tokenizer_of(args: EngineArgs, ready: Ready) -> Tokenizer:
     )
 
 
-def _set_up(start: Start) -> Callable[[], BuiltEngine]:
+def _set_up(start: Start) -> tuple[Callable[[], None], BuildFunction]:
     set_up_logging(start.log_level, start.log_format)
     keep_freed_memory()
     args = msgspec.convert(start.args, EngineArgs)
-    if start.is_restart:
-        args = _without_lost_adapters(args)
 
-    def build() -> BuiltEngine:
+    def prepare() -> None:
+        import_mlx(args)
+        for name in _MODULES:
+            importlib.import_module(f"metal_engine.{name}")
+
+    def build(config: EngineConfig | None) -> BuiltEngine:
         if sys.platform == "darwin":  # for the engine's thread, which runs this function
             ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_CLASS_USER_INITIATED, 0)
         from metal_engine.build import build_engine
 
-        return build_engine(args)
+        return build_engine(args if config is None else _without_lost_adapters(args), earlier=config)
 
-    return build
+    return prepare, build
 
 
 def _without_lost_adapters(args: EngineArgs) -> EngineArgs:

@@ -31,6 +31,8 @@ from metal_engine.step import KVCacheLostError, PromptLogprobs, Runner, RunnerLo
 
 logger = logging.getLogger(__name__)
 
+# Types of errors that a broken device may cause in every step. MLX raises RuntimeError.
+_DEVICE_ERRORS = (RuntimeError, MemoryError, KVCacheLostError)
 _LOAD_WAIT_SECONDS = 0.01  # wait in one step if every request is waiting for KV to be loaded
 
 
@@ -62,6 +64,9 @@ class EngineCore:
         self._observer: StepObserver | None = None
         # Called with each plan before it runs, so that another process knows the requests of a step that kills us.
         self.on_plan: Callable[[SchedulerOutput], None] | None = None
+        # True if a new process continues the requests when this engine ends.
+        self.is_replaceable = False
+        self._num_failed_in_row = 0  # number of device errors since the last step that has not failed
 
     # --- requests ---
 
@@ -186,11 +191,12 @@ class EngineCore:
 
         With ``async_scheduling``, the step just started stays in flight, so that the next step is planned while it
         runs. If a step raises, its requests are preempted and computed again. Two failed steps in a row make a request
-        a suspect, and suspects run one at a time until they have a token. A third failed step fails the request.
+        a suspect, and suspects run one at a time until they have a token. A third failed step fails the request. If no
+        step has succeeded since the first failure, the device may be broken. A replaceable engine then ends instead.
 
         Raises:
             AssertionError: the scheduler's state is inconsistent, even after every request was failed.
-            RunnerLostError: no further step can run.
+            RunnerLostError: no further step can run, or the device fails in every step.
         """
         started = time.monotonic()
         self.dispatch_second_part()
@@ -243,6 +249,7 @@ class EngineCore:
                 self.scheduler.cancel(void_plan)
             self._in_flight.clear()
             return outputs
+        self._num_failed_in_row = 0
         self.metrics.computed(model_output)
         if plan.scheduled_spec_decode_tokens:
             self.metrics.speculated(plan, model_output)
@@ -268,8 +275,16 @@ class EngineCore:
             output.prompt_logprobs = self._prompt_logprobs.pop(output.request_id, None)
 
     def _retry(self, plan: SchedulerOutput, error: Exception) -> list[RequestOutput]:
-        """Preempt the requests of a failed step. Return the errors of requests that have failed too often."""
+        """Preempt the requests of a failed step. Return the errors of requests that have failed too often.
+
+        Raises:
+            RunnerLostError: the device fails in every step, and another process may have a device that works.
+        """
         self.metrics.num_failed_steps += 1
+        self._num_failed_in_row += isinstance(error, _DEVICE_ERRORS)
+        if self.is_replaceable and self._num_failed_in_row == MAX_FAILURES:
+            problem = f"{MAX_FAILURES} steps in a row have failed, the last with {type(error).__name__}: {error}"
+            raise RunnerLostError(problem) from error
         self.scheduler.cancel(plan)
         if isinstance(error, KVCacheLostError):
             self.scheduler.preempt_all()  # the KV of all other requests is lost too

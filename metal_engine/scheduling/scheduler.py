@@ -61,7 +61,7 @@ class Scheduler:
         self.speculation = None if proposer is None else Speculation(config, self.blocks, proposer, states=self.states)
         self.num_preemptions = 0
         self._num_arrivals = 0
-        self._num_steps = 0
+        self.num_plans = 0
         self._last_admission = -1  # id of the last step that admitted a request
         self._watermark_blocks = int(WATERMARK * cache_config.num_blocks)
         # Requests that the runner holds, and requests that it must drop before the next step.
@@ -112,8 +112,8 @@ class Scheduler:
         The plan is empty if all remaining work waits for steps in flight or for loads from a store. An empty plan need
         not be executed.
         """
-        plan = SchedulerOutput(step_id=self._num_steps)
-        self._num_steps += 1
+        plan = SchedulerOutput(step_id=self.num_plans)
+        self.num_plans += 1
         self.states.begin_step()
         self.admissions.enqueue_loaded()
         if self.speculation is not None and self.speculation.should_wait_for_tokens(

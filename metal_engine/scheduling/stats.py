@@ -21,6 +21,7 @@ class SchedulerStats:
         num_checkpoints: number of slots that hold a state checkpoint.
         checkpoint_hits: number of times that a request resumed from a state checkpoint.
         checkpoint_evictions: number of evicted state checkpoints.
+        num_plans: number of plans so far. It grows as long as the engine works on requests.
     """
 
     num_running: int
@@ -34,6 +35,7 @@ class SchedulerStats:
     num_checkpoints: int = 0
     checkpoint_hits: int = 0
     checkpoint_evictions: int = 0
+    num_plans: int = 0
 
     @staticmethod
     def of(scheduler: Scheduler) -> SchedulerStats:
@@ -46,5 +48,6 @@ class SchedulerStats:
             num_used_blocks=scheduler.blocks.num_used_blocks,
             peak_used_blocks=scheduler.blocks.peak_used_blocks,
             num_loading=num_loading,
+            num_plans=scheduler.num_plans,
             **scheduler.states.slots.stats,
         )

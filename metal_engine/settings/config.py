@@ -269,6 +269,7 @@ class EngineConfig:
     seed: int
     attention_layers: AttentionLayers = AttentionLayers()
     step_bytes: int = 0  # measured memory of the largest step in addition to weights and KV cache
+    step_seconds: float = field(default=0.0, compare=False)  # measured time of the largest step without a context
     draft: ModelInfo | None = None  # draft model for speculation
     command_buffers: CommandBufferLimits | None = None  # None for MLX's own limits, or without Metal
     kv_role: str | None = None  # vLLM's name of the engine's role with a KV store; None without a store

@@ -5,6 +5,7 @@ Requires facts about the loaded model and the device. They are plain data, so th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -58,7 +59,9 @@ def resolve_config(
     """
     scheduler = _scheduler(args, model, device, draft)
     max_num_seqs = scheduler.max_num_seqs
+    began = time.monotonic()
     step_bytes = measure_step(scheduler.max_num_batched_tokens, scheduler.max_sample_rows)
+    step_seconds = time.monotonic() - began
     replay = _replay(args, attention_backend, attention_layers)
     num_padding_blocks = int(replay == REPLAYS)
     pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes, num_padding_blocks)
@@ -80,6 +83,7 @@ def resolve_config(
         attention_layers=attention_layers,
         seed=args.seed,
         step_bytes=step_bytes,
+        step_seconds=step_seconds,
         draft=draft,
         replay=replay,
         wire_memory=args.wire_memory,

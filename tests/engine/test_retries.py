@@ -13,7 +13,7 @@ from metal_engine.request import RequestOutput, merge_outputs
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.step import KVCacheLostError
+from metal_engine.step import KVCacheLostError, RunnerLostError
 from tests.support.mixed_requests import MODELS, MODES, add_all, check_equal, run_to_end
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import FakeRunner, byte_ids, fake_config, generated, tiny_tokenizer
@@ -83,6 +83,36 @@ def test_a_device_that_is_gone_fails_everything() -> None:
     engine.runner.error_for = None
     engine.add_request("after", engine.prepare(KILLER, SamplingParams(max_tokens=9)))
     assert drain(engine)["after"].token_ids == generated(KILLER, 9)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError, KVCacheLostError])
+def test_a_replaceable_engine_ends_before_a_request_fails(error: type[Exception], ahead: bool) -> None:
+    engine = fake(async_scheduling=ahead)
+    engine.core.is_replaceable = True
+    for i, prompt in enumerate(INNOCENTS):
+        engine.add_request(str(i), engine.prepare(prompt[:5], SamplingParams(max_tokens=90)))
+    for _ in range(2):  # a step between failed steps shows that the device works
+        for _ in range(2):
+            engine.runner.raise_next = error("gone")
+            engine.step()
+        progressed: set[str] = set()
+        while len(progressed) < len(INNOCENTS):
+            progressed |= {output.request_id for output in engine.step()}
+    engine.runner.error_for = lambda tokens: error("gone")
+    with pytest.raises(RunnerLostError, match=f"3 steps in a row have failed, the last with {error.__name__}: gone"):
+        for _ in range(6):
+            assert not any(output.error for output in engine.step())
+    assert len(engine.request_ids) == 8
+
+
+def test_only_errors_of_the_device_end_a_replaceable_engine() -> None:
+    engine = fake()
+    engine.core.is_replaceable = True
+    engine.runner.error_for = lambda tokens: ValueError("a bug") if tokens[: len(KILLER)] == KILLER else None
+    for i, prompt in enumerate([KILLER, KILLER]):
+        engine.add_request(str(i), engine.prepare(prompt, SamplingParams(max_tokens=9)))
+    assert [output.finish_reason for output in drain(engine).values()] == ["error", "error"]
 
 
 def test_a_token_clears_a_request_of_suspicion() -> None:

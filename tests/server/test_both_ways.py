@@ -149,13 +149,25 @@ def test_the_end_of_the_engine_is_an_error_for_every_request(stream: bool) -> No
 
 
 def test_a_restart_is_visible_and_harmless() -> None:
-    with serve(engine=started("fake", max_restarts=10)) as served:
+    with (
+        serve(engine=started("fake", max_restarts=10), args=ServerArgs(max_num_queued_reqs=1)) as served,
+        httpx.stream("GET", served.url + "/watch", timeout=DEADLINE) as watch,
+    ):
+        views = (json.loads(line[6:]).get("stats") for line in watch.iter_lines() if line.startswith("data: "))
+        assert not next(views)["restarting"]
         os.kill(pid_of(served.engine), signal.SIGKILL)
         wait_until(lambda: served.engine.is_restarting, "the end of the process")
         assert httpx.get(served.url + "/ready").status_code == 503
         health = httpx.get(served.url + "/health")
         assert (health.status_code, health.json()["status"]) == (503, "restarting")
-        answer = served.post("/v1/completions", {"prompt": "abc", "max_tokens": 5})
+        assert next(view for view in views if view)["restarting"]
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(served.post, "/v1/completions", {"prompt": "abc", "max_tokens": 5})
+            wait_until(lambda: served.engine.num_waiting == 1, "the request")
+            assert served.engine.is_restarting
+            assert served.post("/v1/completions", {"prompt": "abc"}).json()["error"]["code"] == "overloaded"
+            answer = waiting.result()
+        assert not next(view for view in views if view)["restarting"]
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 5
         assert httpx.get(served.url + "/ready").status_code == 200
         metrics = httpx.get(served.url + "/metrics").text

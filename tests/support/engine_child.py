@@ -6,13 +6,14 @@ of this module, which builds the engine.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.process import wire
-from metal_engine.engine.process.child import serve_engine
+from metal_engine.engine.process.child import BuildFunction, serve_engine
+from metal_engine.engine.process.limits import NUM_FIRST_PLANS, ProcessLimits
 from metal_engine.engine.process.supervisor import EngineSupervisor
 from metal_engine.errors import ConfigError
+from metal_engine.settings.config import EngineConfig
 from metal_engine.text.tokenizer import Tokenizer
 from tools.benchmarks.engine_death.worker import failing
 from tools.fixtures.fake_engine import FakeRunner, fake_config, tiny_tokenizer
@@ -36,18 +39,22 @@ def process_of(
     tokenizer: Tokenizer | None = None,
     *,
     max_restarts: int = 0,
-    stall_seconds: float = 30.0,
+    limits: dict[str, float] | None = None,
     fails: bool = False,
     **options: Any,
 ) -> EngineSupervisor:
-    """Return an engine that has not been started.
+    """Return an engine that has not been started. Without ``spare_delay`` in ``limits``, there is no spare process.
 
     Args:
         build: name of a function of this module, which is called with ``options`` in the engine's process.
+        max_restarts: maximum number of restarts.
+        limits: other limits on the engine's processes.
         fails: True for steps that fail on demand (:func:`failing`).
     """
     start = wire.Start({"build": build, "options": options, "fails": fails}, "info", "text")
-    return EngineSupervisor(MODULE, start, lambda ready: tokenizer or tiny_tokenizer(), max_restarts, stall_seconds)
+    others: dict[str, Any] = {"spare_delay": math.inf, **(limits or {})}
+    process_limits = ProcessLimits(max_restarts=max_restarts, **others)
+    return EngineSupervisor(MODULE, start, lambda ready: tokenizer or tiny_tokenizer(), process_limits)
 
 
 def started(build: str, **options: Any) -> AsyncEngine:
@@ -144,6 +151,62 @@ def mortal(marker: str) -> BuiltEngine:
     return engine
 
 
+def faulty(folder: str, faults: list[str]) -> BuiltEngine:
+    """Return a fake engine whose process has the next fault of a list. Later processes have no fault.
+
+    Args:
+        folder: folder that counts the processes.
+        faults: a fault while the engine is built (``load``, ``loading``, ``refused``), or in a step.
+    """
+    number = len(list(Path(folder).iterdir()))
+    (Path(folder) / str(number)).touch()
+    fault = faults[number] if number < len(faults) else ""
+    if fault == "load":
+        killed()
+    elif fault == "loading":
+        time.sleep(600)
+    elif fault == "refused":
+        refused()
+    engine = fake()
+    step, num_steps = engine.core.step, itertools.count()
+
+    def fail(tokens: list[int]) -> Exception:
+        return RuntimeError("[METAL] Command buffer execution failed")
+
+    def faulty_step() -> Any:
+        if next(num_steps) >= NUM_FIRST_PLANS + 8:
+            match fault:
+                case "hang":
+                    time.sleep(600)
+                case "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "nonsense":
+                    _socket().sendall(b"\x00" * 8)
+                    time.sleep(600)
+                case "device":
+                    engine.core.runner.error_for = fail  # type: ignore[attr-defined]
+                case "abort":
+                    flood()
+                    os.abort()
+        return step()
+
+    engine.core.step = faulty_step  # type: ignore[method-assign]
+    return engine
+
+
+def flood() -> None:
+    """Write more to the standard error than a pipe holds."""
+    for i in range(4000):
+        print(f"line {i} " + "x" * 500, file=sys.stderr)
+    print("\x1b[31mterminate called: [METAL] a fault\x1b[0m", file=sys.stderr, flush=True)
+
+
+def flooding() -> BuiltEngine:
+    """Return a fake engine after a flood in the standard error."""
+    flood()
+    return fake()
+
+
 def refused() -> BuiltEngine:
     """Raise an error about a setting."""
     raise ConfigError("--block-size", "is wrong")
@@ -192,9 +255,12 @@ def _socket() -> socket.socket:
     return socket.socket(fileno=os.dup(int(sys.argv[1])))
 
 
-def _set_up(start: wire.Start) -> Callable[[], BuiltEngine]:
-    build: Callable[[], BuiltEngine] = partial(globals()[start.args["build"]], **start.args["options"])
-    return failing(build) if start.args["fails"] else build
+def _set_up(start: wire.Start) -> tuple[Callable[[], None], BuildFunction]:
+    def build(config: EngineConfig | None) -> BuiltEngine:
+        built: BuiltEngine = globals()[start.args["build"]](**start.args["options"])
+        return built
+
+    return lambda: None, failing(build) if start.args["fails"] else build
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ thread cannot read the socket.
 from __future__ import annotations
 
 import contextvars
+import faulthandler
 import gc
 import logging
 import os
@@ -50,6 +51,7 @@ from metal_engine.engine.transport import EngineDeadError
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import PreparedRequest, RequestOutput, RequestStatus
+from metal_engine.settings.config import EngineConfig
 from metal_engine.step import SchedulerOutput
 from metal_engine.token_rules import Grammar
 
@@ -58,9 +60,13 @@ logger = logging.getLogger(__name__)
 # Interval at which changed numbers are sent. They are also sent before outputs that finish requests.
 _NUMBERS_SECONDS = 0.1
 _BLAS_INTERVALS = 10  # adaptations of the number of BLAS threads are this many intervals apart
+_HEARTBEAT_INTERVALS = 10  # unchanged numbers are sent this many intervals apart
 _IDLE_INTERVALS = 100  # freed memory goes back to the system after this many intervals without a change
 # Calls at once. Grammars that wait for their compilation are limited to fewer.
 _MAX_CALLS = 32
+
+# Function that builds an engine. Its argument is the configuration of an earlier engine with the same settings, if any.
+BuildFunction = Callable[[EngineConfig | None], BuiltEngine]
 
 
 @dataclass(eq=False)
@@ -76,12 +82,19 @@ class EngineChild:
 
     Args:
         channel: channel to the server.
-        build: function that builds the engine. Called in the engine's thread.
+        prepare: function that imports the modules of the engine. Called in the engine's thread.
+        build: function that builds the engine. Called in the engine's thread after the server's order.
     """
 
-    def __init__(self, channel: Channel, build: Callable[[], BuiltEngine]) -> None:
+    def __init__(self, channel: Channel, prepare: Callable[[], None], build: BuildFunction) -> None:
         self._channel = channel
-        self._thread = EngineThread(build)
+        self._order: Future[wire.Build] = Future()
+
+        def prepare_and_build() -> BuiltEngine:
+            prepare()
+            return build(self._order.result().config)
+
+        self._thread = EngineThread(prepare_and_build)
         self._engine: BuiltEngine | None = None
         self._is_shutting_down = False
         self._sent_numbers: wire.Numbers | None = None
@@ -122,6 +135,7 @@ class EngineChild:
             self._channel.send(wire.Refused(packed_error(error)))
             self._exit(1)
         engine.core.on_plan = self._on_plan
+        engine.core.is_replaceable = True
         # Everything loaded so far stays in memory. Without `freeze`, the garbage collector would scan it during steps.
         gc.collect()
         gc.freeze()
@@ -149,7 +163,7 @@ class EngineChild:
         threads = blas_threads()
         num_idle = interval = 0
         while True:
-            if self._send_numbers():
+            if self._send_numbers(is_heartbeat=not interval % _HEARTBEAT_INTERVALS):
                 num_idle = 0
             num_idle += 1
             interval += 1
@@ -164,12 +178,16 @@ class EngineChild:
         assert self._engine is not None, "a message before the engine was ready"
         return self._engine
 
-    def _send_numbers(self) -> bool:
-        """Send the numbers, and return True, if they have changed. Later numbers never precede earlier ones."""
+    def _send_numbers(self, *, is_heartbeat: bool = False) -> bool:
+        """Send the numbers if they have changed. Return True if so. Later numbers never precede earlier ones.
+
+        Args:
+            is_heartbeat: True to send them in any case.
+        """
         with self._sending_numbers:
             numbers = self._numbers()
             has_changed = numbers != self._sent_numbers
-            if has_changed:
+            if has_changed or is_heartbeat:
                 self._sent_numbers = numbers
                 self._channel.send(numbers)
         return has_changed
@@ -210,6 +228,8 @@ class EngineChild:
 
     def _process(self, message: wire.ToEngine) -> None:
         match message:
+            case wire.Build():
+                self._order.set_result(message)
             case wire.Submit():
                 self._submit(message)
             case wire.End():
@@ -328,20 +348,22 @@ class EngineChild:
         self._channel.send(reply)
 
 
-def serve_engine(descriptor: int, set_up: Callable[[wire.Start], Callable[[], BuiltEngine]]) -> NoReturn:
+def serve_engine(descriptor: int, set_up: Callable[[wire.Start], tuple[Callable[[], None], BuildFunction]]) -> NoReturn:
     """Run an engine for the server at the other end of a socket, and end this process.
 
     Args:
         descriptor: descriptor of the socket.
-        set_up: function that sets up this process, and returns the function that builds the engine.
+        set_up: function that sets up this process, and returns the functions that prepare and build the engine.
     """
     end_with_parent()
+    faulthandler.enable()
+    faulthandler.register(wire.DUMP_SIGNAL)
     channel = Channel(socket.socket(fileno=descriptor))
     try:
         start = wire.decode_to_engine(channel.receive())
         if not isinstance(start, wire.Start):
             raise wire.WireError(f"a first message of type {type(start).__name__}")
-        EngineChild(channel, set_up(start)).run()
+        EngineChild(channel, *set_up(start)).run()
     except EOFError:
         pass  # the server has ended
     except BaseException:

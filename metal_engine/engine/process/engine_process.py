@@ -8,21 +8,26 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.channel import Channel
+from metal_engine.engine.process.error_output import ErrorOutput
 from metal_engine.engine.process.packed_results import unpacked_error
 from metal_engine.errors import ModelLoadError
+from metal_engine.settings.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
 # Time after the end of the socket for the process to exit, so that its exit status is known.
 _EXIT_SECONDS = 2.0
+# Time for a process that hangs to write the stacks of its threads.
+_DUMP_SECONDS = 0.3
 
 
 class EngineProcess:
-    """Spawned process of an engine. The calling thread must live as long as the process.
+    """Spawned process of an engine, which imports its modules and waits. The calling thread must live as long.
 
     On Linux, the system ends the process when the thread that has spawned it ends.
 
@@ -33,28 +38,46 @@ class EngineProcess:
     """
 
     def __init__(self, module: str, start: wire.Start, stall_seconds: float) -> None:
-        self._last_words = ""  # reason that the process has given for its end
+        self._reason = ""  # reason that the process has given for its end
+        self._errors = ErrorOutput()
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        with theirs:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's interrupt must not reach this process
-            )
+        try:
+            with theirs:
+                self.popen = subprocess.Popen(
+                    [sys.executable, "-m", module, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stderr=self._errors.descriptor,
+                    env=environment,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # a terminal's interrupt must not reach this process
+                )
+        finally:
+            self._errors.start()
         self._channel = Channel(ours, stall_seconds)
         self.send = self._channel.send
         self.send(start)
 
-    def wait_until_ready(self) -> wire.Ready:
-        """Wait until the model is loaded.
+    @property
+    def has_ended(self) -> bool:
+        return self.popen.poll() is not None
+
+    @property
+    def last_words(self) -> str:
+        """Last lines in the standard error of the process, after its end; an empty text if there are none."""
+        return self._errors.last_words()
+
+    def build(self, config: EngineConfig | None) -> wire.Ready:
+        """Build the engine, and wait until the model is loaded.
+
+        Args:
+            config: configuration of an earlier process with the same settings; None for the first process.
 
         Raises:
             ModelLoadError: the model cannot be loaded, or the process has ended.
             ConfigError: the settings cannot work.
         """
+        self.send(wire.Build(config))
         try:
             ready = wire.decode_from_engine(self._channel.receive())
             if isinstance(ready, wire.Refused):
@@ -71,7 +94,7 @@ class EngineProcess:
             while True:
                 message = wire.decode_from_engine(self._channel.receive())
                 if isinstance(message, wire.Ended):
-                    self._last_words = message.message.removeprefix("the engine has stopped: ")
+                    self._reason = message.message.removeprefix("the engine has stopped: ")
                 else:
                     on_message(message)
         except (EOFError, wire.WireError) as error:
@@ -93,13 +116,25 @@ class EngineProcess:
             if self._channel.problem:
                 problem = f"the engine's process hangs: {self._channel.problem}"
         self.kill()
-        return self._last_words or problem
+        return self._reason or problem
+
+    def end_hang(self, hang: str) -> None:
+        """End a process that hangs. A description of the hang becomes the reason of the end. Thread-safe."""
+        self._channel.problem = hang
+        self.popen.send_signal(wire.DUMP_SIGNAL)
+        time.sleep(_DUMP_SECONDS)
+        self.popen.kill()
+        self._channel.close()
 
     def kill(self) -> None:
         """End the process at once, unless it has ended."""
         self._channel.close()
         self.popen.kill()
-        self.popen.wait()
+        try:
+            self.popen.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.error("the engine's process %d does not end: the system does not kill it", self.popen.pid)
+        self._errors.wait()
 
 
 def _cause(status: int) -> str:

@@ -132,6 +132,7 @@ class RemoteWatch:
         self._on_frame = on_frame
         self.number = number
         self._num_requests = 0
+        self._is_whole = False
 
     @property
     def message(self) -> wire.Watch:
@@ -142,7 +143,13 @@ class RemoteWatch:
         """Pass on a frame."""
         if message.watch == self.number and self._on_frame is not None:
             self._num_requests = max([self._num_requests, *(seen.key + 1 for seen in message.frame.requests)])
+            self._is_whole = message.frame.is_whole
             self._on_frame(message.frame)
+
+    def interrupt(self) -> None:
+        """Send an empty frame, because the process has ended. Viewers get the current numbers with each frame."""
+        if self._on_frame is not None:
+            self._on_frame(Frame(is_whole=self._is_whole))
 
     def begin_again(self) -> None:
         """Void all earlier frames, because a new process numbers its requests from 0."""

@@ -14,6 +14,8 @@ from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.engine_process import EngineProcess
+from metal_engine.engine.process.engine_processes import EngineProcesses
+from metal_engine.engine.process.limits import ProcessLimits
 from metal_engine.engine.process.open_request import OpenRequest
 from metal_engine.engine.process.packed_results import MetricsTotals, unpacked_output
 from metal_engine.engine.process.remote import Calls, RemoteEngine, RemoteGrammars, RemoteWatch
@@ -23,14 +25,10 @@ from metal_engine.engine.transport import EndSink, EngineDeadError, OutputSink
 from metal_engine.errors import AdapterError, ModelLoadError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import MAX_FAILURES, PreparedRequest, RequestOptions, RequestOutput, RequestStatus
+from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-# Time after which a process that reads no message is killed.
-_STALL_SECONDS = 30.0
-# Maximum number of new processes within this time. Beyond it, the engine ends.
-_MAX_RESTARTS, _RESTART_SECONDS = 10, 60.0
 
 
 class EngineSupervisor:
@@ -40,12 +38,14 @@ class EngineSupervisor:
     requests of the last steps may have caused the end. After two ends without a new token, such a request is a suspect,
     and suspects run one at a time. After a third end, it gets an error.
 
+    A process that computes no step although it has requests is killed. While the engine runs, a spare process has
+    imported its modules and waits.
+
     Args:
         module: main module of the process, which gets the descriptor of a socket as its argument.
         start: first message to the process.
         make_tokenizer: function that returns the tokenizer of the loaded model.
-        max_restarts: maximum number of new processes within a minute.
-        stall_seconds: time after which a process that reads no message is killed.
+        limits: limits on the time and the number of processes.
     """
 
     def __init__(
@@ -53,19 +53,15 @@ class EngineSupervisor:
         module: str,
         start: wire.Start,
         make_tokenizer: Callable[[wire.Ready], Tokenizer],
-        max_restarts: int = _MAX_RESTARTS,
-        stall_seconds: float = _STALL_SECONDS,
+        limits: ProcessLimits = ProcessLimits(),  # noqa: B008  (it is frozen)
     ) -> None:
-        self._start_message = start
-        self._spawn = lambda: EngineProcess(module, start, stall_seconds)
+        self._processes = EngineProcesses(lambda: EngineProcess(module, start, limits.stall_seconds), limits)
         self._make_tokenizer = make_tokenizer
-        self._max_restarts = max_restarts
         self._on_outputs: OutputSink = lambda outputs: None
         self._on_end: EndSink = lambda message: None
         # Held to change the open requests and to send their messages, so that each process gets each request once.
         self._lock = threading.RLock()
         self._open: dict[str, OpenRequest] = {}
-        self._process: EngineProcess | None = None
         self._is_up = False
         self._is_shutting_down = False
         self._calls = Calls(self._send, self._lock)
@@ -73,7 +69,6 @@ class EngineSupervisor:
         self._metrics = EngineMetrics()
         self._totals = MetricsTotals(self._metrics)
         self._computing: deque[list[str]] = deque(maxlen=2)  # requests of the last two steps
-        self._restarts: list[float] = []
         self._watch = RemoteWatch(None, 0)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -83,6 +78,10 @@ class EngineSupervisor:
     def is_restarting(self) -> bool:
         """True while requests wait for a new process."""
         return not self._is_up
+
+    @property
+    def _process(self) -> EngineProcess | None:
+        return self._processes.current
 
     def launch(self) -> None:
         """Start the process, and do not wait for it."""
@@ -157,65 +156,59 @@ class EngineSupervisor:
         """
         with self._lock:
             self._is_shutting_down = True
-            if self._process is not None:
-                self._process.send(wire.Shutdown())
+            self._processes.stop()
         if self._thread.is_alive():
             self._thread.join(timeout)
         has_ended = not self._thread.is_alive()
-        if self._process is not None:
-            self._process.kill()
+        self._processes.kill()
         return has_ended
 
     # --- in the thread ---
 
     def _main(self) -> None:
         try:
-            self._engine = self._first_engine(self._new_process())
+            self._engine = self._first_engine(self._processes.build())
         except BaseException as error:  # noqa: BLE001  (raised by start())
-            if self._process is not None:
-                self._process.kill()
+            self._processes.kill()
             self.error = error
             return
         finally:
             self._ready.set()
-        while True:
-            assert self._process is not None
-            problem = self._process.receive_all(self._process_message)
-            ended_at = time.monotonic()
-            with self._lock:
-                self._is_up = False
-            while not self._is_shutting_down and self._may_restart():
-                logger.error("%s; a new process continues %d requests", problem, len(self._open))
-                try:
-                    self._resume(self._new_process(), ended_at)
-                    break
-                except Exception as error:  # noqa: BLE001  (logged if it is the last one)
-                    self._process.kill()
-                    problem = f"{problem}; then: {error}"
-            else:
-                self._die(problem)
-                return
+        while (problem := self._run()) is None:
+            pass
+        self._processes.kill()
+        self._die(problem)
 
-    def _new_process(self) -> wire.Ready:
-        process = self._spawn()
+    def _run(self) -> str | None:
+        """Receive messages until the process ends, and replace it. Return the problem if it is not replaced."""
+        assert self._process is not None
+        problem = cause = self._process.receive_all(self._process_message)
+        ended_at = time.monotonic()
         with self._lock:
-            self._process = process
-            if self._is_shutting_down:
-                process.kill()
-        return process.wait_until_ready()
+            self._is_up = False
+        self._watch.interrupt()
+        while self._processes.may_restart():
+            logger.error("%s%s; a new process continues %d requests", cause, self._last_words, len(self._open))
+            try:
+                self._resume(self._processes.build(), ended_at)
+                return None
+            except Exception as error:  # noqa: BLE001  (logged in the next iteration, or as the problem)
+                self._process.kill()
+                cause = str(error)
+                problem = f"{problem.partition('; then: ')[0]}; then: {cause}"
+        return problem
+
+    @property
+    def _last_words(self) -> str:
+        words = "" if self._process is None else self._process.last_words
+        return f" (last words: {words})" if words else ""
 
     def _first_engine(self, ready: wire.Ready) -> RemoteEngine:
         self._totals.update(ready.numbers.metrics)
         preparer = RequestPreparer(ready.config, self._make_tokenizer(ready), RemoteGrammars(self._calls))
         adapters = None if ready.adapters is None else RemoteAdapters(self._calls, ready.adapters)
-        self._is_up = self._start_message.is_restart = True
+        self._is_up = True
         return RemoteEngine(ready.config, preparer, adapters, ready.numbers.stats, self._metrics)
-
-    def _may_restart(self) -> bool:
-        """Record a restart. Return False if there are too many."""
-        now = time.monotonic()
-        self._restarts = [*(at for at in self._restarts if now - at < _RESTART_SECONDS), now]
-        return len(self._restarts) <= self._max_restarts
 
     def _resume(self, ready: wire.Ready, ended_at: float) -> None:
         """Send a new process everything that the one before it had."""
@@ -239,9 +232,9 @@ class EngineSupervisor:
                     failed.append(RequestOutput(request_id, finish_reason="error", error=problem))
                 else:
                     process.send(opened.message(request_id))
-            self._watch.begin_again()
             process.send(self._watch.message)
             self._is_up = True
+            self._watch.begin_again()
             num_resumed = len(self._open)
         seconds = time.monotonic() - ended_at
         self._metrics.num_resumed_requests += num_resumed
@@ -261,7 +254,7 @@ class EngineSupervisor:
                 self.error = dead
         self._calls.fail(dead)
         if self.error is not None:
-            logger.critical("%s", dead)
+            logger.critical("%s%s", dead, self._last_words)
             self._on_end(str(dead))
 
     def _process_message(self, message: wire.FromEngine) -> None:
@@ -269,10 +262,10 @@ class EngineSupervisor:
         assert engine is not None
         match message:
             case wire.Outputs():
-                engine.stats = self._totals.add_stats(message.stats)
+                self._follow(message.stats)
                 self._on_outputs(self._recorded([unpacked_output(output) for output in message.outputs]))
             case wire.Numbers():
-                engine.stats = self._totals.add_stats(message.stats)
+                self._follow(message.stats)
                 self._totals.update(message.metrics)
             case wire.Computing():
                 self._computing.append(message.request_ids)
@@ -285,8 +278,15 @@ class EngineSupervisor:
             case _:
                 raise wire.WireError(f"an unexpected message of type {type(message).__name__}")
 
+    def _follow(self, stats: SchedulerStats) -> None:
+        engine = self._engine
+        assert engine is not None
+        self._processes.follow(engine.stats, stats, has_requests=bool(self._open))
+        engine.stats = self._totals.add_stats(stats)
+
     def _recorded(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Record outputs, so that another process can continue after them."""
+        self._processes.has_output()
         with self._lock:
             for output in outputs:
                 opened = self._open.get(output.request_id)

@@ -6,6 +6,7 @@ engine reads. ``packed_requests.py`` and ``packed_results.py`` convert to messag
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,9 @@ from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOptions
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
+
+# Signal at which the process of an engine writes the stacks of its threads to its standard error.
+DUMP_SIGNAL = signal.SIGUSR1
 
 
 class WireError(Exception):
@@ -116,15 +120,17 @@ class MetricsSnapshot(Part):
 
 
 class Start(Message):
-    """Settings of the process and of its engine. The first message.
-
-    ``is_restart``: True if an earlier process of the same engine has ended.
-    """
+    """Settings of the process and of its engine. The first message. The process imports its modules."""
 
     args: dict[str, Any]
     log_level: str
     log_format: str
-    is_restart: bool = False
+
+
+class Build(Message):
+    """Builds the engine. ``config`` is the configuration of an earlier process with the same settings, if any."""
+
+    config: EngineConfig | None
 
 
 class Submit(Message):
@@ -259,7 +265,19 @@ class Ended(Message):
     message: str
 
 
-ToEngine = Start | Submit | End | Watch | MakeGrammar | LoadAdapter | UnloadAdapter | Release | ReleaseMemory | Shutdown
+ToEngine = (
+    Start
+    | Build
+    | Submit
+    | End
+    | Watch
+    | MakeGrammar
+    | LoadAdapter
+    | UnloadAdapter
+    | Release
+    | ReleaseMemory
+    | Shutdown
+)
 FromEngine = Ready | Reply | Refused | Outputs | Computing | Numbers | FrameOf | Ended
 
 encode = msgspec.msgpack.Encoder().encode

@@ -76,6 +76,7 @@ def stats(engine: AsyncEngine) -> dict[str, Any]:
         "time": round(time.time(), 3),
         "running": now.num_running,
         "waiting": now.num_waiting,
+        "restarting": engine.is_restarting,
         "used_blocks": now.num_used_blocks,
         "checkpoints": now.num_checkpoints,
         "preemptions": now.num_preemptions,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.process.engine_process import EngineProcess
 from metal_engine.engine.step_observer import Frame
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOutput, merge_outputs
@@ -159,6 +161,65 @@ def test_too_many_deaths_end_the_engine() -> None:
         assert num_deaths(engine) == 1
     finally:
         engine.shutdown()
+
+
+def test_answers_are_whole_whatever_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each process fails in another way. The log has one line about each failure, and no request hangs."""
+    faults = {
+        "hang": "hangs: it has computed no step for 1.5 s",
+        "load": "the model cannot be loaded: the engine's process has ended with SIGKILL",
+        "abort": "has ended with SIGABRT (last words: ",
+        "loading": "hangs: it has been loading the model for",
+        "refused": "--block-size is wrong",
+        "device": "3 steps in a row have failed, the last with RuntimeError: [METAL] Command buffer execution failed",
+        "stop": "hangs: it has computed no step for 1.5 s",
+        "nonsense": "has sent an invalid message",
+    }
+    limits = {"step_seconds": 1.5, "load_seconds": 10.0}
+    engine = started("faulty", max_restarts=30, limits=limits, folder=str(tmp_path), faults=list(faults))
+    try:
+        with caplog.at_level(logging.ERROR):
+            requests = engine.preparer.prepare_all(INNOCENTS, SamplingParams(max_tokens=300, ignore_eos=True))
+            ends = answers(engine, requests)
+        assert [end.error for end in ends] == [None] * 8
+        assert [end.token_ids for end in ends] == [generated(prompt, 300) for prompt in INNOCENTS]
+        lines = [record.getMessage() for record in caplog.records if "a new process continues" in record.getMessage()]
+        assert len(lines) >= len(faults) and not any("\n" in line or "\x1b" in line for line in lines)
+        later = iter(lines)  # on a busy machine, there may be further hangs
+        for fault, message in faults.items():
+            line = next((line for line in later if message in line), "")
+            assert line, fault
+            assert fault != "abort" or "terminate called: [METAL] a fault" in line
+    finally:
+        engine.shutdown()
+
+
+def test_the_spare_process_is_next() -> None:
+    engine = started("fake", max_restarts=10, limits={"spare_delay": 0.0})
+
+    def spare() -> EngineProcess:
+        processes: Any = engine._transport
+        wait_until(lambda: processes._processes._spare is not None, "the spare process")
+        found: EngineProcess = processes._processes._spare
+        return found
+
+    try:
+        first, second = pid_of(engine), spare()
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: num_deaths(engine) == 1, "the restart")
+        assert pid_of(engine) == second.popen.pid
+        third = spare()
+        third.popen.kill()
+        third.popen.wait()
+        os.kill(second.popen.pid, signal.SIGKILL)
+        wait_until(lambda: num_deaths(engine) == 2, "the restart")
+        assert pid_of(engine) not in (second.popen.pid, third.popen.pid)
+        requests = engine.preparer.prepare_all(INNOCENTS, SamplingParams(max_tokens=9, ignore_eos=True))
+        assert [end.token_ids for end in answers(engine, requests)] == [generated(one, 9) for one in INNOCENTS]
+        last = spare()
+    finally:
+        engine.shutdown()
+    assert not is_running(last.popen.pid) and not is_running(pid_of(engine))
 
 
 def test_requests_and_calls_wait_for_the_new_process() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.support.browsing import browser_or_skip, page_of
+from tests.support.engine_child import pid_of, started
 from tests.support.serving import Served, serve
 from tools.fixtures.fake_engine import fake_config
 
@@ -75,3 +78,12 @@ def test_a_demonstration_shows_how_far_it_is(browser: Browser) -> None:
         served.runner.running.set()
         page.wait_for_selector("#demo-progress", state="hidden")
         assert "every request got its whole answer" in page.locator("#demo-status").inner_text()
+
+
+@pytest.mark.full
+def test_a_restart_of_the_engine_is_shown(browser: Browser) -> None:
+    with serve(engine=started("fake", max_restarts=10)) as served, page_of(browser, served) as page:
+        page.wait_for_selector("#connection[data-state=live]")
+        os.kill(pid_of(served.engine), signal.SIGKILL)
+        page.wait_for_selector("#connection:text-is('restarting')[data-state=paused]")
+        page.wait_for_selector("#connection:text-is('live')[data-state=live]")

@@ -29,6 +29,17 @@ const chat = new Chat(settings, {
 const demos = new Demos(() => facts);
 setUpClients(() => models.picked ?? facts?.models[0] ?? "MODEL");
 
+/** Show the state of the connection, or of the engine. */
+function connection(state, text) {
+  const pill = byId("connection");
+  if (pill.textContent === text) return; // screen readers announce every change
+  pill.dataset.state = state;
+  pill.textContent = text;
+}
+
+/** While the engine restarts, no step runs, and requests wait. */
+const showEngine = ({ restarting }) => connection(restarting ? "paused" : "live", restarting ? "restarting" : "live");
+
 /** Clear the live view, because the watched model is not loaded. */
 function forget() {
   facts = null;
@@ -66,6 +77,7 @@ const stream = new LiveStream({
     byId("model").textContent = `${models[0]} · ${model.type}, ${model.dtype}, ${count(limits.max_model_len)} tokens of context`;
     document.title = `${models[0]} · metal-engine ${snapshot.version}`;
     settings.follow(model.sampling);
+    showEngine(snapshot.stats);
     showMemory(snapshot);
     pool.begin(snapshot);
     tape.begin(snapshot);
@@ -80,6 +92,7 @@ const stream = new LiveStream({
     blocks.update(lost);
     if (frame.stats) {
       facts.stats = frame.stats;
+      showEngine(frame.stats);
       history.add(frame.stats);
       showStates(facts.pool.num_state_slots, frame.stats);
       const [proposed, accepted] = frame.stats.drafts;
@@ -87,10 +100,7 @@ const stream = new LiveStream({
     }
     chat.follow();
   },
-  connection(state, text) {
-    byId("connection").dataset.state = state;
-    byId("connection").textContent = text;
-  },
+  connection,
 });
 stream.run();
 

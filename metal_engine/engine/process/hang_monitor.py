@@ -1,0 +1,61 @@
+"""Detects an engine's process that hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+# Number of parts in which the shortest limit is counted.
+_PARTS = 20
+
+
+class HangMonitor:
+    """Reports a hang if the process has made no progress for longer than a limit.
+
+    A separate thread counts the time in parts, so that the time does not advance while this process is stopped.
+
+    Args:
+        on_hang: callback that ends the process, called in the thread with a description of the hang.
+        least_seconds: shortest limit.
+    """
+
+    def __init__(self, on_hang: Callable[[str], None], least_seconds: float) -> None:
+        self._on_hang = on_hang
+        self._part = least_seconds / _PARTS
+        self._limit: tuple[float, str] | None = None
+        self._seconds = 0.0
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._count, name="engine-monitor", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+
+    def set_limit(self, seconds: float, hang: str) -> None:
+        """Count from now on, until ``seconds`` have passed without progress.
+
+        Args:
+            hang: description of the hang, without the time.
+        """
+        self._seconds = 0.0
+        self._limit = seconds, hang
+
+    def clear_limit(self) -> None:
+        """Do not count."""
+        self._limit = None
+
+    def progressed(self) -> None:
+        """Record progress of the process."""
+        self._seconds = 0.0
+
+    def _count(self) -> None:
+        while not self._is_closed.wait(self._part):
+            self._seconds += self._part
+            if self._limit is not None and self._seconds > self._limit[0]:
+                seconds, hang = self._limit
+                self._limit = None
+                self._on_hang(f"{hang} for {seconds:.3g} s")

@@ -1,0 +1,97 @@
+"""Watching an engine's process: its limits, its hangs and its last words. No process is started."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import termios
+import time
+
+import pytest
+
+from metal_engine.engine.process import error_output
+from metal_engine.engine.process.error_output import ErrorOutput
+from metal_engine.engine.process.hang_monitor import HangMonitor
+from metal_engine.engine.process.limits import ProcessLimits
+from tests.support.serving import wait_until
+
+
+def words_of(data: bytes) -> str:
+    """Return the last words of a process that has written some bytes."""
+    errors = ErrorOutput()
+    descriptor = os.dup(errors.descriptor)
+    errors.start()
+    with open(descriptor, "wb") as stream:
+        stream.write(data)
+    errors.wait()
+    return errors.last_words()
+
+
+def test_last_words(capfd: pytest.CaptureFixture[str]) -> None:
+    assert words_of(b"") == ""
+    assert words_of(b"one\n\n two\r\nthree\nf\xffur") == "two | three | f\ufffdur"
+    assert words_of(b"\x1b[1;31mred\x1b[0m\x00\n") == "red"
+    dump = b'Fatal Python error: Aborted\n\nCurrent thread 0x00 (most recent call first):\n  File "a"\n'
+    assert words_of(b"terminate called\n" + dump) == "terminate called | Fatal Python error: Aborted"
+    assert len(words_of(b"x" * 1_000_000 + b"\ny\n" + b"z" * 1_000_000)) < 1000
+    assert capfd.readouterr().err.startswith("one\n\n two\r\nthree\nf")
+
+
+def test_last_words_are_recent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic
+    errors = ErrorOutput()
+    descriptor = os.dup(errors.descriptor)
+    errors.start()
+    os.write(descriptor, b"long ago\n")
+    wait_until(lambda: bool(errors._lines), "the line")
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 100.0)
+    os.write(descriptor, b"now\n")
+    os.close(descriptor)
+    errors.wait()
+    assert errors.last_words() == "now"
+
+
+def test_a_hang_is_reported_once() -> None:
+    hangs: list[str] = []
+    monitor = HangMonitor(hangs.append, 0.2)
+    monitor.start()
+    monitor.set_limit(0.2, "it sleeps")
+    for _ in range(30):
+        monitor.progressed()
+        time.sleep(0.01)
+    assert not hangs
+    wait_until(lambda: bool(hangs), "the hang")
+    time.sleep(0.5)
+    assert hangs == ["it sleeps for 0.2 s"]
+    monitor.set_limit(0.2, "it sleeps again")
+    monitor.clear_limit()
+    time.sleep(0.5)
+    assert len(hangs) == 1
+    monitor.close()
+    monitor._thread.join(5.0)
+    assert not monitor._thread.is_alive()
+
+
+def test_limits_follow_the_model() -> None:
+    limits = ProcessLimits()
+    assert limits.of_steps(0.5, are_first=False) == 60.0
+    assert limits.of_steps(60.0, are_first=False) == 600.0
+    assert limits.of_steps(0.5, are_first=True) == 600.0
+    assert limits.of_load(10.0) == 600.0 and limits.of_load(600.0) == 2400.0
+
+
+def test_the_standard_error_is_a_terminal_if_the_servers_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, terminal = os.openpty()
+    monkeypatch.setattr(error_output, "_STDERR", terminal)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 30, 100, 0, 0))
+    errors = ErrorOutput()
+    descriptor = os.dup(errors.descriptor)
+    errors.start()
+    assert os.isatty(descriptor) and os.get_terminal_size(descriptor).columns == 100
+    os.write(descriptor, b"a line\n")
+    assert b"a line" in os.read(ours, 100)
+    for one in (descriptor, terminal, ours):
+        os.close(one)
+    errors.wait()
+    assert errors.last_words() == "a line"
