@@ -1,0 +1,158 @@
+"""Draft head of a checkpoint (multi-token prediction): one more decoder layer over the model's hidden states.
+
+From the hidden state of position p and token p + 1, a head predicts token p + 2. It uses the model's embeddings and LM
+head, and has keys and values of its own in the model's blocks::
+
+    hidden state of p  --norm--.
+                               fc -> decoder layer, KV at the slot of p -> norm -> the model's LM head -> token p + 2
+    embedding of p + 1 --norm--'
+
+The output after the last norm replaces the hidden state of p + 1 in a chain: with token p + 2, it predicts token p + 3.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from metal_engine.attention.backend import StepAttention
+from metal_engine.device.info import computes_on_cpu
+from metal_engine.errors import UnsupportedModelError, one_line
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.state import LayerState
+from metal_engine.models.cpu_ops import StepPositions, use_faster_layers
+from metal_engine.models.current_step import CurrentStep
+from metal_engine.models.layer_cache import LayerCache, RecordingCache, layer_cache
+from metal_engine.models.paged_model import PagedModel
+
+
+class DraftHead(nn.Module):
+    """Head with the structure and the parameter names of Qwen3-Next's and Qwen3.5's heads.
+
+    Args:
+        layer: mlx-lm decoder layer with attention.
+        hidden_size: width of hidden states and embeddings.
+        eps: epsilon of the norms.
+        hidden_first: True if ``fc`` reads the hidden state before the embedding.
+    """
+
+    def __init__(self, layer: nn.Module, hidden_size: int, eps: float, *, hidden_first: bool = False) -> None:
+        super().__init__()
+        self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps=eps)
+        self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps=eps)
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.layers = [layer]
+        self.norm = nn.RMSNorm(hidden_size, eps=eps)
+        self._hidden_first = hidden_first
+
+    def __call__(self, embeddings: mx.array, hidden: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """Return the head's output, [N, T, hidden_size].
+
+        Args:
+            embeddings: embeddings of the tokens after the rows, [N, T, hidden_size].
+            hidden: hidden states of the rows, [N, T, hidden_size].
+            mask: mask for the layer, as its cache makes it.
+            cache: cache of the layer.
+        """
+        parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
+        x = self.fc(mx.concatenate(parts[::-1] if self._hidden_first else parts, axis=-1))
+        return self.norm(self.layers[0](x, mask, cache))
+
+
+def new_head(model: nn.Module, *, hidden_first: bool = False) -> DraftHead:
+    """Return a head with random weights for a model. Its layer has the class of the model's last attention layer.
+
+    Args:
+        model: a loaded mlx-lm model.
+        hidden_first: True if ``fc`` reads the hidden state before the embedding.
+
+    Raises:
+        UnsupportedModelError: the model's layers cannot be created in this way.
+    """
+    args = getattr(getattr(model, "language_model", model), "args", None) or model.args
+    indices = [i for i, layer in enumerate(model.layers) if "self_attn" in layer]
+    if not indices:
+        raise UnsupportedModelError("it has no layer with attention of the usual form")
+    cls = type(model.layers[indices[-1]])
+    required = [p for p in inspect.signature(cls.__init__).parameters.values() if p.default is p.empty][1:]  # not self
+    if len(required) not in (1, 2) or not hasattr(args, "rms_norm_eps"):
+        raise UnsupportedModelError(f"its {cls.__name__} cannot be created for a draft head")
+    layer = cls(args) if len(required) == 1 else cls(args, indices[-1])
+    return DraftHead(layer, args.hidden_size, args.rms_norm_eps, hidden_first=hidden_first)
+
+
+class PagedDraftHead:
+    """Draft head that runs packed rows. Its state is the last state of its model's pool.
+
+    Args:
+        head: head with the weights of a checkpoint.
+        target: model of the head. Its pool gets a state for the head, so it must not be allocated yet.
+
+    Raises:
+        UnsupportedModelError: the head cannot run beside this model.
+
+    Attributes:
+        head: see above.
+        state: keys and values of the head's layer.
+    """
+
+    def __init__(self, head: DraftHead, target: PagedModel) -> None:
+        if target.hidden_problem is not None:
+            raise UnsupportedModelError(target.hidden_problem)
+        self.head, self._target = head, target
+        self._embedding = _embedding(target.model)
+        if computes_on_cpu():
+            use_faster_layers(head)
+        recorder, hidden = RecordingCache(), mx.zeros((2, head.norm.weight.size), target.dtype)
+        try:
+            output = head(self._embedding(mx.array([[0], [1]])), hidden[:, None], recorder.make_mask(1), recorder)
+            target.logits_of(output[:, 0])
+        except Exception as error:
+            problem = f"{type(error).__name__}: {one_line(error)}"
+            raise UnsupportedModelError(
+                f"its draft head does not run on the output of its trunk ({problem})"
+            ) from error
+        if recorder.spec is None or not recorder.num_reads:
+            raise UnsupportedModelError("its draft head computes attention in a way of its own")
+        own_specs = [state.spec for state in target.pool.states]
+        self.state: LayerState = target.add_state(recorder.spec)
+        if self.state.spec not in own_specs:  # attention has been checked for the model's own layers only
+            raise UnsupportedModelError("the attention of its draft head differs from that of its layers")
+        self._step = CurrentStep()
+        cache = layer_cache(self._step, self.state)
+        assert isinstance(cache, LayerCache)
+        self._cache = cache
+        self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
+
+    def __call__(self, token_ids: mx.array, hidden: mx.array, rows: StepRows, attention: StepAttention) -> mx.array:
+        """Write the keys and values of some rows, and return the head's output for them, [N, hidden_size].
+
+        If nothing evaluates the output, only the keys and values are computed.
+
+        Args:
+            token_ids: tokens after the rows, [N] int32.
+            hidden: hidden states of the rows, or the head's output of the rows before in a chain, [N, hidden_size].
+            rows: the rows.
+            attention: attention of the backend for ``rows``.
+        """
+        step = self._step
+        step.rows, step.attention, step.positions = rows, attention, self._positions(rows.positions)
+        try:
+            embeddings = self._embedding(token_ids[:, None])
+            return self.head(embeddings, hidden[:, None], self._cache.make_mask(1), self._cache)[:, 0]
+        finally:
+            step.rows = step.attention = step.positions = None
+
+    def logits(self, output: mx.array) -> mx.array:
+        """Return the logits of the predicted tokens, [R, vocab_size], from the head's output, [R, hidden_size]."""
+        return self._target.logits_of(output)
+
+
+def _embedding(model: nn.Module) -> nn.Module:
+    tables = [module.embed_tokens for module in model.modules() if "embed_tokens" in module]
+    if len(tables) != 1:
+        raise UnsupportedModelError(f"it has {len(tables)} tables of embeddings, and a draft head reads one")
+    return tables[0]
