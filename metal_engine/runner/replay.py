@@ -42,7 +42,7 @@ from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.view_fusion import fused_views
 from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL
-from metal_engine.step import DecodeForward, DecodeOutcome
+from metal_engine.step import DecodeForward, DecodeOutcome, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -258,6 +258,17 @@ class DecodeReplay:
         self._traces[key] = trace
         if len(self._traces) > MAX_TRACES:
             self._traces.popitem(last=False)
+
+
+def is_decode(plan: SchedulerOutput, rows: StepRows, num_logits: int) -> bool:
+    """Return True if every row of a step samples once, and the step loads nothing into the cache.
+
+    Args:
+        num_logits: number of rows whose logits the step needs.
+    """
+    kv = plan.kv_connector_metadata
+    loads = kv is not None and bool(kv.loads or kv.state_loads)
+    return len(rows.logits_indices) == num_logits == rows.num_tokens and not loads
 
 
 def _compiles() -> bool:

@@ -105,7 +105,7 @@ def measure_in_place(
     if draft is not None and config.speculative is not None:
         draft_model = DraftModel(draft, backend, config, cache, vocab_size=draft.vocab_size)
         proposer = make_proposer(config.speculative)
-    runner = ModelRunner(paged, backend, config, cache, draft_model=draft_model)
+    runner = ModelRunner(paged, backend, config, cache, drafter=draft_model)
     scheduler = Scheduler(config, cache, proposer=proposer)
     if proposer is not None:
         speculate(scheduler, proposer, costs=FreeDrafts())

@@ -15,10 +15,13 @@ from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
+from metal_engine.models.draft_head import DraftHead, PagedDraftHead
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
 from metal_engine.runner.draft_model import DraftModel
+from metal_engine.runner.drafting import Drafter
+from metal_engine.runner.head_drafter import HeadDrafter
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.sampling_params import SamplingParams
@@ -55,6 +58,7 @@ def tiny_engine(
     num_state_slots: int = 0,
     make_adapters: Callable[[PagedModel], AdapterRegistry] | None = None,
     draft: nn.Module | None = None,
+    make_head: Callable[[nn.Module], DraftHead] | None = None,
     connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
     **config: Any,
 ) -> SteppedEngine:
@@ -67,6 +71,7 @@ def tiny_engine(
         num_state_slots: number of slots for recurrent states.
         make_adapters: installs adapters in the model.
         draft: draft model, for a ``speculative`` configuration with a draft model.
+        make_head: makes the draft head of the model, for a ``speculative`` configuration with a head.
         connector: scheduler half and runner half of a connector to a KV store.
     """
     settings = fake_config(**config)
@@ -84,12 +89,15 @@ def tiny_engine(
     model = PagedModel(tiny_reference(seed, settings.model.vocab_size, architecture))
     adapters = None if make_adapters is None else make_adapters(model)
     backend, scheduler_side, runner_side = PortableBackend(), *(connector or (None, None))
-    draft_model = None
+    drafter: Drafter | None = None
     if draft is not None:
         sizes = {"vocab_size": settings.model.vocab_size}
-        draft_model = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
+        drafter = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
+    if make_head is not None:
+        head = PagedDraftHead(make_head(model.model), model)
+        drafter = HeadDrafter(head, model.pool, backend, settings.cache)
     gpu_like = {"allow_queued_dispatch": True, "in_parts": True} if behind else {}
-    runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, draft_model, **gpu_like)
+    runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, drafter, **gpu_like)
     if replay:
         limits = {"padding_block": settings.cache.num_blocks, "max_num_seqs": settings.scheduler.max_num_seqs}
         runner.replay = DecodeReplay(model, backend, **limits, trace_at=1)
