@@ -36,6 +36,13 @@ def draft_model_config(num_speculative_tokens: int = 4, max_draft_len: int | Non
     )
 
 
+def head_config(num_speculative_tokens: int = 3) -> SpeculativeConfig:
+    """Return a configuration with a draft head, whose lookups need matches too long for tiny requests."""
+    return SpeculativeConfig(
+        method="mtp", num_speculative_tokens=num_speculative_tokens, prompt_lookup_max=64, prompt_lookup_min=64
+    )
+
+
 class KnownTimes(StepTimes):
     """Step times that are set by the test, so that plans do not depend on the machine.
 

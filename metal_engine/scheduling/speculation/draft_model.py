@@ -1,6 +1,6 @@
-"""Costs and drafts of a draft model, as the scheduler sees them.
+"""Costs and drafts of a draft model or a draft head, as the scheduler sees them.
 
-The runner runs the model. This module only counts its drafts.
+The runner computes the drafts. This module only counts them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Container
 
 from metal_engine.request import Request
-from metal_engine.scheduling.speculation.ngram import PredictedTextProposer
+from metal_engine.scheduling.speculation.draft_lengths import Acceptance
+from metal_engine.scheduling.speculation.ngram import NgramProposer, PredictedTextProposer
+from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 
 # Maximum number of steps over which the time to catch up with a request is spread, because a request may end long
@@ -27,6 +29,37 @@ class DraftModelProposer(PredictedTextProposer):
 
     def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
         return [UNKNOWN_DRAFT] * num_tokens
+
+
+class HeadProposer(NgramProposer):
+    """Proposer of drafts by prompt lookup, or else of drafts that the draft head fills in.
+
+    A lookup is used only if the request's lookups have been accepted at least as often as its head's drafts.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        super().__init__(config)
+        self._lookups, self._head = Acceptance(), Acceptance()
+        self._is_lookup: dict[str, bool] = {}  # request id -> source of the last proposal
+
+    def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
+        request_id = request.request_id
+        drafts = super()._from_elsewhere(request, num_tokens)
+        is_lookup = bool(drafts) and self._lookups.of(request_id) >= self._head.of(request_id)
+        self._is_lookup[request_id] = is_lookup
+        return drafts if is_lookup else [UNKNOWN_DRAFT] * num_tokens
+
+    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        super().record_result(request, num_drafts, num_accepted)
+        request_id = request.request_id
+        if (is_lookup := self._is_lookup.get(request_id)) is not None and request_id not in self._followed:
+            (self._lookups if is_lookup else self._head).tried(request_id, num_drafts, num_accepted)
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        self._is_lookup.pop(request_id, None)
+        self._lookups.forget(request_id)
+        self._head.forget(request_id)
 
 
 class _Seconds:
@@ -51,7 +84,13 @@ class _Seconds:
 
 
 class DraftCosts:
-    """Measured costs of a draft model, and the time budget for drafts that are not expected to be worth their cost."""
+    """Measured costs of a draft model, and the time budget for drafts that are not expected to be worth their cost.
+
+    Attributes:
+        has_prefill: True if the draft model computes prompts, to have their KV.
+    """
+
+    has_prefill = True
 
     def __init__(self) -> None:
         self._forward = _Seconds()  # one forward, which drafts one token for each request
@@ -120,3 +159,15 @@ class DraftCosts:
     def forget(self, request_id: str) -> None:
         """Drop the data of a request that has ended or lost its blocks."""
         self._num_computed.pop(request_id, None)
+
+
+class HeadCosts(DraftCosts):
+    """Measured costs of a draft head. The head follows each step of its model, so no KV is missing."""
+
+    has_prefill = False
+
+    def num_missing_tokens(self, request: Request) -> int:
+        return -NEW_TO_DRAFT_MODEL
+
+    def record_num_tokens(self, request_id: str, num_tokens: int) -> None:
+        """Do nothing: rejected drafts leave no KV that counts."""

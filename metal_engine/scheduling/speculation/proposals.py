@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from metal_engine.request import Request
 from metal_engine.scheduling.speculation.draft_lengths import Acceptance, least_gain
-from metal_engine.scheduling.speculation.draft_model import DraftCosts, DraftModelProposer
+from metal_engine.scheduling.speculation.draft_model import DraftCosts, DraftModelProposer, HeadCosts, HeadProposer
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import UNKNOWN_DRAFT
@@ -39,9 +39,23 @@ class Proposer(Protocol):
         """Drop the data of a request that has ended."""
 
 
+_PROPOSERS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
+    "ngram": NgramProposer,
+    "draft_model": DraftModelProposer,
+    "mtp": HeadProposer,
+}
+_COSTS: dict[str, type[DraftCosts]] = {"draft_model": DraftCosts, "mtp": HeadCosts}
+
+
 def make_proposer(config: SpeculativeConfig) -> Proposer:
     """Return the proposer that the configuration selects."""
-    return DraftModelProposer(config) if config.method == "draft_model" else NgramProposer(config)
+    return _PROPOSERS[config.method](config)
+
+
+def make_costs(config: SpeculativeConfig) -> DraftCosts | None:
+    """Return an empty record of the costs of the runner's drafts; None if the runner computes no drafts."""
+    costs = _COSTS.get(config.method)
+    return None if costs is None else costs()
 
 
 class Proposals:

@@ -22,7 +22,7 @@ from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity, max_drafts
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes, choose_lengths
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
-from metal_engine.scheduling.speculation.proposals import Proposals, Proposer
+from metal_engine.scheduling.speculation.proposals import Proposals, Proposer, make_costs
 from metal_engine.settings.config import SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, ModelOutput, SchedulerOutput
 
@@ -39,7 +39,7 @@ class Speculation:
         blocks: block pool. Drafts use free blocks only; no request is preempted for them.
         proposer: source of drafts.
         times: measured step times. Default: an empty record.
-        costs: measured costs of the draft model. Default: an empty record, if there is a draft model.
+        costs: measured costs of the drafts that the runner computes. Default: an empty record, if it computes drafts.
         states: recurrent states of running requests; None for models without recurrent layers.
         async_times: measured times of asynchronously planned steps. Default: an empty record.
     """
@@ -62,9 +62,7 @@ class Speculation:
         self._states = states if states is not None and states.is_used else None
         self._times = times if times is not None else StepTimes()
         self._async_times = async_times if async_times is not None else AsyncStepTimes()
-        if costs is None and config.speculative.method == "draft_model":
-            costs = DraftCosts()
-        self._costs = costs
+        self._costs = costs = costs or make_costs(config.speculative)
         self._proposals = Proposals(config.speculative, proposer, costs)
         self._is_probe = False  # True if the drafts of the last planned step are only a probe
         self._was_worth_waiting = False  # True if planning of the next step waits for tokens, because of drafts
@@ -216,7 +214,7 @@ class Speculation:
 
     def _schedule_draft_prefill(self, plan: SchedulerOutput, running: Mapping[str, Request]) -> None:
         """Select the prompts that the draft model also prefills: their drafts are likely to be worth the cost."""
-        if self._costs is None:
+        if self._costs is None or not self._costs.has_prefill:
             return
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             is_prompt = request_id not in plan.scheduled_spec_decode_tokens and num_tokens > 1
