@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,6 +68,7 @@ class LoadedModel:
         can_generate: True if the checkpoint has an LM head, of its own or tied to the embeddings.
         interleaved: name of a module within its block -> number of heads, for modules whose outputs are in llama.cpp's
             order (:func:`gguf_config`).
+        path: the model's directory or GGUF file.
     """
 
     model: nn.Module
@@ -80,6 +81,7 @@ class LoadedModel:
     reranker: RerankerConfig | None = None
     can_generate: bool = True
     interleaved: dict[str, int] = field(default_factory=dict)
+    path: Path = Path()
 
 
 # Reduces a model whose weights have not been read yet to one rank's shard, and evaluates the shard.
@@ -162,6 +164,7 @@ def _load(
 
     load_files = _load_gguf if found.path.suffix == ".gguf" else _load_directory
     loaded, facts = load_files(found, args, dtype, device, admit, check_tokenizer, divide)
+    loaded = replace(loaded, path=found.path)
     logger.info("loaded the weights: %s in %.1f s", format_size(facts.weight_bytes), time.monotonic() - began)
     return loaded
 

@@ -17,10 +17,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.utils import dequantize_model
 
 from metal_engine.attention.backend import StepAttention
+from metal_engine.checkpoints.draft_heads import HeadWeights, last_attention_layer
 from metal_engine.device.info import computes_on_cpu
-from metal_engine.errors import UnsupportedModelError, one_line
+from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import LayerState
 from metal_engine.models.cpu_ops import StepPositions, use_faster_layers
@@ -73,15 +75,51 @@ def new_head(model: nn.Module, *, hidden_first: bool = False) -> DraftHead:
         UnsupportedModelError: the model's layers cannot be created in this way.
     """
     args = getattr(getattr(model, "language_model", model), "args", None) or model.args
-    indices = [i for i, layer in enumerate(model.layers) if "self_attn" in layer]
-    if not indices:
-        raise UnsupportedModelError("it has no layer with attention of the usual form")
-    cls = type(model.layers[indices[-1]])
+    index = last_attention_layer(model)
+    cls = type(model.layers[index])
     required = [p for p in inspect.signature(cls.__init__).parameters.values() if p.default is p.empty][1:]  # not self
     if len(required) not in (1, 2) or not hasattr(args, "rms_norm_eps"):
         raise UnsupportedModelError(f"its {cls.__name__} cannot be created for a draft head")
-    layer = cls(args) if len(required) == 1 else cls(args, indices[-1])
+    layer = cls(args) if len(required) == 1 else cls(args, index)
     return DraftHead(layer, args.hidden_size, args.rms_norm_eps, hidden_first=hidden_first)
+
+
+def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequantize: bool) -> DraftHead:
+    """Return the head of a checkpoint for its model, with its weights in memory.
+
+    Args:
+        model: a loaded mlx-lm model.
+        dtype: type of the weights that are not quantized.
+        dequantize: True to dequantize all weights.
+
+    Raises:
+        ModelLoadError: the weights do not fit the model.
+    """
+    head = new_head(model, hidden_first=weights.hidden_first)
+    nn.quantize(head, class_predicate=lambda path, module: _quantization(path, module, weights.arrays))
+    try:
+        head.load_weights(list(weights.arrays.items()))
+    except ValueError as error:
+        raise ModelLoadError(f"its weights do not fit the model: {one_line(error)}") from error
+    if dequantize:
+        dequantize_model(head)
+    head.set_dtype(dtype)
+    head.eval()
+    mx.eval(head.parameters())
+    return head
+
+
+def _quantization(path: str, module: nn.Module, arrays: dict[str, mx.array]) -> dict[str, Any] | bool:
+    """Return the arguments that quantize a module as its stored weights are quantized; False if they are not."""
+    weight, scales = arrays.get(f"{path}.weight"), arrays.get(f"{path}.scales")
+    if weight is None or scales is None or not hasattr(module, "to_quantized"):
+        return False
+    if f"{path}.biases" not in arrays:
+        raise ModelLoadError(
+            "the draft head is not quantized in MLX's affine mode: use an affine or an unquantized version"
+        )
+    num_inputs = module.weight.shape[-1]
+    return {"group_size": num_inputs // scales.shape[-1], "bits": 32 * weight.shape[-1] // num_inputs}
 
 
 class PagedDraftHead:
@@ -154,5 +192,5 @@ class PagedDraftHead:
 def _embedding(model: nn.Module) -> nn.Module:
     tables = [module.embed_tokens for module in model.modules() if "embed_tokens" in module]
     if len(tables) != 1:
-        raise UnsupportedModelError(f"it has {len(tables)} tables of embeddings, and a draft head reads one")
+        raise UnsupportedModelError(f"the model has {len(tables)} embedding tables; a draft head needs exactly one")
     return tables[0]

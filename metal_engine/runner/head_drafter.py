@@ -12,8 +12,8 @@ row, becomes the head's K and V at the row's slot. The head therefore never has 
 Before the next step, the LM head turns the carried output into the first draft. Each further draft takes a forward of
 the head alone, in which its output replaces the hidden state.
 
-If no plan requests drafts, steps compute only the head's K and V. The first plan that requests drafts then gets none,
-because no output was carried, and the next plan gets them.
+If plans request no drafts, steps compute only the head's K and V. The first plan that requests drafts again gets no
+drafts, because no output was carried. The next plan gets drafts.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class PendingStep:
         is_async: True if a part of the step was evaluated asynchronously.
         shared: logits that every rank evaluates at the dispatch; None afterwards, or if there is one rank.
         follow: callback that builds the drafter's work on the sampled tokens; None without a drafter, or once called.
-        followed: the drafter's work in this step; None if it has no work.
+        followed: the drafter's work in this step; None for drafters without such work.
     """
 
     finish: Callable[[PendingStep], ModelOutput]

@@ -51,7 +51,7 @@ def resolve_config(
         measure_step: function that runs a step of (tokens, requests), and returns the memory that the step takes
             in addition to weights and KV cache, in bytes.
         attention_layers: kernel that computes the attention of each layer.
-        draft: draft model of ``--speculative-config``; None without one.
+        draft: draft model or draft head of ``--speculative-config``; None without one.
 
     Raises:
         ConfigError: the settings conflict. The message names the flag to change.
@@ -145,7 +145,7 @@ def plans_ahead(args: EngineArgs, device_kind: str) -> bool:
     if args.async_scheduling is not None:
         return args.async_scheduling
     speculative = speculative_config(args)
-    has_draft_model = speculative is not None and speculative.model is not None
+    has_draft_model = speculative is not None and speculative.method == "draft_model"
     return device_kind != "cpu" and args.num_ranks == 1 and not has_draft_model
 
 
@@ -158,6 +158,9 @@ def _replay(args: EngineArgs, attention_backend: str, attention_layers: Attentio
         return "off: several ranks share the model"
     if attention_layers.not_covered:
         return f"off: {NO_REPLAY_WITHOUT_KERNEL}"
+    speculative = speculative_config(args)
+    if speculative is not None and speculative.method == "mtp":
+        return "off: a draft head needs hidden states, which replayed steps do not return"
     return REPLAYS
 
 

@@ -1,0 +1,184 @@
+"""Loads the draft model or the draft head of ``--speculative-config``, and describes it to the build."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.opening import open_model
+from metal_engine.settings.speculative import FLAG, check_draft_model, check_draft_vocabulary, speculative_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from metal_engine.attention.choice import BackendChoice
+    from metal_engine.checkpoints.loader import LoadedModel
+    from metal_engine.checkpoints.requirements import CheckpointRequirements
+    from metal_engine.engine.device_access import DeviceAccess
+    from metal_engine.opening import OpenedModel
+    from metal_engine.runner.drafting import Drafter
+    from metal_engine.settings.args import EngineArgs
+    from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo, SpeculativeConfig
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Source of drafts that computes on the device, or no such source.
+
+    Attributes:
+        info: facts about the draft model or the draft head. Its weights and KV take memory beside the model's.
+        make: creates the drafter for a configuration.
+        models: models whose largest step counts, because they run in steps of their own.
+        weights_of_kv: weights, by name, on which the KV in the model's pool depends beside the model's weights.
+    """
+
+    info: ModelInfo | None = None
+    make: Callable[[EngineConfig], Drafter] | None = None
+    models: tuple[OpenedModel, ...] = ()
+    weights_of_kv: dict[str, Any] = field(default_factory=dict)
+
+    def drafter(self, config: EngineConfig) -> Drafter | None:
+        """Return the drafter for a configuration; None without a source of drafts."""
+        return None if self.make is None else self.make(config)
+
+
+def load_drafts(
+    args: EngineArgs,
+    target: LoadedModel,
+    opened: OpenedModel,
+    device: DeviceInfo,
+    choice: BackendChoice,
+    access: DeviceAccess,
+) -> Drafts:
+    """Load the source of drafts that ``--speculative-config`` names, if it computes on the device.
+
+    Args:
+        target: model that gets the drafts.
+        opened: the same model over a paged KV cache, which is not allocated. A draft head adds a state to its pool.
+
+    Raises:
+        ModelLoadError: the draft model or the draft head cannot be loaded or run.
+        ConfigError: it does not fit the model.
+    """
+    config = speculative_config(args)
+    load = None if config is None else _LOADERS.get(config.method)
+    if config is None or load is None:
+        return Drafts()
+    return load(config, args, target, opened, device, choice, access)
+
+
+def _load_draft_model(
+    config: SpeculativeConfig,
+    args: EngineArgs,
+    target: LoadedModel,
+    opened: OpenedModel,
+    device: DeviceInfo,
+    choice: BackendChoice,
+    access: DeviceAccess,
+) -> Drafts:
+    """Load a draft model.
+
+    Raises:
+        ModelLoadError: the draft model cannot be loaded or run.
+        ConfigError: the draft model does not fit the model.
+    """
+    from metal_engine.checkpoints import loader
+    from metal_engine.distributed.ranks import Ranks
+    from metal_engine.models.info import expected_model_info
+
+    assert config.model is not None
+    draft_args = replace(args, model=config.model, revision=config.revision, tokenizer=None, speculative_config=None)
+
+    def check(facts: CheckpointRequirements) -> None:
+        info = expected_model_info(draft_args.model, facts, args.kv_cache_dtype)
+        if info is not None:
+            check_draft_model(info)
+
+    def check_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+        vocabularies = tokenizer.get_vocab(), target.tokenizer.get_vocab()
+        check_draft_vocabulary(draft_args.model, vocabularies[0], target.name, vocabularies[1])
+
+    try:
+        loaded = loader.load(draft_args, device, check, check_tokenizer=check_tokenizer)
+        draft = open_model(draft_args, loaded, choice, Ranks(), access)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
+    except ConfigError as error:
+        if "--speculative-config" in str(error):
+            raise
+        raise ConfigError(error.flag, f"the draft model (--speculative-config): {error}") from error
+    check_draft_model(draft.info)
+
+    def make(config: EngineConfig) -> Drafter:
+        from metal_engine.runner.draft_model import DraftModel
+
+        return DraftModel(
+            draft.paged,
+            draft.attention.backend,
+            config.scheduler,
+            config.cache,
+            vocab_size=config.model.vocab_size,
+            max_positions=draft.info.max_position_embeddings,
+        )
+
+    return Drafts(draft.info, make, (draft,))
+
+
+def _load_head(
+    config: SpeculativeConfig,
+    args: EngineArgs,
+    target: LoadedModel,
+    opened: OpenedModel,
+    device: DeviceInfo,
+    choice: BackendChoice,
+    access: DeviceAccess,
+) -> Drafts:
+    """Load a draft head.
+
+    Raises:
+        ModelLoadError: there is no draft head, or it does not fit the model.
+        ConfigError: the configuration names a place that does not exist.
+    """
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import get_total_parameters
+
+    from metal_engine.checkpoints.draft_heads import read_head
+    from metal_engine.kv_cache.spec import unquantized
+    from metal_engine.models.draft_head import PagedDraftHead, load_head
+
+    place = target.path if config.model is None else Path(config.model).expanduser()
+    if not place.exists():
+        raise ConfigError(FLAG, f"has the model {config.model}, which is not a file or a folder: download it first")
+    paged, name = opened.paged, config.model or f"the draft head of {target.name}"
+    try:
+        with access.hold_device():
+            weights = read_head(place, target.model)
+            head = load_head(target.model, weights, paged.dtype, dequantize=device.kind == "cpu")
+            paged_head = PagedDraftHead(head, paged)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"the draft head (--speculative-config): {error}") from error
+    spec = paged_head.state.spec
+    is_quantized = opened.info.unquantized_kv_bytes_per_token is not None
+    info = replace(
+        opened.info,
+        name=name,
+        num_layers=1,
+        num_params=get_total_parameters(head),
+        weight_bytes=sum(array.nbytes for _, array in tree_flatten(head.parameters())),
+        kv_bytes_per_token=spec.bytes_per_token,
+        unquantized_kv_bytes_per_token=unquantized(spec).bytes_per_token if is_quantized else None,
+        state_bytes_per_request=0,
+    )
+
+    def make(config: EngineConfig) -> Drafter:
+        from metal_engine.runner.head_drafter import HeadDrafter
+
+        return HeadDrafter(paged_head, paged.pool, opened.attention.backend, config.cache)
+
+    return Drafts(info, make, weights_of_kv={"draft_head": head.parameters()})
+
+
+_LOADERS: dict[str, Callable[..., Drafts]] = {"draft_model": _load_draft_model, "mtp": _load_head}

@@ -1,0 +1,77 @@
+"""--speculative-config with a draft head from files: loading, memory, and refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from metal_engine import LLM, SamplingParams
+from metal_engine.errors import ConfigError, ModelLoadError
+from tests.support.checkpoint_files import CONFIG, write_checkpoint
+from tests.support.draft_heads import random_head
+from tools.fixtures.tiny_models import tiny_model
+
+WIDE = {"head_dim": 64}  # quantized KV needs groups of 64 or 32 numbers
+SIZES: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "target", config=WIDE)
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head")
+    flat: Any = tree_flatten(random_head(tiny_model(**CONFIG, **WIDE)).parameters())
+    mx.save_safetensors(str(folder / "mtp.safetensors"), {f"mtp.{name}": array for name, array in flat})
+    return folder
+
+
+def speculative(**fields: Any) -> dict[str, Any]:
+    return {"speculative_config": {"method": "mtp", **fields}}
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_answers_are_those_without(target: Path, sidecar: Path, kv_cache_dtype: str) -> None:
+    answers = []
+    for options in ({}, speculative(model=str(sidecar))):
+        with LLM(str(target), kv_cache_dtype=kv_cache_dtype, **SIZES, **options) as llm:
+            params = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True) for i in range(3)]
+            found = llm.generate(["one", "two two", "three"], params, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in found])
+            config, metrics = llm.config, llm._core.metrics
+        assert bool(metrics.num_draft_tokens) == (config.draft is not None)
+    assert answers[0] == answers[1]
+    head, model = config.draft, config.model
+    assert head is not None and head.num_layers == 1 and head.weight_bytes == 4 * head.num_params
+    assert head.kv_bytes_per_token * model.num_layers == model.kv_bytes_per_token
+    assert config.kv_bytes == config.cache.num_tokens * (model.kv_bytes_per_token + head.kv_bytes_per_token)
+    assert config.scheduler.speculative is not None and config.scheduler.speculative.num_speculative_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "error", "message"),
+    [
+        ({}, {}, ModelLoadError, "the draft head .*has no weights of a draft head"),
+        ({"model": "/nowhere"}, {}, ConfigError, "has the model /nowhere, which is not a file or a folder"),
+        ({}, {"tensor_parallel_size": 2}, ConfigError, "does not work with --tensor-parallel-size"),
+        ({"num_speculative_tokens": 0}, {}, ConfigError, "at least 1"),
+        ({"revision": "main"}, {}, ConfigError, "has the unknown key 'revision'"),
+    ],
+)
+def test_refusals(
+    target: Path, fields: dict[str, Any], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        LLM(str(target), **SIZES, **options, **speculative(**fields))
+
+
+def test_a_head_of_another_model_is_refused(sidecar: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", config={"hidden_size": 32, "num_attention_heads": 2, "head_dim": 16})
+    with pytest.raises(ModelLoadError, match=r"the draft head .*its weights do not fit the model"):
+        LLM(str(other), **SIZES, **speculative(model=str(sidecar)))
