@@ -213,8 +213,13 @@ class PagedModel:
         return self._run(input_ids)
 
     def forward_of_arrays(
-        self, input_ids: mx.array, positions: mx.array, rows: TracedRows, attention: StepAttention
-    ) -> mx.array:
+        self,
+        input_ids: mx.array,
+        positions: mx.array,
+        rows: TracedRows,
+        attention: StepAttention,
+        hidden_indices: slice | None = None,
+    ) -> tuple[mx.array, mx.array | None]:
         """Run a forward pass whose rows are given only as arrays, for a trace that other steps will replay.
 
         LoRA adapters are not supported.
@@ -224,13 +229,15 @@ class PagedModel:
             positions: positions of the rows, [N] int32.
             rows: writes, and segments if layers are recurrent.
             attention: attention over this step's rows.
+            hidden_indices: rows whose hidden states are returned; None for no rows.
 
         Returns:
-            Logits of all rows, [N, vocab_size].
+            Logits of all rows, [N, vocab_size], and hidden states as :meth:`forward` returns them.
         """
         step = self._step
         step.rows, step.attention, step.positions = rows, attention, self._positions(positions)
-        return self._run(input_ids)[0]
+        step.hidden_indices = hidden_indices
+        return self._run(input_ids)
 
     def logits_of(self, hidden: mx.array) -> mx.array:
         """Run only the modules after the trunk: hidden states as :meth:`forward` returns them to logits.

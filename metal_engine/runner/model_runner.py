@@ -21,7 +21,7 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.drafting import Drafter, TargetStep
 from metal_engine.runner.pending_step import PendingStep
-from metal_engine.runner.replay import DecodeReplay, is_decode
+from metal_engine.runner.replay import DecodeReplay, ForwardResult, is_decode
 from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.runner.token_broadcast import TokenBroadcast
@@ -80,7 +80,8 @@ class ModelRunner:
         self._kv_connector = kv_connector
         self._outlives_model = outlives_model
         self._drafter = drafter
-        self._needs_hidden = drafter is not None and drafter.needs_hidden
+        needs_hidden = drafter is not None and drafter.needs_hidden
+        self._hidden_indices = slice(None) if needs_hidden else None
         self._is_async = scheduler_config.async_scheduling
         if in_parts is None:
             in_parts = self._is_async and broadcast is None and not computes_on_cpu()
@@ -97,9 +98,8 @@ class ModelRunner:
         self.replay: DecodeReplay | None = None
         self.replays = cache_config.num_padding_blocks > 0
         if self.replays:
-            self.replay = DecodeReplay(
-                model, backend, padding_block=cache_config.num_blocks, max_num_seqs=scheduler_config.max_num_seqs
-            )
+            sizes = {"padding_block": cache_config.num_blocks, "max_num_seqs": scheduler_config.max_num_seqs}
+            self.replay = DecodeReplay(model, backend, **sizes, needs_hidden=needs_hidden)
         num_blocks = cache_config.num_blocks + cache_config.num_padding_blocks
         self.pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
@@ -187,59 +187,56 @@ class ModelRunner:
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:
                 self.pool.forget_states(set(plan.kv_connector_metadata.state_loads))
         attention = self._backend.for_step(batch.rows)
-        hidden, pooling, decode_forward = None, None, None
-        if self._table.pooling or self._needs_hidden:
+        pooling, decode_forward = None, None
+        if self._table.pooling:
             pooling = StepPooling.of(self._table.pooling, plan, batch.rows)
-            logits, hidden = self._forward_with_hidden(batch, attention, sampling, pooling)
+            logits, hidden = self._forward_with_pooling(batch, attention, sampling, pooling)
         else:
-            logits, decode_forward = self._forward(plan, batch, attention, sampling.logits_indices)
+            (logits, hidden), decode_forward = self._forward(plan, batch, attention, sampling.logits_indices)
         step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, decode_forward=decode_forward)
         if self._drafter is not None:
             step.follow = partial(self._drafter.follow, TargetStep(self._table, plan, batch, attention, hidden))
         return step, logits
 
-    def _forward_with_hidden(
+    def _forward_with_pooling(
         self, batch: PackedBatch, attention: StepAttention, sampling: StepSampling, pooling: StepPooling
-    ) -> tuple[mx.array, mx.array | None]:
-        """Build a forward with hidden states, and the pooling on it.
-
-        Returns the logits that the step samples from, [R + T, vocab_size], and the hidden states of all rows,
-        [N, hidden_size], if the drafter needs them.
-        """
+    ) -> ForwardResult:
+        """Build a forward and the pooling on it. Return the result without the logits that only the pooling needs."""
         num_sampling, pooled = len(sampling.logits_indices), mx.array(pooling.hidden_indices)
         logits, hidden = self._model.forward(
             self._input_ids(batch),
             batch.rows,
             attention,
             mx.array(np.concatenate([sampling.logits_indices, pooling.logits_indices])),
-            slice(None) if self._needs_hidden else pooled if pooled.size else None,
+            self._hidden_indices or (pooled if pooled.size else None),
             self._adapter_rows(batch),
         )
-        of_all = hidden if self._needs_hidden else None
+        of_all = None if self._hidden_indices is None else hidden
         pooling.build(hidden if of_all is None else of_all[pooled], logits[num_sampling:])
         return logits[:num_sampling], of_all
 
     def _forward(
         self, plan: SchedulerOutput, batch: PackedBatch, attention: StepAttention, logits_indices: np.ndarray
-    ) -> tuple[mx.array, DecodeForward | None]:
+    ) -> tuple[ForwardResult, DecodeForward | None]:
         """Return the logits of some rows, [R + T, vocab_size], from a replayed or a newly built graph."""
         input_ids, adapters = self._input_ids(batch), self._adapter_rows(batch)
 
-        def build() -> mx.array:
-            return self._model(input_ids, batch.rows, attention, mx.array(logits_indices), adapters)
+        def build() -> ForwardResult:
+            indices = mx.array(logits_indices)
+            return self._model.forward(input_ids, batch.rows, attention, indices, self._hidden_indices, adapters)
 
         replay = self.replay
         if replay is None:
             return build(), None
         outcome: DecodeOutcome | None = None
         if not self.replays or not is_decode(plan, batch.rows, len(logits_indices)):
-            logits = build()
+            result = build()
         elif adapters is not None:
-            logits, outcome = build(), "adapters"
+            result, outcome = build(), "adapters"
         else:
-            logits, outcome = replay.forward(input_ids, batch.rows, build)
+            result, outcome = replay.forward(input_ids, batch.rows, build)
         replay.learn(attention)
-        return logits, None if outcome is None else DecodeForward(outcome, replay.refusal)
+        return result, None if outcome is None else DecodeForward(outcome, replay.refusal)
 
     def _adapter_rows(self, batch: PackedBatch) -> AdapterRows | None:
         slots = batch.adapter_slots[batch.rows.request_of_row] if len(batch.adapter_slots) else batch.adapter_slots

@@ -158,9 +158,6 @@ def _replay(args: EngineArgs, attention_backend: str, attention_layers: Attentio
         return "off: several ranks share the model"
     if attention_layers.not_covered:
         return f"off: {NO_REPLAY_WITHOUT_KERNEL}"
-    speculative = speculative_config(args)
-    if speculative is not None and speculative.method == "mtp":
-        return "off: a draft head needs hidden states, which replayed steps do not return"
     return REPLAYS
 
 

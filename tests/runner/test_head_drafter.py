@@ -122,6 +122,8 @@ def without() -> list[list[RequestOutput]]:
         {},
         {"num_blocks": 24, "max_num_batched_tokens": 40},
         {"ahead": True},
+        {"replay": True},
+        pytest.param({"replay": True, "behind": True}, marks=pytest.mark.full),
         pytest.param({"behind": True}, marks=pytest.mark.full),
         pytest.param({"block_size": 1, "num_blocks": 2000}, marks=pytest.mark.full),
     ],
@@ -131,6 +133,7 @@ def test_outputs_are_those_without(without: list[list[RequestOutput]], config: d
     check_same(run_all(engine, EVERYTHING), without)
     assert engine.stats.num_used_blocks == 0 and engine.metrics.num_draft_tokens > 100
     assert bool(engine.stats.num_preemptions) == ("num_blocks" in config and config["num_blocks"] < 100)
+    assert bool(engine.metrics.num_decode_forwards["replayed"]) == ("replay" in config)
 
 
 @pytest.mark.parametrize(

@@ -124,10 +124,6 @@ def test_one_block_is_too_little_where_one_is_for_padding() -> None:
     [
         ({"tensor_parallel_size": 2, "replay_decodes": "always"}, "off: several ranks share the model"),
         ({"replay_decodes": "never"}, "off"),
-        (
-            {"replay_decodes": "always", "speculative_config": '{"method": "mtp"}'},
-            "off: a draft head needs hidden states, which replayed steps do not return",
-        ),
     ],
 )
 def test_where_nothing_is_replayed(args: dict[str, Any], replay: str) -> None:

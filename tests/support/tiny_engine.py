@@ -100,7 +100,8 @@ def tiny_engine(
     runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, drafter, **gpu_like)
     if replay:
         limits = {"padding_block": settings.cache.num_blocks, "max_num_seqs": settings.scheduler.max_num_seqs}
-        runner.replay = DecodeReplay(model, backend, **limits, trace_at=1)
+        needs_hidden = drafter is not None and drafter.needs_hidden
+        runner.replay = DecodeReplay(model, backend, **limits, needs_hidden=needs_hidden, trace_at=1)
     return SteppedEngine(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)
 
 
