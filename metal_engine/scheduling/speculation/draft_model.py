@@ -16,8 +16,6 @@ from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 # Maximum number of steps over which the time to catch up with a request is spread, because a request may end long
 # before ``max_tokens``.
 _CATCHING_UP_STEPS = 128
-# Fraction of the total step time for probes. A probe tests whether drafts have become worth their cost.
-_PROBE_FRACTION = 0.02
 # Weight of a new measurement, and limit on a measurement relative to the known value, because other load may have
 # delayed a longer measurement.
 _WEIGHT = 0.25
@@ -88,15 +86,18 @@ class DraftCosts:
 
     Attributes:
         has_prefill: True if the draft model computes prompts, to have their KV.
+        probe_fraction: fraction of the total step time for probes, which test whether drafts have become worth their
+            cost.
     """
 
     has_prefill = True
+    probe_fraction = 0.02
 
     def __init__(self) -> None:
         self._forward = _Seconds()  # one forward, which drafts one token for each request
         self._token = _Seconds()  # one token that the draft model has to catch up with
         self._seconds = 0.0  # total duration of all steps
-        self._probe_seconds = 0.0  # time that the draft model spent on probes
+        self._probe_seconds = 0.0  # time that probes have added to steps
         self._num_computed: dict[str, int] = {}  # request id -> leading tokens with KV of the draft model
 
     @property
@@ -115,19 +116,19 @@ class DraftCosts:
         return self.forward_seconds > 0
 
     def measured(
-        self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, is_probe: bool
+        self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, probe_seconds: float = 0.0
     ) -> None:
         """Record the durations of a step and of the draft model's work in it.
 
         Args:
             requests: ids of unfinished requests.
-            is_probe: True if the step's drafts are a probe, which is not expected to be worth its cost.
+            probe_seconds: time that a probe has added to the step, in seconds; 0 without a probe. A probe is drafts
+                that are not expected to be worth their cost.
         """
         self._seconds += step_seconds
+        self._probe_seconds += probe_seconds
         if drafting is None:
             return
-        if is_probe:
-            self._probe_seconds += drafting.seconds
         self._num_computed |= {r: n for r, n in drafting.num_computed_tokens.items() if r in requests}
         if drafting.num_forwards:
             self._forward.measured(drafting.forward_seconds / drafting.num_forwards)
@@ -142,7 +143,7 @@ class DraftCosts:
         """Return True if the time budget for probes allows a draft of this request."""
         num_missing_tokens = self.num_missing_tokens(request) + NEW_TO_DRAFT_MODEL
         seconds = self.forward_seconds + num_missing_tokens * (self._token_seconds or self.forward_seconds)
-        return self._probe_seconds + seconds <= _PROBE_FRACTION * self._seconds
+        return self._probe_seconds + seconds <= self.probe_fraction * self._seconds
 
     def catching_up_seconds(self, request: Request) -> float:
         """Return the time to catch up with a request, in seconds per remaining step of the request; 0 if unknown."""
@@ -165,9 +166,24 @@ class HeadCosts(DraftCosts):
     """Measured costs of a draft head. The head follows each step of its model, so no KV is missing."""
 
     has_prefill = False
+    probe_fraction = 0.01  # following the model takes up to 1%, too
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._may_retry = False  # True if the last drafts were none, because the head had not carried its output
 
     def num_missing_tokens(self, request: Request) -> int:
         return -NEW_TO_DRAFT_MODEL
+
+    def may_probe(self, request: Request) -> bool:
+        return self._may_retry or super().may_probe(request)
+
+    def measured(
+        self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, probe_seconds: float = 0.0
+    ) -> None:
+        super().measured(step_seconds, drafting, requests, probe_seconds=probe_seconds)
+        if drafting is not None and drafting.token_ids:
+            self._may_retry = not self._may_retry and not any(drafting.token_ids.values())
 
     def record_num_tokens(self, request_id: str, num_tokens: int) -> None:
         """Do nothing: rejected drafts leave no KV that counts."""

@@ -24,7 +24,7 @@ from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, Step
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import Proposals, Proposer, make_costs
 from metal_engine.settings.config import SchedulerConfig
-from metal_engine.step import UNKNOWN_DRAFT, ModelOutput, SchedulerOutput
+from metal_engine.step import UNKNOWN_DRAFT, Drafting, ModelOutput, SchedulerOutput
 
 # Maximum number of rows, without drafts, of a recurrent request in a step with drafts. If a draft is rejected, the
 # state does not advance, and the next step must recompute these rows.
@@ -65,6 +65,8 @@ class Speculation:
         self._costs = costs = costs or make_costs(config.speculative)
         self._proposals = Proposals(config.speculative, proposer, costs)
         self._is_probe = False  # True if the drafts of the last planned step are only a probe
+        self._follows_probe = False  # True if the last step was a probe, and so its successor was not planned ahead
+        self._num_plain_rows = 0  # rows of the last planned step without its drafts; 0 if it also prefills
         self._was_worth_waiting = False  # True if planning of the next step waits for tokens, because of drafts
         self._probe_request: Request | None = None  # request whose probe the planning of the next step waits for
         self._in_flight: set[str] = set()  # requests with drafts in flight
@@ -116,6 +118,7 @@ class Speculation:
         self._was_worth_waiting = any(limits) and (
             not times or self._beats_async(proposals, limits, requests, times, hoped)
         )
+        self._was_worth_waiting = self._was_worth_waiting and self._async_times.may_wait()
         if self._was_worth_waiting:
             return True
         tried = self._proposals.pick_probe_request([*proposals, *others])
@@ -194,6 +197,8 @@ class Speculation:
         may_pay = was_worth_waiting or all(request.needs_token_on_host for request in decoding)
         chosen = self._chosen(proposals, decoding, times, plan, may_pay=may_pay)
         num_drafts = sum(self._add(plan, budget, request, drafts) for request, drafts in chosen)
+        if was_worth_waiting:
+            self._async_times.waited(has_drafts=num_drafts > 0)
         self._proposals.record_untried_drafts(others)
         # With async scheduling, likely drafts may still lose to an asynchronously planned step: they can be probed,
         # too.
@@ -204,6 +209,7 @@ class Speculation:
             num_drafts = self._add(plan, budget, tried, [UNKNOWN_DRAFT])
             self._is_probe = num_drafts > 0
         self._schedule_draft_prefill(plan, running)
+        self._num_plain_rows = num_rows if only_decodes else 0
         self._times.planned(num_rows + num_drafts if only_decodes else 0)
 
     def _can_have_drafts(self, plan: SchedulerOutput, request: Request) -> bool:
@@ -339,10 +345,21 @@ class Speculation:
             self._times.planned(0)  # fewer rows ran than planned, because drafts were missing: do not record the time
         seconds = self._times.end(0.0 if drafting is None else drafting.seconds)
         if self._costs is not None:
-            self._costs.measured(seconds, drafting, requests, is_probe=self._is_probe)
+            is_slowed = self._is_probe or self._follows_probe
+            added = self._added_seconds(seconds, drafting) if is_slowed else 0.0
+            self._costs.measured(seconds, drafting, requests, probe_seconds=added)
+        self._is_probe, self._follows_probe = False, self._is_probe and self._config.async_scheduling
         if self._config.async_scheduling:
             self._async_times.ended(plan.step_id)
             self._times.start()  # the next time includes the host's work between steps, which only async planning hides
+
+    def _added_seconds(self, seconds: float, drafting: Drafting | None) -> float:
+        """Return how much longer a step took than the same step without drafts, in seconds."""
+        known = self._async_times.seconds(self._num_plain_rows) if self._config.async_scheduling else None
+        if known is None:
+            known = next(iter(self._times.times(self._num_plain_rows, 0)), seconds)
+        added = seconds - known if self._num_plain_rows else 0.0
+        return max(added, 0.0 if drafting is None else drafting.seconds)
 
     def _take_back(self, request: Request, num_rows: int, num_rejected: int) -> None:
         """Roll back a request's ``num_rejected`` rejected drafts; with a recurrent state, all ``num_rows`` rows."""
