@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,9 +17,11 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import Drafting
 from tests.runner.test_speculation import EVERYTHING, Requests, check_same, params
 from tests.support.draft_heads import head_engine, head_outputs, random_head
+from tests.support.kv_engines import kv_engine
 from tests.support.tiny_engine import run_all, run_pooling, tiny_engine, tiny_reference, token_ids
-from tools.fixtures.fake_engine import byte_ids
+from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
+from tools.fixtures.tiny_models import tiny_model
 
 # Greedy requests whose prompts and outputs have different lengths.
 GREEDY: Requests = [
@@ -195,6 +198,28 @@ def test_without_requested_drafts_only_kv_is_computed(monkeypatch: pytest.Monkey
     while engine.has_requests:
         outputs += engine.step()
     assert engine.stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_store_has_the_head_s_kv(kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a load, the head drafts what it drafted when it had computed the prompts itself."""
+    prompts = [[(7 * i + j) % 250 + 1 for j in range(60)] for i in range(3)]
+    sizes: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "num_blocks": 60}
+
+    def run() -> tuple[list[list[int]], dict[tuple[int, ...], list[int]], int]:
+        model = tiny_model(head_dim=64)
+        engine = kv_engine(tiny_tokenizer(), tmp_path, model=model, make_head=random_head, **sizes)
+        with monkeypatch.context() as patch:
+            found = watch(engine.core, patch)
+            outputs = engine.run(prompts, 20)
+        drafts = {tuple(known): drafts for known, drafts in found}
+        return outputs, drafts, engine.stats.as_dict()["blocks_loaded"]
+
+    (outputs, computed, none), (others, loaded, num_blocks) = run(), run()
+    assert outputs == others and none == 0 and num_blocks >= 3 * 6
+    # The number of drafts may differ, because acceptance was recorded in another order.
+    pairs = [zip(computed[known], loaded[known], strict=False) for known in computed.keys() & loaded.keys()]
+    assert len(pairs) >= len(prompts) and all(a == b for pair in pairs for a, b in pair)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
