@@ -32,7 +32,7 @@ class Drafts:
         info: facts about the draft model or the draft head. Its weights and KV take memory beside the model's.
         make: creates the drafter for a configuration.
         models: models whose largest step counts, because they run in steps of their own.
-        weights_of_kv: weights, by name, on which the KV in the model's pool depends beside the model's weights.
+        weights_of_kv: further weights, by name, that determine the KV in the model's pool.
     """
 
     info: ModelInfo | None = None

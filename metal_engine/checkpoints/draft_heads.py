@@ -4,8 +4,8 @@ Published names, which sidecars may have without ``mtp.``::
 
     mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.layers.0.*, mtp.norm
 
-The layer's weights pass through the ``sanitize`` method of the head's model, under the name of a layer of the model. So
-experts are stacked, latents split and norms shifted as mlx-lm does it for that architecture.
+The layer's weights pass through the ``sanitize`` method of the head's model, under the name of a layer of the model.
+This stacks experts, splits latents and shifts norms in mlx-lm's way for that architecture.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read_head(place: Path, model: nn.Module) -> HeadWeights:
         model: mlx-lm model of the head.
 
     Raises:
-        ModelLoadError: there is no head, or its weights cannot be used. The message gives the reason.
+        ModelLoadError: the files have no head, or the head cannot be used. The message gives the reason.
     """
     files = _head_files(place)
     tensors = {path: list(stored_tensors([path])) for path in files}
@@ -100,7 +100,7 @@ def _head_files(place: Path) -> list[Path]:
 
 
 def _split(named: dict[str, mx.array], place: Path) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-    """Divide a head's weights into those around its layer, and those of its layer by their names within it."""
+    """Separate the weights of a head's layer, by their names within the layer, from the head's other weights."""
     parts: dict[str, mx.array] = {}
     layer: dict[str, mx.array] = {}
     for name, array in named.items():
@@ -132,7 +132,7 @@ def _converted(layer: dict[str, mx.array], model: nn.Module, norms: str | None) 
     """Return a layer's weights in mlx-lm's form, and whether the model's ``sanitize`` has shifted its norms.
 
     Raises:
-        ModelLoadError: the norms of this architecture may be shifted, and nothing says whether they are.
+        ModelLoadError: the files do not show whether the norms are shifted.
     """
     unshifted, is_shifted = _sanitized(layer, model, as_published=False)
     published, may_be_shifted = _sanitized(layer, model, as_published=True)

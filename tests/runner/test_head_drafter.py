@@ -202,7 +202,7 @@ def test_without_requested_drafts_only_kv_is_computed(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_a_store_has_the_head_s_kv(kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a load, the head drafts what it drafted when it had computed the prompts itself."""
+    """Drafts after a load equal the drafts after a prefill."""
     prompts = [[(7 * i + j) % 250 + 1 for j in range(60)] for i in range(3)]
     sizes: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "num_blocks": 60}
 

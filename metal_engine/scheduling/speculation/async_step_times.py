@@ -57,8 +57,8 @@ class AsyncStepTimes:
     def may_wait(self) -> bool:
         """Return True if a step that is expected to have drafts should wait for tokens.
 
-        An expectation may include step times that are not measured. After waits that led to no drafts, most waits are
-        therefore left out: one, three, seven, and so on.
+        Expected drafts may rely on step times that are not measured. Each wait without drafts therefore doubles the
+        number of later waits that are left out.
         """
         self._num_left_out += 1
         return self._num_left_out >= 1 << self._num_vain_waits

@@ -216,6 +216,7 @@ def choose_lengths(
     num_again: Sequence[int] | None = None,
     chances: Sequence[float] | None = None,
     catching_up: Sequence[float] | None = None,
+    are_computed: Sequence[bool] | None = None,
 ) -> DraftLengths:
     """Return how many drafts each request should have.
 
@@ -229,6 +230,7 @@ def choose_lengths(
             each request. None if nothing is recomputed.
         chances: probability that the tokens before a request's drafts are right, for each request. None means 1.
         catching_up: additional seconds that a request's first draft costs, for each request. None means 0.
+        are_computed: True for requests whose drafts take ``draft_seconds``. None means all requests.
     """
     chances = chances or [1.0] * len(limits)
     # Draft j is accepted only if all earlier drafts of its request are. Sorting by gain keeps a request's drafts in
@@ -258,7 +260,8 @@ def choose_lengths(
             seconds += _cost(times, num_rows_again)
         before += catching_up[i] if catching_up is not None and not lengths[i] else 0.0
         lengths[i] += 1
-        longest = max(longest, lengths[i])
+        if are_computed is None or are_computed[i]:
+            longest = max(longest, lengths[i])
         seconds += longest * draft_seconds + before
         weighed = seconds + (weight - 1) * (times[num_drafts] - times[0])
         if tokens * best_weighed > best_tokens * weighed:

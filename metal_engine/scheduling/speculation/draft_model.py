@@ -166,11 +166,11 @@ class HeadCosts(DraftCosts):
     """Measured costs of a draft head. The head follows each step of its model, so no KV is missing."""
 
     has_prefill = False
-    probe_fraction = 0.01  # following the model takes up to 1%, too
+    probe_fraction = 0.01  # the head's KV takes about another percent of each step
 
     def __init__(self) -> None:
         super().__init__()
-        self._may_retry = False  # True if the last drafts were none, because the head had not carried its output
+        self._may_retry = False  # True if the head returned no drafts because it had carried no output
 
     def num_missing_tokens(self, request: Request) -> int:
         return -NEW_TO_DRAFT_MODEL

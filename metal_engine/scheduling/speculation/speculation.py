@@ -240,6 +240,7 @@ class Speculation:
         catching_up = [self._proposals.catching_up_seconds(request, drafts) for request, drafts in proposals.items()]
         choose = partial(choose_lengths, acceptances, num_sampling=num_sampling, times=times, num_again=num_again)
         choose = partial(choose, chances=chances, draft_seconds=self._proposals.draft_seconds, catching_up=catching_up)
+        choose = partial(choose, are_computed=[drafts[0] == UNKNOWN_DRAFT for drafts in proposals.values()])
         choice = choose(limits=limits)
         if any(catching_up):  # the catch-up cost of one request must not cost others their drafts
             near = [0 if behind else limit for behind, limit in zip(catching_up, limits, strict=True)]

@@ -338,3 +338,4 @@ def test_one_forward_serves_all_requests() -> None:
     acceptances = [rng.uniform(0.7, 0.9) for _ in range(8)]
     assert choose_lengths(acceptances, [4] * 8, 8, [1.0] * 33, 0.3).lengths != [0] * 8
     assert choose_lengths(acceptances[:1], [4], 1, [1.0] * 33, 1.0).lengths == [0]
+    assert choose_lengths(acceptances[:1], [4], 1, [1.0] * 33, 1.0, are_computed=[False]).lengths == [4]
