@@ -12,7 +12,7 @@ from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.device.memory import limit_device_memory
-from metal_engine.drafts import load_drafts
+from metal_engine.drafts import check_head, find_head, load_drafts
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
@@ -118,13 +118,18 @@ def _build(
         _claim_for_loading(access, args, facts, before)
         check_memory(facts, args, device_info(blas))  # after other models have been unloaded
 
+    def look(path: Path) -> None:
+        ranks.same_files(path)
+        check_head(args, head or path)
+
     divide = ranks.load_shard if args.num_ranks > 1 else None
+    head = find_head(args)
     check_tokenizer = _check_chat_template if chat_template is None else lambda tokenizer: None
-    loaded = loader.load(args, before, check, claim, check_tokenizer, divide=divide, look=ranks.same_files)
+    loaded = loader.load(args, before, check, claim, check_tokenizer, divide=divide, look=look)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     try:
-        return _assemble(args, access, blas, choice, loaded, transfer, ranks)
+        return _assemble(args, access, blas, choice, loaded, head, transfer, ranks)
     except BaseException:
         if access is not WHOLE_DEVICE:  # the process will serve other models
             release_weights(loaded.model)
@@ -137,10 +142,11 @@ def _assemble(
     blas: BlasInfo,
     choice: BackendChoice,
     loaded: LoadedModel,
+    head: Path | None,
     transfer: KVTransferConfig | None,
     ranks: Ranks,
 ) -> BuiltEngine:
-    """Build the engine of a loaded model."""
+    """Build the engine of a loaded model. ``head`` is the place of its draft head, if that is not among its files."""
     from metal_engine.device.info import device_info
     from metal_engine.runner.dispatch import choose_dispatch
     from metal_engine.runner.model_runner import ModelRunner
@@ -150,7 +156,7 @@ def _assemble(
     paged = opened.paged
     with access.hold_device():
         adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
-    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, access)
+    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, access, head)
     device = ranks.device(device_info(blas))
     with access.hold_device():
         config = resolve_config(

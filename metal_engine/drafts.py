@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.opening import open_model
-from metal_engine.settings.speculative import FLAG, check_draft_model, check_draft_vocabulary, speculative_config
+from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
     from metal_engine.runner.drafting import Drafter
     from metal_engine.settings.args import EngineArgs
     from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo, SpeculativeConfig
+
+logger = logging.getLogger(__name__)
+
+# Methods of ``--speculative-config`` whose ``model`` is a draft head.
+_HEAD_METHODS = ("mtp", "auto")
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,42 @@ class Drafts:
         return None if self.make is None else self.make(config)
 
 
+def find_head(args: EngineArgs) -> Path | None:
+    """Return the place of the draft head that ``--speculative-config`` names outside the model's files; None for none.
+
+    Downloads the head if it is on the hub and not in its cache.
+
+    Raises:
+        ModelLoadError: there is no such head.
+    """
+    from metal_engine.checkpoints.draft_head_sources import find_sidecar
+
+    config = speculative_config(args)
+    if config is None or config.model is None or config.method not in _HEAD_METHODS:
+        return None
+    with _naming_the_head():
+        return find_sidecar(config.model, config.revision, args.download_dir)
+
+
+def check_head(args: EngineArgs, place: Path) -> None:
+    """Check that there is a draft head before a model's weights are read, if ``--speculative-config`` requires one.
+
+    Args:
+        place: file or folder of the head.
+
+    Raises:
+        ModelLoadError: there is no draft head.
+    """
+    from metal_engine.checkpoints.draft_head_names import has_head, no_head_error
+
+    config = speculative_config(args)
+    if config is None or config.method != "mtp":
+        return
+    with _naming_the_head():
+        if not has_head(place):
+            raise no_head_error(place)
+
+
 def load_drafts(
     args: EngineArgs,
     target: LoadedModel,
@@ -52,22 +95,46 @@ def load_drafts(
     device: DeviceInfo,
     choice: BackendChoice,
     access: DeviceAccess,
+    head: Path | None = None,
 ) -> Drafts:
     """Load the source of drafts that ``--speculative-config`` names, if it computes on the device.
 
     Args:
         target: model that gets the drafts.
         opened: the same model over a paged KV cache, which is not allocated. A draft head adds a state to its pool.
+        head: place of the draft head (:func:`find_head`); None for a head among the model's files.
 
     Raises:
         ModelLoadError: the draft model or the draft head cannot be loaded or run.
         ConfigError: it does not fit the model.
     """
     config = speculative_config(args)
-    load = None if config is None else _LOADERS.get(config.method)
-    if config is None or load is None:
+    if config is None or config.method == "ngram":
         return Drafts()
-    return load(config, args, target, opened, device, choice, access)
+    if config.method == "draft_model":
+        return _load_draft_model(config, args, target, opened, device, choice, access)
+    place = target.path if head is None else head
+    name = config.model or f"the draft head of {target.name}"
+    if config.method == "mtp":
+        return _load_head(name, place, target, opened, device, access)
+    from metal_engine.checkpoints.draft_head_names import has_head
+
+    try:
+        if has_head(place):
+            return _load_head(name, place, target, opened, device, access)
+        logger.info("%s has no draft head: drafts by prompt lookup only", target.name)
+    except ModelLoadError as error:
+        logger.warning("drafts by prompt lookup only: %s", error)
+    return Drafts()
+
+
+@contextmanager
+def _naming_the_head() -> Iterator[None]:
+    """Say in errors that they are about the draft head."""
+    try:
+        yield
+    except ModelLoadError as error:
+        raise ModelLoadError(f"the draft head (--speculative-config): {error}") from error
 
 
 def _load_draft_model(
@@ -128,19 +195,16 @@ def _load_draft_model(
 
 
 def _load_head(
-    config: SpeculativeConfig,
-    args: EngineArgs,
-    target: LoadedModel,
-    opened: OpenedModel,
-    device: DeviceInfo,
-    choice: BackendChoice,
-    access: DeviceAccess,
+    name: str, place: Path, target: LoadedModel, opened: OpenedModel, device: DeviceInfo, access: DeviceAccess
 ) -> Drafts:
     """Load a draft head.
 
+    Args:
+        name: name of the head for the user.
+        place: file or folder with the head.
+
     Raises:
         ModelLoadError: there is no draft head, or it does not fit the model.
-        ConfigError: the configuration names a place that does not exist.
     """
     from mlx.utils import tree_flatten
     from mlx_lm.utils import get_total_parameters
@@ -149,17 +213,11 @@ def _load_head(
     from metal_engine.kv_cache.spec import unquantized
     from metal_engine.models.draft_head import PagedDraftHead, load_head
 
-    place = target.path if config.model is None else Path(config.model).expanduser()
-    if not place.exists():
-        raise ConfigError(FLAG, f"has the model {config.model}, which is not a file or a folder: download it first")
-    paged, name = opened.paged, config.model or f"the draft head of {target.name}"
-    try:
-        with access.hold_device():
-            weights = read_head(place, target.model)
-            head = load_head(target.model, weights, paged.dtype, dequantize=device.kind == "cpu")
-            paged_head = PagedDraftHead(head, paged)
-    except ModelLoadError as error:
-        raise ModelLoadError(f"the draft head (--speculative-config): {error}") from error
+    paged = opened.paged
+    with _naming_the_head(), access.hold_device():
+        weights = read_head(place, target.model)
+        head = load_head(target.model, weights, paged.dtype, dequantize=device.kind == "cpu")
+        paged_head = PagedDraftHead(head, paged)
     spec = paged_head.state.spec
     is_quantized = opened.info.unquantized_kv_bytes_per_token is not None
     info = replace(
@@ -179,6 +237,3 @@ def _load_head(
         return HeadDrafter(paged_head, paged.pool, opened.attention.backend, config.cache)
 
     return Drafts(info, make, weights_of_kv={"draft_head": head.parameters()})
-
-
-_LOADERS: dict[str, Callable[..., Drafts]] = {"draft_model": _load_draft_model, "mtp": _load_head}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,11 @@ def test_answers_are_those_without(target: Path, sidecar: Path, kv_cache_dtype: 
     ("fields", "options", "error", "message"),
     [
         ({}, {}, ModelLoadError, "the draft head .*has no weights of a draft head"),
-        ({"model": "/nowhere"}, {}, ConfigError, "has the model /nowhere, which is not a file or a folder"),
+        ({"model": "/nowhere"}, {}, ModelLoadError, "the draft head .*: /nowhere is not a file or a folder"),
+        ({"method": "auto", "model": "/nowhere"}, {}, ModelLoadError, "/nowhere is not a file or a folder"),
         ({}, {"tensor_parallel_size": 2}, ConfigError, "does not work with --tensor-parallel-size"),
         ({"num_speculative_tokens": 0}, {}, ConfigError, "at least 1"),
-        ({"revision": "main"}, {}, ConfigError, "has the unknown key 'revision'"),
+        ({"revision": "main"}, {}, ConfigError, "has a revision, which needs 'model'"),
     ],
 )
 def test_refusals(
@@ -71,7 +73,37 @@ def test_refusals(
         LLM(str(target), **SIZES, **options, **speculative(**fields))
 
 
+def test_a_missing_head_is_found_before_the_weights_are_read(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr("metal_engine.checkpoints.loader.load_model", fail)
+    with pytest.raises(ModelLoadError, match="has no weights of a draft head"):
+        LLM(str(target), **SIZES, **speculative())
+
+
+OTHER = {"hidden_size": 32, "num_attention_heads": 2, "head_dim": 16}
+
+
 def test_a_head_of_another_model_is_refused(sidecar: Path, tmp_path: Path) -> None:
-    other = write_checkpoint(tmp_path / "other", config={"hidden_size": 32, "num_attention_heads": 2, "head_dim": 16})
+    """With the method auto, drafts are then by prompt lookup only."""
+    other = write_checkpoint(tmp_path / "other", config=OTHER)
     with pytest.raises(ModelLoadError, match=r"the draft head .*its weights do not fit the model"):
         LLM(str(other), **SIZES, **speculative(model=str(sidecar)))
+    assert method_of(other, model=str(sidecar)) == "ngram"
+
+
+def method_of(target: Path, **fields: Any) -> str:
+    """Return the method that an engine with the method auto has chosen."""
+    with LLM(str(target), **SIZES, **speculative(method="auto", **fields)) as llm:
+        config = llm.config.scheduler.speculative
+        assert config is not None and (llm.config.draft is not None) == (config.method == "mtp")
+        assert len(llm.generate(["one"], SamplingParams(max_tokens=4), use_tqdm=False)) == 1
+        return config.method
+
+
+def test_auto_uses_a_head_beside_the_weights(sidecar: Path, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model", config=WIDE)
+    assert method_of(model) == "ngram"
+    shutil.copy(sidecar / "mtp.safetensors", model)
+    assert method_of(model) == "mtp"

@@ -1,10 +1,12 @@
 """Draft head of a checkpoint (multi-token prediction): one more decoder layer over the model's hidden states.
 
+Heads of all architectures have this structure. Nemotron's layer consists of two blocks: attention, then experts.
+
 From the hidden state of position p and token p + 1, a head predicts token p + 2. It uses the model's embeddings and LM
 head, and has keys and values of its own in the model's blocks::
 
     hidden state of p  --norm--.
-                               fc -> decoder layer, KV at the slot of p -> norm -> the model's LM head -> token p + 2
+                               fc -> blocks, KV at the slot of p -> norm -> the model's LM head -> token p + 2
     embedding of p + 1 --norm--'
 
 The output after the last norm replaces the hidden state of p + 1 in a chain: with token p + 2, it predicts token p + 3.
@@ -13,14 +15,16 @@ The output after the last norm replaces the hidden state of p + 1 in a chain: wi
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import dequantize_model
 
 from metal_engine.attention.backend import StepAttention
-from metal_engine.checkpoints.draft_heads import HeadWeights, last_attention_layer
+from metal_engine.checkpoints.draft_heads import HeadWeights, embedding_table, has_attention, last_attention_layer
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line
 from metal_engine.kv_cache.rows import StepRows
@@ -30,25 +34,39 @@ from metal_engine.models.current_step import CurrentStep
 from metal_engine.models.layer_cache import LayerCache, RecordingCache, layer_cache
 from metal_engine.models.paged_model import PagedModel
 
+# Names of the norms' epsilon in mlx-lm's arguments.
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon")
+
 
 class DraftHead(nn.Module):
     """Head with the structure and the parameter names of Qwen3-Next's and Qwen3.5's heads.
 
     Args:
-        layer: mlx-lm decoder layer with attention.
+        layers: mlx-lm blocks, exactly one of them with attention.
         hidden_size: width of hidden states and embeddings.
         eps: epsilon of the norms.
         hidden_first: True if ``fc`` reads the hidden state before the embedding.
+        scales_hidden: True if the head multiplies hidden states by ``hidden_scale`` before their norm.
     """
 
-    def __init__(self, layer: nn.Module, hidden_size: int, eps: float, *, hidden_first: bool = False) -> None:
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        hidden_size: int,
+        eps: float,
+        *,
+        hidden_first: bool = False,
+        scales_hidden: bool = False,
+    ) -> None:
         super().__init__()
         self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps=eps)
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps=eps)
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
-        self.layers = [layer]
+        self.layers = layers
         self.norm = nn.RMSNorm(hidden_size, eps=eps)
         self._hidden_first = hidden_first
+        if scales_hidden:
+            self.hidden_scale = mx.ones(hidden_size)
 
     def __call__(self, embeddings: mx.array, hidden: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """Return the head's output, [N, T, hidden_size].
@@ -56,32 +74,56 @@ class DraftHead(nn.Module):
         Args:
             embeddings: embeddings of the tokens after the rows, [N, T, hidden_size].
             hidden: hidden states of the rows, [N, T, hidden_size].
-            mask: mask for the layer, as its cache makes it.
-            cache: cache of the layer.
+            mask: mask for the attention, as its cache makes it.
+            cache: cache of the block with attention.
         """
+        if "hidden_scale" in self:
+            hidden = hidden * self.hidden_scale
         parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
         x = self.fc(mx.concatenate(parts[::-1] if self._hidden_first else parts, axis=-1))
-        return self.norm(self.layers[0](x, mask, cache))
+        for layer in self.layers:
+            x = layer(x, mask, cache)
+        return self.norm(x)
 
 
-def new_head(model: nn.Module, *, hidden_first: bool = False) -> DraftHead:
-    """Return a head with random weights for a model. Its layer has the class of the model's last attention layer.
+def new_head(
+    model: nn.Module, layers: Sequence[int] = (), *, hidden_first: bool = False, scales_hidden: bool = False
+) -> DraftHead:
+    """Return a head with random weights for a model.
 
     Args:
         model: a loaded mlx-lm model.
+        layers: for each block, the index of the layer of the model that has the same structure. Default: one block like
+            the last layer with attention.
         hidden_first: True if ``fc`` reads the hidden state before the embedding.
+        scales_hidden: True if the head multiplies hidden states by ``hidden_scale`` before their norm.
 
     Raises:
-        UnsupportedModelError: the model's layers cannot be created in this way.
+        UnsupportedModelError: the model's layers cannot be created in this way, or not exactly one block has attention.
     """
     args = getattr(getattr(model, "language_model", model), "args", None) or model.args
-    index = last_attention_layer(model)
-    cls = type(model.layers[index])
+    blocks = [_new_layer(model.layers[i], i, args) for i in layers or (last_attention_layer(model),)]
+    if (num_attention := sum(map(has_attention, blocks))) != 1:
+        raise UnsupportedModelError(f"its draft head has {num_attention} blocks with attention, not one")
+    eps = next((getattr(args, name) for name in _EPSILONS if hasattr(args, name)), None)
+    if eps is None:
+        raise UnsupportedModelError("its norms have no epsilon of the usual name, which a draft head needs")
+    return DraftHead(blocks, args.hidden_size, eps, hidden_first=hidden_first, scales_hidden=scales_hidden)
+
+
+def _new_layer(like: nn.Module, index: int, args: Any) -> nn.Module:
+    """Return a layer of the class of another layer, created with the same arguments.
+
+    Args:
+        like: layer of the model.
+        index: index of the layer.
+        args: mlx-lm's arguments of the model.
+    """
+    cls = type(like)
     required = [p for p in inspect.signature(cls.__init__).parameters.values() if p.default is p.empty][1:]  # not self
-    if len(required) not in (1, 2) or not hasattr(args, "rms_norm_eps"):
+    if len(required) not in (1, 2):
         raise UnsupportedModelError(f"its {cls.__name__} cannot be created for a draft head")
-    layer = cls(args) if len(required) == 1 else cls(args, index)
-    return DraftHead(layer, args.hidden_size, args.rms_norm_eps, hidden_first=hidden_first)
+    return cls(args) if len(required) == 1 else cls(args, getattr(like, required[1].name, index))
 
 
 def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequantize: bool) -> DraftHead:
@@ -95,7 +137,8 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
     Raises:
         ModelLoadError: the weights do not fit the model.
     """
-    head = new_head(model, hidden_first=weights.hidden_first)
+    scales_hidden = "hidden_scale" in weights.arrays
+    head = new_head(model, weights.layers, hidden_first=weights.hidden_first, scales_hidden=scales_hidden)
     nn.quantize(head, class_predicate=lambda path, module: _quantization(path, module, weights.arrays))
     try:
         head.load_weights(list(weights.arrays.items()))
@@ -103,10 +146,17 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
         raise ModelLoadError(f"its weights do not fit the model: {one_line(error)}") from error
     if dequantize:
         dequantize_model(head)
-    head.set_dtype(dtype)
+    may_cast = getattr(model, "cast_predicate", lambda name: True)  # mlx-lm keeps some weights of routers in float32
+    cast = {name: array.astype(dtype) for name, array in _floats(head) if may_cast(name)}
+    head.update(tree_unflatten(list(cast.items())))
     head.eval()
     mx.eval(head.parameters())
     return head
+
+
+def _floats(head: DraftHead) -> list[tuple[str, mx.array]]:
+    flat: Any = tree_flatten(head.parameters())
+    return [(name, array) for name, array in flat if mx.issubdtype(array.dtype, mx.floating)]
 
 
 def _quantization(path: str, module: nn.Module, arrays: dict[str, mx.array]) -> dict[str, Any] | bool:
@@ -141,7 +191,7 @@ class PagedDraftHead:
         if target.hidden_problem is not None:
             raise UnsupportedModelError(target.hidden_problem)
         self.head, self._target = head, target
-        self._embedding = _embedding(target.model)
+        self._embedding = embedding_table(target.model)
         if computes_on_cpu():
             use_faster_layers(head)
         recorder, hidden = RecordingCache(), mx.zeros((2, head.norm.weight.size), target.dtype)
@@ -155,9 +205,10 @@ class PagedDraftHead:
             ) from error
         if recorder.spec is None or not recorder.num_reads:
             raise UnsupportedModelError("its draft head computes attention in a way of its own")
-        own_specs = [state.spec for state in target.pool.states]
+        own_pool = target.pool
         self.state: LayerState = target.add_state(recorder.spec)
-        if self.state.spec not in own_specs:  # attention has been checked for the model's own layers only
+        if self.state.spec not in [state.spec for state in own_pool.states]:  # only these have been checked
+            target.pool = own_pool
             raise UnsupportedModelError("the attention of its draft head differs from that of its layers")
         self._step = CurrentStep()
         cache = layer_cache(self._step, self.state)
@@ -187,10 +238,3 @@ class PagedDraftHead:
     def logits(self, output: mx.array) -> mx.array:
         """Return the logits of the predicted tokens, [R, vocab_size], from the head's output, [R, hidden_size]."""
         return self._target.logits_of(output)
-
-
-def _embedding(model: nn.Module) -> nn.Module:
-    tables = [module.embed_tokens for module in model.modules() if "embed_tokens" in module]
-    if len(tables) != 1:
-        raise UnsupportedModelError(f"the model has {len(tables)} embedding tables; a draft head needs exactly one")
-    return tables[0]

@@ -120,12 +120,14 @@ class SpeculativeConfig:
     Attributes:
         method: ``ngram`` proposes the tokens that followed an earlier occurrence of the last tokens, in the prompt or
             output. ``draft_model`` proposes the tokens of a smaller model. ``mtp`` proposes as ``ngram`` does, or else
-            the tokens of the model's draft head.
+            the tokens of the model's draft head. ``auto`` stands for ``mtp`` if there is a usable draft head, and else
+            for ``ngram``; an engine's configuration has the chosen method.
         num_speculative_tokens: maximum number of drafts of a request in a step.
         prompt_lookup_max: maximum number of last tokens to compare.
         prompt_lookup_min: minimum number of last tokens that must match.
-        model: name of the draft model, or file or folder of the draft head; None for a head in the model's folder.
-        revision: revision of the draft model on the hub.
+        model: name of the draft model; repository, file or folder of the draft head, or None if the head is among the
+            model's files.
+        revision: revision of ``model`` on the hub.
         max_draft_len: context length of the draft model in tokens, including drafts; None for no limit.
     """
 

@@ -163,6 +163,8 @@ def _replay(args: EngineArgs, attention_backend: str, attention_layers: Attentio
 
 def _speculative(args: EngineArgs, draft: ModelInfo | None) -> SpeculativeConfig | None:
     config = speculative_config(args)
+    if config is not None and config.method == "auto":
+        config = replace(config, method="ngram" if draft is None else "mtp")
     if config is None or draft is None:
         return config
     return replace(config, max_draft_len=draft.max_position_embeddings)

@@ -24,15 +24,18 @@ _LOOKUP = [
     Setting("prompt_lookup_max", "int", bounds={"ge": 1, "le": _MAX_NGRAM}),
     Setting("prompt_lookup_min", "int", bounds={"ge": 1, "le": _MAX_NGRAM}),
 ]
+_HEAD = [_METHOD, _NUM_TOKENS, *_LOOKUP, Setting("model", "str"), Setting("revision", "str")]
 _SETTINGS = {
     "ngram": [_METHOD, _NUM_TOKENS, *_LOOKUP],
     "draft_model": [_METHOD, _NUM_TOKENS, Setting("model", "str"), Setting("revision", "str")],
-    "mtp": [_METHOD, _NUM_TOKENS, *_LOOKUP, Setting("model", "str")],
+    "mtp": _HEAD,
+    "auto": _HEAD,
 }
 _REQUIRED = {
     "ngram": ("method", "num_speculative_tokens"),
     "draft_model": ("method", "model", "num_speculative_tokens"),
     "mtp": ("method",),
+    "auto": ("method",),
 }
 
 
@@ -50,6 +53,8 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
         raise ConfigError(FLAG, f"is not JSON: {error}") from error
     method = _method(given)
     values = read_object(FLAG, FLAG, given, _SETTINGS[method], required=_REQUIRED[method])
+    if "revision" in values and "model" not in values:
+        raise ConfigError(FLAG, "has a revision, which needs 'model'")
     # A single given value sets both.
     longest = values.get("prompt_lookup_max", values.get("prompt_lookup_min", _PROMPT_LOOKUP))
     shortest = values.get("prompt_lookup_min", longest)

@@ -139,13 +139,21 @@ def test_a_quantized_head(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     model = tiny_reference()
     head = flat(random_head(model))
-    with pytest.raises(ModelLoadError, match=r"has no weights of a draft head \(mtp"):
+    with pytest.raises(ModelLoadError, match="none has no weights of a draft head: set `model`"):
         read_head(write(tmp_path / "none", MODEL_TENSOR), model)
     with pytest.raises(ModelLoadError, match="has no weights of a draft head"):
         read_head(tmp_path, model)
-    two = with_prefix(head) | {"mtp.layers.1.input_layernorm.weight": mx.zeros((4,))}
-    with pytest.raises(ModelLoadError, match="of several layers"):
-        read_head(write(tmp_path / "two", two), model)
+    two = with_prefix(head) | {"mtp.layers.1.self_attn.q_proj.weight": mx.zeros((4,))}
+    weights = read_head(write(tmp_path / "two", two), model)
+    with pytest.raises(ModelLoadError, match="2 blocks with attention, not one"):
+        load_head(model, weights, mx.float32, dequantize=True)
+    names = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "self_attn.q_proj")
+    both = {f"model.layers.{i}.{name}.weight": mx.zeros((4,)) for i in (4, 5) for name in names}
+    with pytest.raises(ModelLoadError, match="several draft heads, one after the other"):
+        read_head(write(tmp_path / "both", both), model)
+    with pytest.raises(ModelLoadError, match=r"its weights do not fit the model: .*extra"):
+        extra = with_prefix(head) | {"mtp.extra.weight": mx.zeros((4,))}
+        load_head(model, read_head(write(tmp_path / "more", extra), model), mx.float32, dequantize=True)
     del head["layers.0.self_attn.q_proj.weight"]
     weights = read_head(write(tmp_path / "part", with_prefix(head)), model)
     with pytest.raises(ModelLoadError, match=r"its weights do not fit the model: .*q_proj"):

@@ -34,11 +34,12 @@ from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import random_model, tiny_model
 
 
-def tiny_reference(seed: int = 0, vocab_size: int = VOCAB_SIZE, architecture: str | None = None) -> nn.Module:
+def tiny_reference(seed: int = 0, vocab_size: int = VOCAB_SIZE, architecture: str | Config | None = None) -> nn.Module:
     """Return a copy of the model for reference outputs from outside the engine."""
     if architecture is None:
         return tiny_model(seed, vocab_size=vocab_size)
-    return random_model(with_vocabulary(configuration(architecture), vocab_size), seed)
+    config = configuration(architecture) if isinstance(architecture, str) else architecture
+    return random_model(with_vocabulary(config, vocab_size), seed)
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
@@ -54,7 +55,7 @@ def tiny_engine(
     replay: bool = False,
     seed: int = 0,
     tokenizer: Tokenizer | None = None,
-    architecture: str | None = None,
+    architecture: str | Config | None = None,
     num_state_slots: int = 0,
     make_adapters: Callable[[PagedModel], AdapterRegistry] | None = None,
     draft: nn.Module | None = None,
@@ -67,7 +68,7 @@ def tiny_engine(
     Args:
         behind: dispatch steps in two parts while the previous step runs, as on a GPU. Implies ``ahead``.
         replay: replay decode steps as soon as their sizes are known.
-        architecture: name in tools/fixtures/architectures.py. Default: a tiny Llama.
+        architecture: name in tools/fixtures/architectures.py, or a configuration. Default: a tiny Llama.
         num_state_slots: number of slots for recurrent states.
         make_adapters: installs adapters in the model.
         draft: draft model, for a ``speculative`` configuration with a draft model.
