@@ -208,7 +208,7 @@ def _assemble(
     except RecursionError as error:
         raise ModelLoadError(f"the control tokens of {loaded.name} are too long or too many to search for") from error
     core = EngineCore(config, ranks.lead(runner) or runner, scheduler_side)
-    return BuiltEngine(core, RequestPreparer(config, tokenizer), adapters)
+    return BuiltEngine(core, RequestPreparer(config, tokenizer), adapters, loaded.tokenizer_path)
 
 
 def _check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:

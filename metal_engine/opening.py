@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from metal_engine.device.limits_trial import trying_limits
 from metal_engine.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -36,9 +37,10 @@ class OpenedModel:
         from metal_engine.runner.step_memory import measure_step_bytes
 
         longest = self.info.max_position_embeddings
-        return measure_step_bytes(
-            self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs, agree=agree
-        )
+        with trying_limits():
+            return measure_step_bytes(
+                self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs, agree=agree
+            )
 
 
 def open_model(
