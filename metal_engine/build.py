@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from metal_engine.checkpoints.known_config import limit_command_buffers
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from metal_engine.settings.config import DeviceInfo
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def build_engine(args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE) -> BuiltEngine:
