@@ -160,8 +160,8 @@ def _assemble(
             lambda num_tokens, num_seqs: ranks.largest(
                 "bytes of the largest step",
                 max(
-                    model.step_bytes(args.block_size, num_tokens, num_seqs, agree=ranks.largest)
-                    for model in (opened, *drafts.models)
+                    model.step_bytes(args.block_size, num_tokens, num_seqs, head, agree=ranks.largest)
+                    for model, head in [(opened, drafts.head), *((model, None) for model in drafts.models)]
                 ),
             ),
             opened.attention.layers,
