@@ -18,7 +18,10 @@ INSTALL := $(BIN)/python tools/install.py $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 # Test processes side by side, at most four; a file's tests stay together.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve chat disagg gateway test test-full mutants lint format clang chromium clean
+# Models that `make mac` measures.
+MODELS ?= $(MODEL)
+
+.PHONY: serve chat disagg gateway mac test test-full mutants lint format clang chromium clean
 
 serve: .venv/.installed  ## serve MODEL on HOST:PORT
 	$(BIN)/metal-engine serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
@@ -32,11 +35,14 @@ disagg: .venv/.installed-dev  ## prefill on one server, decode on another, on th
 gateway: .venv/.installed-dev  ## two servers, the KV store that they share and a gateway before them, on this machine
 	$(BIN)/python -m tools.gateway.demo $(MODEL) $(ARGS)
 
+mac: .venv/.installed $(if $(filter Linux,$(shell uname -s)),clang)  ## measure this machine for ten minutes; writes mac-report.md and mac-report.json
+	$(BIN)/python -m tools.mac_report $(MODELS) $(ARGS)
+
 test: .venv/.installed-dev clang chromium  ## all tests, long sweeps run small
 	$(PYTEST) $(ARGS)
 
 test-full: .venv/.installed-full clang chromium  ## all tests and the long sweeps
-	$(PYTEST) -m "not mutants" $(ARGS)
+	$(PYTEST) -m "not mutants and not metal" $(ARGS)
 
 mutants: .venv/.installed-dev clang  ## every mutant of the kernels; for whoever changes those, or their checks
 	$(PYTEST) -m mutants $(ARGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from metal_engine.checkpoints.known_config import limit_command_buffers
 from metal_engine.device.blas.load import BlasInfo, load_optimized_blas
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from metal_engine.settings.config import DeviceInfo
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 def build_engine(args: EngineArgs, access: DeviceAccess = WHOLE_DEVICE) -> BuiltEngine:
@@ -120,16 +118,16 @@ def _build(
 
     def look(path: Path) -> None:
         ranks.same_files(path)
-        check_head(args, head or path)
+        check_head(args, head_place or path)
 
     divide = ranks.load_shard if args.num_ranks > 1 else None
-    head = find_head(args)
+    head_place = find_head(args)
     check_tokenizer = _check_chat_template if chat_template is None else lambda tokenizer: None
     loaded = loader.load(args, before, check, claim, check_tokenizer, divide=divide, look=look)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
     try:
-        return _assemble(args, access, blas, choice, loaded, head, transfer, ranks)
+        return _assemble(args, access, blas, choice, loaded, head_place, transfer, ranks)
     except BaseException:
         if access is not WHOLE_DEVICE:  # the process will serve other models
             release_weights(loaded.model)
@@ -142,11 +140,15 @@ def _assemble(
     blas: BlasInfo,
     choice: BackendChoice,
     loaded: LoadedModel,
-    head: Path | None,
+    head_place: Path | None,
     transfer: KVTransferConfig | None,
     ranks: Ranks,
 ) -> BuiltEngine:
-    """Build the engine of a loaded model. ``head`` is the place of its draft head, if that is not among its files."""
+    """Build the engine of a loaded model.
+
+    Args:
+        head_place: file or folder of the draft head, if it is not among the model's files.
+    """
     from metal_engine.device.info import device_info
     from metal_engine.runner.dispatch import choose_dispatch
     from metal_engine.runner.model_runner import ModelRunner
@@ -156,7 +158,7 @@ def _assemble(
     paged = opened.paged
     with access.hold_device():
         adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
-    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, access, head)
+    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, access, head_place)
     device = ranks.device(device_info(blas))
     with access.hold_device():
         config = resolve_config(
@@ -168,8 +170,8 @@ def _assemble(
             lambda num_tokens, num_seqs: ranks.largest(
                 "bytes of the largest step",
                 max(
-                    model.step_bytes(args.block_size, num_tokens, num_seqs, agree=ranks.largest)
-                    for model in (opened, *drafts.models)
+                    model.step_bytes(args.block_size, num_tokens, num_seqs, head, agree=ranks.largest)
+                    for model, head in [(opened, drafts.head), *((model, None) for model in drafts.models)]
                 ),
             ),
             opened.attention.layers,
@@ -214,7 +216,7 @@ def _assemble(
     except RecursionError as error:
         raise ModelLoadError(f"the control tokens of {loaded.name} are too long or too many to search for") from error
     core = EngineCore(config, ranks.lead(runner) or runner, scheduler_side)
-    return BuiltEngine(core, RequestPreparer(config, tokenizer), adapters)
+    return BuiltEngine(core, RequestPreparer(config, tokenizer), adapters, loaded.tokenizer_path)
 
 
 def _check_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:

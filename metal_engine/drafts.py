@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.checkpoints.requirements import CheckpointRequirements
     from metal_engine.engine.device_access import DeviceAccess
+    from metal_engine.models.draft_head import PagedDraftHead
     from metal_engine.opening import OpenedModel
     from metal_engine.runner.drafting import Drafter
     from metal_engine.settings.args import EngineArgs
@@ -39,12 +40,14 @@ class Drafts:
         info: facts about the draft model or the draft head. Its weights and KV take memory beside the model's.
         make: creates the drafter for a configuration.
         models: models whose largest step counts, because they run in steps of their own.
+        head: draft head, which runs in the steps of its model.
         weights_of_kv: further weights, by name, that determine the KV in the model's pool.
     """
 
     info: ModelInfo | None = None
     make: Callable[[EngineConfig], Drafter] | None = None
     models: tuple[OpenedModel, ...] = ()
+    head: PagedDraftHead | None = None
     weights_of_kv: dict[str, Any] = field(default_factory=dict)
 
     def drafter(self, config: EngineConfig) -> Drafter | None:
@@ -236,4 +239,4 @@ def _load_head(
 
         return HeadDrafter(paged_head, paged.pool, opened.attention.backend, config.cache)
 
-    return Drafts(info, make, weights_of_kv={"draft_head": head.parameters()})
+    return Drafts(info, make, head=paged_head, weights_of_kv={"draft_head": head.parameters()})

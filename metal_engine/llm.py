@@ -65,8 +65,8 @@ class LLM:
         self._answer_formats: dict[str, AnswerFormat] = {}  # by tool call parser
         # Request id -> queue of the call that waits for it: concurrent calls may come from several threads.
         self._queues: dict[str, queue.SimpleQueue[RequestOutput]] = {}
-        self._thread = EngineThread(lambda: build_engine(args), self._dispatch)
-        engine = self._thread.start()
+        self._thread = EngineThread(lambda: build_engine(args))
+        engine = self._thread.start(self._dispatch)
         self._core, self._preparer, self._adapters = engine.core, engine.preparer, engine.adapters
         self._client = EngineClient(self._thread, self.tokenizer, self.config.seed)
         if args.num_ranks > 1:  # if the program ends without close(), notify the other ranks

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from metal_engine.device.limits_trial import trying_limits
 from metal_engine.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.distributed.ranks import Ranks
     from metal_engine.engine.device_access import DeviceAccess
+    from metal_engine.models.draft_head import PagedDraftHead
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.settings.args import EngineArgs
     from metal_engine.settings.config import ModelInfo
@@ -31,14 +33,23 @@ class OpenedModel:
     info: ModelInfo
     attention: ChosenAttention
 
-    def step_bytes(self, block_size: int, num_tokens: int, num_seqs: int, *, agree: Callable[[str, int], int]) -> int:
-        """Run a step and return its memory besides weights and KV cache, in bytes."""
+    def step_bytes(
+        self,
+        block_size: int,
+        num_tokens: int,
+        num_seqs: int,
+        head: PagedDraftHead | None = None,
+        *,
+        agree: Callable[[str, int], int],
+    ) -> int:
+        """Run a step, followed by a draft head if there is one. Return its memory besides weights and KV, in bytes."""
         from metal_engine.runner.step_memory import measure_step_bytes
 
         longest = self.info.max_position_embeddings
-        return measure_step_bytes(
-            self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs, agree=agree
-        )
+        with trying_limits():
+            return measure_step_bytes(
+                self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs, head=head, agree=agree
+            )
 
 
 def open_model(

@@ -27,6 +27,12 @@ class ReasoningPhase:
         budget: maximum number of tokens of the reasoning. At the budget, ``end_text`` and ``end`` are forced. None: no
             limit.
         end_text: text that is forced before ``end``.
+        is_past: True if the prompt ends after the reasoning.
+        call_marks: marks before and after tool calls, in which ``start`` is text. The second mark is empty if calls
+            last until the end of the output. Empty without tools.
+        next_message: text between messages, for a format whose outputs consist of messages.
+        content_start: text before a structured output in such a format. After a message, the model may write
+            ``content_start`` or ``start``. Empty for other formats, and without a structured output.
     """
 
     start: str
@@ -34,6 +40,15 @@ class ReasoningPhase:
     begins_inside: bool = False
     budget: int | None = None
     end_text: str = ""
+    is_past: bool = False
+    call_marks: tuple[str, ...] = ()
+    next_message: str = ""
+    content_start: str = ""
+
+    @property
+    def drops_end(self) -> bool:
+        """True if end marks in the content are dropped, because a budget or the prompt may have ended the reasoning."""
+        return self.budget is not None or self.is_past
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,8 @@ class CallPhase:
     Attributes:
         triggers: marks that begin a call. If a mark is the beginning of another one, the longer one comes first.
         parallel: True if several calls are allowed. Otherwise, the output ends after the first call.
+
+    If a structured output is an alternative to the calls, all calls begin with the first trigger.
     """
 
     triggers: tuple[CallTrigger, ...]
@@ -93,7 +110,8 @@ class OutputPhases:
 
     Attributes:
         reasoning: reasoning; None if the model does not reason.
-        calls: tool calls whose text is constrained; None to leave all calls free. Ignored with a structured output.
+        calls: tool calls whose text is constrained; None to leave all calls free. With a structured output, the content
+            is either the structured output or calls.
     """
 
     reasoning: ReasoningPhase | None = None

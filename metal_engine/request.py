@@ -183,6 +183,7 @@ class Request:
     cache_salt: str = ""
     block_hashes: list[bytes] = field(default_factory=list)
     so_far: InitVar[RequestOutput | None] = None
+    num_failures: int = 0
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     stop_token_id_set: frozenset[int] = field(init=False)
@@ -190,7 +191,6 @@ class Request:
     num_computed_tokens: int = field(default=0, init=False)
     num_output_placeholders: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
-    num_failures: int = field(default=0, init=False)
     arrival: int = field(default=-1, init=False)
     num_cached_tokens: int = field(default=-1, init=False)
     num_external_tokens: int = field(default=0, init=False)

@@ -15,6 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+import metal_engine
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -41,6 +43,13 @@ def test_what_is_in_the_wheel(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert scripts["console_scripts"]["metal-engine"] == "metal_engine.cli.main:main"
     assert "Provides-Extra: dev" in metadata and "Requires-Dist: mlx-lm" in metadata
+
+
+def test_the_version_has_one_place(wheel: Path) -> None:
+    assert wheel.name == f"metal_engine-{metal_engine.__version__}-py3-none-any.whl"
+    (newest, *_) = re.findall(r"^## (\S+?),", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest == metal_engine.__version__
+    assert not any(metal_engine.__version__ in (ROOT / name).read_text() for name in ("pyproject.toml", "Makefile"))
 
 
 def test_make_finds_every_python_that_ci_runs() -> None:

@@ -56,12 +56,16 @@ class ReasoningMarks:
         end: mark after the reasoning.
         budget_text: text that the model's authors recommend before ``end`` if the reasoning is ended by its budget.
         dropped: marks of a model with this reasoning that are dropped from the content.
+        next_message: text between messages, if outputs consist of messages.
+        content_start: mark at the beginning of a message of content, if outputs consist of messages.
     """
 
     start: str
     end: str
     budget_text: str = ""
     dropped: tuple[str, ...] = ()
+    next_message: str = ""
+    content_start: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from metal_engine.answers.forced_calls import ForcedCallSplitter
 from metal_engine.answers.harmony import HarmonySplitter
 from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.answers.phases import call_phase, reasoning_phase
-from metal_engine.answers.reasoning_splitter import HandoverSplitter, ReasoningSplitter
+from metal_engine.answers.reasoning_splitter import CallsOrStructureSplitter, HandoverSplitter, ReasoningSplitter
 from metal_engine.answers.splitter import Splitter
 from metal_engine.answers.tool_plan import NO_TOOLS, ToolPlan
 from metal_engine.answers.tool_prompts import prompted_format
@@ -77,14 +77,17 @@ class ChatAnswers:
         plan: use of the request's tools.
         in_reasoning: True if the prompt ends within reasoning.
         past_reasoning: True if the prompt ends after the reasoning.
-        is_verbatim: True if all text after the reasoning is content, marks included.
+        is_structured: True if the text after the reasoning is either tool calls or a structured output, which may
+            contain marks.
+        has_budget: True if a budget may end the reasoning.
     """
 
     format: AnswerFormat
     plan: ToolPlan
     in_reasoning: bool = False
     past_reasoning: bool = False
-    is_verbatim: bool = False
+    is_structured: bool = False
+    has_budget: bool = False
 
     @classmethod
     def for_prompt(
@@ -114,7 +117,7 @@ class ChatAnswers:
         if begins_in_reasoning(marks, prompt_end, continues=continues):
             return cls(answer_format, plan, in_reasoning=True)
         # The end mark of gpt-oss ends messages of all kinds.
-        is_past = not answer_format.harmony and is_past_reasoning(marks, prompt_end, continues=continues)
+        is_past = continues if answer_format.harmony else is_past_reasoning(marks, prompt_end, continues=continues)
         return cls(answer_format, plan, past_reasoning=is_past)
 
     def applied_to(
@@ -138,11 +141,12 @@ class ChatAnswers:
             structured = StructuredOutputsParams(json=self.plan.schema)
         elif self.plan.asked_for:  # an output that must be a call has no content for the client's format
             structured = None
-        answers = self if structured is None else self._under(structured)
         calls = None
-        # With these parameters, a grammar may allow no token.
-        if structured is None and tool_grammar == "auto" and self._finds_calls and not params.excludes_grammars:
+        if tool_grammar == "auto" and self._may_call(params, structured):
             calls = call_phase(self.format, self.plan.parsed, parallel=self.plan.parallel)
+        answers = self if structured is None else self._under(structured, may_call=calls is not None)
+        if structured is None and budget is not None and self._reasons:
+            answers = replace(self, has_budget=True)
         reasoning = None
         if structured is not None:
             reasoning = answers._structured_reasoning(structured, budget)
@@ -157,17 +161,32 @@ class ChatAnswers:
             changes["skip_special_tokens"] = False
         return answers, params.changed(**changes) if changes else params
 
-    def _under(self, structured: StructuredOutputsParams) -> ChatAnswers:
+    def _may_call(self, params: SamplingParams, structured: StructuredOutputsParams | None) -> bool:
+        """Return True if the outputs may have tool calls with a grammar, also in place of a structured output."""
+        if not self._finds_calls or params.excludes_grammars:
+            return False
+        if structured is None:
+            return True
+        # Other structured outputs describe the whole content. A continued message of gpt-oss cannot become a call.
+        is_json = structured.json is not None or bool(structured.json_object)
+        return is_json and not (self.format.harmony and self.past_reasoning)
+
+    def _under(self, structured: StructuredOutputsParams, *, may_call: bool) -> ChatAnswers:
         """Return the ChatAnswers for outputs with a grammar after the reasoning.
 
         JSON and texts to choose from have no marks. A regular expression or a context-free grammar may spell marks out.
+
+        Args:
+            may_call: True if the outputs may be tool calls instead.
         """
         if self.plan.forced:
             return self
+        if may_call:
+            return replace(self, is_structured=True)
         spelled = structured.regex or structured.grammar or ""
         tool, marks = self.format.tool, self.format.reasoning
         spells = (tool is not None and tool.tool_call_start in spelled) or (marks is not None and marks.end in spelled)
-        return self if spelled and spells else replace(self, plan=NO_TOOLS, is_verbatim=True)
+        return self if spelled and spells else replace(self, plan=NO_TOOLS, is_structured=True)
 
     def _structured_reasoning(self, structured: StructuredOutputsParams, budget: int | None) -> ReasoningPhase | None:
         """Return the reasoning before a structured output; None if the grammar applies from the first token."""
@@ -180,17 +199,19 @@ class ChatAnswers:
     def _reasoning(self, budget: int | None, *, is_structured: bool) -> ReasoningPhase | None:
         begins_inside = self.in_reasoning
         phase = reasoning_phase(self.format, begins_inside=begins_inside, is_structured=is_structured, budget=budget)
-        marks = self.format.reasoning
-        # Without any reasoning, there is no need to explain its end.
-        if phase is None or marks is None or not budget or not marks.budget_text:
+        marks, tool = self.format.reasoning, self.format.tool
+        if phase is None or marks is None:
             return phase
-        return replace(phase, end_text=marks.budget_text)
+        call_marks = (tool.tool_call_start, tool.tool_call_end) if tool is not None and self._finds_calls else ()
+        # A budget of 0 leaves no reasoning whose end needs an explanation.
+        end_text = marks.budget_text if budget else ""
+        return replace(phase, end_text=end_text, is_past=self.past_reasoning, call_marks=call_marks)
 
     @property
     def needs_special_tokens(self) -> bool:
         """True if parsing the outputs needs text that includes special tokens."""
-        if self.is_verbatim or self.plan.forced:
-            return self.format.special and self._reasons
+        if self.is_structured or self.plan.forced:
+            return self.format.special and (self._reasons or self._finds_calls)
         return self.format.special and self._has_marks
 
     @property
@@ -217,22 +238,26 @@ class ChatAnswers:
         return AnswerReader(self._splitter(incremental))
 
     def _splitter(self, incremental: bool) -> Splitter:
-        plan = self.plan
+        plan, known = self.plan, self.format
+        options: dict[str, Any] = {"parallel": plan.parallel, "incremental": incremental}
+        if not (plan.forced or self.is_structured):
+            if not self._has_marks:
+                return Splitter()
+            make = HarmonySplitter if known.harmony else MarkSplitter
+            options |= {"in_reasoning": self.in_reasoning, "drops_end": self.past_reasoning or self.has_budget}
+            return make(known, plan.parsed, **options)
+        content: Splitter | None = None
         if plan.forced:
-            calls = ForcedCallSplitter(plan.name, parallel=plan.parallel)
-            return HandoverSplitter(self._reasoning_splitter(), calls) if self._reasons else calls
-        if self.is_verbatim:
-            return self._reasoning_splitter() if self._reasons else Splitter()
-        if not self._has_marks:
-            return Splitter()
-        make = HarmonySplitter if self.format.harmony else MarkSplitter
-        return make(
-            self.format, plan.parsed, in_reasoning=self.in_reasoning, parallel=plan.parallel, incremental=incremental
-        )
-
-    def _reasoning_splitter(self) -> Splitter:
-        """Return a splitter that separates only the reasoning."""
-        assert self.format.reasoning is not None
-        if self.format.harmony:
-            return HarmonySplitter(self.format, in_reasoning=self.in_reasoning)
-        return ReasoningSplitter(self.format.reasoning, in_reasoning=self.in_reasoning)
+            content = ForcedCallSplitter(plan.name, parallel=plan.parallel)
+        elif self._finds_calls and not known.harmony:
+            assert known.tool is not None
+            calls = MarkSplitter(replace(known, reasoning=None, bare=None), plan.parsed, **options)
+            content = CallsOrStructureSplitter(known.tool.tool_call_start, calls)
+        if not self._reasons:
+            return content or Splitter()
+        assert known.reasoning is not None
+        first: Splitter = ReasoningSplitter(known.reasoning, in_reasoning=self.in_reasoning)
+        if known.harmony:
+            options |= {"in_reasoning": self.in_reasoning, "is_structured": True}
+            first = HarmonySplitter(known, plan.parsed, **options)
+        return first if content is None else HandoverSplitter(first, content)

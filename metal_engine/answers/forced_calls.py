@@ -14,6 +14,7 @@ from metal_engine.answers.json_reader import JSONObjectReader
 from metal_engine.answers.splitter import Splitter
 from metal_engine.errors import ParameterError
 from metal_engine.json_schemas.closed import closed
+from metal_engine.json_schemas.document import LIMITING, OPAQUE
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +66,39 @@ def forced_schema(tools: list[dict[str, Any]], name: str | None, *, parallel: bo
 
 
 def tool_parameters(i: int, tool: dict[str, Any]) -> Schema:
-    """Return the schema of a tool's arguments. Adds the type "object" if the tool does not declare it."""
+    """Return the schema of a tool's arguments. Adds the type "object" if the tool does not declare it.
+
+    With ``strict``, objects are closed. If ``strict`` is false, they are marked as open.
+    """
     schema: Schema = tool["function"].get("parameters") or {}
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ParameterError(f"tools[{i}].function.parameters", "must be the schema of an object")
     schema = {**schema, "type": "object"}
-    if tool["function"].get("strict") is not True:
+    strict = tool["function"].get("strict")
+    if strict is None:
         return schema  # grammar_source() closes it like all other schemas
     try:
-        return closed(schema, strict=True)
+        return closed(schema, strict=True) if strict else _opened(schema)
     except (ValueError, RecursionError) as error:
         raise ParameterError(f"tools[{i}].function.parameters", str(error)) from error
+
+
+def _opened(schema: Any) -> Any:
+    """Return a copy of a schema whose objects allow other properties explicitly, as JSON Schema does by default."""
+    if isinstance(schema, list):
+        return [_opened(item) for item in schema]
+    if not isinstance(schema, dict) or not OPAQUE.isdisjoint(schema):  # the latter is never closed
+        return schema
+    copy: Schema = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            copy[key] = {name: _opened(inner) for name, inner in value.items()}
+        else:
+            copy[key] = value if key in _DATA else _opened(value)
+    if "properties" in schema and LIMITING.isdisjoint(schema):
+        copy["additionalProperties"] = True
+    return copy
 
 
 def _within(root: str, reference: str) -> str:

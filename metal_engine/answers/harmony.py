@@ -18,7 +18,7 @@ from metal_engine.answers.answer_format import AnswerFormat, ReasoningMarks
 from metal_engine.answers.call_end import CallEnd
 from metal_engine.answers.call_syntaxes.json_formats import HARMONY
 from metal_engine.answers.call_syntaxes.syntax import NO_QUOTES, ExactParser
-from metal_engine.answers.deltas import AnswerDelta, joined
+from metal_engine.answers.deltas import AnswerDelta, TextDelta, joined
 from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.answers.splitter import overlap
 
@@ -26,10 +26,6 @@ _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
 # Special tokens of the format. A model uses the format if its vocabulary has all of them.
 TOKENS = (_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN)
-
-# Mark at the start of the final message, and the text before it after another message.
-FINAL = f"{_CHANNEL}final{_MESSAGE}"
-TO_NEXT_MESSAGE = f"{_END}{_START}assistant"
 
 _ENDS = (_END, _CALL, _RETURN, _START)  # a stray <|start|> also ends the message
 _HEADER_BEGINNINGS = (_START, _CHANNEL, _MESSAGE, "to=")
@@ -63,7 +59,12 @@ def harmony_format(*, calls: bool = True) -> AnswerFormat:
         tool=ExactParser(HARMONY, HarmonyCalls()) if calls else None,
         syntax=HARMONY if calls else None,
         call_head=re.compile(r"(?:functions\.)?(?P<name>[^<]{1,256})" + re.escape(_MESSAGE) + r"\s*(?=\{)"),
-        reasoning=ReasoningMarks(f"{_CHANNEL}analysis{_MESSAGE}", _END),
+        reasoning=ReasoningMarks(
+            f"{_CHANNEL}analysis{_MESSAGE}",
+            _END,
+            next_message=f"{_START}assistant",
+            content_start=f"{_CHANNEL}final{_MESSAGE}",
+        ),
         special=True,
         harmony=True,
         finds_calls=calls,
@@ -74,6 +75,9 @@ class HarmonySplitter(MarkSplitter):
     """Splits the messages of an output. Takes the arguments of ``MarkSplitter``.
 
     Text that does not begin with a header is content, because a grammar may force such an output.
+
+    Args:
+        is_structured: True if the first content is a structured output, which lasts until the end of the output.
     """
 
     def __init__(
@@ -82,9 +86,12 @@ class HarmonySplitter(MarkSplitter):
         tools: Sequence[dict[str, Any]] = (),
         *,
         in_reasoning: bool = False,
+        is_structured: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(answer_format, tools, in_reasoning=in_reasoning, **options)
+        self._is_structured = is_structured
+        self._is_verbatim = False  # True within the structured output
         self._raw = ""  # received text that was not passed to `MarkSplitter` yet
         self._in_header = not in_reasoning
         self._is_first = True
@@ -97,7 +104,10 @@ class HarmonySplitter(MarkSplitter):
         deltas: list[AnswerDelta] = []
         while (more := self._take_header() if self._in_header else self._take_body()) is not None:
             deltas += more
-        if not self._in_header:
+        if self._is_verbatim:
+            content, self._raw = self._raw, ""
+            deltas += [TextDelta("content", content)] if content else []
+        elif not self._in_header:
             held = max(overlap(self._raw, mark) for mark in _ENDS)
             num_escapes = len(self._raw) - len(self._raw.rstrip("\\"))
             held = max(held, num_escapes % 2)  # an escape may not be divided: it may be one of a quote
@@ -118,6 +128,7 @@ class HarmonySplitter(MarkSplitter):
             if not is_begun and not begun.startswith(_HEADER_BEGINNINGS):
                 self._is_first = self._in_header = False
                 self._had_content = True
+                self._is_verbatim = self._is_structured
                 return []
         limit = _MAX_HEADER + len(_MESSAGE)
         at = self._raw.find(_MESSAGE, 0, limit)
@@ -137,11 +148,12 @@ class HarmonySplitter(MarkSplitter):
         else:
             shown = "\n\n" if self._had_content else ""
             self._had_content = True
+            self._is_verbatim = self._is_structured
         return self._replace(at + len(_MESSAGE), shown)
 
     def _take_body(self) -> list[AnswerDelta] | None:
         """Parse the rest of a message. Return the resulting deltas, or None if the message is incomplete."""
-        found = self._message_end.find(self._raw)
+        found = None if self._is_verbatim else self._message_end.find(self._raw)
         if found is None:
             return None
         at, mark = found

@@ -14,6 +14,9 @@ from metal_engine.answers.call_syntaxes.tool_schemas import tool_schemas
 from metal_engine.answers.deltas import AnswerDelta, TextDelta, joined
 from metal_engine.answers.splitter import ContentGaps, Splitter, overlap
 
+# Characters before text that is quoted.
+_QUOTES = frozenset("`'\"")
+
 
 class MarkSplitter(Splitter):
     """Splits text at marks. White space next to a mark belongs to the mark, but separates two parts of the content.
@@ -26,6 +29,8 @@ class MarkSplitter(Splitter):
         in_reasoning: True if the prompt ends within reasoning.
         parallel: True if several calls are allowed. Otherwise, calls after the first one are dropped.
         incremental: True to stream a call's arguments if the format allows it.
+        drops_end: True to drop end marks of reasoning from the content, except after a quote character. A model may
+            write such a mark if a budget or the prompt has ended its reasoning.
     """
 
     def __init__(
@@ -36,10 +41,13 @@ class MarkSplitter(Splitter):
         in_reasoning: bool = False,
         parallel: bool = True,
         incremental: bool = False,
+        drops_end: bool = False,
     ) -> None:
         self.reasoning_bounds: list[int] = [0] if in_reasoning else []
         self._opening = ""  # mark at the end of the prompt; empty once the output cannot repeat the mark
         self._dropped: tuple[str, ...] = ()
+        self._stray = ""  # mark that is dropped except after a quote character
+        self._last = ""  # last character of the returned content
         self._tool = tool = answer_format.tool if tools else None
         self._calls: CallReader | None = None
         self._bare: _BareOpenings | None = None
@@ -50,7 +58,8 @@ class MarkSplitter(Splitter):
         self._marks: dict[str, list[str]] = {"content": [], "reasoning": [], "call": []}
         if reasoning is not None:
             self._opening = reasoning.start if in_reasoning else ""
-            self._dropped = reasoning.dropped
+            self._stray = reasoning.end if drops_end and reasoning.end not in reasoning.dropped else ""
+            self._dropped = (*reasoning.dropped, *([self._stray] if self._stray else []))
             self._marks["content"] += [reasoning.start, *self._dropped]
             self._marks["reasoning"].append(reasoning.end)
         if tool is not None:
@@ -139,8 +148,11 @@ class MarkSplitter(Splitter):
         if self._state == "call":
             return self._call_end.find(self._text)
         found = []
+        quotable = self._stray if self._state == "content" else None
         for mark in self._marks[self._state]:
             at = self._text.find(mark, max(searched - len(mark) + 1, 0))
+            while at >= 0 and mark == quotable and (self._text[at - 1 : at] or self._last) in _QUOTES:
+                at = self._text.find(mark, at + 1)
             if at >= 0:
                 found.append((at, mark))
         if self._bare is not None and self._state == "content":
@@ -175,6 +187,7 @@ class MarkSplitter(Splitter):
             self.reasoning_bounds.append(self._end - len(self._text))
         self._after_mark = True
         before_mark: list[AnswerDelta] = [self._shown(shown, state)] if shown else []
+        self._last = ""
         if state == "content":
             self._gaps.add(before[len(shown) :])
         return before_mark
@@ -211,6 +224,8 @@ class MarkSplitter(Splitter):
         """Return the delta of a text of the current or the given state."""
         kind = state or self._state
         assert kind != "call"
+        if kind == "content":
+            self._last = text[-1]
         return TextDelta(kind, self._gaps.before(text) if kind == "content" else text)
 
     def _end_call(self, body: str, end: str, *, complete: bool = True, truncated: bool = False) -> list[AnswerDelta]:

@@ -7,9 +7,9 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from metal_engine.answers import harmony
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.call_syntaxes.lark import NameNotExpressibleError
 from metal_engine.answers.call_syntaxes.syntax import CallSyntax
@@ -33,7 +33,8 @@ def call_phase(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]], *, 
         parallel: True if several calls are allowed.
 
     Raises:
-        ParameterError: a tool's parameters are not the schema of an object.
+        ParameterError: a tool's parameters are not the schema of an object, or require a text that the format cannot
+            express.
     """
     syntax = answer_format.syntax
     if syntax is None or not tools:
@@ -59,7 +60,7 @@ def _made(syntax: CallSyntax, tools: Sequence[dict[str, Any]], *, parallel: bool
 def _digest(tools: Sequence[dict[str, Any]]) -> bytes:
     """Return a hash of the parts of tools that grammars depend on, including the order of properties."""
     functions = [tool["function"] for tool in tools]
-    parts = [(one["name"], one.get("strict") is True, one.get("parameters")) for one in functions]
+    parts = [(one["name"], one.get("strict"), one.get("parameters")) for one in functions]
     return hashlib.sha256(json.dumps(parts).encode()).digest()
 
 
@@ -115,7 +116,7 @@ def reasoning_phase(
     marks = answer_format.reasoning
     if marks is None:
         return None
-    if answer_format.harmony and is_structured:
-        # The structured output is the message of the final channel, whether or not the model reasons before it.
-        return ReasoningPhase(marks.start, harmony.FINAL, True, budget, harmony.TO_NEXT_MESSAGE)
-    return ReasoningPhase(marks.start, marks.end, begins_inside, budget)
+    phase = ReasoningPhase(marks.start, marks.end, begins_inside, budget)
+    if is_structured:
+        return replace(phase, next_message=marks.next_message, content_start=marks.content_start)
+    return phase

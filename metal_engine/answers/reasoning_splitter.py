@@ -80,6 +80,39 @@ class ReasoningSplitter(Splitter):
         return [TextDelta(kind, text)]
 
 
+class CallsOrStructureSplitter(Splitter):
+    """Splits content that is either tool calls or a structured output, whose text has no marks.
+
+    Args:
+        mark: mark at the beginning of tool calls.
+        calls: splitter of the calls.
+    """
+
+    def __init__(self, mark: str, calls: Splitter) -> None:
+        self._mark = mark
+        self._calls = calls
+        self._chosen: Splitter | None = None  # None while more text decides it
+        self._begun = ""
+
+    @property
+    def num_calls(self) -> int:  # type: ignore[override]
+        return self._calls.num_calls
+
+    def add(self, text: str) -> list[AnswerDelta]:
+        if self._chosen is not None:
+            return self._chosen.add(text)
+        self._begun = (self._begun + text).lstrip()
+        if self._begun != self._mark and self._mark.startswith(self._begun):
+            return []
+        self._chosen = self._calls if self._begun.startswith(self._mark) else Splitter()
+        return self._chosen.add(self._begun)
+
+    def finish(self, *, truncated: bool) -> list[AnswerDelta]:
+        if self._chosen is None:
+            return super().add(self._begun)
+        return self._chosen.finish(truncated=truncated)
+
+
 class HandoverSplitter(Splitter):
     """Splits an output with two splitters: the second one splits the content of the first one.
 

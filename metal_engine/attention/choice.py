@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,6 +28,8 @@ from metal_engine.settings.config import AttentionLayers
 
 logger = logging.getLogger(__name__)
 
+# Longest time to compile and check the kernel with tensor operations, for a kind of layer.
+_TENSOR_OPS_SECONDS = 30.0
 
 # Returns the decision of rank 0. The name identifies the exchange between ranks.
 Decide = Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any]]
@@ -62,7 +65,7 @@ class ChosenAttention:
     ) -> ChosenAttention:
         """Return attention by the kernel, and by MLX's operations for the kinds in ``not_covered``.
 
-        ``tuning`` has the fields of :class:`AttentionLayers` that describe tuning.
+        ``tuning`` has the fields of :class:`AttentionLayers` that describe tuning and tensor operations.
         """
         num_portable = sum(kind in not_covered for kind in kinds)
         reasons = tuple(dict.fromkeys(not_covered.values()))
@@ -81,11 +84,15 @@ class BackendChoice:
         metal: backend of the Metal kernel; None if the kernel is not used.
         is_strict: True to raise an error for a layer that the kernel does not support.
         tuner: source of cuts for each kind of layer, or None for the default cut.
+        tensor_ops: state of tensor operations with the reason; empty if the GPU lacks them.
+        clock: function that returns seconds.
     """
 
     metal: MetalBackend | None
     is_strict: bool = False
     tuner: Tuner | None = None
+    tensor_ops: str = ""
+    clock: Callable[[], float] = time.monotonic
 
     def for_layers(self, kinds: Sequence[AttentionKind], block_size: int) -> ChosenAttention:
         """Select what computes each layer of a model. Tries the kernel for each kind of layer.
@@ -103,7 +110,10 @@ class BackendChoice:
         unsupported: dict[AttentionKind, str] = {}
         for kind in dict.fromkeys(kinds):
             try:
+                began = self.clock()
                 try_kernel(self.metal, kind, block_size)
+                if self.metal.has_tensor_ops and self.clock() - began > _TENSOR_OPS_SECONDS:
+                    raise KernelFailedError(f"takes more than {_TENSOR_OPS_SECONDS:g} s to compile and check", "")
             except UnsupportedAttentionError:
                 if self.is_strict:
                     raise
@@ -123,7 +133,7 @@ class BackendChoice:
                 block_size,
                 "; ".join(unsupported.values()),
             )
-        return ChosenAttention.of(self.metal, kinds, not_covered)
+        return ChosenAttention.of(self.metal, kinds, not_covered, tensor_ops=self.tensor_ops)
 
     def tuned(
         self,
@@ -172,6 +182,7 @@ class BackendChoice:
             chosen.kinds,
             not_covered,
             tuning="; ".join(words) or ("the default" if kinds else ""),
+            tensor_ops=chosen.layers.tensor_ops,
             tuned=tuple(sorted(f"{name_of(kind, block_size)}: {choice.cut!r}" for kind, choice in choices.items())),
         )
 
@@ -185,7 +196,9 @@ class BackendChoice:
             kind,
             error.report,
         )
-        return replace(self, metal=self.metal.without_tensor_ops())
+        return replace(
+            self, metal=self.metal.without_tensor_ops(), tensor_ops=f"off: with them, the kernel {error} ({kind})"
+        )
 
     def _report(self, kind: AttentionKind, block_size: int, error: KernelFailedError) -> None:
         """Log an error with all details. If no other backend may compute the layer, raise it."""
@@ -259,7 +272,8 @@ def choose_backend(setting: str, block_size: int, tuning: str = "never") -> Back
     num_cores = gpu_core_count()
     target_threadgroups = num_cores and THREADGROUPS_PER_CORE * num_cores
     metal = MetalBackend(target_threadgroups=target_threadgroups, tensor_ops=has_tensor_ops())
-    return BackendChoice(metal, is_strict, _make_tuner(num_cores) if tuning == "auto" else None)
+    tensor_ops = "on, checked at the start" if metal.has_tensor_ops else ""
+    return BackendChoice(metal, is_strict, _make_tuner(num_cores) if tuning == "auto" else None, tensor_ops)
 
 
 def _make_tuner(num_cores: int | None) -> Tuner:

@@ -63,28 +63,34 @@ def try_kernel(metal: MetalBackend, kind: AttentionKind, block_size: int) -> Non
             f"the metal attention backend does not support {kind}, over keys of {kind.spec.dtype}. "
             "Choose --attention-backend auto or mlx."
         )
-    steps = [(_SINGLE_DECODE, metal), (_MIXED_BATCH, metal.splitting())]
-    if metal.has_tensor_ops or metal.cuts:
-        steps.append((_CHUNK, metal))
-    for segments, backend in steps:
-        rows = _rows(segments, block_size)
-        state = _random_state(kind, rows)
+    for segments, backend in selftest_steps(metal):
+        rows = shuffled_rows(segments, block_size)
+        state = random_state(kind, rows)
         try:
-            out = _attend(backend, kind, rows, state)
+            out = attend_random(backend, kind, rows, state)
         except UnsupportedAttentionError:
             raise
         # ValueError: MLX raises it for a threadgroup larger than the pipeline's maxTotalThreadsPerThreadgroup.
         except (RuntimeError, ValueError) as error:
             forget_errors()
             raise KernelFailedError("does not run on this device", f"{type(error).__name__}: {error}") from error
-        expected = _attend(PortableBackend(), kind, rows, state)
+        expected = attend_random(PortableBackend(), kind, rows, state)
         gaps = np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)  # [N, Hq]
         if not gaps.max() <= _TOLERANCE[kind.dtype]:  # NaN too
             summary = f"gives wrong results on this device, off by {gaps.max():.1g} of their size"
             raise KernelFailedError(summary, f"queries and contexts of {segments}: {summary}")
 
 
-def _rows(segments: list[tuple[int, int]], block_size: int) -> StepRows:
+def selftest_steps(metal: MetalBackend) -> list[tuple[list[tuple[int, int]], MetalBackend]]:
+    """Return the steps that run all variants which serving uses, and the backend of each.
+
+    A step is a list of (tokens, context tokens) of its requests.
+    """
+    steps = [(_SINGLE_DECODE, metal), (_MIXED_BATCH, metal.splitting())]
+    return [*steps, (_CHUNK, metal)] if metal.has_tensor_ops or metal.cuts else steps
+
+
+def shuffled_rows(segments: list[tuple[int, int]], block_size: int) -> StepRows:
     """Return rows of requests whose blocks are shuffled."""
     query_lens, context_lens = np.array(segments, np.int32).T
     num_blocks = -(-(query_lens + context_lens) // block_size)
@@ -94,7 +100,8 @@ def _rows(segments: list[tuple[int, int]], block_size: int) -> StepRows:
     return step_rows(block_table, context_lens, query_lens, block_size)
 
 
-def _random_state(kind: AttentionKind, rows: StepRows) -> KVState:
+def random_state(kind: AttentionKind, rows: StepRows) -> KVState:
+    """Return a layer's state with random K and V for all blocks of a step."""
     state = make_state(kind.spec)
     assert isinstance(state, KVState)
     state.allocate(int(rows.block_table.max()) + 1, rows.block_size)
@@ -108,7 +115,7 @@ def _random_state(kind: AttentionKind, rows: StepRows) -> KVState:
     return state
 
 
-def _attend(backend: AttentionBackend, kind: AttentionKind, rows: StepRows, state: KVState) -> np.ndarray:
+def attend_random(backend: AttentionBackend, kind: AttentionKind, rows: StepRows, state: KVState) -> np.ndarray:
     """Compute attention, [N, Hq, Dv] float32. For latents, only the columns of the value are returned."""
     out = attend_kind(backend.for_step(rows), kind, random_queries(kind, rows.num_tokens), state, random_sinks(kind))
     if kind.spec.latent_dim is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionKind, StepAttention
@@ -30,14 +32,16 @@ def attend_kind(
     attention: StepAttention, kind: AttentionKind, q: mx.array, state: KVState, sinks: mx.array | None
 ) -> mx.array:
     """Call a step's attention as a layer of a kind does, with its window and softcap."""
-    return attention.attend(
-        q,
-        state,
-        scale=kind.spec.head_dim**-0.5,
-        window=_WINDOW if kind.has_window else None,
-        softcap=_SOFTCAP if kind.has_softcap else None,
-        sinks=sinks,
-    )
+    return attention.attend(q, state, sinks=sinks, **attend_options(kind))
+
+
+def attend_options(kind: AttentionKind) -> dict[str, Any]:
+    """Return scale, window and softcap of a kind of layer, as arguments of :meth:`StepAttention.attend`."""
+    return {
+        "scale": kind.spec.head_dim**-0.5,
+        "window": _WINDOW if kind.has_window else None,
+        "softcap": _SOFTCAP if kind.has_softcap else None,
+    }
 
 
 def forget_errors() -> None:

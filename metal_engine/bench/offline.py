@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,9 +29,10 @@ def bench_throughput(engine_args: EngineArgs, args: BenchThroughputArgs) -> dict
     try:
         _run(engine, [BenchRequest("Warm up.", 4)], show=False)
         engine.core.scheduler.prefix_cache.forget()
-        seconds, input_tokens, output_tokens = _run(engine, requests, show=True)
+        run, input_tokens = _run(engine, requests, show=True)
     finally:
         engine.close()
+    seconds, output_tokens = run.seconds, run.num_output_tokens
     result = {
         "requests": len(requests),
         "seconds": seconds,
@@ -62,10 +64,10 @@ def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, 
     seconds = []
     try:
         for i in range(-args.num_iters_warmup, args.num_iters):
-            taken, _, _ = _run(engine, prompts, show=False)
+            run, _ = _run(engine, prompts, show=False)
             engine.core.scheduler.prefix_cache.forget()
             if i >= 0:
-                seconds.append(taken)
+                seconds.append(run.seconds)
     finally:
         engine.close()
     result = {
@@ -80,32 +82,78 @@ def bench_latency(engine_args: EngineArgs, args: BenchLatencyArgs) -> dict[str, 
     return result
 
 
-def _run(engine: BuiltEngine, requests: Sequence[BenchRequest], *, show: bool) -> tuple[float, int, int]:
-    """Run requests to their ends. Return the duration in seconds, and the numbers of prompt and output tokens.
+@dataclass(frozen=True)
+class OfflineRun:
+    """Result of requests that started together.
+
+    Attributes:
+        seconds: time from the first submission to the last token.
+        first_token_seconds: time from the first submission to each request's first token.
+        token_ids: output tokens of each request.
+        num_cached_tokens: number of each request's prompt tokens that were in the prefix cache or a store.
+    """
+
+    seconds: float
+    first_token_seconds: list[float]
+    token_ids: list[list[int]]
+    num_cached_tokens: list[int]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(map(len, self.token_ids))
+
+
+def run_requests(
+    engine: BuiltEngine,
+    prompts: Sequence[list[int]],
+    output_lens: Sequence[int],
+    on_finished: Callable[[], None] = lambda: None,
+) -> OfflineRun:
+    """Run greedy requests to their ends, and ignore end-of-sequence tokens.
+
+    Args:
+        prompts: token ids of each prompt.
+        output_lens: number of output tokens of each request.
+        on_finished: callback at the end of each request.
 
     Raises:
         RuntimeError: a request failed.
     """
     core, preparer = engine.core, engine.preparer
-    prompts = [preparer.tokenizer.encode(request.prompt) for request in requests]
-    output_tokens = 0
+    first_token = [0.0] * len(prompts)
+    cached = [0] * len(prompts)
+    token_ids: list[list[int]] = [[] for _ in prompts]
+    start = time.perf_counter()
+    for i, (prompt, output_len) in enumerate(zip(prompts, output_lens, strict=True)):
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        core.add_request(str(i), preparer.prepare(prompt, params))
+    while core.has_requests:
+        for output in core.step():
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            i = int(output.request_id)
+            if output.token_ids and not token_ids[i]:
+                first_token[i], cached[i] = time.perf_counter() - start, output.num_cached_tokens
+            token_ids[i] += output.token_ids
+            if output.finished:
+                on_finished()
+    return OfflineRun(time.perf_counter() - start, first_token, token_ids, cached)
+
+
+def _run(engine: BuiltEngine, requests: Sequence[BenchRequest], *, show: bool) -> tuple[OfflineRun, int]:
+    """Run requests to their ends. Return the result, and the number of prompt tokens.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    prompts = [engine.preparer.tokenizer.encode(request.prompt) for request in requests]
     with Progress(disable=not show, transient=True) as progress:
         task = progress.add_task("Requests", total=len(requests))
-        start = time.perf_counter()
-        for i, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            params = SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True)
-            core.add_request(str(i), preparer.prepare(prompt, params))
-        while core.has_requests:
-            for output in core.step():
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-                output_tokens += len(output.token_ids)
-                progress.update(task, advance=int(output.finished))
-        seconds = time.perf_counter() - start
-    asked = sum(request.output_len for request in requests)
-    if output_tokens != asked:
-        raise RuntimeError(f"{output_tokens} tokens were generated, but {asked} were requested")
-    return seconds, sum(map(len, prompts)), output_tokens
+        output_lens = [request.output_len for request in requests]
+        run = run_requests(engine, prompts, output_lens, lambda: progress.update(task, advance=1))
+    if run.num_output_tokens != sum(output_lens):
+        raise RuntimeError(f"{run.num_output_tokens} tokens were generated, but {sum(output_lens)} were requested")
+    return run, sum(map(len, prompts))
 
 
 def peak_memory_bytes() -> int:

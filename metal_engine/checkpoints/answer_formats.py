@@ -16,7 +16,7 @@ from metal_engine.answers import harmony
 from metal_engine.answers.answer_format import AnswerFormat, BareOpening, ReasoningMarks, ToolParser
 from metal_engine.answers.call_syntaxes.gemma import FUNCTION_GEMMA, GEMMA4
 from metal_engine.answers.call_syntaxes.json_formats import DEEPSEEK_V3, DEEPSEEK_V31, HERMES, KIMI_K2, LLAMA3, MISTRAL
-from metal_engine.answers.call_syntaxes.pythonic import PYTHONIC
+from metal_engine.answers.call_syntaxes.pythonic import LLAMA4, OLMO3, PYTHONIC
 from metal_engine.answers.call_syntaxes.syntax import CallSyntax, ExactParser
 from metal_engine.answers.call_syntaxes.tag_formats import (
     GLM,
@@ -53,8 +53,10 @@ _OWN_PARSERS: dict[str, ToolParser] = {
     "deepseek_v4": DSMLCalls("tool_calls"),
     "json_tools": JSON_CALLS,
     "llama3_json": Llama3Calls(),
+    "llama4_pythonic": PythonicCalls(LLAMA4.mark, LLAMA4.end),
     "mistral": MistralCalls(),
-    "pythonic": PythonicCalls(),
+    "olmo3": PythonicCalls(OLMO3.mark, OLMO3.end, has_lines=True),
+    "pythonic": PythonicCalls(PYTHONIC.mark, PYTHONIC.end),
     "qwen3_coder": Qwen3CoderCalls(),
 }
 # Patterns for the start of a call up to its arguments, for formats whose arguments are one JSON object.
@@ -79,11 +81,13 @@ CALL_SYNTAXES: dict[str, CallSyntax] = {
     "kimi_k3": KIMI_K3,
     "laguna": GLM,
     "llama3_json": LLAMA3,
+    "llama4_pythonic": LLAMA4,
     "longcat": LONGCAT,
     "minicpm5": MINICPM5,
     "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
     "muse_spark": MUSE_SPARK,
+    "olmo3": OLMO3,
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN3_CODER,
 }
@@ -92,6 +96,7 @@ _BARE_OPENINGS = {
     "gemma4": BareOpening("call:", "{", only_first=True),
     "kimi_k2": BareOpening("<|tool_call_begin|>functions.", ":"),
     "llama3_json": BareOpening('{"name": "', '"', only_first=True),
+    "llama4_pythonic": BareOpening("[", "(", only_first=True),
     "pythonic": BareOpening("[", "(", only_first=True),
     "qwen3_coder": BareOpening("<function=", ">"),
 }
@@ -202,6 +207,10 @@ def _own_parser_name(tokenizer: PreTrainedTokenizerFast) -> str | None:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     if '{"name": function name, "parameters":' in template:
         return "llama3_json"
+    if vocabulary.keys() >= {"<|python_start|>", "<|header_start|>"}:
+        return "llama4_pythonic"
+    if "<function_calls>" in template and "<invoke" not in template:
+        return "olmo3"
     if "｜DSML｜" in vocabulary:
         return "deepseek_v4" if "tool_calls>" in template else "deepseek_v32"
     return None

@@ -211,8 +211,17 @@ def parse_safetensors_header(header: bytes, path: str) -> list[StoredTensor]:
     return tensors
 
 
+# Beginnings of the names of a multimodal model's tensors outside its text model, which mlx-lm leaves out.
+_OTHER_TOWERS = re.compile(
+    r"(?:model\.)?(?:vision_tower|vision_model|vision_embedder|visual|audio_tower|multi_modal_projector|mm_projector"
+    r"|embed_vision|embed_audio)\."
+)
+
+
 def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_bytes: int | None) -> int:
     """Return the size of a checkpoint's weights in memory, in bytes.
+
+    Weights of vision and audio towers do not count: they are never read.
 
     Args:
         tensors: tensors as stored.
@@ -222,7 +231,7 @@ def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_
     Raises:
         ModelLoadError: the configuration has an impossible number of bits.
     """
-    stored = {tensor.name: tensor for tensor in tensors}
+    stored = {tensor.name: tensor for tensor in tensors if not _OTHER_TOWERS.match(tensor.name)}
     if float_bytes is None:
         return sum(tensor.nbytes for tensor in stored.values())
     quantization = config.get("quantization") or config.get("quantization_config") or {}
@@ -236,7 +245,7 @@ def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_
             if bits not in range(1, 33):
                 raise ModelLoadError(f"config.json: quantized weights have {short(bits)} bits, which is impossible")
             total += tensor.size * 32 // bits * float_bytes
-        elif kind in ("scales", "biases") and f"{module}.scales" in stored:
+        elif kind in ("scales", "biases", "global_scale") and f"{module}.scales" in stored:
             continue  # removed by dequantization
         else:
             total += tensor.nbytes if tensor.dtype in _INTEGERS else tensor.size * float_bytes

@@ -19,6 +19,7 @@ from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.hub import cached_folder
 from metal_engine.checkpoints.names import DEMO_MODEL, is_local, parse_hub_name
 from metal_engine.device.command_buffers import command_buffer_limits, limits_in_force, set_command_buffer_limits
+from metal_engine.device.limits_trial import refusal
 from metal_engine.errors import one_line
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.resolve import plans_ahead
@@ -38,9 +39,11 @@ def limit_command_buffers(models: Iterable[EngineArgs]) -> None:
     configs = [config for args in models if (config := known_config(args)) is not None]
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     allows_queued_dispatch = any(plans_ahead(args, "metal") for args in models)
-    set_command_buffer_limits(
-        command_buffer_limits(configs, memory_bytes, allows_queued_dispatch=allows_queued_dispatch)
-    )
+    wanted = command_buffer_limits(configs, memory_bytes, allows_queued_dispatch=allows_queued_dispatch)
+    if (reason := refusal(wanted)) is not None:
+        logger.warning("Metal's command buffers have MLX's own limits: %s", reason)
+        return
+    set_command_buffer_limits(wanted)
     if (limits := limits_in_force()) is None:
         logger.info("Metal's command buffers have MLX's own limits: MLX has been loaded before")
     else:

@@ -16,17 +16,18 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import dequantize_model, load_model
+from mlx_lm.utils import load_model
 from transformers import PreTrainedTokenizerFast
 
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.demo import DEFAULT_SAMPLING
+from metal_engine.checkpoints.dequantized import dequantize
 from metal_engine.checkpoints.files import check_small_files
 from metal_engine.checkpoints.find import FoundModel, check_architecture, find_model
 from metal_engine.checkpoints.gguf.config import gguf_config, interleaved_modules
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
-from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
+from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids
 from metal_engine.checkpoints.headless import EmbeddingWeights
 from metal_engine.checkpoints.hub import fetch_tokenizer
 from metal_engine.checkpoints.named_paths import generation_config_folder, local_tokenizer
@@ -60,6 +61,7 @@ class LoadedModel:
         model: an mlx-lm model, not yet wrapped for paging.
         config: configuration of the checkpoint, in mlx-lm's form.
         tokenizer: a fast ``transformers`` tokenizer.
+        tokenizer_path: folder or GGUF file of the tokenizer.
         eos_token_ids: all token ids that end generation.
         name: name of the model.
         default_sampling: default sampling parameters by name, for requests without them.
@@ -74,6 +76,7 @@ class LoadedModel:
     model: nn.Module
     config: dict[str, Any]
     tokenizer: PreTrainedTokenizerFast
+    tokenizer_path: Path
     eos_token_ids: frozenset[int]
     name: str
     default_sampling: dict[str, float] = field(default_factory=dict)
@@ -183,7 +186,8 @@ def _load_gguf(
     facts = gguf_facts(header, gguf_config(header), args, device)
     check_memory(facts, args, device)
     check(facts)
-    tokenizer = _other_tokenizer(args) if args.tokenizer else load_gguf_tokenizer(found.path)
+    source = _tokenizer_path(args, found)
+    tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
     check_tokenizer(tokenizer)
     _announce(found, facts)
     weight_dtype = dtype or _DTYPES[facts.dtype]
@@ -192,8 +196,8 @@ def _load_gguf(
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     eos_token_ids = frozenset(gguf_eos_token_ids(header))
     interleaved = interleaved_modules(config)
-    loaded = LoadedModel(model, config, tokenizer, eos_token_ids, found.name, sampling, pooler, interleaved=interleaved)
-    return loaded, facts
+    facts_of_model = (model, config, tokenizer, source, eos_token_ids, found.name, sampling, pooler)
+    return LoadedModel(*facts_of_model, interleaved=interleaved), facts
 
 
 def _load_directory(
@@ -219,16 +223,15 @@ def _load_directory(
     own_generation_config = checkpoint.read_generation_config(path)
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))
     # The tokenizer loads much faster than the weights, so its errors are reported first.
-    tokenizer = (
-        _other_tokenizer(args) if args.tokenizer else load_tokenizer(path, trust_remote_code=args.trust_remote_code)
-    )
+    source = _tokenizer_path(args, found)
+    tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
     check_tokenizer(tokenizer)
     eos_token_ids = checkpoint.eos_token_ids(config, own_generation_config)
     weights = EmbeddingWeights.of(tensors, config) if pooler.is_embedder else EmbeddingWeights()
     _announce(found, facts)
     model, config = _load_mlx_lm_model(path, config, args, weights)
     if device.kind == "cpu" and config.get("quantization"):
-        model = dequantize_model(model)
+        model = dequantize(model)
     if dtype is not None:
         model.set_dtype(dtype)
     if divide is not None:
@@ -236,8 +239,8 @@ def _load_directory(
     _read(model)
     reranker = find_reranker(path, config, args.model, tokenizer)
     can_generate = not weights.lacks_head
-    loaded = LoadedModel(model, config, tokenizer, eos_token_ids, found.name, sampling, pooler, reranker, can_generate)
-    return loaded, facts
+    facts_of_model = (model, config, tokenizer, source, eos_token_ids, found.name, sampling, pooler)
+    return LoadedModel(*facts_of_model, reranker, can_generate), facts
 
 
 def _read(model: nn.Module) -> None:
@@ -296,9 +299,10 @@ def _generation_config(args: EngineArgs, own: dict[str, Any] | None) -> dict[str
     return own or {} if args.generation_config == "auto" else {}
 
 
-def _other_tokenizer(args: EngineArgs) -> PreTrainedTokenizerFast:
-    """Load the tokenizer that ``--tokenizer`` names: a directory, or a repository on the hub."""
-    assert args.tokenizer is not None
+def _tokenizer_path(args: EngineArgs, found: FoundModel) -> Path:
+    """Return the folder or the GGUF file of the tokenizer. ``--tokenizer`` names a folder or a repository."""
+    if not args.tokenizer:
+        return found.path
     folder = local_tokenizer(args.tokenizer) or fetch_tokenizer(args.tokenizer, args.download_dir)
     check_small_files(folder)
-    return load_tokenizer(folder, trust_remote_code=args.trust_remote_code)
+    return folder

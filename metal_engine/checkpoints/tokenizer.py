@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from metal_engine.checkpoints.files import read_json
+from metal_engine.checkpoints.gguf.tokenizer import load_gguf_tokenizer
 from metal_engine.checkpoints.tokenizer_file import check_tokenizer_file, check_vocabulary_files
 from metal_engine.errors import ModelLoadError, one_line
 
@@ -19,7 +20,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerFast:
-    """Return the fast tokenizer of a checkpoint directory, with its chat template if there is one.
+    """Return the fast tokenizer of a checkpoint directory or a GGUF file, with its chat template if there is one.
 
     If ``transformers`` cannot create the tokenizer, it is created from ``tokenizer.json``, which describes a tokenizer
     completely. Usual reasons are an unknown class, or a class that needs code from the checkpoint.
@@ -27,6 +28,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokeni
     Raises:
         ModelLoadError: there is no tokenizer, or it cannot be read or used.
     """
+    if folder.suffix == ".gguf" and folder.is_file():
+        return load_gguf_tokenizer(folder)
     if not any((folder / name).is_file() for name in _FILES) and not list(folder.glob("*.tiktoken")):
         raise ModelLoadError(f"{folder} has no tokenizer (no tokenizer.json): name another with --tokenizer")
     if (own := folder / "tokenizer.json").is_file():

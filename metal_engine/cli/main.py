@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +25,9 @@ from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.chat_args import ChatArgs
 from metal_engine.settings.model_names import problem_of_name
 from metal_engine.settings.multi_model import RegistryArgs
+
+if TYPE_CHECKING:
+    from metal_engine.engine.transport import Transport
 
 app = typer.Typer(
     name="metal-engine",
@@ -47,6 +52,8 @@ def serve(args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
     set_up_logging(server_args.log_level, server_args.log_format)
     keep_freed_memory()  # before imports that start threads
     if len(models) > 1 or registry_args.is_wanted:
+        if server_args.engine_process != "never":
+            raise ConfigError("--engine-process", "always does not work with several models")
         status = _serve_several(models, args, server_args, registry_args)
     elif models and is_follower(args):
         from metal_engine.rank_worker import follow
@@ -78,19 +85,20 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
     from metal_engine.server.listen import listen
 
     check_lora_dir(args, server_args)
+    args.refuse_with_ranks("--engine-process", server_args.engine_process != "never")
     names = server_args.served_model_name or (args.model,)
     if not server_args.served_model_name and (problem := problem_of_name(args.model)):
         raise ConfigError("MODEL", f"{problem} with --served-model-name")
     # Errors about settings, paths and the port appear before the imports below, which take seconds.
     with _naming_the_model(args), listen(server_args) as listener:
         check_engine_args(args)
+        transport = _transport(args, server_args)
 
-        from metal_engine.build import build_engine
         from metal_engine.cli.banner import print_banner, startup_facts
         from metal_engine.engine.async_engine import AsyncEngine
         from metal_engine.server.run import quit_on_signals, run_server
 
-        engine = AsyncEngine(lambda: build_engine(args))
+        engine = AsyncEngine(transport)
         with quit_on_signals():
             engine.start()
             # This import loads MLX, which must not happen before the engine has set up its BLAS.
@@ -110,6 +118,18 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
             on_ready=lambda url: print_banner(startup_facts(engine.config, url, names)),
             answer_format=answer_format,
         )
+
+
+def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
+    """Return the engine of a server with one model, in a thread or in a process of its own."""
+    if server_args.engine_process == "always":
+        from metal_engine.cli.engine_worker import launch_engine
+
+        return launch_engine(args, server_args)
+    from metal_engine.build import build_engine
+    from metal_engine.engine.engine_thread import EngineThread
+
+    return EngineThread(lambda: build_engine(args))
 
 
 @contextmanager
@@ -179,15 +199,27 @@ model_commands.add_commands(app)
 
 @app.command(cls=GroupedHelp)
 def doctor(
-    model: Annotated[
-        str | None, typer.Argument(help=f"Model to test as well: {MODEL_HELP}", show_default=False)
+    models: Annotated[
+        list[str] | None, typer.Argument(metavar="[MODEL]...", help=f"Models to test: {MODEL_HELP}", show_default=False)
     ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Measure for up to ten minutes, and write mac-report.md and .json.")
+    ] = False,
 ) -> None:
-    """Report versions, device and memory, and test a model, for bug reports. Status 1 if a check fails."""
+    """Report versions, device and memory, and test models, for bug reports. Status 1 if a check fails."""
     set_up_logging("warning")
+    if full:
+        from metal_engine.doctor.full import fetch_models, run_full
+        from metal_engine.doctor.plan import Plan
+
+        names, plan = models or ["demo"], Plan() if sys.platform == "darwin" else Plan.short()
+        fetch_models(names)
+        if not run_full(names, plan, Path(), lambda line: print(line, flush=True)):
+            raise typer.Exit(1)
+        return
     from metal_engine.doctor.examine import examine
 
-    healthy = examine(lambda finding: print(finding, flush=True), model)
+    healthy = examine(lambda finding: print(finding, flush=True), models)
     print("\nNothing is wrong." if healthy else "\nSomething is wrong: see the lines that say FAIL.")
     if not healthy:
         raise typer.Exit(1)

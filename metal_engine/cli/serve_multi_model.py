@@ -117,8 +117,9 @@ def _starter(args: EngineArgs, server_args: ServerArgs) -> Start:
     def start(access: DeviceAccess, lock: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
         from metal_engine.build import build_engine
         from metal_engine.engine.async_engine import AsyncEngine
+        from metal_engine.engine.engine_thread import EngineThread
 
-        engine = AsyncEngine(lambda: build_engine(args, access), lock, threads)
+        engine = AsyncEngine(EngineThread(lambda: build_engine(args, access), lock, threads))
         engine.start()
         try:
             # This import loads MLX, which must not happen before the engine has set up its BLAS.

@@ -47,6 +47,13 @@ def computes_on_cpu() -> bool:
     return mx.default_device().type == mx.DeviceType.cpu
 
 
+def is_virtual_gpu() -> bool:
+    """Return True if the GPU is the paravirtual device of a macOS virtual machine. Imports MLX."""
+    import mlx.core as mx
+
+    return mx.metal.is_available() and "Paravirtual" in str(mx.device_info(mx.gpu).get("device_name", ""))
+
+
 def gpu_core_count() -> int | None:
     """Return the number of cores of a Mac's GPU, which MLX does not report.
 

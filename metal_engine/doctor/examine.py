@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -42,20 +43,23 @@ class Finding:
 Check = Callable[[], Iterator[Finding]]
 
 
-def examine(report: Callable[[Finding], None], model: str | None = None) -> bool:
+def examine(report: Callable[[Finding], None], models: Sequence[str] | None = None) -> bool:
     """Run all checks and report findings as they arrive. Return True if no check failed.
 
     Args:
-        model: model to test in addition to the tiny one. Default: the demo model, if it is downloaded.
+        models: models to test in addition to the tiny one. None: the demo model, if it is downloaded.
     """
     checks: list[tuple[str, Check]] = [
         ("versions", _versions),
-        ("compute", lambda: _compute(model)),
+        ("compute", lambda: _compute(models or ("demo",))),
         ("folders", _folders),
         ("tiny model", _tiny_model),
         ("quantized KV", _quantized_kv),
-        ("model", lambda: _real_model(model)),
     ]
+    if models is None:
+        checks.append(("model", _demo_model))
+    else:
+        checks += [("model", partial(_real_model, model)) for model in models]
     healthy = True
     for label, check in checks:
         try:
@@ -81,13 +85,13 @@ def _versions() -> Iterator[Finding]:
                 yield Finding(package, "not installed", FAILED)
 
 
-def _compute(model: str | None) -> Iterator[Finding]:
+def _compute(models: Sequence[str]) -> Iterator[Finding]:
     from metal_engine.checkpoints.known_config import limit_command_buffers
     from metal_engine.device.blas.load import load_optimized_blas
     from metal_engine.device.command_buffers import limits_in_force
     from metal_engine.settings.args import EngineArgs
 
-    limit_command_buffers([EngineArgs(model=model or "demo")])
+    limit_command_buffers([EngineArgs(model=model) for model in models])
     blas = load_optimized_blas()
     import mlx.core as mx
 
@@ -154,30 +158,40 @@ def _quantized_kv() -> Iterator[Finding]:
             yield Finding("quantized KV", thread.submit(check_quantized_kv, kv_cache_dtype).result(), OK)
 
 
-def _real_model(model: str | None) -> Iterator[Finding]:
+def _demo_model() -> Iterator[Finding]:
     from metal_engine.checkpoints.demo import GGUF_NAME
     from metal_engine.device.cache_dir import cache_dir
 
-    if model is None and not (cache_dir() / "demo" / GGUF_NAME).is_file():
+    if (cache_dir() / "demo" / GGUF_NAME).is_file():
+        yield from _real_model("demo")
+    else:
         yield Finding("demo model", "not tested: not downloaded yet (`metal-engine serve demo` downloads it)")
-        return
+
+
+def _real_model(model: str) -> Iterator[Finding]:
     with ThreadPoolExecutor(1) as thread:
-        yield from thread.submit(_try_model, model or "demo").result()
+        yield from thread.submit(_try_model, model).result()
 
 
 def _try_model(model: str) -> list[Finding]:
+    from metal_engine.bench.offline import run_requests
     from metal_engine.build import build_engine
-    from metal_engine.doctor.tiny import generate
+    from metal_engine.doctor.features import features
     from metal_engine.settings.args import EngineArgs
 
     engine = build_engine(EngineArgs(model=model, num_gpu_blocks_override=64))
-    prompt = "The capital of France is"
-    ((_, text),) = generate(engine, [engine.preparer.tokenizer.encode(prompt)], max_tokens=6)
+    prompt, tokenizer = "The capital of France is", engine.preparer.tokenizer
+    try:
+        (token_ids,) = run_requests(engine, [tokenizer.encode(prompt)], [6]).token_ids
+    finally:
+        engine.close()
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
     config = engine.core.config
     info = config.model
     wrong = model == "demo" and "Paris" not in text
     runs = f"{info.model_type}, {info.dtype}, KV in {info.kv_dtype}, attention by {config.attention}"
     findings = [Finding(model, f"{runs}: {prompt!r} -> {text!r}", FAILED if wrong else OK)]
+    findings += [Finding(name, state) for name, state in features(engine.core)]
     if tuning := config.attention_tuning:
         findings.append(Finding("attention tuning", tuning))
     return findings

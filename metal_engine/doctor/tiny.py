@@ -16,9 +16,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from metal_engine.bench.offline import run_requests
 from metal_engine.build import build_engine
 from metal_engine.engine.built_engine import BuiltEngine
-from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 
 _VOCAB_SIZE = 256
@@ -51,7 +51,7 @@ def check_tiny_model() -> str:
     engine = _tiny_engine(model)
     prompts = [engine.preparer.tokenizer.encode(prompt) for prompt in _PROMPTS]
     expected = [_greedy(model, prompt) for prompt in prompts]
-    outputs = [token_ids for token_ids, _ in generate(engine, prompts, _MAX_TOKENS)]
+    outputs = _generate(engine, prompts)
     if outputs != expected:
         raise RuntimeError(f"generated {outputs}, but mlx-lm generates {expected}")
     return f"{len(prompts)} requests in {engine.core.num_steps} packed steps equal mlx-lm's own output"
@@ -68,7 +68,7 @@ def check_quantized_kv(kv_cache_dtype: str) -> str:
         RuntimeError: a request failed.
     """
     engine = _tiny_engine(_tiny_llama(), kv_cache_dtype)
-    generate(engine, [engine.preparer.tokenizer.encode(prompt) for prompt in _PROMPTS], _MAX_TOKENS)
+    _generate(engine, [engine.preparer.tokenizer.encode(prompt) for prompt in _PROMPTS])
     config = engine.core.config
     model = config.model
     share = model.kv_bytes_per_token / (model.unquantized_kv_bytes_per_token or 1)
@@ -93,29 +93,12 @@ def _tiny_engine(model: nn.Module, kv_cache_dtype: str = "auto") -> BuiltEngine:
         )
 
 
-def generate(engine: BuiltEngine, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], str]]:
-    """Generate for all prompts at once with greedy sampling, and close the engine.
-
-    Return each output's tokens and text.
-
-    Raises:
-        RuntimeError: a request failed.
-    """
-    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    token_ids: list[list[int]] = [[] for _ in prompts]
-    core = engine.core
+def _generate(engine: BuiltEngine, prompts: list[list[int]]) -> list[list[int]]:
+    """Return the output tokens of all prompts, and close the engine."""
     try:
-        for i, prompt in enumerate(prompts):
-            core.add_request(str(i), engine.preparer.prepare(prompt, params))
-        while core.has_requests:
-            for output in core.step():
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-                token_ids[int(output.request_id)] += output.token_ids
+        return run_requests(engine, prompts, [_MAX_TOKENS] * len(prompts)).token_ids
     finally:
         engine.close()
-    texts = [engine.preparer.tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids]
-    return list(zip(token_ids, texts, strict=True))
 
 
 def _tiny_llama() -> nn.Module:

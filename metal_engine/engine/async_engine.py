@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from pathlib import Path
 
-from metal_engine.engine.built_engine import BuiltEngine
-from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_client import EngineClient
-from metal_engine.engine.engine_thread import EngineThread
-from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.step_observer import Frame, FrameSink
-from metal_engine.errors import AdapterError
-from metal_engine.lora.registry import AdapterRegistry
+from metal_engine.engine.transport import AdapterTable, StartedEngine, Transport
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, RequestStatus, merge_outputs
 from metal_engine.scheduling.stats import SchedulerStats
@@ -122,38 +117,31 @@ class Reservation:
 
 
 class AsyncEngine:
-    """Access to an :class:`EngineThread` from one event loop.
+    """Access to an engine from one event loop.
 
     Args:
-        build: function that builds the engine. Called in the engine's thread.
-        device_lock: lock on the device if several models share it.
-        threads: pool that lends the engine its thread, for processes that load and unload models.
+        transport: engine that has not been started, in a thread or in a process of its own.
     """
 
-    def __init__(
-        self,
-        build: Callable[[], BuiltEngine],
-        device_lock: FairDeviceLock | None = None,
-        threads: EngineThreads | None = None,
-    ) -> None:
-        self._thread = EngineThread(build, self._on_outputs, device_lock, self._on_end, threads)
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._loop: asyncio.AbstractEventLoop | None = None
         self._queues: dict[str, _Mailbox] = {}
         self._num_queued_tokens = 0
         self._num_reserved = 0
         self._num_held = 0
-        self._engine: BuiltEngine | None = None
+        self._engine: StartedEngine | None = None
         self._client: EngineClient  # set in `start`
         self._cut: str | None = None
 
     def start(self) -> None:
-        """Start the thread and load the model. Block until it is ready. Raises the errors of loading."""
-        self._engine = self._thread.start()
-        self._client = EngineClient(self._thread, self.tokenizer, self.config.seed)
+        """Start the engine and load the model. Block until it is ready. Raises the errors of loading."""
+        self._engine = self._transport.start(self._on_outputs, self._on_end)
+        self._client = EngineClient(self._transport, self.tokenizer, self.config.seed)
 
     def shutdown(self, timeout: float | None = 10.0) -> bool:
-        """Stop the thread after the step in flight. Return True if it has ended within ``timeout`` seconds."""
-        return self._thread.shutdown(timeout)
+        """Stop the engine after the step in flight. Return True if it has ended within ``timeout`` seconds."""
+        return self._transport.shutdown(timeout)
 
     def cut_requests(self, message: str) -> None:
         """End every current and future request with an output of ``finish_reason`` ``abort``.
@@ -174,13 +162,13 @@ class AsyncEngine:
             self._client.abort(request_id)
 
     @property
-    def _started(self) -> BuiltEngine:
+    def _started(self) -> StartedEngine:
         assert self._engine is not None, "start() has not been called"
         return self._engine
 
     @property
     def config(self) -> EngineConfig:
-        return self._started.core.config
+        return self._started.config
 
     @property
     def preparer(self) -> RequestPreparer:
@@ -194,17 +182,22 @@ class AsyncEngine:
     @property
     def stats(self) -> SchedulerStats:
         """Current numbers of the scheduler."""
-        return self._started.core.stats
+        return self._started.stats
 
     @property
     def metrics(self) -> EngineMetrics:
         """Counters and histograms of the engine."""
-        return self._started.core.metrics
+        return self._started.metrics
 
     @property
     def error(self) -> BaseException | None:
-        """Error that ended the engine's thread; None while it runs."""
-        return self._thread.error
+        """Error that ended the engine; None while it runs."""
+        return self._transport.error
+
+    @property
+    def is_restarting(self) -> bool:
+        """True while requests wait for a new engine, because the one before it has ended."""
+        return self._transport.is_restarting
 
     @property
     def num_open_requests(self) -> int:
@@ -213,7 +206,7 @@ class AsyncEngine:
     @property
     def num_waiting(self) -> int:
         """Number of requests outside the batch, including reserved places and requests in the engine's inbox."""
-        return max(len(self._queues) + self._num_reserved - self._started.core.stats.num_running, 0)
+        return max(len(self._queues) + self._num_reserved - self.stats.num_running, 0)
 
     @property
     def num_queued(self) -> int:
@@ -238,15 +231,13 @@ class AsyncEngine:
         self._num_queued_tokens += num_tokens
 
     @property
-    def adapters(self) -> AdapterRegistry | None:
-        """Registry of LoRA adapters; None if the model was loaded without LoRA support."""
+    def adapters(self) -> AdapterTable | None:
+        """LoRA adapters by name; None if the model was loaded without LoRA support."""
         return self._started.adapters
 
     def load_adapter(self, name: str, path: str, within: Path, *, in_place: bool = False) -> Adapter:
-        """See :meth:`AdapterRegistry.load`. Call it in a thread, because it takes long."""
-        if self.adapters is None:
-            raise AdapterError("the engine was started without --enable-lora")
-        return self.adapters.load(name, path, self._thread.call, within=within, in_place=in_place)
+        """See :meth:`Transport.load_adapter`. Call it in a thread, because it takes long."""
+        return self._transport.load_adapter(name, path, within, in_place=in_place)
 
     async def generate(
         self,
@@ -267,7 +258,7 @@ class AsyncEngine:
         Leaving the iteration early, by ``aclose`` or cancellation, aborts the request.
 
         Raises:
-            EngineDeadError: the engine's thread has ended.
+            EngineDeadError: the engine has ended.
             ValueError: ``request_id`` is in use.
         """
         if request_id in self._queues:
@@ -306,28 +297,28 @@ class AsyncEngine:
             with suppress(RuntimeError):  # the loop has closed
                 loop.call_soon_threadsafe(on_frame, frame)
 
-        self._thread.watch(hand_over)
+        self._transport.watch(hand_over)
 
     def unwatch(self) -> None:
         """Turn frames off. Frames already queued for the event loop are still delivered."""
-        self._thread.watch(None)
+        self._transport.watch(None)
 
     def _begun(self, outputs: _Mailbox) -> None:
         self._num_queued_tokens -= outputs.num_prompt_tokens
         outputs.num_prompt_tokens = 0
 
     def _on_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Pass a step's outputs to the event loop in one call. Runs in the engine's thread."""
+        """Pass a step's outputs to the event loop in one call. Runs in a thread of the engine."""
         if self._loop is None:
             return
         try:
             self._loop.call_soon_threadsafe(self._dispatch, outputs)
         except RuntimeError:  # the loop has closed, so there are no readers
             for output in outputs:
-                self._thread.end(output.request_id, RequestStatus.FINISHED_ABORTED)
+                self._transport.end(output.request_id, RequestStatus.FINISHED_ABORTED)
 
     def _on_end(self, message: str) -> None:
-        """End the requests that are still open. Runs in the engine's thread when the thread ends."""
+        """End the requests that are still open. Runs in a thread of the engine when the engine ends."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has closed
                 self._loop.call_soon_threadsafe(self._end_all, message)

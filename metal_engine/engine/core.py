@@ -50,7 +50,7 @@ class EngineCore:
         self.config = config
         proposer = None if (given := config.scheduler.speculative) is None else make_proposer(given)
         self.scheduler = Scheduler(config.scheduler, config.cache, kv_connector, proposer)
-        self._runner = runner
+        self.runner = runner
         self.metrics = EngineMetrics(None if kv_connector is None else kv_connector.stats, runner.replay_refusal)
         # Log probabilities of prompts whose requests have no output yet, by request, if requested.
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
@@ -59,6 +59,8 @@ class EngineCore:
         self._num_ahead = int(config.scheduler.async_scheduling)
         self.num_steps = 0
         self._observer: StepObserver | None = None
+        # Called with each plan before it runs, so that another process knows the requests of a step that kills us.
+        self.on_plan: Callable[[SchedulerOutput], None] | None = None
 
     # --- requests ---
 
@@ -70,6 +72,7 @@ class EngineCore:
         options: RequestOptions | None = None,
         *,
         so_far: RequestOutput | None = None,
+        num_failures: int = 0,
         arrival_time: float | None = None,
     ) -> None:
         """Queue one output of a prepared request.
@@ -81,6 +84,7 @@ class EngineCore:
             request_id: id that is new to this engine: steps in flight may still compute requests that have ended.
             seed: seed of the output's random draws.
             so_far: all outputs of the other engine, merged, at least one token; None for a new request.
+            num_failures: :attr:`Request.num_failures` in the other engine.
             arrival_time: arrival of the request in seconds of ``time.monotonic``. Default: now.
 
         Raises:
@@ -104,6 +108,7 @@ class EngineCore:
             pooling_params=prepared.pooling_params,
             adapter=prepared.adapter,
             so_far=so_far,
+            num_failures=num_failures,
         )
         self.scheduler.add_request(request)
         if request.needs_prompt_rows and so_far is None:
@@ -132,7 +137,7 @@ class EngineCore:
 
         Call it in the thread that ran the steps. The engine cannot be used afterwards.
         """
-        self._runner.close()
+        self.runner.close()
 
     @property
     def request_ids(self) -> list[str]:
@@ -158,13 +163,13 @@ class EngineCore:
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
         """Set a callback for the loss of another rank (:meth:`metal_engine.step.Runner.on_rank_lost`)."""
-        self._runner.on_rank_lost(callback)
+        self.runner.on_rank_lost(callback)
 
     # --- a step ---
 
     def dispatch_second_part(self) -> None:
         """Dispatch the rest of the step in flight, so that the device does not wait for planning or new requests."""
-        self._runner.dispatch_second_part()
+        self.runner.dispatch_second_part()
 
     def step(self) -> list[RequestOutput]:
         """Plan and start a step, then finish the oldest step in flight and return its outputs.
@@ -189,8 +194,10 @@ class EngineCore:
         if plan.num_scheduled_tokens:
             self.num_steps += 1
             self.metrics.scheduled(plan, started, is_ahead=bool(self._in_flight))
+            if self.on_plan is not None:
+                self.on_plan(plan)
             try:
-                handle = self._runner.execute(plan)
+                handle = self.runner.execute(plan)
             except RunnerLostError:
                 raise
             except Exception as error:  # noqa: BLE001  (logged there)

@@ -15,12 +15,16 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads, LentThread
 from metal_engine.engine.step_observer import FrameSink
+from metal_engine.engine.transport import EndSink, EngineDeadError, OutputSink
+from metal_engine.errors import AdapterError
+from metal_engine.lora_adapter import Adapter
 from metal_engine.request import PreparedRequest, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.step import RunnerLostError
 
@@ -28,12 +32,6 @@ logger = logging.getLogger(__name__)
 
 # Time for processing the inbox before the next step. Adding a request takes 10 to 400 µs.
 _INBOX_SECONDS = 0.01
-
-OutputSink = Callable[[list[RequestOutput]], None]
-
-
-class EngineDeadError(RuntimeError):
-    """Raised if the engine thread has ended, so that no request can be served."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,7 @@ class _Add:
     seed: int
     options: RequestOptions | None
     so_far: RequestOutput | None
+    num_failures: int
     arrival_time: float
 
 
@@ -75,30 +74,31 @@ class _Call:
 class EngineThread:
     """Runs an engine in a thread: builds the engine, and steps it while there are requests.
 
+    Implements :class:`metal_engine.engine.transport.Transport`.
+
     Args:
         build: function that builds the engine. Called in the thread.
-        on_outputs: callback for the outputs of each step. Called in the thread. Must not block.
         device_lock: lock on the device if several models share it. Held for each step and for closing the engine.
-        on_end: callback for the end of the thread. Called in the thread, with a message. No outputs follow.
         threads: pool that lends the thread. Without it, the engine starts its own thread. For a lent thread, "the
             thread has ended" means that it has left the engine.
 
     Attributes:
         error: error that ended the thread, or the loss of a rank; None while it runs or after a shutdown.
+        is_restarting: False: a thread that has ended is not replaced.
     """
+
+    is_restarting = False
 
     def __init__(
         self,
         build: Callable[[], BuiltEngine],
-        on_outputs: OutputSink,
         device_lock: FairDeviceLock | None = None,
-        on_end: Callable[[str], None] = lambda message: None,
         threads: EngineThreads | None = None,
     ) -> None:
         self._build = build
-        self._on_outputs = on_outputs
         self._device_lock = device_lock
-        self._on_end = on_end
+        self._on_outputs: OutputSink
+        self._on_end: EndSink
         self._inbox: queue.SimpleQueue[_Add | _End | _Watch | _Call | None] = queue.SimpleQueue()  # None: stop
         self._ready = threading.Event()
         self._engine: BuiltEngine | None = None
@@ -112,8 +112,9 @@ class EngineThread:
             else threads.lend(self._main)
         )
 
-    def start(self) -> BuiltEngine:
-        """Start the thread and wait for the engine. Raises the errors of ``build``."""
+    def start(self, on_outputs: OutputSink, on_end: EndSink = lambda message: None) -> BuiltEngine:
+        """Start the thread and wait for the engine. Raises the errors of ``build``. Callbacks run in the thread."""
+        self._on_outputs, self._on_end = on_outputs, on_end
         self._thread.start()
         self._ready.wait()
         if self._engine is None:
@@ -129,6 +130,7 @@ class EngineThread:
         seed: int = 0,
         options: RequestOptions | None = None,
         so_far: RequestOutput | None = None,
+        num_failures: int = 0,
     ) -> None:
         """Queue one output of a request. Outputs or an error are passed to ``on_outputs``.
 
@@ -136,6 +138,7 @@ class EngineThread:
             request_id: id that is new to the engine.
             seed: seed of the output's random draws.
             so_far: outputs of another engine, after which the request continues (:meth:`EngineCore.add_request`).
+            num_failures: number of failures in the other engine since the last token.
 
         Raises:
             EngineDeadError: the thread has ended.
@@ -143,7 +146,7 @@ class EngineThread:
         with self._lock:
             if self._stopped:
                 raise self._dead()
-            self._inbox.put(_Add(request_id, prepared, seed, options, so_far, time.monotonic()))
+            self._inbox.put(_Add(request_id, prepared, seed, options, so_far, num_failures, time.monotonic()))
 
     def end(self, request_id: str, status: RequestStatus, num_output_tokens: int | None = None) -> None:
         """End a request before the next step (:meth:`EngineCore.end_request`). No further output follows after that."""
@@ -155,6 +158,13 @@ class EngineThread:
         The callback runs in the engine's thread and must not block.
         """
         self._inbox.put(_Watch(on_frame))
+
+    def load_adapter(self, name: str, path: str, within: Path | None, *, in_place: bool) -> Adapter:
+        """Load a LoRA adapter, and wait for it. See :meth:`metal_engine.lora.registry.AdapterRegistry.load`."""
+        adapters = None if self._engine is None else self._engine.adapters
+        if adapters is None:
+            raise AdapterError("the engine was started without --enable-lora")
+        return adapters.load(name, path, self.call, within=within, in_place=in_place)
 
     def call(self, function: Callable[[], None]) -> None:
         """Call a short function in the thread between two steps, and wait for it. Raises the errors of the function."""
@@ -274,6 +284,7 @@ class EngineThread:
                     message.seed,
                     message.options,
                     so_far=message.so_far,
+                    num_failures=message.num_failures,
                     arrival_time=message.arrival_time,
                 )
             except ValueError as error:

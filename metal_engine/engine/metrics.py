@@ -89,6 +89,8 @@ class EngineMetrics:
         step_time: time from planning a step to its tokens.
         num_failed_steps: steps that raised.
         num_retried_requests: requests of failed steps that were computed again, counted once for each step.
+        num_resumed_requests: requests that continued in a new engine, counted once for each engine.
+        restart: time from the end of an engine to the continuation of its requests in a new one.
         num_late_masks: rows computed again because their grammar mask was late.
         num_unconstrained_calls: tool calls whose grammars failed, so that their text was free.
         num_decode_forwards: steps in which every row samples, by the outcome of their forward pass
@@ -105,6 +107,8 @@ class EngineMetrics:
         self.kv_transfer = kv_transfer
         self.num_failed_steps = 0
         self.num_retried_requests = 0
+        self.num_resumed_requests = 0
+        self.restart = Histogram(_REQUEST_SECONDS)
         self.num_late_masks = 0
         self.num_unconstrained_calls = 0
         self.num_decode_forwards: Counter[str] = Counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.pooling_defaults import resolve_pooling
-from metal_engine.engine.token_rules import TokenRulesMaker
+from metal_engine.engine.token_rules import GrammarMaker, TokenRulesMaker
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
@@ -31,12 +31,13 @@ class RequestPreparer:
     Args:
         config: configuration of the engine, with every value resolved.
         tokenizer: tokenizer of the model.
+        grammars: factory of grammars; None to compile them in this process.
     """
 
-    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, grammars: GrammarMaker | None = None) -> None:
         self.tokenizer = tokenizer
         self._config = config
-        self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size)
+        self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size, grammars)
         self._parts = PromptBoundaries(tokenizer) if config.cache.num_state_slots else None
 
     def prepare(self, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> PreparedRequest:
@@ -116,6 +117,11 @@ class RequestPreparer:
             )
             prepared.append(request)
         return prepared
+
+    @property
+    def grammars(self) -> GrammarMaker:
+        """Factory of the grammars of outputs."""
+        return self._rules.grammars
 
     def rules_for(self, params: SamplingParams) -> TokenRules:
         """Resolve sampling parameters for this model. Compiles the grammar if there is one.

@@ -2,17 +2,69 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from metal_engine.engine.phase_rules import PhaseRulesMaker
 from metal_engine.errors import ParameterError, short
 from metal_engine.grammars.compiler import GrammarCompiler
-from metal_engine.sampling_params import SamplingParams
+from metal_engine.output_phases import OutputPhases
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer
 from metal_engine.token_rules import Grammar, TokenRules
 
 # Token ids converted in one call, which holds the GIL for 2 ms.
 _IDS_AT_ONCE = 1 << 16
+
+
+class GrammarMaker(Protocol):
+    """Factory of the grammars of outputs. Thread-safe."""
+
+    def grammar_for(
+        self, structured: StructuredOutputsParams | None, phases: OutputPhases | None, stop_token_ids: np.ndarray
+    ) -> Grammar:
+        """Return the grammar of an output with a structured output, rules for its phases, or both.
+
+        Waits for the compilation of a structured output, but not for the grammars of tool calls.
+
+        Args:
+            stop_token_ids: tokens that end generation, [S] int32.
+
+        Raises:
+            ParameterError: the structured output is invalid.
+            OverloadedError: too many grammars are waiting to be compiled.
+            Cancelled: the request was cancelled.
+        """
+
+    def close(self) -> None:
+        """End the processes that compile grammars."""
+
+
+class LocalGrammars:
+    """Factory of grammars for an engine in this process. Implements :class:`GrammarMaker`.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        vocab_size: number of logits, which may exceed the number of the tokenizer's tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._compiler = GrammarCompiler(tokenizer, vocab_size)
+        self._phases = PhaseRulesMaker(tokenizer, self._compiler)
+
+    def grammar_for(
+        self, structured: StructuredOutputsParams | None, phases: OutputPhases | None, stop_token_ids: np.ndarray
+    ) -> Grammar:
+        """See :meth:`GrammarMaker.grammar_for`."""
+        if phases is not None:
+            return self._phases.rules_for(phases, structured, stop_token_ids)
+        assert structured is not None
+        return self._compiler.compile(structured)
+
+    def close(self) -> None:
+        """End the processes that compile grammars."""
+        self._compiler.close()
 
 
 class TokenRulesMaker:
@@ -21,13 +73,13 @@ class TokenRulesMaker:
     Args:
         tokenizer: tokenizer of the model.
         vocab_size: number of logits, which may exceed the number of the tokenizer's tokens.
+        grammars: factory of grammars; None for :class:`LocalGrammars`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, grammars: GrammarMaker | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._compiler = GrammarCompiler(tokenizer, vocab_size)
-        self._phases = PhaseRulesMaker(tokenizer, self._compiler)
+        self.grammars = grammars or LocalGrammars(tokenizer, vocab_size)
 
     def rules_for(self, params: SamplingParams) -> TokenRules:
         """Resolve sampling parameters. Compiles the grammar if there is one, which takes time.
@@ -41,10 +93,11 @@ class TokenRulesMaker:
         stop = eos | frozenset(params.stop_token_ids)
         stop_token_ids = np.array(sorted(i for i in stop if i < self._vocab_size), np.int32)
         grammar: Grammar | None = None
-        if params.phases is not None and params.has_phase_rules:
-            grammar = self._phases.rules_for(params.phases, params.structured_outputs, stop_token_ids)
-        elif params.structured_outputs is not None:
-            grammar = self._compiler.compile(params.structured_outputs)
+        phases, structured = params.phases, params.structured_outputs
+        if phases is not None and not params.has_phase_rules and structured is None:
+            phases = None
+        if phases is not None or structured is not None:
+            grammar = self.grammars.grammar_for(structured, phases, stop_token_ids)
         biases = params.logit_bias or {}
         bad_words = self._bad_words(params)
         self._check_choice(params, stop, bad_words.get((), []))
@@ -59,7 +112,7 @@ class TokenRulesMaker:
 
     def close(self) -> None:
         """End the processes that compile grammars."""
-        self._compiler.close()
+        self.grammars.close()
 
     def _check_sizes(self, params: SamplingParams) -> None:
         """Raise ParameterError if there are more ids than tokens, and for biases outside the vocabulary."""

@@ -103,10 +103,10 @@ class GrammarCompiler:
         self._kept: OrderedDict[bytes, CompiledGrammar] = OrderedDict()  # the least recently requested first
         self._in_use: weakref.WeakValueDictionary[bytes, CompiledGrammar] = weakref.WeakValueDictionary()
 
-    def compile(self, params: StructuredOutputsParams, **place: str) -> CompiledGrammar:
+    def compile(self, params: StructuredOutputsParams, **place: Any) -> CompiledGrammar:
         """Compile a request's grammar, unless it is compiled already.
 
-        ``place`` may have ``tail`` and ``special``, or ``opening``, for a grammar that is only a part of the output's
+        ``place`` has ``tail`` and the other fields for a grammar that is only a part of the output's
         (:mod:`metal_engine.grammars.source`).
 
         Takes milliseconds for most grammars and at most a second, plus the wait for earlier compilations. The first

@@ -25,12 +25,14 @@ class Segment:
         tail: end of the mark that the grammar begins with: the bytes after the mark's last special token.
         is_call: True for a tool call; False for a structured output, which lasts until the end.
         is_whole: True for a tool call that is the whole content.
+        openings: texts that begin reasoning, if they are the first text of the segment after white space.
     """
 
     grammar: GrammarTask
     tail: bytes
     is_call: bool
     is_whole: bool = False
+    openings: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +56,13 @@ class Entry:
         mark: mark that begins the segment.
         token_ids: tokens that the segment's grammar has to consume so far.
         is_partial: True if the text may still become another text than the mark.
+        rest: part of the last token after the mark.
     """
 
     mark: Mark
     token_ids: list[int]
     is_partial: bool
+    rest: bytes = b""
 
 
 class PlainTokens:
@@ -100,7 +104,7 @@ class MarkScanner:
             output has other content.
 
     Attributes:
-        num_reasoning_tokens: number of tokens since the current reasoning began.
+        num_reasoning_tokens: number of tokens of reasoning so far.
     """
 
     marks: Mapping[FreePhase, Sequence[Mark]]
@@ -141,13 +145,15 @@ class MarkScanner:
             at, mark = found
             end = at + len(mark.text)
             if isinstance(mark.target, Segment):
-                entry = Entry(mark, self._tokens_from(end - len(mark.target.tail)), is_partial=False)
+                token_ids = self._tokens_from(end - len(mark.target.tail))
+                entry = Entry(mark, token_ids, is_partial=False, rest=self._text[end:])
                 self.enter(self.phase)
                 self.first_marks = ()
                 return entry
             self._drop(at)
             self._text = self._text[end - at :]
-            self.phase, self.num_reasoning_tokens = mark.target, int(mark.target == "reasoning")
+            self.phase = mark.target
+            self.num_reasoning_tokens += mark.target == "reasoning"
         self._trim()
         return self._partial_entry() if self._text else None
 
@@ -159,7 +165,7 @@ class MarkScanner:
 
     def enter(self, phase: FreePhase, text: bytes = b"") -> None:
         """Begin a phase. ``text`` is the part of the last token that belongs to it."""
-        self.phase, self.num_reasoning_tokens = phase, 0
+        self.phase = phase
         self._text = text
         self._tokens = self._tokens[-1:] if text else []
 

@@ -28,9 +28,8 @@ class PhaseRules:
         first_marks: marks that count only at the beginning of the content.
         token_bytes: returns the UTF-8 bytes of a token.
         stop_token_ids: tokens that end generation, [S] int32.
-        opening: grammar of an output that begins with either reasoning or the structured output; None if the output
-            begins with free text.
-        opening_mark: mark that begins the reasoning of such an output.
+        opening: segment at the start of an output that begins with either reasoning or the structured output; None if
+            the output begins with free text.
         budget: maximum number of reasoning tokens; None: no limit.
         end_tokens: tokens that end the reasoning at the budget.
         several_calls: True if the output may have several tool calls.
@@ -41,8 +40,7 @@ class PhaseRules:
     plain: Mapping[FreePhase, PlainTokens]
     token_bytes: Callable[[int], bytes]
     stop_token_ids: np.ndarray
-    opening: GrammarTask | None = None
-    opening_mark: bytes = b""
+    opening: Segment | None = None
     budget: int | None = None
     end_tokens: tuple[int, ...] = ()
     several_calls: bool = True
@@ -70,6 +68,8 @@ class _LiveSegment:
         grammar: grammar of the segment.
         mark: mark that begins the segment; None for the opening of an output.
         is_partial: True if the text is only the beginning of the mark so far.
+        openings: ``openings`` of the segment; empty after other text.
+        begun: text of the segment, as long as ``openings`` is not empty.
         unsent: tokens that were not sent to the grammar's process yet.
         sent: tokens that were sent with the last request.
     """
@@ -78,6 +78,8 @@ class _LiveSegment:
     mark: Mark | None
     is_call: bool
     is_partial: bool
+    openings: tuple[bytes, ...] = ()
+    begun: bytes = b""
     unsent: list[int] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     matcher: GrammarMatcher | None = None
@@ -113,13 +115,11 @@ class PhaseMatcher:
         self._scanner = MarkScanner(rules.marks, rules.plain, rules.token_bytes, rules.begins_in, rules.first_marks)
         self._drafts: list[int] = []
         self._segment: _LiveSegment | None = None
-        self._opening: bytes | None = None  # text so far, while it may become the opening mark
         self._num_forced: int | None = None  # number of forced tokens so far; None: none are forced
         self._has_ended = False  # True if only a stop token may follow
         self.num_unconstrained_calls = 0
-        if rules.opening is not None:
-            self._segment = _LiveSegment(rules.opening, None, is_call=False, is_partial=False)
-            self._opening = b""
+        if (opening := rules.opening) is not None:
+            self._segment = _LiveSegment(opening.grammar, None, False, False, opening.openings)
         self._check_budget()
 
     @property
@@ -143,24 +143,35 @@ class PhaseMatcher:
 
     def observe(self, token_ids: Sequence[int]) -> None:
         for token_id in dropwhile(self.plain_tokens.__contains__, token_ids):
-            if self._opening is not None:
-                self._open(token_id)
-            elif self._segment is not None and not self._segment.is_partial:
-                self._segment.unsent.append(token_id)
+            segment = self._segment
+            if self._num_forced is not None:
+                self._num_forced += 1
+            if segment is not None and not segment.is_partial:
+                segment.unsent.append(token_id)
+                if segment.openings:
+                    self._reopen(segment, self._rules.token_bytes(token_id))
             elif not self._has_ended:
                 self._scan(token_id)
+            if self._num_forced == len(self._rules.end_tokens):
+                self._end_forced()
+            self._check_budget()
 
     def consume(self, token_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
         self.observe(token_ids)
         self._drafts = list(drafts)
-        if self._segment is not None:
+        if self._segment is not None and self._num_forced is None:
             try:
-                self._segment.send(drafts)
+                # The grammar does not have the text after an opening.
+                self._segment.send(() if self._segment.openings else drafts)
             except ValueError as error:
                 self._fail(error)
 
     def fill_mask(self, mask: np.ndarray, deadline: float, num_drafts: int = 0) -> bool:
+        if self._num_forced is not None:
+            return _allow_only(mask, self._rules.end_tokens[self._num_forced + num_drafts :][:1])
         while (segment := self._segment) is not None:
+            if num_drafts and segment.openings:
+                raise ValueError("the mask after a draft that may begin another phase is unknown")
             try:
                 matcher = segment.send((), deadline)
                 return matcher is not None and matcher.fill_mask(mask, deadline, num_drafts)
@@ -170,8 +181,6 @@ class PhaseMatcher:
                 if num_drafts:
                     raise
                 self._fail(error)
-        if self._num_forced is not None:
-            return _allow_only(mask, self._rules.end_tokens[self._num_forced + num_drafts :][:1])
         if self._has_ended:
             return _allow_only(mask, self._rules.stop_token_ids)
         if not self.is_free_after(self._drafts[:num_drafts]):
@@ -179,44 +188,42 @@ class PhaseMatcher:
         return True
 
     def _scan(self, token_id: int) -> None:
-        """Process a token of free or forced text."""
-        is_forced = self._num_forced is not None
+        """Process a token of free text, or of the beginning of a mark."""
         entry = self._scanner.add(token_id)
-        if entry is None and self._segment is None and not is_forced:  # most tokens
-            self._check_budget()
+        if entry is None and self._segment is None:  # most tokens
             return
         live, self._segment = self._segment, None
-        if self._num_forced is not None:
-            self._num_forced += 1
-            if self._num_forced == len(self._rules.end_tokens):
-                self._num_forced = None
-        if entry is not None and not (is_forced and entry.is_partial):
-            segment = entry.mark.target
-            assert isinstance(segment, Segment)
-            if live is None or live.mark is not entry.mark:
-                live = _LiveSegment(segment.grammar, entry.mark, segment.is_call, entry.is_partial, entry.token_ids)
-            else:
-                live.unsent.append(token_id)
-                live.is_partial = entry.is_partial
-            self._segment = live
-        elif is_forced and self._num_forced is None and self._scanner.phase == "reasoning":
+        if entry is None:
+            return
+        segment = entry.mark.target
+        assert isinstance(segment, Segment)
+        if live is None or live.mark is not entry.mark:
+            live = _LiveSegment(segment.grammar, entry.mark, segment.is_call, entry.is_partial, unsent=entry.token_ids)
+        else:
+            live.unsent.append(token_id)
+            live.is_partial = entry.is_partial
+        self._segment = live
+        if not entry.is_partial and segment.openings:
+            live.openings = segment.openings
+            self._reopen(live, entry.rest)
+
+    def _reopen(self, live: _LiveSegment, text: bytes) -> None:
+        """Begin reasoning if ``text``, the next text of a segment, completes one of the segment's openings."""
+        live.begun = (live.begun + text).lstrip()
+        for opening in live.openings:
+            if live.begun.startswith(opening):
+                self._segment = None
+                self._scanner.enter("reasoning", live.begun[len(opening) :])
+                return
+        if not any(opening.startswith(live.begun) for opening in live.openings):
+            live.openings = ()
+
+    def _end_forced(self) -> None:
+        """Handle the last forced token."""
+        self._num_forced = None
+        if self._segment is None and self._scanner.phase == "reasoning":
             # The vocabulary spells the mark in another way than its tokens do.
             self._scanner.enter("content")
-        self._check_budget()
-
-    def _open(self, token_id: int) -> None:
-        """Process a token of an output that may begin with reasoning."""
-        assert self._opening is not None and self._segment is not None
-        self._opening += self._rules.token_bytes(token_id)
-        text, mark = self._opening.lstrip(), self._rules.opening_mark
-        if text.startswith(mark):
-            self._segment = self._opening = None
-            self._scanner.enter("reasoning", text[len(mark) :])
-            self._check_budget()
-            return
-        self._segment.unsent.append(token_id)
-        if not mark.startswith(text):
-            self._opening = None
 
     def _is_at_budget(self, scanner: MarkScanner) -> bool:
         budget = self._rules.budget

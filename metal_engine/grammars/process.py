@@ -55,6 +55,7 @@ from metal_engine.grammars.messages import (
     unpack_masks,
     unpack_step,
 )
+from metal_engine.grammars.next_mask import next_mask
 from metal_engine.grammars.source import grammar_source, is_segment
 
 COMPILE_CPU_SECONDS = 1.0
@@ -130,6 +131,7 @@ class GrammarServer:
 
     Args:
         compiled: matcher of the compiled grammar.
+        tokenizer: tokenizer of the grammar.
         growth: growth of this process.
         channel: socket of this process, which the fork closes.
         is_segment: True if the grammar is that of a segment, which may be followed by other text. The answer then
@@ -137,9 +139,16 @@ class GrammarServer:
     """
 
     def __init__(
-        self, compiled: llguidance.LLMatcher, growth: Growth, channel: socket.socket, *, is_segment: bool = False
+        self,
+        compiled: llguidance.LLMatcher,
+        tokenizer: llguidance.LLTokenizer,
+        growth: Growth,
+        channel: socket.socket,
+        *,
+        is_segment: bool = False,
     ) -> None:
         self._compiled = compiled
+        self._tokenizer = tokenizer
         self._is_segment = is_segment
         self._growth = growth
         self._channel = channel
@@ -185,7 +194,7 @@ class GrammarServer:
     def _next_mask(self, matcher: llguidance.LLMatcher, token_ids: list[int], num_new: int) -> bytes:
         """Return the mask after some tokens. ``num_new`` is the number of tokens since the previous mask."""
         started = time.process_time()
-        mask = mask_after(matcher, token_ids)
+        mask = mask_after(matcher, self._tokenizer, token_ids)
         earned = MEAN_MASK_CPU_SECONDS * max(num_new, 1)
         self._credit = min(self._credit + earned - (time.process_time() - started), BURST_CPU_SECONDS)
         if self._credit < 0:
@@ -237,7 +246,7 @@ class GrammarServer:
             if self._drafts_credit < 0:
                 return pack_masks(MASK, masks)
             try:
-                mask = mask_after(ahead, [draft])
+                mask = mask_after(ahead, self._tokenizer, [draft])
             except ValueError:
                 break
             if self._is_segment and ahead.is_stopped():
@@ -272,11 +281,11 @@ def _consume_to_end(matcher: llguidance.LLMatcher, token_ids: list[int]) -> int 
     return len(token_ids) if matcher.is_stopped() else None
 
 
-def mask_after(matcher: llguidance.LLMatcher, token_ids: list[int]) -> bytes:
+def mask_after(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer, token_ids: list[int]) -> bytes:
     """Advance a matcher by tokens. Return the mask of the next token. Raises ValueError as :func:`consume` does."""
     consume(matcher, token_ids)
     signal.setitimer(signal.ITIMER_PROF, MASK_CPU_SECONDS)
-    mask = bytes(matcher.compute_bitmask())
+    mask = next_mask(matcher, tokenizer)
     signal.setitimer(signal.ITIMER_PROF, 0)
     if matcher.is_error():
         raise ValueError(first_line(matcher.get_error()))
@@ -328,7 +337,7 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
     seconds = time.process_time() - started
     monitor.done.set()
     monitor.join()
-    server = GrammarServer(compiled, growth, channel, is_segment=is_segment(wanted))
+    server = GrammarServer(compiled, tokenizer, growth, channel, is_segment=is_segment(wanted))
     channel.sendall(framed(pack_compiled(seconds)))
     serve(channel, server.answer)
 

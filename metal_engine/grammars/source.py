@@ -1,11 +1,18 @@
 """Converts structured output parameters to a grammar in llguidance's format. Loads no other package.
 
 A wanted grammar is a dictionary: the fields of :class:`metal_engine.sampling_params.StructuredOutputsParams`, or
-``call``, the Lark rules of a tool call. With ``tail``, it is the grammar of a part of an output that follows a mark:
-``tail`` is the text of the mark that the grammar begins with. ``tails`` has such a text for each mark of a tool call,
-and the name of the rule that derives the text after it. ``special`` are the special tokens of the vocabulary, as
-llguidance's ranges of ids; empty if there are none. With ``opening``, the output may begin with this text instead, in
-Lark's syntax, and then continue in any way.
+``call``, the Lark rules of a tool call. With ``tail``, it is the grammar of a part of an output that follows a mark.
+The grammar begins with the text ``tail`` of the mark, which may be empty. ``tails`` has such a text for each mark of a
+tool call, and the name of the rule that derives the text after it. ``special`` are the special tokens of the
+vocabulary, as llguidance's ranges of ids; empty if there are none.
+
+These fields belong to a structured output with ``tail``. Texts are in Lark's syntax:
+
+- ``content_start``: text before the structured output
+- ``opening``: alternative to the structured output: this text, followed by any text
+- ``calls``: alternative to the structured output: tool calls. ``mark`` is the text before each call, ``rules`` are the
+  Lark rules of the text after the mark, and ``several`` is true if several calls are allowed.
+- ``next_message``: optional text before the structured output or its alternatives
 """
 
 from __future__ import annotations
@@ -42,11 +49,26 @@ def grammar_source(wanted: Mapping[str, Any]) -> str:
         rules = f"{_after_mark(wanted['tails'], wanted['special'])}\n{wanted['call']}"
         return llguidance.LLMatcher.grammar_from_lark(rules)
     source = _structured_source(wanted)
-    if wanted.get("opening") is not None:
-        return _nested(f"start: opening | WS? @content\nopening: WS? {wanted['opening']} REST\nREST: /(?s:.*)/", source)
-    if wanted.get("tail") is not None:
-        return _nested(_after_mark({wanted["tail"]: "WS? @content"}, wanted["special"]), source)
-    return source
+    if "tail" not in wanted:
+        return source
+    outer = f"{_after_mark({wanted['tail']: 'begun'}, wanted['special'])}\n{_begun(wanted)}"
+    return _nested(outer, source)
+
+
+def _begun(wanted: Mapping[str, Any]) -> str:
+    """Return the Lark rules of a structured output, and of the texts that may take its place."""
+    space = "" if "content_start" in wanted else "WS?"
+    options = [f"{wanted.get('content_start', space)} @content"]
+    rules = ""
+    if "opening" in wanted:
+        options.append(f"{space} {wanted['opening']} REST")
+        rules += "\nREST: /(?s:.*)/"
+    if "calls" in wanted:
+        calls = wanted["calls"]
+        options.append(f"called+ {space}" if calls["several"] else f"called {space}")
+        rules += f"\ncalled: {space} {calls['mark']} call\n{calls['rules']}"
+    first = f"({wanted['next_message']})? " if "next_message" in wanted else ""
+    return f"begun: {first}({' | '.join(options)}){rules}"
 
 
 def _after_mark(rests: Mapping[str, str], special: str) -> str:

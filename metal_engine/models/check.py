@@ -54,7 +54,7 @@ def check_paged_model(
     block_size: int = _BLOCK_SIZE,
     *,
     agree: Agree = lambda what, number: number,
-) -> None:
+) -> float:
     """Run two requests, each in two chunks and a decode, packed together. Compare with mlx-lm's own forward pass.
 
     The requests are a little longer than a block. The first request is longer if that crosses a sliding window at
@@ -73,6 +73,9 @@ def check_paged_model(
         agree: returns the maximum of a number over all ranks, if ``paged`` is one rank's shard. All ranks then run the
             same number of tokens and attempts.
 
+    Returns:
+        Largest difference of a logit, relative to the largest logit.
+
     Raises:
         UnsupportedModelError: the logits differ, attention over quantized K and V differs, or a layer did not
             write once and attend at least once in every step.
@@ -82,9 +85,10 @@ def check_paged_model(
     if paged.kv_bits is None:
         return _check_logits(paged, backend, vocab_size, block_size, agree)
     with paged.over(paged.pool.unquantized()):
-        _check_logits(paged, PortableBackend(), vocab_size, block_size, agree)
+        gap = _check_logits(paged, PortableBackend(), vocab_size, block_size, agree)
     with paged.over(with_recording_states(paged.pool)):
         _run(paged, ComparingBackend(backend), _Requests.of(paged, vocab_size, block_size, 0, agree))
+    return gap
 
 
 @dataclass(frozen=True)
@@ -119,13 +123,15 @@ class _Requests:
         return cls(tokens, block_size, block_table, ranges, ([0, 1], [0, 1], [1, 0]))
 
 
-def _check_logits(paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, agree: Agree) -> None:
+def _check_logits(
+    paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, agree: Agree
+) -> float:
     for seed in range(_ATTEMPTS[paged.dtype]):
         requests = _Requests.of(paged, vocab_size, block_size, seed, agree)
         gap = _largest_gap(paged, _run(paged, backend, requests), requests)
         # All ranks try again, or no rank: a rank that continued alone would wait for the others forever.
         if not agree("logits that are off", int(not gap <= LOGITS_TOLERANCE[paged.dtype])):
-            return
+            return gap
     raise UnsupportedModelError(
         f"its logits through the paged cache are off from mlx-lm's own by {gap:.1g} of their size"
     )

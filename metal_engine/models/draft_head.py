@@ -23,7 +23,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import dequantize_model
 
-from metal_engine.attention.backend import StepAttention
+from metal_engine.attention.backend import AttentionBackend, StepAttention
 from metal_engine.checkpoints.draft_heads import HeadWeights, embedding_table, has_attention, last_attention_layer
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line
@@ -234,6 +234,34 @@ class PagedDraftHead:
             return self.head(embeddings, hidden[:, None], self._cache.make_mask(1), self._cache)[:, 0]
         finally:
             step.rows = step.attention = step.positions = None
+
+    def follow(
+        self, token_ids: mx.array, hidden: mx.array, rows: StepRows, attention: StepAttention, backend: AttentionBackend
+    ) -> mx.array:
+        """Write the keys and values of a step's rows, and return the head's output for the rows that sample.
+
+        If most rows do not sample, the rows that sample are computed again, on their own. The queries and the
+        feed-forward layer of all other rows are then never evaluated.
+
+        Args:
+            token_ids: tokens after the rows, [N] int32.
+            hidden: hidden states of the rows, [N, hidden_size].
+            rows: rows of a step of the model.
+            attention: attention of ``backend`` for ``rows``.
+            backend: attention backend of the model.
+
+        Returns:
+            Output, [R, hidden_size].
+        """
+        output = self(token_ids, hidden, rows, attention)
+        if len(rows.logits_indices) == rows.num_tokens:
+            return output
+        indices = mx.array(rows.logits_indices)
+        if 2 * len(rows.logits_indices) > rows.num_tokens:
+            return output[indices]
+        del output  # its graph refers to arrays of the pool
+        sampling = rows.sampling_rows()
+        return self(token_ids[indices], hidden[indices], sampling, backend.for_step(sampling))
 
     def logits(self, output: mx.array) -> mx.array:
         """Return the logits of the predicted tokens, [R, vocab_size], from the head's output, [R, hidden_size]."""

@@ -24,6 +24,7 @@ from metal_engine.errors import one_line
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
+from metal_engine.runner.start_check import CheckDeadline, CheckTooSlowError
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import EngineConfig
 from metal_engine.settings.fields import format_size
@@ -71,6 +72,10 @@ def choose_dispatch(runner: ModelRunner, config: EngineConfig) -> str:
     try:
         more = _more_bytes(runner, blocks, num_steps)
         pool.forget_states(set(range(1, num_rows + 1)))
+    except CheckTooSlowError as error:
+        logger.warning("steps are not queued on the device: %s", error)
+        pool.forget_states(set(range(1, num_rows + 1)))
+        return f"{SEQUENTIAL}: {error}"
     except Exception as error:
         logger.exception("steps are not queued: the trial failed")
         with suppress(Exception):  # a stream may raise the error again, which must not fail the first request's step
@@ -98,6 +103,7 @@ def _more_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) ->
     replays = runner.replays
     matrix = mx.array(np.zeros(_BUSY_SHAPE, np.float16))
     mx.eval(matrix)
+    deadline = CheckDeadline()
     try:
         peaks = []
         for allow_queued_dispatch, is_replayed in [
@@ -106,25 +112,29 @@ def _more_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int) ->
             *([(True, True)] * 2 if replays else []),
         ]:
             runner.allow_queued_dispatch, runner.replays = allow_queued_dispatch, is_replayed
-            peaks.append(_peak_bytes(runner, blocks, num_steps, matrix))
+            peaks.append(_peak_bytes(runner, blocks, num_steps, matrix, deadline))
         return max(peaks[1:]) - peaks[0]
     finally:
         runner.allow_queued_dispatch, runner.replays = False, replays
         mx.clear_cache()
 
 
-def _peak_bytes(runner: ModelRunner, blocks: list[list[int]], num_steps: int, matrix: mx.array) -> int:
+def _peak_bytes(
+    runner: ModelRunner, blocks: list[list[int]], num_steps: int, matrix: mx.array, deadline: CheckDeadline
+) -> int:
     """Return the peak memory of decode steps, of which two are in flight. Their outputs are discarded.
 
     Args:
         blocks: block ids of each request.
         matrix: input of the products that keep the device busy.
+        deadline: time limit of the whole trial.
     """
     req_ids = [f"warm-up {row}" for row in range(len(blocks))]
     peak = 0
     in_flight: deque[PendingStep] = deque()
     try:
         for step_id in range(num_steps):
+            deadline.check()
             plan = SchedulerOutput(
                 step_id, num_scheduled_tokens=dict.fromkeys(req_ids, 1), sampled_req_ids=list(req_ids)
             )

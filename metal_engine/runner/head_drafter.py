@@ -89,12 +89,14 @@ class HeadDrafter:
         """Build the head's part of a step, on the step's hidden states and samples."""
         assert step.hidden is not None
         rows = step.batch.rows
-        output = self._head(_next_tokens(step, tokens), step.hidden, rows, step.attention)
+        next_tokens = _next_tokens(step, tokens)
         self._num_idle_steps += 1
         # A step with prompts carries, too: this costs little of its time, and the prompts' requests decode next.
         is_carried = self._num_idle_steps <= _CARRIED_STEPS or rows.num_tokens > len(rows.logits_indices)
         if is_carried and len(rows.logits_indices):
-            return FollowedByHead(self._carried, step, output[mx.array(rows.logits_indices)])
+            output = self._head.follow(next_tokens, step.hidden, rows, step.attention, self._backend)
+            return FollowedByHead(self._carried, step, output)
+        self._head(next_tokens, step.hidden, rows, step.attention)
         return FollowedByHead(self._carried, step, None, marker_after(self._head.state.writes_done_marker()))
 
     # --- drafts ---

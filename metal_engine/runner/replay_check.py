@@ -20,6 +20,7 @@ from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.models.check import LOGITS_TOLERANCE
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.replay import TRACE_AT, DecodeReplay
+from metal_engine.runner.start_check import CheckDeadline, CheckTooSlowError
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import KVCacheLostError
 
@@ -47,11 +48,16 @@ def check_replay(
     block_table = np.arange(num_rows * blocks_of_one, dtype=np.int32).reshape(num_rows, blocks_of_one)
     # Rounding can select another expert or another quantized value of K and V. A bug shows in every attempt.
     is_exact = model.dtype == mx.float32 and model.kv_bits is None
+    deadline = CheckDeadline()
     try:
         for seed in range(1 if is_exact else _ATTEMPTS):
-            gap = _largest_gap(model, backend, replay, block_table, cache.block_size, num_steps, seed)
+            gap = _largest_gap(model, backend, replay, block_table, cache.block_size, num_steps, seed, deadline)
             if gap <= LOGITS_TOLERANCE[model.dtype]:
                 return
+    except CheckTooSlowError as error:
+        replay.refuse(str(error))
+        model.pool.forget_states(set(range(1, num_rows + 1)))
+        return
     except Exception as error:
         logger.exception("replaying a step failed")
         replay.refuse(f"the trial at startup failed ({one_line(error)})")
@@ -72,6 +78,7 @@ def _largest_gap(
     block_size: int,
     num_steps: int,
     seed: int,
+    deadline: CheckDeadline,
 ) -> float:
     """Return the largest difference of logits of replayed steps, relative to their size; NaN if a difference is NaN."""
     gaps = [0.0]
@@ -80,6 +87,7 @@ def _largest_gap(
     replayed_states: list[mx.array] = []
     tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (num_steps, num_rows)).astype(np.int32)
     for step in range(num_steps):
+        deadline.check()
         reads = slots if step else (ZERO_STATE_SLOT,) * num_rows
         state_slots = np.array(reads, np.int32), np.array(slots, np.int32)
         rows = step_rows(

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from metal_engine.engine.engine_thread import EngineDeadError
+from metal_engine.engine.transport import EngineDeadError
 from metal_engine.errors import ContextLengthError, short
 from metal_engine.server.protocol import ErrorBody, ErrorDetail
 from metal_engine.text.long_text import TextTooLongError

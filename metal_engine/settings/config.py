@@ -89,7 +89,7 @@ class ModelInfo:
     max_position_embeddings: int | None
     num_heads: int = 1
     head_dim: int = 1
-    default_sampling: dict[str, float] = field(default_factory=dict)
+    default_sampling: dict[str, int | float] = field(default_factory=dict)
     hidden_size: int = 0
     layer_width: int = 0
     pooler: PoolerConfig = PoolerConfig()
@@ -211,6 +211,7 @@ class AttentionLayers:
         not_covered: reasons why some layers do not use the kernel; empty if the kernel was not requested.
         tuning: description of the choices of attention tuning; empty without tuning.
         tuned: names of the choices that differ from the default.
+        tensor_ops: state of Metal's tensor operations with the reason; empty if the GPU lacks them.
     """
 
     metal: int = 0
@@ -218,6 +219,7 @@ class AttentionLayers:
     not_covered: tuple[str, ...] = ()
     tuning: str = ""
     tuned: tuple[str, ...] = ()
+    tensor_ops: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 # mlx-lm's names for formats of tool calls, and vLLM's names for those that mlx-lm lacks.
 TOOL_PARSERS = (
     "auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "function_gemma", "gemma4", "glm47",
-    "json_tools", "kimi_k2", "kimi_k3", "laguna", "llama3_json", "longcat", "minicpm5", "minimax_m2", "mistral",
-    "muse_spark", "pythonic", "qwen3_coder",
+    "json_tools", "kimi_k2", "kimi_k3", "laguna", "llama3_json", "llama4_pythonic", "longcat", "minicpm5", "minimax_m2",
+    "mistral", "muse_spark", "olmo3", "pythonic", "qwen3_coder",
 )  # fmt: skip
 # vLLM's names for formats that have another name in mlx-lm.
 TOOL_PARSER_ALIASES = {"hermes": "json_tools", "qwen3_xml": "qwen3_coder", "glm45": "glm47", "lfm2": "pythonic"}

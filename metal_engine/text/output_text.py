@@ -122,5 +122,6 @@ def _stop_strings(prepared: PreparedRequest) -> StopStrings | None:
         return None
     include = params.include_stop_str_in_output
     if params.phases is not None and params.phases.reasoning is not None:
-        return StopStringsOutsideReasoning(root, params.phases.reasoning, include=include)
+        is_structured = params.structured_outputs is not None
+        return StopStringsOutsideReasoning(root, params.phases.reasoning, is_structured=is_structured, include=include)
     return StopStrings(root, include=include)

@@ -110,31 +110,56 @@ class StopStrings:
 class StopStringsOutsideReasoning(StopStrings):
     """Finds stop strings in text with reasoning between marks. Within the reasoning, they have no effect.
 
+    Marks in tool calls and in a structured output are text.
+
     Args:
         root: automaton of the stop strings.
         reasoning: marks of the reasoning.
+        is_structured: True if a structured output follows the reasoning.
         include: True if the text shown includes the stop string.
     """
 
-    def __init__(self, root: StopPrefix, reasoning: ReasoningPhase, *, include: bool = False) -> None:
+    def __init__(
+        self, root: StopPrefix, reasoning: ReasoningPhase, *, is_structured: bool = False, include: bool = False
+    ) -> None:
         super().__init__(root, include=include)
-        self._reasoning = reasoning
-        self._is_inside = reasoning.begins_inside
+        self._start = reasoning.start
+        call, call_end = reasoning.call_marks or ("", "")
+        # State -> marks that end it, each with the next state. ``begun``: the text may begin with reasoning.
+        self._marks: dict[str, dict[str, str]] = {
+            "begun": {reasoning.start: "reasoning"},
+            "content": {reasoning.start: "reasoning"} | ({call: "call"} if call else {}),
+            "call": {call_end: "content"} if call_end else {},
+            "reasoning": {reasoning.end: "structure" if is_structured else "content"},
+            "structure": {},
+        }
+        self._state = "reasoning" if reasoning.begins_inside else "begun" if is_structured else "content"
+        if reasoning.content_start:
+            self._state, self._marks["reasoning"] = "reasoning", {reasoning.content_start: "structure"}
+        self._longest = max(len(mark) for marks in self._marks.values() for mark in marks)
         self._tail = ""  # end of the text so far, which may be the beginning of a mark
 
     def add(self, text: str, *, is_active: bool = True) -> tuple[str, str | None]:
         shown = ""
         while text:
-            mark = self._reasoning.end if self._is_inside else self._reasoning.start
-            at = (self._tail + text).find(mark)
+            window = self._tail + text
+            if self._state == "begun" and not self._may_begin(window.lstrip()):
+                self._state = "structure"
+            marks = self._marks[self._state]
+            at, mark = min(((window.find(mark), mark) for mark in marks if mark in window), default=(-1, ""))
             end = len(text) if at < 0 else at + len(mark) - len(self._tail)
             part, text = text[:end], text[end:]
-            more, found = super().add(part, is_active=is_active and not self._is_inside)
+            more, found = super().add(part, is_active=is_active and self._state != "reasoning")
             shown += more
             if found is not None:
                 return shown, found
-            self._tail = (self._tail + part)[-len(mark) + 1 :] if at < 0 and len(mark) > 1 else ""
             if at >= 0:
-                self._is_inside = not self._is_inside
-                shown += self.flush() if self._is_inside else ""
+                self._state, self._tail = marks[mark], ""
+                shown += self.flush() if self._state == "reasoning" else ""
+            else:
+                self._tail = window[max(len(window) - self._longest + 1, 0) :]
         return shown, None
+
+    def _may_begin(self, text: str) -> bool:
+        """Return True if a text begins with reasoning, or may do so when more text arrives."""
+        return text.startswith(self._start) or self._start.startswith(text)

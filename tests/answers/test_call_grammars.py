@@ -15,6 +15,7 @@ from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.answers.phases import call_phase
 from metal_engine.answers.splitter import Splitter
 from metal_engine.checkpoints.answer_formats import CALL_SYNTAXES
+from metal_engine.errors import ParameterError
 from metal_engine.grammars.call_grammar import CallGrammar
 from tests.support.call_walks import describe, random_tools, vocabulary, walk
 from tests.support.splitting import answer_format, run
@@ -81,3 +82,31 @@ def check_walks(name: str, num_walks: int) -> None:
 @pytest.mark.parametrize("num_walks", [20, pytest.param(667, marks=pytest.mark.full)])
 def test_random_calls_are_read_and_valid(name: str, num_walks: int) -> None:
     check_walks(name, num_walks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_with_the_texts_of_special_tokens(name: str, kind: str) -> None:
+    """They are plain text within a call, and are read back exactly, or the request is refused."""
+    known = format_of(name)
+    assert known.tool is not None
+    marks = {*closers(name), *getattr(known.syntax, "without", ())} - {'"'}
+    inexpressible = set() if name == "kimi_k3" else marks  # it also writes arguments as JSON
+    texts = {"<|im_end|>", known.tool.tool_call_start, known.tool.tool_call_end, "<think>", *marks}
+    for text in sorted(texts):
+        value = f"a {text} b"
+        schema = {"type": "object", "properties": {"x": {"enum": [value]}}, "required": ["x"]}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        if any(mark in value for mark in inexpressible):
+            with pytest.raises(ParameterError, match="requires a text with") as caught:
+                call_phase(known, tools, parallel=True)
+            assert caught.value.name == "tools[0].function.parameters"
+            continue
+        phase = call_phase(known, tools, parallel=False)
+        assert phase is not None and phase.triggers[0].arguments
+        for seed in range(2):
+            rest = walk(random.Random(seed), vocabulary(kind), phase.triggers[0], closers(name), 0)
+            assert rest is not None
+            for parts in ([phase.triggers[0].mark + rest], list(phase.triggers[0].mark + rest)):
+                content, _, calls, _ = run(splitter(name, tools), parts)
+                assert (content, calls) == ("", [("f", {"x": value})])

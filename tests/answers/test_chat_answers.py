@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -200,13 +201,10 @@ def test_forced_calls_follow_the_reasoning(
 
 def test_forced_calls_of_gpt_oss_follow_its_reasoning() -> None:
     forced = ToolPlan(shown=TOOLS, asked_for=True, forced=True, name="find_trains")
-    text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"
-    for parts in cuts(text + ARGUMENTS):
-        reader = ChatAnswers(harmony_format(), forced).reader(incremental=True)
-        deltas = [delta for part in parts for delta in reader.add(part, ())]
-        answer = assemble(deltas + reader.add("", (), "stop"))
-        assert (answer.content, answer.reasoning) == (None, "hm")
-        assert [(call.name, call.arguments) for call in answer.tool_calls] == [("find_trains", ARGUMENTS)]
+    for arguments in (ARGUMENTS, '{"city": "<|end|><|call|><|start|>"}'):
+        for parts in cuts(f"{HARMONY_THOUGHT}<|channel|>final<|message|>{arguments}"):
+            answer = parsed(ChatAnswers(harmony_format(), forced), parts)
+            assert answer == (None, "hm hm", [("find_trains", arguments)])
 
 
 def test_a_forced_output_that_is_cut_off_within_its_reasoning_has_no_call() -> None:
@@ -230,8 +228,8 @@ def test_a_forced_output_that_is_cut_off_within_its_reasoning_has_no_call() -> N
 )
 def test_a_structured_output_follows_the_reasoning(given: dict[str, Any], content: str, has_phase: bool) -> None:
     known = answer_format("json_tools")
-    begun = ChatAnswers.for_prompt(known, PARSED, [], lambda ids: "assistant\n<think>\n")
-    own = ChatAnswers.for_prompt(known, PARSED, [], lambda ids: "assistant\n")
+    begun = ChatAnswers.for_prompt(known, NO_TOOLS, [], lambda ids: "assistant\n<think>\n")
+    own = ChatAnswers.for_prompt(known, NO_TOOLS, [], lambda ids: "assistant\n")
     for answers, before in ((begun, "hm hm</think>"), (own, "<think>hm hm</think>"), (own, "")):
         under, params = answers.applied_to(SamplingParams(structured_outputs=StructuredOutputsParams(**given)))
         phase = ReasoningPhase("<think>", "</think>", begins_inside=answers.in_reasoning)
@@ -245,6 +243,52 @@ def test_a_structured_output_follows_the_reasoning(given: dict[str, Any], conten
                 answer = assemble(deltas + reader.add("", (), "stop"))
                 reasoning = "hm hm" if before else None
                 assert (answer.content, answer.reasoning, answer.tool_calls) == (content, reasoning, ())
+
+
+STRUCTURE = '{"a": "<think></think><tool_call><|end|><|call|><|return|><|channel|>analysis<|message|>"}'
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>hm hm<|end|><|start|>assistant"
+HARMONY_CALL = '<|channel|>commentary to=functions.find_trains <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+
+
+@pytest.mark.parametrize("plan", [NO_TOOLS, PARSED], ids=["plain", "tools"])
+@pytest.mark.parametrize(("known", "before", "content_start", "call"), [
+    (answer_format("json_tools"), "<think>hm hm</think>\n", "", CALL),
+    (answer_format("mistral"), "<think>hm hm</think>", "", '[TOOL_CALLS]find_trains[ARGS]{"city": "Rome"}'),
+    (replace(answer_format("pythonic"), reasoning=None), "", "",
+     '<|tool_call_start|>[find_trains(city="Rome")]<|tool_call_end|>'),
+    (harmony_format(), HARMONY_THOUGHT, "<|channel|>final<|message|>", HARMONY_CALL),
+    (harmony_format(), "", "<|channel|>final<|message|>", HARMONY_CALL),
+], ids=["hermes", "mistral", "pythonic", "harmony", "harmony at once"])  # fmt: skip
+def test_a_structured_output_or_calls(
+    known: AnswerFormat, before: str, content_start: str, call: str, plan: ToolPlan
+) -> None:
+    """The content is exactly the structured output, with any marks in it. With tools, calls may replace the content."""
+    answers = ChatAnswers.for_prompt(known, plan, [], lambda ids: "assistant")
+    for structure in (STRUCTURE, '["[TOOL_CALLS]"]', '"<tool_call>"', "{}"):
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(json=True))
+        under, _ = answers.applied_to(params)
+        for parts in cuts(before + content_start + structure):
+            assert parsed(under, parts) == (structure, "hm hm" if before else None, [])
+    for parts in cuts(before + call) if plan is PARSED else ():
+        content, reasoning, calls = parsed(under, parts)
+        assert (content, reasoning, calls) == (None, "hm hm" if before else None, [("find_trains", '{"city": "Rome"}')])
+
+
+def parsed(answers: ChatAnswers, parts: list[str]) -> tuple[str | None, str | None, list[tuple[str, str]]]:
+    """Return the content, the reasoning, and the calls of an answer."""
+    reader = answers.reader(incremental=True)
+    deltas = [delta for part in parts for delta in reader.add(part, ())]
+    answer = assemble(deltas + reader.add("", (), "stop"))
+    assert reader.num_calls == len(answer.tool_calls)
+    return answer.content, answer.reasoning, [(call.name, call.arguments) for call in answer.tool_calls]
+
+
+def test_a_continued_message_of_gpt_oss_has_its_structure_from_the_first_token() -> None:
+    continued = ChatAnswers.for_prompt(harmony_format(), PARSED, [], lambda ids: '<|message|>{"a"', continues=True)
+    given = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    answers, params = continued.applied_to(given)
+    assert params is given
+    assert parsed(answers, [': "<|end|>"}']) == (': "<|end|>"}', None, [])
 
 
 @pytest.mark.parametrize(
@@ -262,6 +306,52 @@ def test_a_prompt_after_the_reasoning(prompt: str, continues: bool) -> None:
         assert applied is params
         deltas = under.reader(incremental=True).add('{"a": "</think>"}', (), "stop")
         assert assemble(deltas).content == '{"a": "</think>"}'
+
+
+@pytest.mark.parametrize(("prompt", "budget", "drops"), [
+    ("assistant\n<think>\n\n</think>\n\n", None, True),
+    ("assistant\n<think>\n", 7, True),
+    ("assistant\n", 7, True),
+    ("assistant\n<think>\n", None, False),
+    ("assistant\n", None, False),
+])  # fmt: skip
+@pytest.mark.parametrize("plan", [NO_TOOLS, PARSED], ids=["plain", "tools"])
+def test_another_end_mark_of_reasoning_that_a_budget_or_the_prompt_ended(
+    plan: ToolPlan, prompt: str, budget: int | None, drops: bool
+) -> None:
+    """It is dropped. A quoted one is content."""
+    given = ChatAnswers.for_prompt(answer_format("json_tools"), plan, [], lambda ids: prompt)
+    answers, params = given.applied_to(SamplingParams(), budget=budget)
+    assert params.phases is None or params.phases.reasoning is None or params.phases.reasoning.drops_end == drops
+    begun = "<think>'hm'</think>" if not given.past_reasoning and not given.in_reasoning else ""
+    begun = "'hm'</think>" if given.in_reasoning else begun
+    reasoning = "'hm'" if begun else None
+    for content, expected in (
+        ("so\n</think>\n\nYes.", "so\nYes."),
+        ("</think>\n</think>Yes.", "Yes."),
+        ("`</think>`, '</think>' \"</think>", None),
+        ("`</think></think>", "`</think>"),
+        ("so `</think>", None),
+        ('so "\n</think>', 'so "'),
+    ):
+        for parts in cuts(begun + content):
+            shown = content if expected is None or not drops else expected
+            assert parsed(answers, parts) == (shown, reasoning, [])
+
+
+def test_a_whole_call_after_another_end_mark() -> None:
+    prompt = "assistant\n<think>\n\n</think>\n\n"
+    answers = ChatAnswers.for_prompt(answer_format("pythonic"), PARSED, [], lambda ids: prompt)
+    for parts in cuts('</think>\n[find_trains(city="Rome")]'):
+        assert parsed(answers, parts) == (None, None, [("find_trains", '{"city": "Rome"}')])
+
+
+def test_no_end_mark_is_dropped_without_reasoning() -> None:
+    for known in (AnswerFormat(), replace(answer_format("json_tools"), reasoning=None)):
+        answers, _ = ChatAnswers.for_prompt(known, PARSED, [], lambda ids: "</think>").applied_to(
+            SamplingParams(), budget=5
+        )
+        assert parsed(answers, ["so</think> Yes."]) == ("so</think> Yes.", None, [])
 
 
 def test_outputs_without_rules_have_no_phases() -> None:
@@ -291,9 +381,10 @@ def test_the_grammar_of_calls() -> None:
         assert answers.applied_to(SamplingParams(**more))[1].phases is None  # type: ignore[arg-type]
     for tool_grammar in ("required", "never"):
         assert answers.applied_to(SamplingParams(), tool_grammar=tool_grammar)[1].phases is None
-    structured = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
-    phases = answers.applied_to(structured)[1].phases
-    assert phases is not None and phases.calls is None
+    for fields, has_calls in (({"json_object": True}, True), ({"json": {}}, True), ({"choice": ("a",)}, False)):
+        structured = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))  # type: ignore[arg-type]
+        phases = answers.applied_to(structured)[1].phases
+        assert phases is not None and (phases.calls is not None) == has_calls
 
 
 def test_a_forced_answer_has_a_grammar_of_its_own() -> None:

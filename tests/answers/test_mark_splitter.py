@@ -18,7 +18,7 @@ from tests.support.tool_formats import MALFORMED, RECORDED, TOOLS, TRAINS, WEATH
 
 def test_every_parser_of_mlx_lm_is_known_and_tested() -> None:
     modules = {info.name for info in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__)}
-    own = {"deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "llama3_json"}
+    own = {"deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "llama3_json", "llama4_pythonic", "olmo3"}
     assert not own & modules and set(TOOL_PARSERS) == modules | own | {"auto", "none"}
     assert {r.parser for r in RECORDED} == modules | own == MALFORMED.keys()
     assert set(TOOL_PARSER_ALIASES.values()) <= modules

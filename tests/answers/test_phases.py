@@ -6,14 +6,17 @@ import json
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from metal_engine.answers.answer_format import AnswerFormat
+from metal_engine.answers.forced_calls import forced_schema
 from metal_engine.answers.harmony import harmony_format
 from metal_engine.answers.mark_splitter import MarkSplitter
 from metal_engine.answers.phases import _CACHE, _MAX_CACHED, _size, call_phase, reasoning_phase
 from metal_engine.answers.tool_prompts import prompted_format
 from metal_engine.errors import ParameterError
 from metal_engine.grammars.marks import without_marks
+from metal_engine.json_schemas.closed import closed
 from metal_engine.output_phases import ReasoningPhase
 from tests.support.call_walks import accepts, vocabulary
 from tests.support.splitting import answer_format, run
@@ -95,11 +98,47 @@ def test_arguments(parameters: Any, argument: str, is_allowed: bool) -> None:
         assert allows("function_gemma", [tool(parameters)], text) == is_allowed
 
 
-def test_strict_tools_are_closed() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "object"}}}
+@pytest.mark.parametrize(("arguments", "closed_by"), [
+    ({"a": {"b": 1}}, [True]),
+    ({"c": {"d": 1}}, []),
+    ({"c": {"d": 1, "x": 1}}, [True, None]),
+    ({"x": 1}, [True, None]),
+    ({"c": {"d": "text"}}, [True, None, False]),
+], ids=str)  # fmt: skip
+def test_strict_tools_are_closed(arguments: dict[str, Any], closed_by: list[bool | None]) -> None:
+    """Other tools are closed as far as their objects name properties. Tools with ``strict: false`` are open."""
+    named = {"type": "object", "properties": {"d": {"type": "integer"}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "object"}, "c": {"$ref": "#/$defs/c"}},
+        "$defs": {"c": named},
+    }
     for strict in (False, True, None):
-        text = '{"name": "f", "arguments": {"a": {"b": 1}}}</tool_call>'
-        assert allows("json_tools", [tool(schema, strict=strict)], text) == (strict is not True)
+        tools = [tool(schema, strict=strict), tool(schema, "g")]
+        text = json.dumps({"name": "f", "arguments": arguments}) + "</tool_call>"
+        assert allows("json_tools", tools, text) == (strict not in closed_by)
+        forced = closed(forced_schema(tools, None, parallel=True))
+        calls = [{"name": "f", "parameters": arguments}]
+        assert Draft202012Validator(forced).is_valid(calls) == (strict not in closed_by)
+
+
+@pytest.mark.parametrize(("parser", "text", "value"), [
+    ("qwen3_coder", "\n<function=f>\n<parameter=x>\n3\n</parameter>\n</function>\n</tool_call>", "3"),
+    ("qwen3_coder", "\n<function=f>\n<parameter=x>\n[3]\n</parameter>\n</function>\n</tool_call>", [3]),
+    ("glm47", "f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n</tool_call>", 3),
+    ("glm47", "f\n<arg_key>x</arg_key>\n<arg_value>a b</arg_value>\n</tool_call>", "a b"),
+    ("pythonic", "[f(x=3)]<|tool_call_end|>", 3),
+    ("gemma4", 'call:f{x:<|"|>3<|"|>}<tool_call|>', "3"),
+])  # fmt: skip
+def test_arguments_that_an_open_tool_does_not_name(parser: str, text: str, value: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for strict in (False, None):
+        tools = [tool(schema, strict=strict)]
+        assert allows(parser, tools, text) == (strict is False)
+        known = answer_format(parser)
+        assert known.tool is not None
+        _, _, calls, _ = run(MarkSplitter(known, tools), list(known.tool.tool_call_start + text))
+        assert strict is None or calls == [("f", {"x": value})]
 
 
 @pytest.mark.parametrize("name", ["a b", "a<b", "a\nb", 'a"b'])
@@ -128,8 +167,8 @@ def test_reasoning() -> None:
     phase = reasoning_phase(harmony_format(), begins_inside=False, **options)
     assert phase == ReasoningPhase("<|channel|>analysis<|message|>", "<|end|>", False, 7)
     phase = reasoning_phase(harmony_format(), begins_inside=False, is_structured=True, budget=None)
-    assert (phase.end, phase.begins_inside) == ("<|channel|>final<|message|>", True)
-    assert phase.end_text == "<|end|><|start|>assistant"
+    assert (phase.end, phase.begins_inside) == ("<|end|>", False)
+    assert (phase.next_message, phase.content_start) == ("<|start|>assistant", "<|channel|>final<|message|>")
 
 
 def test_equal_tools_share_a_phase() -> None:

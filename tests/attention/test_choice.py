@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -260,7 +261,8 @@ def test_tensor_operations_that_do_not_work_leave_the_kernel(
     choice = BackendChoice(MetalBackend(factory, tensor_ops=True), is_strict)
     chosen = choice.for_layers([kind(), kind(64, mx.float32), kind()], 16)
     assert isinstance(chosen.backend, MetalBackend) and not chosen.backend.has_tensor_ops
-    assert chosen.layers == AttentionLayers(metal=3)
+    assert chosen.layers == AttentionLayers(metal=3, tensor_ops=chosen.layers.tensor_ops)
+    assert chosen.layers.tensor_ops.startswith("off: with them, the kernel ")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "without Metal's tensor operations" in record.message and "doctor" in record.message
@@ -269,6 +271,15 @@ def test_tensor_operations_that_do_not_work_leave_the_kernel(
     step = make_step([(40, 9)], head_dim=64, dtype=mx.float16)
     chosen.backend.for_step(step.rows).attend(step.q, step.state, scale=1.0)
     assert factory.launched[-1] == "paged_attention"  # type: ignore[attr-defined]
+
+
+def test_tensor_operations_whose_check_takes_too_long_are_off(caplog: pytest.LogCaptureFixture) -> None:
+    seconds = itertools.count(step=31)
+    choice = BackendChoice(MetalBackend(metal_kernel, tensor_ops=True), clock=lambda: next(seconds))
+    chosen = choice.for_layers([kind(128)], 16)
+    assert isinstance(chosen.backend, MetalBackend) and not chosen.backend.has_tensor_ops
+    assert "takes more than 30 s" in chosen.layers.tensor_ops
+    assert len(caplog.records) == 1
 
 
 def test_a_kernel_that_fails_without_tensor_operations_too_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -284,8 +295,9 @@ def test_tensor_operations_are_tried_where_the_device_has_them(has: bool, monkey
     monkeypatch.setattr("metal_engine.attention.choice.gpu_core_count", lambda: 10)
     monkeypatch.setattr("metal_engine.attention.choice.has_tensor_ops", lambda: has)
     for setting in ("auto", "metal"):
-        metal = choose_backend(setting, 16).metal
-        assert metal is not None and metal.has_tensor_ops == has
+        choice = choose_backend(setting, 16)
+        assert choice.metal is not None and choice.metal.has_tensor_ops == has
+        assert choice.tensor_ops == ("on, checked at the start" if has else "")
 
 
 @pytest.mark.parametrize("block_size, dtype", [(8, mx.float32), (32, mx.bfloat16)])
@@ -477,8 +489,8 @@ def test_loading_a_model(
     found = []
     for check in ("_tiny_model", "_quantized_kv"):
         monkeypatch.setattr(f"metal_engine.doctor.examine.{check}", lambda: iter(()))
-    examine(found.append, str(folder))
-    finding = found[-1]
+    examine(found.append, [str(folder)])
+    (finding,) = (one for one in found if one.label == str(folder))
     assert finding.status == OK and f"attention by {words}" in finding.text
 
 

@@ -12,6 +12,7 @@ from metal_engine.attention.backend import AttentionKind
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import Cut
 from metal_engine.attention.metal.variants import BLOCK_SIZES
+from metal_engine.doctor.sections.common import tolerance
 from tests.support.simulated import TOLERANCE, attend, backend, check, every_row_by_itself
 from tools.fixtures.packed_step import make_step
 
@@ -297,4 +298,4 @@ def test_on_a_mac(dtype, head_dim, window, softcap):
     attention = MetalBackend().for_step(step.rows)
     out = np.array(attention.attend(step.q, step.state, **options).astype(mx.float32))
     expected = step.reference(**options)
-    assert np.linalg.norm(out - expected) / np.linalg.norm(expected) <= TOLERANCE[DTYPES[dtype]]
+    assert np.linalg.norm(out - expected) / np.linalg.norm(expected) <= tolerance(TOLERANCE[DTYPES[dtype]])

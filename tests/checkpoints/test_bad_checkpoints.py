@@ -15,7 +15,7 @@ from metal_engine.errors import ModelLoadError, UnsupportedModelError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from tests.checkpoints.damage import Damage, configure, write
-from tests.support.checkpoint_files import CONFIG, write_checkpoint, write_tokenizer
+from tests.support.checkpoint_files import CONFIG, EXPERTS, write_checkpoint, write_tokenizer
 from tools.fixtures.architectures import configuration
 
 
@@ -172,6 +172,9 @@ def test_a_tokenizer_that_needs_its_own_code(tmp_path: Path) -> None:
         ({"bits": 4, "mixed_bits": True}, "cpu", "auto"),
         ({"bits": 4, "mixed_bits": True}, "metal", "auto"),
         ({"dtype": mx.float16}, "metal", "auto"),
+        ({"bits": 4, "mode": "nvfp4", "dtype": mx.bfloat16}, "cpu", "auto"),
+        ({"bits": 4, "mode": "nvfp4", "global_scale": True, "config": EXPERTS}, "cpu", "auto"),
+        ({"bits": 8, "mode": "mxfp8", "dtype": mx.bfloat16}, "metal", "auto"),
     ],
     ids=str,
 )

@@ -23,7 +23,16 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
 from metal_engine.text.tokenizer import Tokenizer
-from tests.support.checkpoint_files import CHAT_TEMPLATE, EOS, VOCAB_SIZE, write_checkpoint, write_tokenizer
+from tests.support.checkpoint_files import (
+    CHAT_TEMPLATE,
+    CONFIG,
+    EOS,
+    EXPERTS,
+    VOCAB_SIZE,
+    write_checkpoint,
+    write_tokenizer,
+)
+from tools.fixtures.tiny_models import tiny_model
 
 # Clearing a KV cache of the default size would take most of a test's time.
 SMALL: dict[str, Any] = {"num_gpu_blocks_override": 64, "max_model_len": 1024}
@@ -31,6 +40,8 @@ CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30)
 METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 30)
 # Size in bytes of the arrays that models have besides weights.
 SMALL_ARRAYS = 1 << 14
+# Floating-point formats: weights of a few bits with one scale for each group.
+FLOAT_MODES = ({"bits": 4, "mode": "mxfp4"}, {"bits": 8, "mode": "mxfp8"}, {"bits": 4, "mode": "nvfp4"})
 TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 20)
 
 
@@ -54,8 +65,10 @@ def logits_of(model: Any) -> np.ndarray:
         {"bits": 4, "mixed_bits": True},
         {"bits": 4, "num_shards": 2, "config": {"tie_word_embeddings": False}},
         {"dtype": mx.bfloat16},
+        *({**mode, "dtype": mx.bfloat16} for mode in FLOAT_MODES),
+        {"bits": 4, "mode": "nvfp4", "config": EXPERTS},
     ],
-    ids=["plain", "sharded", "untied", "4bit", "6bit", "8bit", "mixed", "4bit-sharded-untied", "bfloat16"],
+    ids=lambda options: "-".join(str(value) for name, value in options.items() if name != "config") or "plain",
 )
 def test_loads_as_mlx_lm_does(tmp_path: Path, options: dict[str, Any]) -> None:
     """On a CPU, everything is float32 and dequantized. The logits equal those of mlx-lm's own loading."""
@@ -71,10 +84,21 @@ def test_loads_as_mlx_lm_does(tmp_path: Path, options: dict[str, Any]) -> None:
     check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)
 
 
-def test_on_metal_quantized_weights_stay_quantized(tmp_path: Path) -> None:
-    loaded = load_args(write_checkpoint(tmp_path, bits=4, dtype=mx.float16), METAL)
+def test_nvfp4_s_scale_of_each_expert_is_kept(tmp_path: Path) -> None:
+    """mlx-lm's own dequantization ignores these scales, and its quantized products with them need a GPU."""
+    folder = write_checkpoint(tmp_path, bits=4, mode="nvfp4", global_scale=True, config=EXPERTS)
+    loaded, original = load_args(folder).model, tiny_model(**(CONFIG | EXPERTS))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        own, expected = (getattr(m.model.layers[0].mlp.switch_mlp, name).weight for m in (loaded, original))
+        assert mx.linalg.norm(own - expected) < 0.15 * mx.linalg.norm(expected)
+    check_paged_model(PagedModel(loaded), PortableBackend(), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("options", [{"bits": 4}, *FLOAT_MODES], ids=str)
+def test_on_metal_quantized_weights_stay_quantized(tmp_path: Path, options: dict[str, Any]) -> None:
+    loaded = load_args(write_checkpoint(tmp_path, dtype=mx.float16, **options), METAL)
     types = {a.dtype for a in _arrays(loaded.model)}
-    assert types == {mx.uint32, mx.float16}
+    assert types == {mx.uint32, mx.float16} | ({mx.uint8} if "mode" in options else set())
     expected = logits_of(load_model(tmp_path)[0])
     np.testing.assert_allclose(logits_of(loaded.model), expected, rtol=0, atol=1e-6)
     check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)
@@ -83,17 +107,7 @@ def test_on_metal_quantized_weights_stay_quantized(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_what_reading_experts_takes_is_known_before(tmp_path: Path, dtype: mx.Dtype) -> None:
     """Separately stored experts need memory besides the matrix that they are stacked to, one matrix at a time."""
-    config = {
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 6,
-        "head_dim": 16,
-        "decoder_sparse_step": 1,
-        "num_experts": 16,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 256,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [],
-    }
+    config = {**EXPERTS, "num_hidden_layers": 6, "num_experts": 16, "moe_intermediate_size": 256}
     write_checkpoint(tmp_path, config=config, dtype=dtype, single_experts=True)
     found: list[CheckpointRequirements] = []
     gc.collect()

@@ -19,7 +19,7 @@ from tests.support.checkpoint_files import write_checkpoint
 
 def findings(model: str | None = None) -> tuple[bool, dict[str, Finding]]:
     found: list[Finding] = []
-    healthy = examine(found.append, model)
+    healthy = examine(found.append, None if model is None else [model])
     return healthy, {finding.label: finding for finding in found}
 
 

@@ -20,6 +20,7 @@ from metal_engine.runner import replay as replay_module
 from metal_engine.runner.dispatch import choose_dispatch
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
+from metal_engine.runner.start_check import CheckDeadline
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL, DeviceInfo, RankInfo
 from tests.support.tiny_engine import run_all, tiny_engine, token_ids
@@ -277,6 +278,19 @@ def test_a_check_that_fails_is_no_end(where: str, at: int, monkeypatch: pytest.M
     assert "no memory left" in dispatch
     assert not runner.allow_queued_dispatch and not runner._steps and not runner._table._index_of
     assert list(map(token_ids, run_all(engine, requests))) == expected
+
+
+@pytest.mark.usefixtures("short_check")
+def test_a_check_that_takes_too_long_queues_no_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dispatch_module, "CheckDeadline", lambda: CheckDeadline(-1.0))
+    engine = tiny_engine(ahead=True, num_blocks=64)
+    runner: Any = engine.runner
+    dispatch = choose_dispatch(runner, replace(engine.config, device=METAL))
+    assert "takes more than" in dispatch and not runner.allow_queued_dispatch and not runner._table._index_of
+    (record,) = caplog.records
+    assert "takes more than" in record.message and record.exc_info is None
 
 
 @pytest.mark.usefixtures("short_check")

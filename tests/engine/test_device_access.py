@@ -93,9 +93,9 @@ def test_two_busy_models_alternate() -> None:
     log: list[str] = []
     both = threading.Barrier(2)
     cores: list[Any] = [BusyCore(name, log, both) for name in "ab"]
-    threads = [EngineThread(lambda core=core: core, lambda outputs: None, lock) for core in cores]  # type: ignore[misc]
+    threads = [EngineThread(lambda core=core: core, lock) for core in cores]  # type: ignore[misc]
     for thread in threads:
-        thread.start()
+        thread.start(lambda outputs: None)
         thread.submit("r", PreparedRequest([1], SamplingParams(), 16, NO_RULES))
     wait_until(lambda: len(log) >= 100, "steps")
     for core in cores:

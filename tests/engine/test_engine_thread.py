@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from metal_engine.engine.engine_thread import EngineDeadError, EngineThread, _Call
+from metal_engine.engine.engine_thread import EngineThread, _Call
+from metal_engine.engine.transport import EngineDeadError
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.step import RunnerLostError
@@ -60,11 +61,11 @@ class SlowCore:
 
 def test_steps_go_on_while_many_requests_come_in() -> None:
     core: Any = SlowCore()
-    thread = EngineThread(lambda: core, lambda outputs: None)
+    thread = EngineThread(lambda: core)
     prepared = PreparedRequest([1], SamplingParams(), 16, NO_RULES)
     for i in range(20):
         thread.submit(str(i), prepared)
-    thread.start()
+    thread.start(lambda outputs: None)
     wait_until(lambda: core.log.count("add") == 20, "all requests")
     assert thread.shutdown()
     between_steps = "".join("+" if entry == "add" else " " for entry in core.log).split()
@@ -102,8 +103,8 @@ def test_requests_that_come_find_the_step_under_way_given_whole() -> None:
         elif not engine.core.request_ids:
             ended.set()
 
-    thread = EngineThread(build, on_outputs)
-    engine = thread.start()
+    thread = EngineThread(build)
+    engine = thread.start(on_outputs)
     prepared = engine.prepare([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
     thread.submit("first", prepared)
     assert ended.wait(60)
@@ -116,8 +117,8 @@ def test_requests_are_told_of_a_lost_rank_though_the_step_never_ends() -> None:
     runner = FakeRunner(config.cache.block_size)
     runner.running.clear()
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
-    thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer()), outputs.put)
-    core = thread.start()
+    thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer()))
+    core = thread.start(outputs.put)
     prepared = core.prepare([1, 2, 3], SamplingParams(max_tokens=4))
     thread.submit("a", prepared)
     wait_until(lambda: runner.has_arrived, "the step")
@@ -139,8 +140,8 @@ def test_a_step_that_finds_ranks_lost_ends_the_engine() -> None:
     runner = FakeRunner(config.cache.block_size)
     runner.raise_next = RunnerLostError("rank 2 (there) has gone")
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
-    thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer()), outputs.put)
-    core = thread.start()
+    thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer()))
+    core = thread.start(outputs.put)
     thread.submit("a", core.prepare([1, 2, 3], SamplingParams(max_tokens=4)))
     assert [output.error for output in outputs.get(timeout=60)] == ["the engine has stopped: rank 2 (there) has gone"]
     assert isinstance(thread.error, RunnerLostError)
@@ -150,8 +151,8 @@ def test_a_request_of_another_engine_continues() -> None:
     config = fake_config()
     outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
     runner = FakeRunner(config.cache.block_size)
-    thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer()), outputs.put)
-    core = thread.start()
+    thread = EngineThread(lambda: SteppedEngine(config, runner, tiny_tokenizer()))
+    core = thread.start(outputs.put)
     prompt = [1, 2, 3]
     tokens = generated(prompt, 9)
     so_far = RequestOutput("a", tokens[:4], num_cached_tokens=2, num_predicted_tokens=(3, 1))

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,8 @@ class Answer:
                 if trigger.is_whole:
                     self.is_whole_call = True
                     break
-            has_content |= kind != "reasoning"
+            # In gpt-oss's format, the whole call is the continuation of the prompt's last message.
+            has_content |= kind != "reasoning" or known.harmony
             if known.harmony:
                 self._add("<|start|>assistant")
 
@@ -220,12 +222,13 @@ def check_answer(demo: Tokenizer, name: str, seed: int) -> None:
     calls = call_phase(known, tools, parallel=True)
     reasoning = reasoning_phase(known, begins_inside=rng.random() < 0.5, is_structured=False, budget=None)
     assert calls is not None and reasoning is not None
+    reasoning = replace(reasoning, is_past=not reasoning.begins_inside and rng.random() < 0.5)
     tokens = Tokens(demo, vocab)
     answer = Answer(rng, known, vocab, calls, reasoning, closers(name))
     maker: Any = PhaseRulesMaker(tokens, LocalGrammars(tokens, vocab))  # type: ignore[arg-type]
     matcher = maker.rules_for(OutputPhases(reasoning, calls), None, np.array([0], np.int32)).matcher()
     make = HarmonySplitter if known.harmony else MarkSplitter
-    reader = make(known, tools, in_reasoning=reasoning.begins_inside)
+    reader = make(known, tools, in_reasoning=reasoning.begins_inside, drops_end=reasoning.drops_end)
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     mask, so_far = np.zeros(64, np.int32), ""
     for part in answer.parts:

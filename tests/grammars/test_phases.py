@@ -15,7 +15,7 @@ import pytest
 from metal_engine.answers.harmony import harmony_format
 from metal_engine.answers.phases import call_phase
 from metal_engine.engine.token_rules import TokenRulesMaker
-from metal_engine.output_phases import CallPhase, CallTrigger, OutputPhases, ReasoningPhase
+from metal_engine.output_phases import CallPhase, CallTrigger, OutputPhases, ReasoningPhase, ToolArguments
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.token_rules import Matcher
@@ -80,6 +80,13 @@ def allowed(matcher: Matcher, text: str = "", num_drafts: int = 0) -> str:
     assert matcher.fill_mask(mask, math.inf, num_drafts)
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     return "".join(ch for ch in map(chr, range(32, 127)) if bits[byte_ids(ch)[0]])
+
+
+def can_end(matcher: Matcher) -> bool:
+    """Return True if the output may end here."""
+    mask = np.full(-(-VOCAB_SIZE // 32), -1, np.int32)
+    assert matcher.fill_mask(mask, math.inf)
+    return bool(np.unpackbits(mask.view(np.uint8), bitorder="little")[EOS])
 
 
 ALL = "".join(map(chr, range(32, 127)))
@@ -247,6 +254,52 @@ class TestReasoning:
         assert allowed(matcher, "12") == "0123456789"
         assert allowed(matcher, "345") == ""
 
+    def test_calls_in_place_of_a_structured_output(self, following: Following) -> None:
+        for phases, before in (
+            ({}, ""),
+            ({"reasoning": thinking()}, ""),
+            ({"reasoning": thinking()}, "<r>1 <call></r>"),
+            ({"reasoning": thinking(begins_inside=True)}, "<call></r>"),
+        ):
+            matcher = following(DIGITS, calls=calls("<call>"), **phases)
+            assert set(allowed(matcher, before)) == set(" <0123456789")
+            assert allowed(matcher, " <") in ("c", "rc", "cr")
+            assert allowed(matcher, "call>") == "abc"
+            assert set(allowed(matcher, "a=1)")) == set(" <") and can_end(matcher)
+            assert allowed(matcher, "<call>") == "abc"
+            matcher = following(DIGITS, calls=calls("<call>", parallel=False), **phases)
+            assert allowed(matcher, f"{before}1") == "0123456789"
+            matcher = following(DIGITS, calls=calls("<call>", parallel=False), **phases)
+            assert allowed(matcher, f"{before}<call>a=1)") == " " and can_end(matcher)
+
+    def test_calls_that_cannot_be_compiled_beside_a_structured_output(
+        self, following: Following, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        matcher = following(DIGITS, calls=CallPhase((CallTrigger("<call>", "call: missing"),)))
+        assert set(allowed(matcher)) == set(" 0123456789")
+        rules = "call: args\nargs: missing\nopen: /[xy]/\n"
+        trigger = CallTrigger("<call>", rules, (ToolArguments("f", "args", "open"),))
+        matcher = following(DIGITS, calls=CallPhase((trigger,)))
+        assert allowed(matcher, "<call>") == "xy"
+        assert len([message for message in caplog.messages if "not constrained" in message]) == 2
+
+    def test_drafts_at_the_start(self, following: Following) -> None:
+        """The mask after a draft that may begin reasoning is unknown."""
+        matcher = following(DIGITS, reasoning=thinking())
+        matcher.consume([], byte_ids("<r"))
+        assert set(allowed(matcher)) == set(" <0123456789")
+        with pytest.raises(ValueError, match="draft"):
+            allowed(matcher, num_drafts=1)
+        matcher.consume(byte_ids("1"), byte_ids("23"))
+        assert allowed(matcher, num_drafts=2) == "0123456789"
+
+    def test_another_end_mark(self, following: Following) -> None:
+        """It is no content. The beginning of the content follows it."""
+        for fields, is_call in (({"budget": 9}, True), ({"is_past": True}, True), ({}, False)):
+            matcher = following(calls=WHOLE, reasoning=thinking(**fields))
+            text = "</r>\n[a(" if "is_past" in fields else "<r>hm</r>\n</r> [a("
+            assert allowed(matcher, text) == ("0123456789" if is_call else ALL)
+
     @pytest.mark.parametrize("budget", [0, 1, 5])
     def test_budget(self, following: Following, budget: int) -> None:
         matcher = following(reasoning=thinking(begins_inside=True, budget=budget, end_text=" So:"))
@@ -289,7 +342,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
         {"phases": OutputPhases(calls=calls(*MARKS))},
         {"phases": OutputPhases(calls=calls(*MARKS, "ab"), reasoning=thinking(begins_inside=True, end="d", budget=9))},
         {"phases": OutputPhases(reasoning=thinking(begins_inside=True, budget=7)), "structured_outputs": DIGITS},
-        {"phases": OutputPhases(reasoning=thinking(start="0", end="5")), "structured_outputs": DIGITS},
+        {"phases": OutputPhases(thinking(start="0", end="5"), calls("k")), "structured_outputs": DIGITS},
         {"phases": OutputPhases(calls=calls(*MARKS, parallel=False)), "min_tokens": 30},
         {"phases": OutputPhases(calls=calls(*MARKS)), "repetition_penalty": 1.1},
         {},
@@ -329,8 +382,10 @@ def test_outputs_keep_to_the_rules(alone: list[tuple[list[int], str]]) -> None:
         assert "d" in text[:9] or text[9:].startswith("d")
     for _, text in alone[2::7]:
         assert re.fullmatch(r"(?s).*</r>\s{0,20}[0-9]{1,5}", text), text
+    some_calls = r"(?:k[a-c]{0,3}(?:=[0-9]{0,4}\)?)?\s{0,20})+"  # the last one may be cut off
     for _, text in alone[3::7]:
-        assert re.fullmatch(r"(?s)\s{0,20}(?:[1-9][0-9]{0,4}|0[^5]*(?:5\s{0,20}[0-9]{0,5})?)", text), text
+        after = rf"(?:5\s{{0,20}}(?:[0-9]{{0,5}}|{some_calls}))?"
+        assert re.fullmatch(rf"(?s)\s{{0,20}}(?:[1-9][0-9]{{0,4}}|{some_calls}|0[^5]*{after})", text), text
     for _, text in alone[4::7]:
         assert check_calls(text, MARKS) <= 1
 

@@ -13,11 +13,12 @@ from pydantic import BaseModel
 from metal_engine.errors import ParameterError
 from metal_engine.grammars.compiler import GrammarCompiler
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.text.tokenizer import Tokenizer
 from tests.support.demo import MakeEngine
 from tests.support.json_schemas import SCHEMAS
-from tests.support.tiny_engine import run_all, tiny_engine
-from tools.fixtures.fake_engine import VOCAB_SIZE, byte_ids, tiny_tokenizer
+from tests.support.tiny_engine import run_all, tiny_engine, token_ids
+from tools.fixtures.fake_engine import EOS, VOCAB_SIZE, byte_ids, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -214,3 +215,29 @@ def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
     assert compiler.compile(StructuredOutputsParams(json={"type": "object"})) is first
     assert compiler.compile(StructuredOutputsParams(json_object=True)) is first
     assert compiler.compile(StructuredOutputsParams(regex="a")) is not first
+
+
+SPECULATIVE = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_max=2, prompt_lookup_min=1)
+
+
+@pytest.mark.parametrize("wanted", [
+    {"json": {"enum": ["<|im_end|>"]}},
+    {"json": {"type": "object", "properties": {"<|im_end|>": {"const": "a <|im_end|> b"}}, "required": ["<|im_end|>"]}},
+    {"choice": ("<|im_end|>",)},
+    {"choice": ("a<|im_end|>b", "a<|im_start|>")},
+    {"regex": r"<\|im_end\|>{1,2}"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("speculative", [None, SPECULATIVE], ids=["alone", "drafts"])
+def test_texts_of_special_tokens(wanted: dict[str, Any], speculative: SpeculativeConfig | None) -> None:
+    """The texts are written as plain tokens, so the end-of-sequence token comes only at the end."""
+    structured = StructuredOutputsParams(**wanted, disable_any_whitespace=True)
+    params = SamplingParams(max_tokens=60, seed=1, structured_outputs=structured)
+    engine = tiny_engine(speculative=speculative)
+    (outputs,) = run_all(engine, [(byte_ids("<|im_end|> <|im_end|>"), params)])
+    assert outputs[-1].finish_reason == "stop", outputs[-1].error
+    text = "".join(output.text for output in outputs)
+    assert "<|im_" in text and EOS not in token_ids(outputs)[:-1] and token_ids(outputs)[-1] == EOS
+    if "json" in wanted:
+        check(wanted["json"], text)
+    elif "choice" in wanted:
+        assert text in wanted["choice"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -104,7 +105,7 @@ def test_a_trunk_as_wide_as_the_vocabulary_gives_no_hidden_states() -> None:
 
 def test_embeddings_are_refused_with_the_reason() -> None:
     config = {**configuration("llama"), "vocab_size": 32}
-    loaded = LoadedModel(random_model(config), config, None, frozenset(), "x")  # type: ignore[arg-type]
+    loaded = LoadedModel(random_model(config), config, None, Path(), frozenset(), "x")  # type: ignore[arg-type]
     info = model_info(loaded, PagedModel(loaded.model))
     with pytest.raises(ParameterError, match="gives no embeddings here: the output of its Linear is as wide"):
         resolve_pooling(PoolingParams(), info)

@@ -13,11 +13,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from metal_engine.doctor.references.recurrence import TOLERANCE, relative_errors
+from metal_engine.doctor.sections.common import tolerance
 from metal_engine.recurrence.metal import KERNEL_SIZES, MAX_STATE_PER_LANE, MetalRecurrence, lanes_of_state_row
-from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SegmentLayout, SSMStep, relative_errors
+from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SegmentLayout, SSMStep
 from tools.metal_sim import metal_kernel
 from tools.metal_sim.build import build, language_flags
-from tools.metal_sim.recurrence_mutants import LENGTHS, MUTANTS, READS, TOLERANCE, Step, caught, run_case
+from tools.metal_sim.recurrence_mutants import LENGTHS, MUTANTS, READS, Step, caught, run_case
 from tools.metal_sim.toolchain import run_clang
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -364,7 +366,7 @@ def test_gated_delta_on_a_mac(dtype, vector_gate, dims):
         lengths, reads, heads=(4, 8), dims=dims, vector_gate=vector_gate, dtype=DTYPES[dtype], num_states=12
     )
     for got, expected in zip(step.run(MetalRecurrence()), step.reference(), strict=True):
-        assert relative_errors(got, expected).max() <= TOLERANCE[got.dtype]
+        assert relative_errors(got, expected).max() <= tolerance(TOLERANCE[got.dtype])
 
 
 @pytest.mark.metal
@@ -374,7 +376,7 @@ def test_ssm_update_on_a_mac(dtype, dims):
     lengths, reads = (1, 300, 1, 64, 5, *[1] * 12), (0, -1, 7, 3, 3, *range(12))
     step = SSMStep.make(lengths, reads, heads=(2, 8), dims=dims, dtype=DTYPES[dtype], num_states=12)
     for got, expected in zip(step.run(MetalRecurrence()), step.reference(), strict=True):
-        assert relative_errors(got, expected).max() <= TOLERANCE[got.dtype]
+        assert relative_errors(got, expected).max() <= tolerance(TOLERANCE[got.dtype])
 
 
 @pytest.mark.metal
@@ -384,4 +386,4 @@ def test_convolution_on_a_mac(dtype, kernel_size):
     for bias, mix in itertools.product([False, True], MIXES.values()):
         step = ConvolutionStep.make(*mix, kernel_size=kernel_size, bias=bias, silu=bias, dtype=DTYPES[dtype])
         for got, expected in zip(step.run(MetalRecurrence()), step.reference(), strict=True):
-            assert relative_errors(got, expected).max() <= TOLERANCE[got.dtype]
+            assert relative_errors(got, expected).max() <= tolerance(TOLERANCE[got.dtype])

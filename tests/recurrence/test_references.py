@@ -9,7 +9,8 @@ import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.models.ssm import ssm_update
 
-from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SSMStep, relative_errors
+from metal_engine.doctor.references.recurrence import relative_errors
+from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SSMStep
 from tools.metal_sim.recurrence_mutants import LENGTHS, READS
 
 

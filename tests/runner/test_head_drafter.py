@@ -61,15 +61,21 @@ class Reference:
         tied = self.text.args.tie_word_embeddings
         self.lm_head = self.embeddings if tied else np.array(self.text.lm_head.weight).astype(np.float64)
 
-    def gap(self, known: list[int], drafts: list[int]) -> float:
-        """Return the largest gap between the best logit and a draft's logit, relative to the largest logit."""
+    def logits(self, known: list[int], drafts: list[int]) -> np.ndarray:
+        """Return the head's logits at each of some drafts that follow known tokens, [T, V]."""
         hidden = np.array(self.text.model(mx.array(known[:-1])[None])[0]).astype(np.float64)
-        following, gaps = list(known[1:]), []
+        following, rows = list(known[1:]), []
         for draft in drafts:
             output = head_outputs(self.head, self.text.args, self.embeddings[following], hidden)
-            logits = output[-1] @ self.lm_head.T
-            gaps.append((logits.max() - logits[draft]) / np.abs(logits).max())
+            rows.append(output[-1] @ self.lm_head.T)
             hidden, following = np.concatenate([hidden, output[-1:]]), [*following, draft]
+        return np.array(rows)
+
+    def gap(self, known: list[int], drafts: list[int]) -> float:
+        """Return the largest gap between the best logit and a draft's logit, relative to the largest logit."""
+        gaps = [
+            (row.max() - row[i]) / np.abs(row).max() for row, i in zip(self.logits(known, drafts), drafts, strict=True)
+        ]
         return float(max(gaps))
 
 
@@ -98,6 +104,26 @@ def test_drafts_are_those_of_the_reference(
     assert bool(engine.stats.num_preemptions) == ("num_blocks" in config)
     assert len(found) > 20 and max(len(drafts) for _, drafts in found) == 3
     assert max(reference.gap(known, drafts) for known, drafts in found) < 1e-4
+
+
+def test_acceptance_is_that_of_the_reference(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few allowed tokens, some drafts of a random head are right."""
+    few = (97, 98, 99)
+    requests = [(prompt, params(temperature=0, allowed_token_ids=few, max_tokens=24)) for prompt, _ in GREEDY[:2]]
+    engine = head_engine(**HYBRID)
+    found = watch(engine, monkeypatch)
+    outputs = run_all(engine, requests)
+    texts = [[*prompt, *token_ids(output)] for (prompt, _), output in zip(requests, outputs, strict=True)]
+    num_accepted = 0
+    for known, drafts in found:
+        (text,) = (text for text in texts if text[: len(known)] == known)
+        for logits, right in zip(reference.logits(known, drafts), text[len(known) :], strict=False):
+            if few[logits[list(few)].argmax()] != right:
+                break
+            num_accepted += 1
+    num_drafts = sum(len(drafts) for _, drafts in found)
+    assert engine.metrics.num_draft_tokens == num_drafts > 40
+    assert sum(engine.metrics.num_accepted_tokens) == num_accepted > 5
 
 
 def test_a_wrong_slot_spoils_drafts(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +198,24 @@ def test_pooled_prompts_beside_do_not_matter() -> None:
     assert found[0] == expected[0] and engine.metrics.num_draft_tokens
     for vector, other in zip(found[1:], expected[1:], strict=True):
         np.testing.assert_allclose(vector, other, atol=1e-5)
+
+
+def test_prompts_compute_only_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that sample are computed again, on their own, so that nothing but K and V of the prompts is needed."""
+    engine, num_rows = head_engine(), []
+    call = PagedDraftHead.__call__
+
+    def watched(self: PagedDraftHead, token_ids: mx.array, *args: Any) -> mx.array:
+        num_rows.append(token_ids.size)
+        return call(self, token_ids, *args)
+
+    monkeypatch.setattr(PagedDraftHead, "__call__", watched)
+    engine.add_request("0", engine.prepare(byte_ids("p" * 30), params(temperature=0, max_tokens=4)))
+    engine.step()
+    assert num_rows == [30, 1]
+    while engine.has_requests:
+        engine.step()
+    assert num_rows[2:] == [1, 3, 2, 1]  # the second draft, then steps with two, one and no drafts
 
 
 def test_without_requested_drafts_only_kv_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,10 @@ from metal_engine.kv_cache.recurrent import RecurrentState
 from metal_engine.kv_cache.rows import TracedRows
 from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner import replay_check as replay_check_module
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.runner.replay_check import check_replay
+from metal_engine.runner.start_check import CheckDeadline
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from tests.engine.test_quantized_kv import model_of
@@ -70,6 +72,18 @@ def test_in_a_small_cache(num_blocks: int, block_size: int) -> None:
     """A cache for a single token has no second step to compare."""
     replay, _ = checked(num_blocks=num_blocks, block_size=block_size)
     assert replay.refusal is None and (replay.num_traces > 0) == (num_blocks * block_size > 1)
+
+
+def test_a_check_that_takes_too_long_disables_replay_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(replay_check_module, "CheckDeadline", lambda: CheckDeadline(-1.0))
+    replay, model = checked("qwen3_next")
+    assert replay.refusal is not None and "takes more than" in replay.refusal and replay.num_traces == 0
+    (record,) = caplog.records
+    assert "takes more than" in record.message and record.exc_info is None
+    of_requests = [state for state in model.pool.states if isinstance(state, RecurrentState)]
+    assert not any(pending for state in of_requests for pending in state._pending.values())
 
 
 def one_row_off(forward: Callable[..., Any]) -> Callable[..., Any]:

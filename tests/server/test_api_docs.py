@@ -12,6 +12,7 @@ import pytest
 
 from metal_engine.build import build_engine
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.server.embeddings.protocol import EmbeddingBody, RerankBody, ScoreBody
 from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
 from metal_engine.settings.args import EngineArgs
@@ -30,7 +31,7 @@ def demo_server(demo_path: Path) -> Iterator[Served]:
     Steps and caches are small, because an engine clears and tries them at its start.
     """
     args = EngineArgs(model="demo", max_num_batched_tokens=128, max_num_seqs=8, num_gpu_blocks_override=256)
-    engine = AsyncEngine(lambda: build_engine(args))
+    engine = AsyncEngine(EngineThread(lambda: build_engine(args)))
     engine.start()
     with serve(engine=engine, names=("demo",)) as served:
         yield served

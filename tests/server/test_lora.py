@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.errors import ConfigError
 from metal_engine.server.app import create_app
 from metal_engine.settings.args import ServerArgs
@@ -55,7 +56,7 @@ def answers(root: Path) -> dict[str, str]:
 @pytest.fixture
 def served(root: Path) -> Iterator[Served]:
     """Yield a server with adapter a and a slot for one more adapter."""
-    engine = AsyncEngine(lambda: adapters.adapted_engine({"a": root / "a"}, max_loras=2))
+    engine = AsyncEngine(EngineThread(lambda: adapters.adapted_engine({"a": root / "a"}, max_loras=2)))
     engine.start()
     with serve(engine=engine, names=("base",), args=ServerArgs(lora_dir=str(root), shutdown_timeout=1)) as served:
         yield served
@@ -273,7 +274,7 @@ def test_clients_may_not_without_the_setting() -> None:
 
 def test_settings_that_cannot_work(tmp_path: Path, root: Path) -> None:
     plain = fake_engine()
-    adapted = AsyncEngine(lambda: adapters.adapted_engine({"a": root / "a"}))
+    adapted = AsyncEngine(EngineThread(lambda: adapters.adapted_engine({"a": root / "a"})))
     adapted.start()
     try:
         with pytest.raises(ConfigError, match="--lora-dir needs --enable-lora"):

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import llguidance
-import llguidance.numpy
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
@@ -19,6 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 from metal_engine.grammars.marks import without_marks
+from metal_engine.grammars.next_mask import next_mask
 from metal_engine.output_phases import CallTrigger
 from tools.fixtures.fake_engine import byte_tokens
 
@@ -31,7 +31,7 @@ SPECIAL = (
     "<end_function_call>", "<escape>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|channel|>", "<|message|>",
     "<|call|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<｜tool▁calls▁begin｜>",
     "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "｜DSML｜",
-    "<|python_tag|>",
+    "<|python_tag|>", "<|python_start|>", "<|python_end|>",
 )  # fmt: skip
 # Texts that a walk writes at once if the grammar allows them.
 SNIPPETS = (
@@ -81,9 +81,8 @@ class Vocabulary:
         return bytes([token]) if token < 256 else self._texts[token - 256].encode()
 
     def allowed(self, matcher: LLMatcher) -> np.ndarray:
-        mask = llguidance.numpy.allocate_token_bitmask(1, self.size)
-        llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
-        return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.size])
+        mask = np.frombuffer(next_mask(matcher, self._tokenizer), np.uint8)
+        return np.flatnonzero(np.unpackbits(mask, bitorder="little")[: self.size])
 
 
 @cache

@@ -27,12 +27,27 @@ CONFIG: dict[str, Any] = {
 }
 
 
+# Entries of a model with experts.
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "decoder_sparse_step": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+
+
 def write_checkpoint(
     folder: Path,
     *,
     config: dict[str, Any] | None = None,
     num_shards: int = 1,
     bits: int | None = None,
+    mode: str = "affine",
+    global_scale: bool = False,
     mixed_bits: bool = False,
     dtype: mx.Dtype = mx.float32,
     single_experts: bool = False,
@@ -43,6 +58,8 @@ def write_checkpoint(
         config: entries that differ from ``CONFIG``.
         num_shards: number of weight files.
         bits: quantize the weights as mlx-lm does.
+        mode: MLX's quantization mode. The modes mxfp4, mxfp8 and nvfp4 have a fixed group size.
+        global_scale: store one more scale for each expert (nvfp4).
         mixed_bits: quantize every other layer with 8 bits and keep the embedding unquantized.
         single_experts: store each expert as a tensor of its own, as transformers does, instead of stacked.
     """
@@ -58,7 +75,9 @@ def write_checkpoint(
                 return False
             return {"group_size": 32, "bits": 8} if mixed_bits and "layers.1" in path else True
 
-        model, full = quantize_model(model, full, group_size=32, bits=bits, quant_predicate=choose)
+        group_size = 32 if mode == "affine" else None
+        options = {"mode": mode, "global_scale": global_scale, "quant_predicate": choose}
+        model, full = quantize_model(model, full, group_size, bits, **options)
     weights = dict(tree_flatten(model.parameters()))
     if single_experts:
         for name in [name for name in weights if ".switch_mlp." in name]:

@@ -9,6 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from metal_engine.models.draft_head import DraftHead, new_head
+from metal_engine.scheduling.speculation.acceptance import Acceptance
 from tests.support.speculation import draft_for_free, head_config
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.stepped_engine import SteppedEngine
@@ -23,11 +24,25 @@ def random_head(model: nn.Module) -> DraftHead:
     return head
 
 
+class AlwaysLikely(Acceptance):
+    """Acceptance by which a request gets as many drafts as it may have, whatever their results."""
+
+    def of(self, request_id: str) -> float:
+        return 0.9
+
+
 def head_engine(num_drafts: int = 3, **config: Any) -> SteppedEngine:
-    """Return a tiny engine with a random draft head, whose drafts count as free."""
+    """Return a tiny engine with a random draft head, whose drafts count as free and as likely to be accepted."""
     engine = tiny_engine(speculative=head_config(num_drafts), make_head=random_head, **config)
     draft_for_free(engine)
+    draft_always(engine)
     return engine
+
+
+def draft_always(engine: SteppedEngine) -> None:
+    """Make an engine request as many drafts as possible from its draft head."""
+    assert engine.scheduler.speculation is not None
+    engine.scheduler.speculation._proposals.acceptance.computed = AlwaysLikely()
 
 
 def head_outputs(head: DraftHead, args: Any, embeddings: np.ndarray, hidden: np.ndarray) -> np.ndarray:

@@ -199,6 +199,9 @@ def check_fcfs(
     oldest = next(iter(demand), None)
     if oldest is not None and demand[oldest] > 0:
         slot_is_taken = depth > 1 and oldest not in context_lens and any(demand[r] > 1 for r in context_lens)
+        # After a failed step, later requests, which were in another step, keep their blocks and their place.
+        has_failed = scheduler.requests[oldest].num_failures > 0
+        slot_is_taken |= has_failed and oldest not in context_lens and bool(context_lens)
         assert oldest in plan.num_scheduled_tokens or slot_is_taken, "the oldest request does not advance"
     # If budget is left and a waiting request could use it, only a lack of blocks can be the reason.
     waiting = next(iter(scheduler.admissions.waiting), None)

@@ -14,6 +14,7 @@ import openai
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.server.app import create_app
 from metal_engine.server.connections.limits import connection_limits
@@ -23,6 +24,7 @@ from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import EngineConfig
 from metal_engine.text.tokenizer import Tokenizer
 from tools.fixtures.fake_engine import FakeRunner, NextToken, fake_config, fake_engine, hash_chain
+from tools.fixtures.stepped_engine import SteppedEngine
 
 MODEL = "org/fake-model"
 DEADLINE = 60.0
@@ -52,7 +54,7 @@ class Served:
     @property
     def core(self) -> EngineCore:
         """Return the engine core, which only tests use directly."""
-        assert self.engine._engine is not None
+        assert isinstance(self.engine._engine, BuiltEngine | SteppedEngine), "the engine has a process of its own"
         return self.engine._engine.core
 
     def client(self) -> openai.OpenAI:
@@ -67,12 +69,14 @@ class Served:
     def wait_until_idle(self) -> None:
         """Wait until no state of any request is left in the server, the engine or the block pool."""
         wait_until(lambda: self.engine.num_open_requests == 0, "open requests")
-        wait_until(lambda: not self.core.has_requests, "requests in the engine")
+        if isinstance(self.engine._engine, BuiltEngine | SteppedEngine):
+            wait_until(lambda: not self.core.has_requests, "requests in the engine")
+            self.core.scheduler.check_integrity()
+        wait_until(lambda: self.engine.stats.num_running == 0, "the numbers of an engine in another process")
         wait_until(lambda: len(asyncio.all_tasks(self.loop)) <= self.num_idle_tasks, "tasks of the server")
         stats = self.engine.stats
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
         assert (self.engine.num_waiting, self.engine.num_queued_tokens) == (0, 0)
-        self.core.scheduler.check_integrity()
         assert not self.engine._client._open
 
 

@@ -16,6 +16,7 @@ import httpx
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
+from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.errors import ModelLoadError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource
@@ -85,7 +86,7 @@ class FakeModel:
             self.runners.append(runner)
             return SteppedEngine(self.config, runner, TOKENIZER)
 
-        engine = AsyncEngine(build, device_lock, threads)
+        engine = AsyncEngine(EngineThread(build, device_lock, threads))
         engine.start()
         return LoadedEngine(engine, AnswerFormat())
 

@@ -34,12 +34,14 @@ from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import random_model, tiny_model
 
 
-def tiny_reference(seed: int = 0, vocab_size: int = VOCAB_SIZE, architecture: str | Config | None = None) -> nn.Module:
+def tiny_reference(
+    seed: int = 0, vocab_size: int = VOCAB_SIZE, architecture: str | Config | None = None, **config: Any
+) -> nn.Module:
     """Return a copy of the model for reference outputs from outside the engine."""
     if architecture is None:
-        return tiny_model(seed, vocab_size=vocab_size)
-    config = configuration(architecture) if isinstance(architecture, str) else architecture
-    return random_model(with_vocabulary(config, vocab_size), seed)
+        return tiny_model(seed, vocab_size=vocab_size, **config)
+    own = configuration(architecture) if isinstance(architecture, str) else architecture
+    return random_model(with_vocabulary(own, vocab_size), seed)
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
@@ -56,6 +58,7 @@ def tiny_engine(
     seed: int = 0,
     tokenizer: Tokenizer | None = None,
     architecture: str | Config | None = None,
+    kv_cache_dtype: str = "auto",
     num_state_slots: int = 0,
     make_adapters: Callable[[PagedModel], AdapterRegistry] | None = None,
     draft: nn.Module | None = None,
@@ -69,6 +72,7 @@ def tiny_engine(
         behind: dispatch steps in two parts while the previous step runs, as on a GPU. Implies ``ahead``.
         replay: replay decode steps as soon as their sizes are known.
         architecture: name in tools/fixtures/architectures.py, or a configuration. Default: a tiny Llama.
+        kv_cache_dtype: type of stored K and V. The Llama's heads are wide enough for quantization if it is not "auto".
         num_state_slots: number of slots for recurrent states.
         make_adapters: installs adapters in the model.
         draft: draft model, for a ``speculative`` configuration with a draft model.
@@ -87,7 +91,9 @@ def tiny_engine(
             num_padding_blocks=int(replay),
         ),
     )
-    model = PagedModel(tiny_reference(seed, settings.model.vocab_size, architecture))
+    wide = {} if kv_cache_dtype == "auto" else {"head_dim": 64}
+    reference = tiny_reference(seed, settings.model.vocab_size, architecture, **wide)
+    model = PagedModel(reference, kv_cache_dtype=kv_cache_dtype)
     adapters = None if make_adapters is None else make_adapters(model)
     backend, scheduler_side, runner_side = PortableBackend(), *(connector or (None, None))
     drafter: Drafter | None = None

@@ -153,6 +153,18 @@ RECORDED = [
         SAID,
     ),
     Recorded(
+        "llama4_pythonic",
+        PROSE + '<|python_start|>[get_weather(city="Zürich 😀", days=3), find_trains(city="Rome")]<|python_end|>',
+        [WEATHER, TRAINS],
+        SAID,
+    ),
+    Recorded(
+        "olmo3",
+        PROSE + '<function_calls>\nget_weather(city="Zürich 😀", days=3)\nfind_trains(city="Rome")\n</function_calls>',
+        [WEATHER, TRAINS],
+        SAID,
+    ),
+    Recorded(
         "llama3_json",
         PROSE + '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Zürich 😀", "days": 3}}',
         [WEATHER],
@@ -210,6 +222,8 @@ MALFORMED = {
     "minicpm5": 'Hm. <function name="other"></function> So be it.',
     "muse_spark": "Hm. <atem:function_calls>get_weather</atem:function_calls> So be it.",
     "pythonic": "Hm. <|tool_call_start|>get_weather<|tool_call_end|> So be it.",
+    "llama4_pythonic": "Hm. <|python_start|>get_weather<|python_end|> So be it.",
+    "olmo3": "Hm. <function_calls>x = get_weather()</function_calls> So be it.",
     "llama3_json": 'Hm. <|python_tag|>get_weather.call(city="Rome")',
     "deepseek_v3": "Hm. <｜tool▁calls▁begin｜>function<｜tool▁sep｜>get_weather<｜tool▁calls▁end｜> So be it.",
     "deepseek_v31": "Hm. <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁calls▁end｜> So be it.",

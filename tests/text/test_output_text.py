@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -386,7 +387,46 @@ def test_where_tokens_end(
 def test_stop_strings_have_no_effect_within_reasoning(
     text: str, begins_inside: bool, shown: str | None, found: str | None, step: int
 ) -> None:
-    stops = StopStringsOutsideReasoning(stop_automaton(("STOP",)), ReasoningPhase("<r>", "</r>", begins_inside))
+    check_stop_strings(ReasoningPhase("<r>", "</r>", begins_inside), text, shown, found, step)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize(
+    ("text", "more", "shown"),
+    [
+        ("so <call>a<r>b</call> STOP", {}, "so <call>a<r>b</call> "),
+        ("<call>a<r>bSTOP", {}, "<call>a<r>b"),
+        ("<call></call><r>STOP</r>STOP", {}, "<call></call><r>STOP</r>"),
+        ("<call>a<r>STOP", {"call_marks": ("<call>", "")}, "<call>a<r>"),
+        ("a<r>STOP</call>", {}, None),
+        # Within a structured output
+        ('{"a": "<r>"} STOP', {"is_structured": True}, '{"a": "<r>"} '),
+        (' \n<r>STOP</r> "<r>STOP', {"is_structured": True}, ' \n<r>STOP</r> "<r>'),
+        ("STOP<r>x</r>", {"is_structured": True, "begins_inside": True}, None),
+        ("<n>STOP<r>STOP</r>STOP<f>{<r>STOP", {"is_structured": True, "content_start": "<f>"},
+         "<n>STOP<r>STOP</r>STOP<f>{<r>"),
+    ],
+)  # fmt: skip
+def test_marks_of_reasoning_in_calls_and_structured_outputs_are_text(
+    text: str, more: dict[str, Any], shown: str | None, step: int
+) -> None:
+    is_structured = more.get("is_structured", False)
+    fields = {"call_marks": ("<call>", "</call>"), **more}
+    fields.pop("is_structured", None)
+    found = None if shown is None else "STOP"
+    check_stop_strings(ReasoningPhase("<r>", "</r>", **fields), text, shown, found, step, is_structured=is_structured)
+
+
+def check_stop_strings(
+    reasoning: ReasoningPhase,
+    text: str,
+    shown: str | None,
+    found: str | None,
+    step: int,
+    *,
+    is_structured: bool = False,
+) -> None:
+    stops = StopStringsOutsideReasoning(stop_automaton(("STOP",)), reasoning, is_structured=is_structured)
     result = ""
     for i in range(0, len(text), step):
         more, stop = stops.add(text[i : i + step])

@@ -10,8 +10,6 @@ machines, prints the simulator's counts for the same shapes.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,23 +72,11 @@ def make_step(shape: StepShape, block_size: int = 16):  # type: ignore[no-untype
     return rows, q, kv_state(k, v)
 
 
-def seconds(call: Callable[[], object], repeat: int) -> float:
-    """Return the median time of a call, including its evaluation."""
-    import mlx.core as mx
-
-    for _ in range(2):
-        mx.eval(call())
-    times = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        mx.eval(call())
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
-
-
 def copy_bandwidth() -> float:
     """Return the bandwidth of a large elementwise operation: bytes read and written per second."""
     import mlx.core as mx
+
+    from metal_engine.doctor.timing import seconds
 
     a = mx.zeros((256 << 20,), mx.uint8)
     mx.eval(a)
@@ -102,6 +88,7 @@ def on_metal(shapes: tuple[StepShape, ...]) -> None:
     import mlx.core as mx
 
     from metal_engine.attention.metal.backend import MetalBackend
+    from metal_engine.doctor.timing import seconds
 
     backend = MetalBackend()
     bandwidth = copy_bandwidth()

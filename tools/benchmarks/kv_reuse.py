@@ -69,7 +69,7 @@ class Engine:
             engine = build_engine(EngineArgs(model=model, kv_transfer_config=json.dumps(transfer), **settings))
         self.core, self.preparer, self.close = engine.core, engine.preparer, engine.close
         self.start_seconds = time.perf_counter() - started
-        runner: Any = self.core._runner
+        runner: Any = self.core.runner
         self.transfer = runner.kv_connector._transfer
         self.store: Screen = self.transfer._store
         self._ids = iter(range(1 << 30))

@@ -77,7 +77,7 @@ def engines(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Built
 
     linear = {
         name: (module.weight.shape[1], module.weight.shape[0])
-        for name, module in plain.core._runner._model.model.named_modules()  # type: ignore[attr-defined]
+        for name, module in plain.core.runner._model.model.named_modules()  # type: ignore[attr-defined]
         if isinstance(module, nn.Linear) and ".layers." in name
     }
     modules = {f"a{i}": write_adapter(folder / str(i), linear, args.rank, i) for i in range(args.adapters)}

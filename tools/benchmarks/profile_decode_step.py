@@ -23,6 +23,7 @@ from typing import Any
 from metal_engine.build import build_engine
 from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
 from metal_engine.engine.engine_client import EngineClient
+from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs
 from tools.benchmarks.engine_timing import random_prompt
@@ -132,7 +133,7 @@ class Answers:
         self.core = engine.core
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._clients = AsyncEngine(lambda: engine)
+        self._clients = AsyncEngine(EngineThread(lambda: engine))
         self._clients._loop = self._loop
         client = EngineClient(SteppedCore(self.core), engine.preparer.tokenizer, seed=0)
         self._clients._client = client

@@ -9,9 +9,6 @@ of a few layers on a fresh prompt, with mlx-lm's function and with metal-engine'
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -25,57 +22,15 @@ import mlx.nn as nn  # noqa: E402
 from mlx_lm.models import gated_delta, granitemoehybrid, qwen3_5, ssm  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
+from metal_engine.doctor.sections.recurrences import gated_delta_layer, mamba2_layer  # noqa: E402
+from metal_engine.doctor.timing import Call, in_turns  # noqa: E402
 from metal_engine.recurrence.gated_delta import gated_delta_update  # noqa: E402
 from metal_engine.recurrence.mamba2 import ssm_update  # noqa: E402
 
-Ways = dict[str, Callable[[], Any]]
 
-
-def in_turns(ways: Ways, repeats: int) -> dict[str, float]:
-    """Return the median time of each way in milliseconds, without the first round."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats + 1):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            mx.eval(way())
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values[1:]) * 1e3 for name, values in times.items()}
-
-
-def report(what: str, tokens: int, ways: Ways, repeats: int) -> None:
-    theirs, ours = in_turns(ways, repeats).values()
+def report(what: str, tokens: int, ways: dict[str, Call], repeats: int) -> None:
+    theirs, ours = (1e3 * seconds for seconds in in_turns(ways, repeats).values())
     print(f"| {what} | {tokens:,} | {theirs:.1f} ms | {ours:.1f} ms | {theirs / ours:.1f} |", flush=True)
-
-
-def normal(*shape: int) -> mx.array:
-    array = mx.random.normal(shape)
-    mx.eval(array)
-    return array
-
-
-def gated_delta_layer(tokens: int, k_heads: int, v_heads: int, dim: int, *, each_key: bool) -> tuple[mx.array, ...]:
-    """Return the arguments of a layer's recurrence, with a gate for each head or for each of its keys."""
-    q, k = gated_delta.normalize_qk(
-        normal(1, tokens, k_heads, dim), normal(1, tokens, k_heads, dim), inv_scale=dim**-0.5, eps=1e-6
-    )
-    own, amplitudes = ((v_heads, dim), (v_heads, 1)) if each_key else ((v_heads,), (v_heads,))
-    A_log = mx.log(mx.random.uniform(0.01, 16, amplitudes))
-    # Softplus of these biases is a time step between 0.001 and 0.1, the usual initialisation of such layers.
-    dt_bias = mx.log(mx.expm1(mx.exp(mx.random.uniform(-6.9, -2.3, own))))
-    arrays = (q, k, normal(1, tokens, v_heads, dim), normal(1, tokens, *own), normal(1, tokens, v_heads))
-    state = normal(1, v_heads, dim, dim)
-    mx.eval(arrays, A_log, dt_bias)
-    return (*arrays, A_log, dt_bias, state)
-
-
-def mamba2_layer(tokens: int, heads: int = 48, dim: int = 64, state_dim: int = 128) -> tuple[mx.array, ...]:
-    """Return the arguments of a layer's recurrence with the sizes of a Granite 4 hybrid."""
-    A_log, D = mx.log(mx.arange(1, heads + 1)), mx.ones(heads)
-    dt_bias = mx.log(mx.expm1(mx.exp(mx.random.uniform(-6.9, -2.3, (heads,)))))
-    x, dt, state = normal(1, tokens, heads, dim), normal(1, tokens, heads), normal(1, heads, dim, state_dim)
-    B, C = normal(1, tokens, 1, state_dim), normal(1, tokens, 1, state_dim)
-    mx.eval(A_log, D, dt_bias)
-    return x, A_log, B, C, D, dt, dt_bias, state
 
 
 def layers(repeats: int) -> None:
@@ -86,14 +41,14 @@ def layers(repeats: int) -> None:
         ("a gate for each key, 32 heads of 128 (Kimi Linear)", 32, 32, True),
     ):
         for tokens in (64, 256, 1024) if v_heads == 16 else (256,):
-            args = gated_delta_layer(tokens, k_heads, v_heads, 128, each_key=each_key)
+            args = gated_delta_layer((1, tokens), k_heads, v_heads, 128, each_key=each_key)
             ways = {
                 "theirs": partial(gated_delta.gated_delta_update, *args),
                 "ours": partial(gated_delta_update, *args),
             }
             report(what, tokens, ways, repeats)
     for tokens in (64, 512, 2048):
-        args = mamba2_layer(tokens)
+        args = mamba2_layer((1, tokens))
         ways = {"theirs": partial(ssm.ssm_update, *args), "ours": partial(ssm_update, *args)}
         report("Mamba2, 48 heads of 64, state 128 (Granite 4)", tokens, ways, repeats)
 

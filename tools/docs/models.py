@@ -77,12 +77,14 @@ _REFUSED = {
     "afm7": "several layers attend over the keys and values of one",
     "baichuan_m1": "convolves keys and values with those of the token before",
     "deepseek_v32": "each row attends only to the keys that an index of its own picks",
+    "glm_moe_dsa": "each row attends only to the keys that an index of its own picks",
     "gpt_bigcode": "reads its position out of mlx-lm's cache as a Python number",
     "iquestloopcoder": "runs its layers twice, and attends over the first run's keys in the second",
     "llama4": "attends in chunks of the context",
     "longcat_flash_ngram": "stores the last tokens to look up n-grams",
     "minimax_m3_vl": "each row attends only to the blocks that an index of its own picks",
     "phi3small": "attends to blocks in a pattern of its own",
+    "plamo": "repeats keys and values for its query heads in another order",
     "plamo2": "calls MLX's attention itself, and passes mlx-lm's by",
 }
 # GGUF architecture -> (models as users name them, remarks). The rest of the table comes from the engine's own data.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from metal_engine.build import build_engine
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.server.listen import listen
 from metal_engine.server.run import run_server
 from metal_engine.settings.args import EngineArgs, ServerArgs
@@ -72,7 +73,7 @@ def main() -> None:
     if executable is None:
         sys.exit("there is no Chromium here: apt-get install chromium")
     args = EngineArgs(model="demo", num_gpu_blocks_override=160, max_num_seqs=12, max_num_batched_tokens=256)
-    engine = AsyncEngine(lambda: build_engine(args))
+    engine = AsyncEngine(EngineThread(lambda: build_engine(args)))
     engine.start()
     ready: list[str] = []
     is_ready = threading.Event()

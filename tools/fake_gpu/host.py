@@ -23,6 +23,7 @@ from mlx_lm.generate import BatchGenerator
 
 from metal_engine.device.command_buffers import command_buffer_limits
 from metal_engine.engine.async_engine import AsyncEngine, _Mailbox
+from metal_engine.engine.engine_thread import EngineThread
 
 from .device import FakeGpu, FakeGpuSettings
 from .workload import Workload, add_model_arguments, make_engine, make_model, workload_of
@@ -41,7 +42,7 @@ class Ours:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._clients = AsyncEngine(lambda: self.engine)
+        self._clients = AsyncEngine(EngineThread(lambda: self.engine))
         self._clients._loop = self._loop
         self._clients._client = self.engine.client
         for i in range(workload.num_requests):

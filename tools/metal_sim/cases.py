@@ -10,16 +10,15 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.doctor.references.attention import TOLERANCE as ATTENTION_TOLERANCE
+from metal_engine.doctor.references.recurrence import TOLERANCE as RECURRENT_TOLERANCE
+from metal_engine.doctor.references.recurrence import relative_errors
 from metal_engine.recurrence.metal import MetalRecurrence
 from tools.fixtures.packed_step import make_step
-from tools.fixtures.recurrent_step import GatedDeltaStep, relative_errors
+from tools.fixtures.recurrent_step import GatedDeltaStep
 
 from .recurrence_mutants import CASES as RECURRENT_STEPS
-from .recurrence_mutants import TOLERANCE as RECURRENT_TOLERANCE
 from .recurrence_mutants import Step
-
-# Relative error of a row. Weights of the softmax are rounded to the type of V.
-ATTENTION_TOLERANCE = {mx.float32: 2e-5, mx.float16: 4e-3, mx.bfloat16: 3e-2}
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,15 @@ import sys
 
 import mlx.core as mx
 
+from metal_engine.doctor.references.recurrence import TOLERANCE, relative_errors
 from metal_engine.recurrence.metal import MetalRecurrence
-from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SSMStep, relative_errors
+from tools.fixtures.recurrent_step import ConvolutionStep, GatedDeltaStep, SSMStep
 from tools.metal_sim import MetalSimError, record_launches
 from tools.metal_sim.errors import CheckError
 from tools.metal_sim.mutants import Mutant, factory_of, run_mutants
 
 DELTA, SSM, CONVOLUTION = "gated_delta", "ssm_update", "short_convolution"
 KERNEL_OF = {GatedDeltaStep: DELTA, SSMStep: SSM, ConvolutionStep: CONVOLUTION}
-TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
-
 MUTANTS = (
     # the rule
     Mutant(DELTA, ": decay;", ": 1.0f;"),

@@ -8,11 +8,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, mark, string
+from metal_engine.answers.call_syntaxes.lark import (
+    GAP,
+    NotExpressibleError,
+    Rules,
+    TextNotExpressibleError,
+    mark,
+    string,
+)
 from metal_engine.answers.call_syntaxes.pythonic import in_order, other_names
 from metal_engine.answers.call_syntaxes.strings import length_limits, text_terminal
 from metal_engine.answers.call_syntaxes.syntax import Quotes, checked_name, choice
@@ -189,17 +195,22 @@ class _Values:
     def _first_of(self, options: Sequence[Any], rule: Callable[[Any], str]) -> str:
         """Return the name of a rule for one of several values or schemas. Skips those that cannot be expressed."""
         rules = []
+        problem = NotExpressibleError()
         for option in options:
-            with suppress(NotExpressibleError):
+            try:
                 rules.append(self._rules.rule(rule(option)))
+            except TextNotExpressibleError as error:
+                problem = error
+            except NotExpressibleError:
+                pass
         if not rules:
-            raise NotExpressibleError
+            raise problem
         return self._rules.rule(choice(rules))
 
     def _constant(self, value: Any) -> str:
         if isinstance(value, str):
             if self._quote in value:
-                raise NotExpressibleError
+                raise TextNotExpressibleError(self._quote)
             return f"{mark(self._quote)} {string(value)} {mark(self._quote)}" if value else f"{mark(self._quote * 2)}"
         if isinstance(value, list):
             items = ' "," '.join(self._constant(item) for item in value)
@@ -214,7 +225,7 @@ class _Values:
     # --- one method for each type ---
 
     def string(self, schema: Any) -> str:
-        terminal = text_terminal(self._rules, self._tool, schema)
+        terminal = text_terminal(self._rules, self._tool, schema, end=self._quote)
         if terminal is None:
             raise NotExpressibleError
         return f"{mark(self._quote)} {self._rules.text_until(terminal, self._quote)}"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from metal_engine.errors import ParameterError
 from metal_engine.output_phases import CallTrigger, ToolArguments
 
 if TYPE_CHECKING:
@@ -67,6 +68,18 @@ class NameNotExpressibleError(NotExpressibleError):
     """Raised if a grammar cannot express a name."""
 
 
+class TextNotExpressibleError(NotExpressibleError):
+    """Raised if every text that a schema allows contains a mark of the format.
+
+    Args:
+        marks: marks that texts cannot contain.
+    """
+
+    def __init__(self, *marks: str) -> None:
+        listed = " or ".join(marks)
+        super().__init__(f"requires a text with {listed}, which tool calls of this model cannot contain")
+
+
 class Rules:
     """Rules and terminals of one grammar. Equal definitions share a name."""
 
@@ -119,6 +132,7 @@ class Rules:
 
         Raises:
             NameNotExpressibleError: the grammar cannot express the name of a required argument.
+            ParameterError: a required value can only be a text with a mark of the format.
         """
         open_rule = self.rule(expression(tool.opened))
         self._is_limited = True
@@ -126,6 +140,8 @@ class Rules:
             rule = self._shared("args", expression(tool))
         except NameNotExpressibleError:
             raise
+        except TextNotExpressibleError as error:
+            raise ParameterError(tool.place, str(error)) from error
         except NotExpressibleError:
             return open_rule
         finally:

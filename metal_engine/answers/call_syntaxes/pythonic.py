@@ -1,4 +1,4 @@
-"""Calls as a Python list: ``[get_weather(city="Rome", days=3), find_trains()]``.
+"""Calls in Python's syntax, as a list or on lines: ``[get_weather(city="Rome", days=3), find_trains()]``.
 
 Each argument occurs once, in the order of the tool's schema. Values are JSON, or ``True``, ``False`` and ``None``.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,9 +27,9 @@ _CALL = re.compile(rf"{_SPACE}(?P<name>{_NAME.pattern})\({_SPACE}")
 _ARGUMENT = re.compile(rf"{_SPACE}(?P<name>{_KEY.pattern}){_SPACE}={_SPACE}")
 _LITERAL = re.compile("|".join(PYTHON_LITERALS))
 _COMMA = re.compile(rf"{_SPACE},")
+_LINE = re.compile(r"[ \t\r]*\n")
 _CLOSING = re.compile(rf"{_SPACE}\)")
 _QUOTES = Quotes({'"': r'(?s:\\.)|"', "'": r"(?s:\\.)|'"}, after=":,)]}")
-_LIST_END = re.compile(rf"{_SPACE}\]{_SPACE}")
 
 
 def in_order(rules: Rules, items: Sequence[tuple[str, bool]], others: str | None) -> str:
@@ -54,32 +55,46 @@ def other_names(rules: Rules, listed: Sequence[Argument], pattern: str) -> str:
     return rules.terminal(f"{pattern} & ~{known}")
 
 
+@dataclass(frozen=True)
 class PythonicSyntax:
-    """Exact form of the calls. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`."""
+    """Exact form of the calls. Implements :class:`metal_engine.answers.call_syntaxes.syntax.CallSyntax`.
+
+    Attributes:
+        mark: mark that begins the calls.
+        end: mark that ends the calls.
+        has_lines: True if each call has a line of its own; False for a list, which may also be the whole content,
+            without the marks.
+    """
+
+    mark: str
+    end: str
+    has_lines: bool = False
 
     def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
         return _QUOTES
 
     def triggers(self, tools: Sequence[ToolSchema], *, parallel: bool) -> tuple[CallTrigger, ...]:
-        rules, bare_rules = Rules(), Rules()
+        rules = Rules()
         one, more, _ = self._calls(rules, tools, parallel)
-        call = f'{GAP} "[" {GAP} {one} {more} {GAP} {mark("<|tool_call_end|>")}'
-        bare, more, arguments = self._calls(bare_rules, tools, parallel)
-        heads = tuple((f"{name}(", bare_rules.rule(f"{rest} {more}")) for name, rest in arguments.items())
-        return (
-            rules.trigger("<|tool_call_start|>", call),
-            bare_rules.trigger("[", f"{bare} {more}", heads, is_whole=True),
-        )
+        opening = GAP if self.has_lines else f'{GAP} "[" {GAP}'
+        marked = rules.trigger(self.mark, f"{opening} {one} {more} {GAP} {mark(self.end)}")
+        if self.has_lines:
+            return (marked,)
+        rules = Rules()
+        bare, more, arguments = self._calls(rules, tools, parallel)
+        heads = tuple((f"{name}(", rules.rule(f"{rest} {more}")) for name, rest in arguments.items())
+        return marked, rules.trigger("[", f"{bare} {more}", heads, is_whole=True)
 
     def _calls(self, rules: Rules, tools: Sequence[ToolSchema], parallel: bool) -> tuple[str, str, dict[str, str]]:
-        """Return rules for a call, for the rest of the list after it, and for the arguments of each tool."""
+        """Return rules for the first call, for the later calls and the end, and for the arguments of each tool."""
         arguments = {}
         for tool in tools:
             listed = rules.arguments(tool, partial(self._arguments, rules))
             arguments[checked_name(_NAME, tool.name)] = rules.rule(f'{GAP} {listed} {GAP} ")"')
         one = rules.rule(choice([rules.rule(f"{string(name + '(')} {rest}") for name, rest in arguments.items()]))
-        more = f'({GAP} "," {GAP} {one})*' if parallel else ""
-        return one, rules.rule(f'{more} {GAP} "]"'), arguments
+        separator = "/[ \\t\\r]{0,8}\\n/" if self.has_lines else f'{GAP} ","'
+        more = f"({separator} {GAP} {one})*" if parallel else '""'
+        return one, rules.rule(more if self.has_lines else f'{more} {GAP} "]"'), arguments
 
     def _arguments(self, rules: Rules, tool: ToolSchema) -> str:
         listed, others = tool.arguments()
@@ -103,20 +118,21 @@ class PythonicSyntax:
         known = {tool.name: tool for tool in tools}
         calls: list[dict[str, Any]] = []
         text = text.strip()
-        if not text.startswith("["):
+        opening, separator, end = ("", _LINE, "") if self.has_lines else ("[", _COMMA, "]")
+        if not text.startswith(opening):
             return None
-        at = 1
-        while (opening := _CALL.match(text, at)) is not None and opening["name"] in known:
-            found = self._read_arguments(text, opening.end(), known[opening["name"]])
-            if found is None:
+        at = len(opening)
+        while (head := _CALL.match(text, at)) is not None and head["name"] in known:
+            read = self._read_arguments(text, head.end(), known[head["name"]])
+            if read is None:
                 return None
-            arguments, at = found
-            calls.append({"name": opening["name"], "arguments": arguments})
-            comma = _COMMA.match(text, at)
-            if comma is None:
+            arguments, at = read
+            calls.append({"name": head["name"], "arguments": arguments})
+            found = separator.match(text, at)
+            if found is None:
                 break
-            at = comma.end()
-        return calls if calls and _LIST_END.fullmatch(text, at) else None
+            at = found.end()
+        return calls if calls and text[at:].strip() == end else None
 
     def _read_arguments(self, text: str, at: int, tool: ToolSchema) -> tuple[str, int] | None:
         """Return the arguments that begin at a position, as JSON text, and the position after the call."""
@@ -141,4 +157,6 @@ class PythonicSyntax:
         return None if closing is None else (object_text(written), closing.end())
 
 
-PYTHONIC = PythonicSyntax()
+PYTHONIC = PythonicSyntax("<|tool_call_start|>", "<|tool_call_end|>")
+LLAMA4 = PythonicSyntax("<|python_start|>", "<|python_end|>")
+OLMO3 = PythonicSyntax("<function_calls>", "</function_calls>", has_lines=True)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from metal_engine.answers.call_syntaxes.lark import Rules, string
+from metal_engine.answers.call_syntaxes.lark import Rules, containing, string
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
 from metal_engine.json_schemas.document import listed
 
@@ -18,7 +18,7 @@ _ANCHOR = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|([\^$])", re.DOTALL)
 _MAX_DEPTH = 32
 
 
-def text_terminal(rules: Rules, tool: ToolSchema, schema: Any, *, without: Sequence[str] = ()) -> str | None:
+def text_terminal(rules: Rules, tool: ToolSchema, schema: Any, *, end: str, without: Sequence[str] = ()) -> str | None:
     """Return the name of a terminal for the strings that a schema allows; None if it allows none.
 
     Formats of strings, such as dates, are not enforced, and neither are patterns that terminals cannot express.
@@ -27,13 +27,16 @@ def text_terminal(rules: Rules, tool: ToolSchema, schema: Any, *, without: Seque
         rules: rules to which terminals are added.
         tool: tool to which the schema belongs.
         schema: schema of the value.
+        end: text that ends the value. Strings of a limited form do not contain ``end``. Strings of any form end at the
+            first ``end``.
         without: regular expressions, in slashes, for texts that are not allowed.
     """
-    found = _Strings(rules, tool).terminal(schema, 0)
+    strings = _Strings(rules, tool, [containing(end), *without])
+    found = strings.terminal(schema, 0)
     if found is None:
         return None
-    limits = [f"~{rules.terminal(text)}" for text in without]
-    return rules.terminal(" & ".join([found, *limits]))
+    patterns = [*([containing(end)] if found != strings.any_text else []), *without]
+    return rules.terminal(" & ".join([found, *(f"~{rules.terminal(pattern)}" for pattern in patterns)]))
 
 
 def length_limits(schema: dict[str, Any], low: str, high: str) -> tuple[int, int | None]:
@@ -48,9 +51,18 @@ def is_limited(tool: ToolSchema, schema: Any) -> bool:
 
 
 class _Strings:
-    def __init__(self, rules: Rules, tool: ToolSchema) -> None:
+    """Builds terminals for strings that a schema allows.
+
+    Args:
+        rules: rules to which terminals are added.
+        tool: tool to which the schemas belong.
+        without: regular expressions, in slashes, for constants that are left out.
+    """
+
+    def __init__(self, rules: Rules, tool: ToolSchema, without: Sequence[str] = ()) -> None:
         self._rules = rules
         self._tool = tool
+        self._without = [re.compile(pattern[1:-1]) for pattern in without]
         self.any_text = rules.terminal(ANY_TEXT)
 
     def terminal(self, schema: Any, depth: int) -> str | None:
@@ -63,7 +75,7 @@ class _Strings:
         limits: list[str | None] = []
         for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
             if isinstance(values, list):
-                limits.append(self._any_of([string(one) for one in values if isinstance(one, str)]))
+                limits.append(self._any_of([string(one) for one in values if self._is_expressible(one)]))
         low, high = length_limits(schema, "minLength", "maxLength")
         if low or high is not None:
             limits.append(f"/(?s:.{{{low},{'' if high is None else high}}})/")
@@ -81,6 +93,9 @@ class _Strings:
         names = {self._named(one): None for one in limits if one is not None}
         names.pop(self.any_text, None)
         return self._named(" & ".join(names)) if names else self.any_text
+
+    def _is_expressible(self, value: Any) -> bool:
+        return isinstance(value, str) and not any(pattern.fullmatch(value) for pattern in self._without)
 
     def _any_of(self, options: list[str]) -> str | None:
         if self.any_text in options:

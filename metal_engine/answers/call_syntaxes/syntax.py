@@ -33,7 +33,7 @@ class Quotes:
     broken: str = ""
     after: str = ""
     value: re.Pattern[str] | None = None
-    is_json: Callable[[str], bool] = lambda name: False
+    is_json: Callable[[Any], bool] = lambda name: False
 
 
 NO_QUOTES = Quotes()

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from metal_engine.answers.call_syntaxes.json_formats import HERMES, json_call
-from metal_engine.answers.call_syntaxes.lark import GAP, NotExpressibleError, Rules, containing, json_value, mark
+from metal_engine.answers.call_syntaxes.lark import GAP, Rules, TextNotExpressibleError, containing, json_value, mark
 from metal_engine.answers.call_syntaxes.strings import text_terminal
 from metal_engine.answers.call_syntaxes.syntax import JSON_QUOTES, Quotes, choice
 from metal_engine.answers.call_syntaxes.tags import TagSyntax, expression
 from metal_engine.answers.call_syntaxes.tool_schemas import ToolSchema
-from metal_engine.answers.call_syntaxes.values import DECODER, after_space, json_of
+from metal_engine.answers.call_syntaxes.values import DECODER, after_space, json_of, not_expressible
 from metal_engine.answers.deltas import json_text
 
 _CDATA = re.compile(r"\s*<!\[CDATA\[(.*)\]\]>\s*", re.DOTALL)
@@ -108,17 +108,40 @@ MINICPM5 = _MiniCPM5(
 )
 
 
+class _TypedTagSyntax(TagSyntax):
+    """Form of calls whose opening tags of arguments name the types of the values."""
+
+    def _text(self, rules: Rules, tool: ToolSchema, schema: Any) -> str | None:
+        """Return the name of a terminal for the strings that a schema allows; None if the form cannot express any."""
+        without = [containing(text) for text in self.without]
+        return text_terminal(rules, tool, schema, end=self.value_end, without=without)
+
+
 _JSON_OPENING, _JSON_CLOSING = '<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"
 
 
 @dataclass(frozen=True)
-class _KimiK3(TagSyntax):
+class _KimiK3(_TypedTagSyntax):
     """Form of Kimi K3's calls. The opening tag of an argument names its type, or all arguments are one object."""
+
+    def quotes(self, tools: Sequence[ToolSchema]) -> Quotes:
+        tags = super().quotes(tools)
+        value = re.compile(f"{self._argument_pattern.pattern}|{re.escape(_JSON_OPENING)}")
+        return replace(
+            tags,
+            pairs={**tags.pairs, _JSON_OPENING: re.escape(self.value_end)},
+            after=tags.after + "j",
+            value=value,
+            is_json=lambda name: name is None or tags.is_json(name),
+        )
 
     def _arguments(self, rules: Rules, tool: ToolSchema) -> str:
         arguments = json_value(tool.schema, strict=tool.is_strict)
         whole = f"{mark(_JSON_OPENING)} {arguments} {mark(_JSON_CLOSING)} {GAP} {mark(self.call_end)} {GAP}"
-        return rules.rule(f"{super()._arguments(rules, tool)} | {GAP} {whole}")
+        try:
+            return rules.rule(f"{super()._arguments(rules, tool)} | {GAP} {whole}")
+        except TextNotExpressibleError:  # JSON expresses every text
+            return rules.rule(f"{GAP} {whole}")
 
     def _read_arguments(self, text: str, at: int, tool: ToolSchema) -> tuple[str, int] | None:
         start = after_space(text, at)
@@ -136,7 +159,7 @@ class _KimiK3(TagSyntax):
     def _argument(self, rules: Rules, tool: ToolSchema, name: str, schema: Any) -> str:
         kinds = tool.kinds(schema)
         options = []
-        terminal = text_terminal(rules, tool, schema) if "string" in kinds else None
+        terminal = self._text(rules, tool, schema) if "string" in kinds else None
         if terminal is not None:
             options.append(("string", rules.text_until(terminal, self.value_end)))
         for kind in sorted(kinds - {"string"} - ({"integer"} if "number" in kinds else set())):
@@ -144,7 +167,7 @@ class _KimiK3(TagSyntax):
             group = kinds & {"integer", "number"} if named == "number" else frozenset({kind})
             options.append((named, f"{json_of(tool, schema, group)} {mark(self.value_end)}"))
         if not options:
-            raise NotExpressibleError
+            raise not_expressible(kinds, self.value_end, *self.without)
         tags = [f"{expression(self.argument, name=name, kind=kind)} {value}" for kind, value in options]
         return rules.rule(f"({' | '.join(tags)}) {mark(self.argument_end)} {GAP}")
 
@@ -174,7 +197,7 @@ KIMI_K3 = _KimiK3(
 
 
 @dataclass(frozen=True)
-class _DSML(TagSyntax):
+class _DSML(_TypedTagSyntax):
     """Form of the calls of DeepSeek V3.2 and V4. The opening tag of an argument has ``true`` if the value is a string.
 
     Other values are JSON.
@@ -183,8 +206,7 @@ class _DSML(TagSyntax):
     def _argument(self, rules: Rules, tool: ToolSchema, name: str, schema: Any) -> str:
         kinds = tool.kinds(schema)
         options = []
-        without = [containing(text) for text in self.without]
-        terminal = text_terminal(rules, tool, schema, without=without) if "string" in kinds else None
+        terminal = self._text(rules, tool, schema) if "string" in kinds else None
         if terminal is not None:
             opening = expression(self.argument, name=name, kind="true")
             options.append(f"{opening} {rules.text_until(terminal, self.value_end)}")
@@ -192,7 +214,7 @@ class _DSML(TagSyntax):
             opening = expression(self.argument, name=name, kind="false")
             options.append(f"{opening} {json_of(tool, schema, others)} {mark(self.value_end)}")
         if not options:
-            raise NotExpressibleError
+            raise not_expressible(kinds, self.value_end, *self.without)
         return rules.rule(f"{choice(options)} {GAP}")
 
     def _read_value(self, text: str, opening: re.Match[str], tool: ToolSchema, schema: Any) -> tuple[str, int] | None:

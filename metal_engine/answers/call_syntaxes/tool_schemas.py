@@ -57,11 +57,13 @@ class ToolSchema:
     Attributes:
         name: name of the tool.
         is_strict: True if the tool requests that calls match the schema exactly.
+        place: name of the schema in the request.
     """
 
     def __init__(self, index: int, tool: dict[str, Any]) -> None:
         self.name: str = tool["function"]["name"]
         self.is_strict = tool["function"].get("strict") is True
+        self.place = f"tools[{index}].function.parameters"
         self._index = index
         self._tool = tool
 
@@ -93,7 +95,7 @@ class ToolSchema:
         try:
             return closed(schema)
         except (ValueError, RecursionError) as error:
-            raise ParameterError(f"tools[{self._index}].function.parameters", str(error)) from error
+            raise ParameterError(self.place, str(error)) from error
 
     @cached_property
     def _document(self) -> Document:

@@ -11,6 +11,7 @@ from metal_engine.answers.call_syntaxes.lark import (
     GAP,
     NotExpressibleError,
     Rules,
+    TextNotExpressibleError,
     containing,
     escaped,
     json_value,
@@ -58,6 +59,16 @@ def after_space(text: str, at: int) -> int:
     return found.end()
 
 
+def not_expressible(kinds: frozenset[str], *marks: str) -> NotExpressibleError:
+    """Return the error about a schema of which a format cannot express any value.
+
+    Args:
+        kinds: JSON types that the schema allows.
+        marks: texts that strings cannot contain.
+    """
+    return TextNotExpressibleError(*marks) if "string" in kinds else NotExpressibleError()
+
+
 class RawValues:
     """Values of a format with tags.
 
@@ -102,11 +113,10 @@ class RawValues:
         compound = others & {"object", "array"}
         if "string" in kinds:
             limited = is_limited(tool, schema)
-            # A text without limits ends at the first end mark in any case.
-            without = [containing(text) for text in (*self._without, *([self._end] if limited else []))]
+            without = [containing(text) for text in self._without]
             without += [f"/{escaped(self._hidden)}(?s:.*)/"] if self._hidden and limited else []
             without += [_COMPOUND_TEXT] if compound else []
-            terminal = text_terminal(rules, tool, schema, without=without)
+            terminal = text_terminal(rules, tool, schema, end=self._end, without=without)
             pad = self._pad if limited else ""
             if terminal is not None:
                 options.append(f"{string(pad)} " * bool(pad) + rules.text_until(terminal, pad + self._end))
@@ -118,7 +128,7 @@ class RawValues:
         if others and self._python:
             options += [f"{gap} {literal} {gap} {mark(self._end)}" for literal in python_literals(tool, schema)]
         if not options:
-            raise NotExpressibleError
+            raise not_expressible(kinds, self._end, *self._without)
         return rules.rule(" | ".join(options))
 
     def read(self, text: str, start: int, tool: ToolSchema, schema: Any) -> tuple[str, int] | None:

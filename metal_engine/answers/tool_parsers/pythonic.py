@@ -1,4 +1,4 @@
-"""Tool calls as a Python list of calls: ``[get_weather(city="Rome", days=3), find_trains()]``."""
+"""Tool calls as a Python list of calls, or as lines: ``[get_weather(city="Rome", days=3), find_trains()]``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,18 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonicCalls:
-    """Parser of lists of calls whose arguments are keywords and literals."""
+    """Parser of calls whose arguments are keywords and literals.
 
-    tool_call_start = "<|tool_call_start|>"
-    tool_call_end = "<|tool_call_end|>"
+    Args:
+        start: mark that begins the calls.
+        end: mark that ends the calls.
+        has_lines: True if each call has a line of its own; False for a list.
+    """
+
+    def __init__(self, start: str, end: str, *, has_lines: bool = False) -> None:
+        self.tool_call_start = start
+        self.tool_call_end = end
+        self._has_lines = has_lines
 
     def parse_tool_call(self, text: str, tools: Any | None = None, /) -> list[dict[str, Any]]:
         """Return the calls in a text. Raises an exception of any type if the text has anything else.
@@ -28,7 +36,10 @@ class PythonicCalls:
         """
         if text.lstrip("[ \t\r\n").startswith("{"):
             return JSON_CALLS.parse_tool_call(text)
-        parsed = ast.parse(_STRING.sub(_escaped, text.strip()), mode="eval").body
+        source = _STRING.sub(_escaped, text.strip())
+        if self._has_lines:
+            return [_call(statement.value) for statement in map(_expression, ast.parse(source).body)]
+        parsed = ast.parse(source, mode="eval").body
         if not isinstance(parsed, ast.List):
             raise ValueError("the text is not a Python list")
         return [_call(node) for node in parsed.elts]
@@ -43,6 +54,12 @@ class _JSONNames(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
+def _expression(statement: ast.stmt) -> ast.Expr:
+    if not isinstance(statement, ast.Expr):
+        raise ValueError("a line is not a call")
+    return statement
 
 
 def _call(node: ast.expr) -> dict[str, Any]:

@@ -28,11 +28,6 @@ _HALF_LIFE = 512
 _HELD_UP = 1.5
 # Steps of up to this many rows are tried without a measurement of a similar size.
 _ALWAYS_TRIED = 8
-# Weight of one draft's result in the estimated acceptance of its request, its weight in the estimate for new requests,
-# and the initial value of both estimates.
-_DRAFT_WEIGHT = 0.2
-_SHARED_WEIGHT = 0.02
-_FIRST_GUESS = 0.7
 # Extra weight of the step time that drafts add, scaled by the fraction of the step's requests that do not own the
 # drafts. Without it, requests with half of their drafts accepted would make a batch of sixteen requests 3% slower.
 _OTHERS_WEIGHT = 0.75
@@ -138,32 +133,6 @@ def _size(num_rows: int) -> int:
     """Return the size class of a step: the number of rows, rounded down to 4 significant bits."""
     shift = max(0, num_rows.bit_length() - 4)
     return num_rows >> shift << shift
-
-
-class Acceptance:
-    """Estimated probability that a request's next draft is accepted if its earlier drafts are."""
-
-    def __init__(self) -> None:
-        self._shared = _FIRST_GUESS
-        self._of_request: dict[str, float] = {}
-
-    def of(self, request_id: str) -> float:
-        return self._of_request.get(request_id, self._shared)
-
-    def tried(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Update the estimates with the results of drafts.
-
-        Drafts after the first rejected draft carry no information.
-        """
-        probability = self.of(request_id)
-        for i in range(min(num_drafts, num_accepted + 1)):
-            is_right = float(i < num_accepted)
-            probability += _DRAFT_WEIGHT * (is_right - probability)
-            self._shared += _SHARED_WEIGHT * (is_right - self._shared)
-        self._of_request[request_id] = probability
-
-    def forget(self, request_id: str) -> None:
-        self._of_request.pop(request_id, None)
 
 
 def least_gain(num_sampling: int, times: Sequence[float], draft_seconds: float = 0.0) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from metal_engine.request import Request
-from metal_engine.scheduling.speculation.draft_lengths import Acceptance
+from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
 from metal_engine.scheduling.speculation.ngram import NgramProposer, PredictedTextProposer
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
@@ -20,6 +20,9 @@ _CATCHING_UP_STEPS = 128
 # delayed a longer measurement.
 _WEIGHT = 0.25
 _HELD_UP = 1.5
+# Initial estimate of the acceptance of a draft head's drafts. It is low, because trying drafts that are not accepted
+# costs time in each of the first requests, and a head that is right is noticed within a few drafts.
+_HEAD_GUESS = 0.3
 
 
 class DraftModelProposer(PredictedTextProposer):
@@ -37,27 +40,12 @@ class HeadProposer(NgramProposer):
 
     def __init__(self, config: SpeculativeConfig) -> None:
         super().__init__(config)
-        self._lookups, self._head = Acceptance(), Acceptance()
-        self._is_lookup: dict[str, bool] = {}  # request id -> source of the last proposal
+        self.acceptance = SourceAcceptance(_HEAD_GUESS)
 
     def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
-        request_id = request.request_id
         drafts = super()._from_elsewhere(request, num_tokens)
-        is_lookup = bool(drafts) and self._lookups.of(request_id) >= self._head.of(request_id)
-        self._is_lookup[request_id] = is_lookup
-        return drafts if is_lookup else [UNKNOWN_DRAFT] * num_tokens
-
-    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        super().record_result(request, num_drafts, num_accepted)
-        request_id = request.request_id
-        if (is_lookup := self._is_lookup.get(request_id)) is not None and request_id not in self._followed:
-            (self._lookups if is_lookup else self._head).tried(request_id, num_drafts, num_accepted)
-
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
-        self._is_lookup.pop(request_id, None)
-        self._lookups.forget(request_id)
-        self._head.forget(request_id)
+        lookups, head = (one.of(request.request_id) for one in (self.acceptance.lookups, self.acceptance.computed))
+        return drafts if drafts and lookups >= head else [UNKNOWN_DRAFT] * num_tokens
 
 
 class _Seconds:

@@ -146,7 +146,7 @@ class Speculation:
             hoped: ``times`` extended to the maximum number of drafts.
         """
         pending = [self._proposals.num_guesses(r, drafts) for r, drafts in proposals.items()]
-        acceptances = [self._proposals.acceptance.of(r.request_id) for r in proposals]
+        acceptances = [self._proposals.acceptance.of(r.request_id, drafts) for r, drafts in proposals.items()]
         chances = [p**n for p, n in zip(acceptances, pending, strict=True)]
         num_again = [1] * len(limits) if self._states is not None else None
         choice = self._choice(proposals, acceptances, limits, len(requests), times, num_again, chances)
@@ -200,11 +200,8 @@ class Speculation:
         if was_worth_waiting:
             self._async_times.waited(has_drafts=num_drafts > 0)
         self._proposals.record_untried_drafts(others)
-        # With async scheduling, likely drafts may still lose to an asynchronously planned step: they can be probed,
-        # too.
-        unpaid = [*proposals, *others] if self._config.async_scheduling else others
-        if probe_request in unpaid:
-            unpaid = [probe_request]
+        # Likely drafts may still not be worth their cost: they are probed, too.
+        unpaid = [probe_request] if probe_request in (*proposals, *others) else [*proposals, *others]
         if times and not num_drafts and (tried := self._proposals.pick_probe_request(unpaid)) is not None:
             num_drafts = self._add(plan, budget, tried, [UNKNOWN_DRAFT])
             self._is_probe = num_drafts > 0
@@ -264,7 +261,7 @@ class Speculation:
         """
         if not proposals:
             return []
-        acceptances = [self._proposals.acceptance.of(request.request_id) for request in proposals]
+        acceptances = [self._proposals.acceptance.of(r.request_id, drafts) for r, drafts in proposals.items()]
         limits = list(map(len, proposals.values()))
         num_again = None if self._states is None else [plan.num_scheduled_tokens[r.request_id] for r in proposals]
         choice = self._choice(proposals, acceptances, limits, len(decoding), times, num_again)
@@ -337,7 +334,7 @@ class Speculation:
             before = request.num_draft_tokens
             request.num_draft_tokens = before[0] + len(drafts), before[1] + num_accepted
             if request_id not in model_output.late_req_ids and request_id not in model_output.errors:
-                self._proposals.record_result(request, len(drafts), num_accepted)
+                self._proposals.record_result(request, planned, len(drafts), num_accepted)
         return accepted
 
     def _end_step(self, plan: SchedulerOutput, output: ModelOutput, requests: Mapping[str, Request]) -> None:

@@ -160,6 +160,11 @@ class _EngineReader:
         yield self._counter("failed_steps", "Steps that raised.", metrics.num_failed_steps)
         help_ = "Requests of failed steps that were computed again."
         yield self._counter("retried_requests", help_, metrics.num_retried_requests)
+        if any(metrics.restart.counts):
+            help_ = "Requests that continued in a new process of the engine."
+            yield self._counter("resumed_requests", help_, metrics.num_resumed_requests)
+            help_ = "Time from the end of the engine's process to the continuation of its requests."
+            yield self._histogram("restart_seconds", help_, metrics.restart)
         yield self._counter(
             "late_masks", "Rows computed again because their grammar masks were late.", metrics.num_late_masks
         )

@@ -59,7 +59,7 @@ class Health(BaseModel):
     - ``kv_transfer``: counts of :class:`metal_engine.kv_transfer.stats.KVTransferStats`, if KV transfer is used.
     """
 
-    status: Literal["ok", "draining", "error"]
+    status: Literal["ok", "draining", "restarting", "error"]
     running: int
     waiting: int
     kv_cache_usage: float

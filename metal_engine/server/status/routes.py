@@ -118,7 +118,7 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, shows_parameters: bool
     engine, unknown = served.engine, served.parameters.num_unknown
     stats, error = engine.stats, engine.error
     return Health(
-        status="error" if error is not None else "draining" if lifecycle.draining else "ok",
+        status=_status(served, lifecycle),
         running=stats.num_running,
         waiting=stats.num_waiting,
         kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
@@ -139,6 +139,12 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, shows_parameters: bool
         if shows_error
         else "the engine has stopped",
     )
+
+
+def _status(served: ServedModel, lifecycle: Lifecycle) -> Literal["ok", "draining", "restarting", "error"]:
+    if served.engine.error is not None:
+        return "error"
+    return "draining" if lifecycle.draining else "restarting" if served.engine.is_restarting else "ok"
 
 
 def _replay(served: ServedModel) -> str:
@@ -188,8 +194,9 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
 
     @get_and_head(app, "/ready", tags=["status"], responses={503: {"model": Ready}})
     async def ready() -> JSONResponse:
-        """Respond with status 200 if the server accepts new requests; 503 if it drains or its engine has died."""
-        is_ready = models.error is None and not lifecycle.draining
+        """Respond with status 200 if requests run; 503 if the server drains, or its engine has died or starts anew."""
+        is_restarting = any(served.engine.is_restarting for served in models.loaded)
+        is_ready = models.error is None and not lifecycle.draining and not is_restarting
         return JSONResponse(Ready(ready=is_ready).model_dump(), status_code=200 if is_ready else 503)
 
     @get_and_head(app, "/version", tags=["status"])

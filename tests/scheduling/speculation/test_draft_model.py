@@ -233,7 +233,7 @@ def test_prompts_are_followed_as_long_as_it_pays() -> None:
     _, wrong = run(1, NEVER, memory_bound, 0.1, num_turns=20, length=60)
     assert right is not None and wrong is not None
     assert right.num_followed >= 18 and right.num_chunk_tokens >= 20 * 30
-    assert wrong.num_followed <= right.num_followed * 2 / 3
+    assert wrong.num_followed <= right.num_followed / 2
 
 
 def test_who_does_without_is_not_followed() -> None:

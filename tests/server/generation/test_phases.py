@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 from tokenizers import AddedToken
 
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.text.tokenizer import Tokenizer
 from tests.server.openai.test_forced_calls import TOOLS, check_calls, tool
 from tests.support.serving import MODEL, Served, serve
@@ -52,7 +53,7 @@ def serving(template: str) -> Iterator[Served]:
         max_num_batched_tokens=1024,
         ahead=True,
     )
-    engine = AsyncEngine(lambda: core)
+    engine = AsyncEngine(EngineThread(lambda: core))
     engine.start()
     with serve(engine=engine, answer_format=answer_format("json_tools")) as served:
         yield served

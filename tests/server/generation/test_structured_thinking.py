@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from metal_engine.output_phases import OutputPhases, ReasoningPhase
+from metal_engine.output_phases import ReasoningPhase
 from tests.support.serving import MODEL, Served, serve
 from tests.support.splitting import answer_format
 from tests.support.tool_formats import TOOLS
@@ -53,7 +54,8 @@ def whole(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
 def check_params(served: Served, number: int) -> None:
     """Check the sampling parameters of the last requests: a grammar that begins after the reasoning."""
     for params in served.runner.seen_params[-number:]:
-        assert params.structured_outputs is not None and params.phases == OutputPhases(INSIDE)
+        assert params.structured_outputs is not None and params.phases is not None
+        assert params.phases.reasoning is not None and replace(params.phases.reasoning, call_marks=()) == INSIDE
 
 
 @pytest.mark.parametrize("more", [{}, {"tools": TOOLS}], ids=["plain", "tools"])

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.engine_thread import EngineThread
 from tests.support.serving import MODEL, Served, serve
 from tests.support.tiny_engine import tiny_engine
 from tools.fixtures.fake_engine import EOS, generated
@@ -83,7 +84,7 @@ def test_others_see_no_such_fields(served: Served, path: str) -> None:
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Served]:
     """Yield a server on a real runner, which computes log probabilities."""
-    engine = AsyncEngine(tiny_engine)
+    engine = AsyncEngine(EngineThread(tiny_engine))
     engine.start()
     with serve(engine=engine) as served:
         yield served

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.sampling_params import SamplingParams
 from tests.support.serving import MODEL, Served, serve
 from tests.support.tiny_engine import tiny_engine
@@ -199,7 +200,7 @@ def test_neutral_and_harmless_parameters_are_accepted(served: Served) -> None:
 def tiny() -> Iterator[Served]:
     """Yield a server on a model with random weights, for log probabilities."""
     core = tiny_engine()
-    engine = AsyncEngine(lambda: core)
+    engine = AsyncEngine(EngineThread(lambda: core))
     engine.start()
     with serve(engine=engine) as served:
         yield served

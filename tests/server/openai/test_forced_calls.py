@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from metal_engine.answers.forced_calls import forced_schema
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.engine_thread import EngineThread
 from tests.server.openai.test_tools import USER, streamed
 from tests.server.test_errors import check_error
 from tests.support.json_schemas import SCHEMAS
@@ -65,7 +66,7 @@ def tiny() -> Iterator[Served]:
     Its template has no tools.
     """
     core = tiny_engine(max_model_len=8192, num_blocks=8192, max_num_batched_tokens=2048, max_num_seqs=32)
-    engine = AsyncEngine(lambda: core)
+    engine = AsyncEngine(EngineThread(lambda: core))
     engine.start()
     with serve(engine=engine) as served:
         yield served

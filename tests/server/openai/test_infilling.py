@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken
 
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.text.tokenizer import Tokenizer
 from tests.server.test_errors import check_error, sse_events
 from tests.support.serving import Served, serve
@@ -52,7 +53,7 @@ def filling(_filling: Served) -> Iterator[Served]:
 def tiny() -> Iterator[Served]:
     """Yield a server on a model with random weights, for log probabilities."""
     core = tiny_engine(tokenizer=fim_tokenizer(), vocab_size=VOCAB)
-    engine = AsyncEngine(lambda: core)
+    engine = AsyncEngine(EngineThread(lambda: core))
     engine.start()
     with serve(engine=engine) as served:
         yield served

@@ -310,6 +310,10 @@ def test_parsers_are_chosen_from_the_tokenizer() -> None:
         (tokenizer_with("｜DSML｜", template="<｜DSML｜tool_calls>"), "<｜DSML｜tool_calls>", None, False),
         (tokenizer_with(template=DEEPSEEK_V3), None, None, False),
         (tokenizer_with("<|python_tag|>", template=LLAMA3, special=True), "<|python_tag|>", None, True),
+        (tokenizer_with("<|python_start|>", "<|header_start|>", special=True), "<|python_start|>", None, True),
+        (tokenizer_with("<|python_start|>", special=True), None, None, False),
+        (tokenizer_with(template="<function_calls>{{ calls }}</function_calls>"), "<function_calls>", None, False),
+        (tokenizer_with(template="<function_calls><invoke name="), None, None, False),
     ]:
         chosen = find_answer_format(hf)
         assert (None if chosen.tool is None else chosen.tool.tool_call_start) == tool

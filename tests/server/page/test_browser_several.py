@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.engine_thread import EngineThread
 from tests.support import adapters
 from tests.support.browsing import browser_or_skip, page_of, say, wait_for_answer
 from tests.support.serving import DEADLINE, serve, wait_until
@@ -170,7 +171,7 @@ def test_an_adapter_is_picked(browser: Browser, tmp_path: Path) -> None:
     """The chat uses the adapter, while the live view shows the model. An unloaded adapter is deselected."""
     made = adapters.products(tiny_reference(), adapters.ALL, 2, seed=0)
     folders = {name: adapters.write_mlx_lm(tmp_path / name, made) for name in ("sql", "poet")}
-    engine = AsyncEngine(lambda: adapters.adapted_engine(folders))
+    engine = AsyncEngine(EngineThread(lambda: adapters.adapted_engine(folders)))
     engine.start()
     asked: list[str] = []
 

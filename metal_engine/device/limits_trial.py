@@ -1,0 +1,79 @@
+"""Remembers starts that ended while large command buffers ran for the first time, and then leaves MLX's limits alone.
+
+macOS ends a command buffer that keeps the GPU busy for too long, which may end the process. MLX reads its limits only
+once, so only the next start can use other limits. A file counts the starts whose largest step did not finish. A start
+that finishes this step removes the file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+
+from metal_engine.device.cache_dir import cache_dir
+from metal_engine.device.command_buffers import limits_in_force
+from metal_engine.settings.config import CommandBufferLimits
+
+logger = logging.getLogger(__name__)
+
+# The user may have interrupted one start.
+MOST_UNFINISHED = 2
+# Parts of Metal's names for the errors of a command buffer that takes too long.
+_TOO_LONG = ("ImpactingInteractivity", "CallbackErrorTimeout")
+
+
+def _path(limits: CommandBufferLimits) -> Path:
+    """Return the file for these limits with this version of MLX and macOS."""
+    facts = repr(limits), metadata.version("mlx"), platform.mac_ver()[0]
+    return cache_dir() / "command_buffers" / f"{sha256(json.dumps(facts).encode()).hexdigest()[:16]}.json"
+
+
+def _num_unfinished(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text())["unfinished"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+
+
+def refusal(limits: CommandBufferLimits) -> str | None:
+    """Return the reason against these limits. Return None if they can be set."""
+    with suppress(FileNotFoundError):  # no cache directory
+        path = _path(limits)
+        if _num_unfinished(path) >= MOST_UNFINISHED:
+            starts = f"the last {MOST_UNFINISHED} starts ended in their largest step"
+            return f"{starts}; to try larger limits again, remove {path}"
+    return None
+
+
+@contextmanager
+def trying_limits() -> Iterator[None]:
+    """Count a start as unfinished while the context runs. The context runs the largest step of a model.
+
+    If the process ends, or the error is that a command buffer took too long, the start stays counted.
+    """
+    limits = limits_in_force()
+    if limits is None:
+        yield
+        return
+    path: Path | None = None
+    try:
+        path = _path(limits)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"unfinished": _num_unfinished(path) + 1, "limits": str(limits)}))
+    except OSError as error:
+        logger.debug("an unfinished start would not be noticed: %s", error)
+    took_too_long = False
+    try:
+        yield
+    except Exception as error:
+        took_too_long = any(name in str(error) for name in _TOO_LONG)
+        raise
+    finally:
+        if path is not None and not took_too_long:
+            path.unlink(missing_ok=True)

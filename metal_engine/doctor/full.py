@@ -1,0 +1,107 @@
+"""``metal-engine doctor --full``: measures this machine within ten minutes and writes a report to send.
+
+Does not load MLX. Each section runs in its own process (``section_process.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from metal_engine.checkpoints.names import DEMO_MODEL, is_local
+from metal_engine.doctor.figures import SectionResult
+from metal_engine.doctor.plan import SECTIONS, Plan, Section
+from metal_engine.doctor.report import summary, write_report
+
+# Shortest time that is worth starting a section.
+_LEAST_SECONDS = 10.0
+_MAX_ERROR = 800  # characters
+
+
+def fetch_models(models: Sequence[str]) -> None:
+    """Download missing models, which shows its progress and takes none of the report's time.
+
+    A model that cannot be downloaded is reported later, by its sections.
+    """
+    for model in models:
+        if model == DEMO_MODEL or not is_local(model):
+            subprocess.run([sys.executable, "-m", "metal_engine", "pull", model])
+
+
+def run_full(
+    models: Sequence[str], plan: Plan, folder: Path, say: Callable[[str], None], sections: Sequence[Section] = SECTIONS
+) -> bool:
+    """Run all sections and write ``mac-report.md`` and ``mac-report.json`` to ``folder``.
+
+    The report is written after each section, so that an interrupted run leaves a report.
+
+    Args:
+        models: models to measure, at least one.
+        say: callback that receives lines about the progress.
+
+    Returns:
+        True if no section failed and no result was wrong. Slow results do not count.
+    """
+    end = time.monotonic() + plan.seconds
+    runs = [(section, "") for section in sections if not section.has_model]
+    runs += [(section, model) for model in models for section in sections if section.has_model]
+    results: list[SectionResult] = []
+    for section, model in runs:
+        title = f"{section.name} ({_label(model)})" if model else section.name
+        say(f"{title} …")
+        results.append(_run(section, model, plan, min(section.seconds, end - time.monotonic())))
+        if results[-1].error:
+            say(f"  failed: {results[-1].error}")
+        paths = write_report(results, folder)
+    for line in summary(results):
+        say(line)
+    say(f"\nThe report is in {paths[0]} and {paths[1]}. Please send both: {paths[0].name} says how.")
+    return not any(result.is_failure for result in results)
+
+
+def _label(model: str) -> str:
+    """Return a model's name without the folders of a local path, which can contain the user's name."""
+    return Path(model).name if model != DEMO_MODEL and is_local(model) else model
+
+
+def _run(section: Section, model: str, plan: Plan, seconds: float) -> SectionResult:
+    """Run a section in a process for at most ``seconds``."""
+    result = SectionResult(section.name, _label(model))
+    if seconds < _LEAST_SECONDS:
+        return replace(result, error="no time was left")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "items.jsonl")
+        path.touch()
+        given = {"module": section.module, "plan": asdict(plan), "model": model, "path": str(path)}
+        command = [sys.executable, "-m", "metal_engine.doctor.section_process"]
+        try:
+            done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, timeout=seconds)
+            error = "" if done.returncode == 0 else _describe_end(done.returncode, done.stderr)
+        except subprocess.TimeoutExpired:
+            error = f"not finished after {seconds:.0f} s"
+        items = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    figures = [item for item in items if isinstance(item, dict)]
+    facts = [item for item in items if isinstance(item, list)]
+    return SectionResult.of(
+        {**asdict(result), "seconds": time.monotonic() - began, "facts": facts, "figures": figures, "error": error}
+    )
+
+
+def _describe_end(status: int, stderr: str) -> str:
+    """Describe the end of a process that failed, with the last lines of its output."""
+    how = f"status {status}"
+    if status < 0:
+        try:
+            how = f"signal {signal.Signals(-status).name}"
+        except ValueError:
+            how = f"signal {-status}"
+    last = " / ".join(line.strip() for line in stderr.splitlines() if line.strip())[-_MAX_ERROR:]
+    return f"ended with {how}: {last.replace(str(Path.home()), '~')}"

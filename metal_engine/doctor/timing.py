@@ -1,0 +1,34 @@
+"""Times of MLX computations, with their evaluation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import mlx.core as mx
+
+Call = Callable[[], Any]
+
+
+def seconds(call: Call, repeats: int) -> float:
+    """Return the median time of a call in seconds, after two calls that are not timed."""
+    for _ in range(2):
+        mx.eval(call())
+    return statistics.median(_timed(call) for _ in range(repeats))
+
+
+def in_turns(calls: Mapping[str, Call], repeats: int) -> dict[str, float]:
+    """Return the median time of each call in seconds, without the first round. All calls run once in each round."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            times[name].append(_timed(call))
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def _timed(call: Call) -> float:
+    start = time.perf_counter()
+    mx.eval(call())
+    return time.perf_counter() - start

@@ -1,0 +1,125 @@
+"""Bounded exchange of framed messages over a Unix socket. A frame is a length of 4 bytes and a message."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from contextlib import suppress
+
+from metal_engine.engine.process.wire import Message, WireError, encode
+
+_LENGTH = struct.Struct("<I")
+# Maximum size of a message: log probabilities of a prompt take 300 bytes a token.
+MAX_MESSAGE_BYTES = 1 << 28
+# Unsent bytes beyond which sending blocks, if the channel may block.
+_MAX_UNSENT_BYTES = 1 << 26
+_BUFFER_BYTES = 1 << 20
+_WRITE_BYTES = 1 << 20
+
+
+class Channel:
+    """One end of a socket pair. Several threads may send. One thread receives.
+
+    A message is written at once if the socket has room. Otherwise, a thread writes it.
+
+    Args:
+        sock: connected stream socket in blocking mode. Belongs to the channel.
+        stall_seconds: time after which the channel is closed if the peer reads nothing. Sending never blocks. None:
+            sending blocks while much is unsent, until the peer reads on.
+
+    Attributes:
+        problem: reason why this end has closed the channel; empty without one.
+    """
+
+    def __init__(self, sock: socket.socket, stall_seconds: float | None = None) -> None:
+        self.problem = ""
+        self._sock = sock
+        self._stall_seconds = stall_seconds
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        if stall_seconds is not None:
+            seconds, rest = divmod(stall_seconds, 1.0)
+            limit = struct.pack("ll", int(seconds), int(rest * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._reader = sock.makefile("rb", buffering=_BUFFER_BYTES)
+        self._unsent = bytearray()
+        self._is_closed = False
+        self._changed = threading.Condition()
+        threading.Thread(target=self._write, name="engine-outbox", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Send a message, unless the channel is closed: the receiving thread then finds its end."""
+        data = encode(message)
+        frame = _LENGTH.pack(len(data)) + data
+        with self._changed:
+            if self._stall_seconds is None:
+                self._changed.wait_for(lambda: len(self._unsent) < _MAX_UNSENT_BYTES or self._is_closed)
+            if self._is_closed:
+                return
+            num_sent = 0
+            if not self._unsent:
+                try:
+                    num_sent = self._sock.send(frame, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    pass
+                except OSError:  # the peer has closed the socket
+                    return
+            if num_sent < len(frame):
+                self._unsent += frame[num_sent:]
+                self._changed.notify_all()
+
+    def receive(self) -> bytes:
+        """Wait for a message and return it.
+
+        Raises:
+            EOFError: the peer has closed the socket.
+            WireError: the frame is larger than a message may be.
+        """
+        (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if size > MAX_MESSAGE_BYTES:
+            raise WireError(f"a message of {size} bytes, more than {MAX_MESSAGE_BYTES}")
+        return self._read(size)
+
+    def _read(self, size: int) -> bytes:
+        try:
+            data = self._reader.read(size)
+        except (OSError, ValueError):  # reset by the peer, or closed by this end
+            data = b""
+        if len(data) < size:
+            raise EOFError
+        return data
+
+    def _write(self) -> None:
+        """Send the unsent bytes. Runs in its own thread."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._unsent or self._is_closed)
+                if self._is_closed:
+                    return
+                part = bytes(self._unsent[:_WRITE_BYTES])
+            try:
+                num_sent = self._sock.send(part)
+            except BlockingIOError:
+                self.problem = f"it has read no message for {self._stall_seconds:g} s"
+                self.close()
+                return
+            except OSError:  # the peer has closed the socket
+                self.close()
+                return
+            with self._changed:
+                del self._unsent[:num_sent]
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until everything is sent, or the channel is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unsent or self._is_closed)
+
+    def close(self) -> None:
+        """Close the channel. A thread that receives finds its end."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)

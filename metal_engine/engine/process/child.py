@@ -1,0 +1,309 @@
+"""The process of an engine: runs the engine in a thread, and exchanges messages with the server.
+
+The process ends with the server: at the end of the socket, and by a signal of the system or by polling if the main
+thread cannot read the socket.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+
+from metal_engine.cancellation import caller_disconnected
+from metal_engine.device.allocator import give_back_freed_memory
+from metal_engine.device.blas.threads import blas_threads
+from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.engine.engine_thread import EngineThread
+from metal_engine.engine.process import wire
+from metal_engine.engine.process.channel import Channel
+from metal_engine.engine.process.end_with_parent import end_with_parent
+from metal_engine.engine.process.packed_requests import (
+    unpacked_phases,
+    unpacked_request,
+    unpacked_structured,
+    unpacked_text,
+)
+from metal_engine.engine.process.packed_results import (
+    packed_adapter,
+    packed_error,
+    packed_metrics,
+    packed_output,
+    unpacked_output,
+)
+from metal_engine.engine.step_observer import Frame
+from metal_engine.engine.transport import EngineDeadError
+from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.lora_adapter import Adapter
+from metal_engine.request import RequestOutput, RequestStatus
+from metal_engine.step import SchedulerOutput
+from metal_engine.token_rules import Grammar
+
+logger = logging.getLogger(__name__)
+
+# Interval at which changed numbers are sent. They are also sent before outputs that finish requests.
+_NUMBERS_SECONDS = 0.1
+_BLAS_INTERVALS = 10  # adaptations of the number of BLAS threads are this many intervals apart
+_IDLE_INTERVALS = 100  # freed memory goes back to the system after this many intervals without a change
+# Calls at once. Grammars that wait for their compilation are limited to fewer.
+_MAX_CALLS = 32
+
+
+@dataclass(eq=False)
+class _HeldGrammar:
+    """Grammar that the server has not released. ``made`` is its future."""
+
+    made: Future[Grammar] = field(default_factory=Future)
+    released: threading.Event = field(default_factory=threading.Event)
+
+
+class EngineChild:
+    """Engine in this process for a server at the other end of a channel.
+
+    Args:
+        channel: channel to the server.
+        build: function that builds the engine. Called in the engine's thread.
+    """
+
+    def __init__(self, channel: Channel, build: Callable[[], BuiltEngine]) -> None:
+        self._channel = channel
+        self._thread = EngineThread(build)
+        self._engine: BuiltEngine | None = None
+        self._is_shutting_down = False
+        self._sent_numbers: wire.Numbers | None = None
+        self._sending_numbers = threading.Lock()
+        self._computing: list[str] = []  # requests of the last step
+        self._grammars: dict[int, _HeldGrammar] = {}
+        # Requests that wait for their grammars. The lock is held to add them to the engine, and to end requests.
+        self._waiting: set[str] = set()
+        self._lock = threading.Lock()
+        self._adapters: dict[int, Adapter] = {}  # adapters that the server has not released, by slot
+        self._calls = ThreadPoolExecutor(_MAX_CALLS, thread_name_prefix="engine-calls")
+
+    def run(self) -> None:
+        """Build the engine and process messages, until the server ends the engine.
+
+        Raises:
+            EOFError: the server has ended.
+        """
+        threading.Thread(target=self._start, name="engine-numbers", daemon=True).start()
+        while True:
+            message = wire.decode_to_engine(self._channel.receive())
+            if isinstance(message, wire.Shutdown):
+                self._is_shutting_down = True
+                if self._engine is not None:
+                    self._thread.shutdown(None)
+                return
+            self._process(message)
+
+    def _start(self) -> None:
+        """Build the engine, tell the server, and send its numbers from then on. Runs in its own thread."""
+        try:
+            self._engine = engine = self._thread.start(self._on_outputs, self._on_end)
+        except BaseException as error:
+            if not isinstance(error, ConfigError | ModelLoadError):
+                logger.critical("the engine cannot be built", exc_info=True)
+                error = ModelLoadError(f"the engine cannot be built: {type(error).__name__}: {error}")
+            self._channel.send(wire.Refused(packed_error(error)))
+            self._exit(1)
+        engine.core.on_plan = self._on_plan
+        # Everything loaded so far stays in memory. Without `freeze`, the garbage collector would scan it during steps.
+        gc.collect()
+        gc.freeze()
+        self._send_ready(engine)
+        self._report()
+
+    def _send_ready(self, engine: BuiltEngine) -> None:
+        adapters = None if engine.adapters is None else engine.adapters.adapters
+        self._adapters = {adapter.slot: adapter for adapter in adapters or ()}
+        path = engine.tokenizer_path
+        self._channel.send(
+            wire.Ready(
+                self._numbers(),
+                engine.config,
+                sorted(engine.preparer.tokenizer.eos_token_ids),
+                None if path is None else str(path),
+                None if adapters is None else [packed_adapter(adapter) for adapter in adapters],
+            )
+        )
+
+    def _report(self) -> NoReturn:
+        threads = blas_threads()
+        num_idle = interval = 0
+        while True:
+            if self._send_numbers():
+                num_idle = 0
+            num_idle += 1
+            interval += 1
+            if num_idle == _IDLE_INTERVALS:
+                give_back_freed_memory()
+            if threads is not None and not interval % _BLAS_INTERVALS:
+                threads.follow()
+            time.sleep(_NUMBERS_SECONDS)
+
+    @property
+    def _built(self) -> BuiltEngine:
+        assert self._engine is not None, "a message before the engine was ready"
+        return self._engine
+
+    def _send_numbers(self) -> bool:
+        """Send the numbers, and return True, if they have changed. Later numbers never precede earlier ones."""
+        with self._sending_numbers:
+            numbers = self._numbers()
+            has_changed = numbers != self._sent_numbers
+            if has_changed:
+                self._sent_numbers = numbers
+                self._channel.send(numbers)
+        return has_changed
+
+    def _numbers(self) -> wire.Numbers:
+        return wire.Numbers(self._built.stats, packed_metrics(self._built.metrics))
+
+    def _exit(self, status: int) -> NoReturn:
+        self._channel.flush()
+        sys.stderr.flush()
+        os._exit(status)  # a regular exit would tear down MLX while other threads use it
+
+    # --- messages of the engine ---
+
+    def _on_outputs(self, outputs: list[RequestOutput]) -> None:
+        if self._thread.error is not None:
+            return  # errors of all requests, which another process may continue
+        if any(output.finish_reason is not None for output in outputs):
+            self._send_numbers()
+        self._channel.send(wire.Outputs([packed_output(output) for output in outputs], self._built.stats))
+
+    def _on_plan(self, plan: SchedulerOutput) -> None:
+        """Tell the server the requests of a step. It finds them in the socket if the step ends this process."""
+        request_ids = list(plan.num_scheduled_tokens)
+        if request_ids != self._computing:
+            self._computing = request_ids
+            self._channel.send(wire.Computing(request_ids))
+
+    def _on_frame(self, number: int, frame: Frame) -> None:
+        self._channel.send(wire.FrameOf(number, frame))
+
+    def _on_end(self, message: str) -> None:
+        if not self._is_shutting_down:
+            self._channel.send(wire.Ended(message))
+            self._exit(1)
+
+    # --- messages of the server ---
+
+    def _process(self, message: wire.ToEngine) -> None:
+        match message:
+            case wire.Submit():
+                self._submit(message)
+            case wire.End():
+                with self._lock:
+                    self._waiting.discard(message.request_id)
+                    status = RequestStatus.of(message.finish_reason)
+                    self._thread.end(message.request_id, status, message.num_output_tokens)
+            case wire.Watch():
+                self._thread.watch(None if message.number is None else partial(self._on_frame, message.number))
+            case wire.MakeGrammar():
+                self._make_grammar(message)
+            case wire.LoadAdapter():
+                self._calls.submit(self._answer, message.call, partial(self._load_adapter, message))
+            case wire.UnloadAdapter():
+                if (adapters := self._built.adapters) is not None:
+                    adapters.unload(unpacked_text(message.name))
+            case wire.Release():
+                for slot in message.adapters:
+                    self._adapters.pop(slot, None)
+                for key in message.grammars:
+                    if (held := self._grammars.pop(key, None)) is not None:
+                        held.released.set()
+
+    def _submit(self, message: wire.Submit) -> None:
+        """Add a request to the engine when its grammar is made. Only resumed requests have to wait for that."""
+        key = message.rules.grammar
+        self._waiting.add(message.request_id)
+        if key is None:
+            self._add(message, None)
+        else:
+            self._grammars[key].made.add_done_callback(partial(self._add_made, message))
+
+    def _add_made(self, message: wire.Submit, made: Future[Grammar]) -> None:
+        if (error := made.exception()) is None:
+            self._add(message, made.result())
+        else:
+            self._on_outputs([RequestOutput(message.request_id, finish_reason="error", error=str(error))])
+
+    def _add(self, message: wire.Submit, grammar: Grammar | None) -> None:
+        slot = message.adapter
+        prepared = unpacked_request(message, grammar, None if slot is None else self._adapters[slot])
+        so_far = None if message.so_far is None else unpacked_output(message.so_far)
+        arguments = message.seed, message.options, so_far, message.num_failures
+        with self._lock, suppress(EngineDeadError):  # the server is told by `_on_end`
+            if message.request_id in self._waiting:
+                self._waiting.remove(message.request_id)
+                self._thread.submit(message.request_id, prepared, *arguments)
+
+    def _make_grammar(self, message: wire.MakeGrammar) -> None:
+        self._grammars[message.call] = held = _HeldGrammar()
+
+        def make() -> None:
+            stop_token_ids = np.frombuffer(message.stop_token_ids, np.int32)
+            structured, phases = unpacked_structured(message.structured), unpacked_phases(message.phases)
+            try:
+                held.made.set_result(self._built.preparer.grammars.grammar_for(structured, phases, stop_token_ids))
+            except Exception as error:
+                held.made.set_exception(error)
+                raise
+
+        if message.structured is None:  # needs no compilation that the server waits for
+            self._answer(message.call, make)
+            return
+        context = contextvars.copy_context()
+        context.run(caller_disconnected.set, held.released)
+        self._calls.submit(context.run, self._answer, message.call, make)
+
+    def _load_adapter(self, message: wire.LoadAdapter) -> wire.LoadedAdapter:
+        name, path, within = (unpacked_text(text) for text in (message.name, message.path, message.within))
+        adapter = self._thread.load_adapter(name, path, Path(within), in_place=message.in_place)
+        self._adapters[adapter.slot] = adapter
+        return packed_adapter(adapter)
+
+    def _answer(self, call: int, work: Callable[[], wire.LoadedAdapter | None]) -> None:
+        try:
+            reply = wire.Reply(call, work())
+        except Exception as error:  # noqa: BLE001  (raised in the server)
+            reply = wire.Reply(call, error=packed_error(error))
+        self._channel.send(reply)
+
+
+def serve_engine(descriptor: int, set_up: Callable[[wire.Start], Callable[[], BuiltEngine]]) -> NoReturn:
+    """Run an engine for the server at the other end of a socket, and end this process.
+
+    Args:
+        descriptor: descriptor of the socket.
+        set_up: function that sets up this process, and returns the function that builds the engine.
+    """
+    end_with_parent()
+    channel = Channel(socket.socket(fileno=descriptor))
+    try:
+        start = wire.decode_to_engine(channel.receive())
+        if not isinstance(start, wire.Start):
+            raise wire.WireError(f"a first message of type {type(start).__name__}")
+        EngineChild(channel, set_up(start)).run()
+    except EOFError:
+        pass  # the server has ended
+    except BaseException:
+        logger.critical("the engine's process fails", exc_info=True)
+        os._exit(1)
+    os._exit(0)

@@ -1,0 +1,299 @@
+"""Keeps an engine alive in a process of its own: starts a new process when one ends, and continues the requests."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from metal_engine.engine.metrics import EngineMetrics
+from metal_engine.engine.preparer import RequestPreparer
+from metal_engine.engine.process import wire
+from metal_engine.engine.process.engine_process import EngineProcess
+from metal_engine.engine.process.open_request import OpenRequest
+from metal_engine.engine.process.packed_results import MetricsTotals, unpacked_output
+from metal_engine.engine.process.remote import Calls, RemoteAdapters, RemoteEngine, RemoteGrammars, RemoteWatch
+from metal_engine.engine.step_observer import FrameSink
+from metal_engine.engine.transport import EndSink, EngineDeadError, OutputSink
+from metal_engine.errors import AdapterError, ModelLoadError
+from metal_engine.lora_adapter import Adapter
+from metal_engine.request import MAX_FAILURES, PreparedRequest, RequestOptions, RequestOutput, RequestStatus
+from metal_engine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Time after which a process that reads no message is killed.
+_STALL_SECONDS = 30.0
+# Maximum number of new processes within this time. Beyond it, the engine ends.
+_MAX_RESTARTS, _RESTART_SECONDS = 10, 60.0
+
+
+class EngineSupervisor:
+    """Runs an engine in a process of its own. Implements :class:`metal_engine.engine.transport.Transport`.
+
+    If the process ends, a new process continues its requests after their output so far, with the same random draws. The
+    requests of the last steps may have caused the end. After two ends without a new token, such a request is a suspect,
+    and suspects run one at a time. After a third end, it gets an error.
+
+    Args:
+        module: main module of the process, which gets the descriptor of a socket as its argument.
+        start: first message to the process.
+        make_tokenizer: function that returns the tokenizer of the loaded model.
+        max_restarts: maximum number of new processes within a minute.
+        stall_seconds: time after which a process that reads no message is killed.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        start: wire.Start,
+        make_tokenizer: Callable[[wire.Ready], Tokenizer],
+        max_restarts: int = _MAX_RESTARTS,
+        stall_seconds: float = _STALL_SECONDS,
+    ) -> None:
+        self._spawn = lambda: EngineProcess(module, start, stall_seconds)
+        self._make_tokenizer = make_tokenizer
+        self._max_restarts = max_restarts
+        self._on_outputs: OutputSink = lambda outputs: None
+        self._on_end: EndSink = lambda message: None
+        # Held to change the open requests and to send their messages, so that each process gets each request once.
+        self._lock = threading.RLock()
+        self._open: dict[str, OpenRequest] = {}
+        self._process: EngineProcess | None = None
+        self._is_up = False
+        self._is_shutting_down = False
+        self._calls = Calls(self._send, self._lock)
+        self._engine: RemoteEngine | None = None
+        self._metrics = EngineMetrics()
+        self._totals = MetricsTotals(self._metrics)
+        self._computing: deque[list[str]] = deque(maxlen=2)  # requests of the last two steps
+        self._restarts: list[float] = []
+        self._watch = RemoteWatch(None, 0)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self.error: BaseException | None = None
+
+    @property
+    def is_restarting(self) -> bool:
+        """True while requests wait for a new process."""
+        return not self._is_up
+
+    def launch(self) -> None:
+        """Start the process, and do not wait for it."""
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def start(self, on_outputs: OutputSink, on_end: EndSink = lambda message: None) -> RemoteEngine:
+        """Start the process and wait for the engine. Raises the errors of building it. Callbacks run in a thread."""
+        self._on_outputs, self._on_end = on_outputs, on_end
+        self.launch()
+        self._ready.wait()
+        if self._engine is None:
+            assert self.error is not None
+            raise self.error
+        return self._engine
+
+    def _send(self, message: wire.Message) -> None:
+        """Send a message to the process. While there is none, the message is lost: :meth:`_resume` sends its own."""
+        with self._lock:
+            if self.error is not None or self._is_shutting_down:
+                raise EngineDeadError(str(self.error or "the engine has stopped: it was shut down"))
+            if self._is_up and self._process is not None:
+                self._process.send(message)
+
+    def submit(
+        self,
+        request_id: str,
+        prepared: PreparedRequest,
+        seed: int = 0,
+        options: RequestOptions | None = None,
+        so_far: RequestOutput | None = None,
+    ) -> None:
+        """Queue one output of a request. See :meth:`metal_engine.engine.engine_thread.EngineThread.submit`."""
+        opened = OpenRequest(prepared, seed, options, None)
+        if so_far is not None:
+            opened.add(so_far)
+        with self._lock:
+            self._send(opened.message(request_id))
+            self._open[request_id] = opened
+            self._calls.release()
+
+    def end(self, request_id: str, status: RequestStatus, num_output_tokens: int | None = None) -> None:
+        """End a request. See :meth:`metal_engine.engine.engine_thread.EngineThread.end`."""
+        assert status.finish_reason is not None
+        with self._lock:
+            self._open.pop(request_id, None)
+            if self._is_up and self._process is not None:
+                self._process.send(wire.End(request_id, status.finish_reason, num_output_tokens))
+
+    def watch(self, on_frame: FrameSink | None) -> None:
+        """Set the callback for frames. See :meth:`metal_engine.engine.transport.Transport.watch`."""
+        with self._lock:
+            self._watch = RemoteWatch(on_frame, self._watch.number + 1)
+            if self._is_up and self._process is not None:
+                self._process.send(self._watch.message)
+
+    def load_adapter(self, name: str, path: str, within: Path, *, in_place: bool) -> Adapter:
+        """Load a LoRA adapter, and wait for it. See :meth:`metal_engine.lora.registry.AdapterRegistry.load`."""
+        if self._engine is None or self._engine.adapters is None:
+            raise AdapterError("the engine was started without --enable-lora")
+        return self._engine.adapters.load(name, path, within, in_place=in_place)
+
+    def shutdown(self, timeout: float | None = 10.0) -> bool:
+        """Stop after the step in flight. Return True if the process has ended within ``timeout`` seconds.
+
+        Otherwise, the process is killed.
+        """
+        with self._lock:
+            self._is_shutting_down = True
+            if self._process is not None:
+                self._process.send(wire.Shutdown())
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        has_ended = not self._thread.is_alive()
+        if self._process is not None:
+            self._process.kill()
+        return has_ended
+
+    # --- in the thread ---
+
+    def _main(self) -> None:
+        try:
+            self._engine = self._first_engine(self._new_process())
+        except BaseException as error:  # noqa: BLE001  (raised by start())
+            if self._process is not None:
+                self._process.kill()
+            self.error = error
+            return
+        finally:
+            self._ready.set()
+        while True:
+            assert self._process is not None
+            problem = self._process.receive_all(self._process_message)
+            ended_at = time.monotonic()
+            with self._lock:
+                self._is_up = False
+            while not self._is_shutting_down and self._may_restart():
+                logger.error("%s; a new process continues %d requests", problem, len(self._open))
+                try:
+                    self._resume(self._new_process(), ended_at)
+                    break
+                except Exception as error:  # noqa: BLE001  (logged if it is the last one)
+                    self._process.kill()
+                    problem = f"{problem}; then: {error}"
+            else:
+                self._die(problem)
+                return
+
+    def _new_process(self) -> wire.Ready:
+        process = self._spawn()
+        with self._lock:
+            self._process = process
+            if self._is_shutting_down:
+                process.kill()
+        return process.wait_until_ready()
+
+    def _first_engine(self, ready: wire.Ready) -> RemoteEngine:
+        self._totals.update(ready.numbers.metrics)
+        preparer = RequestPreparer(ready.config, self._make_tokenizer(ready), RemoteGrammars(self._calls))
+        adapters = None if ready.adapters is None else RemoteAdapters(self._calls, ready.adapters)
+        self._is_up = True
+        return RemoteEngine(ready.config, preparer, adapters, ready.numbers.stats, self._metrics)
+
+    def _may_restart(self) -> bool:
+        """Record a restart. Return False if there are too many."""
+        now = time.monotonic()
+        self._restarts = [*(at for at in self._restarts if now - at < _RESTART_SECONDS), now]
+        return len(self._restarts) <= self._max_restarts
+
+    def _resume(self, ready: wire.Ready, ended_at: float) -> None:
+        """Send a new process everything that the one before it had."""
+        engine, process = self._engine, self._process
+        assert engine is not None and process is not None
+        if ready.config.cache.num_blocks < engine.config.cache.num_blocks:
+            raise ModelLoadError("the KV cache has become smaller, so that some requests may not fit")
+        failed: list[RequestOutput] = []
+        with self._lock:
+            for request_id in {request_id for ids in self._computing for request_id in ids} & self._open.keys():
+                self._open[request_id].num_failures += 1
+            self._computing.clear()
+            engine.stats = ready.numbers.stats
+            if engine.adapters is not None:
+                engine.adapters.reset(ready.adapters or [])
+            for message in self._calls.messages():
+                process.send(message)
+            for request_id, opened in list(self._open.items()):
+                problem = self._problem_of(opened)
+                if problem:
+                    del self._open[request_id]
+                    failed.append(RequestOutput(request_id, finish_reason="error", error=problem))
+                else:
+                    process.send(opened.message(request_id))
+            self._watch.begin_again()
+            process.send(self._watch.message)
+            self._is_up = True
+            num_resumed = len(self._open)
+        seconds = time.monotonic() - ended_at
+        self._metrics.num_resumed_requests += num_resumed
+        self._metrics.restart.add(seconds)
+        self._metrics.num_finished["error"] += len(failed)
+        self._totals.begin_engine()
+        logger.warning("%d requests continue after %.1f s, %d have failed", num_resumed, seconds, len(failed))
+        if failed:
+            self._on_outputs(failed)
+
+    def _problem_of(self, opened: OpenRequest) -> str:
+        """Return the reason why a request cannot continue in a new process; an empty text if it can."""
+        assert self._engine is not None
+        adapter, adapters = opened.prepared.adapter, self._engine.adapters
+        if opened.num_failures >= MAX_FAILURES:
+            return f"the engine's process has ended {MAX_FAILURES} times while it computed this request"
+        if adapter is not None and (adapters is None or not adapters.has(adapter)):
+            return f"the LoRA adapter {adapter.name!r} was lost when the engine's process ended"
+        return ""
+
+    def _die(self, problem: str) -> None:
+        dead = EngineDeadError(f"the engine has stopped: {'it was shut down' if self._is_shutting_down else problem}")
+        with self._lock:
+            self._open.clear()
+            if not self._is_shutting_down:
+                self.error = dead
+        self._calls.fail(dead)
+        if self.error is not None:
+            logger.critical("%s", dead)
+            self._on_end(str(dead))
+
+    def _process_message(self, message: wire.FromEngine) -> None:
+        engine = self._engine
+        assert engine is not None
+        match message:
+            case wire.Outputs():
+                engine.stats = message.stats
+                self._on_outputs(self._recorded([unpacked_output(output) for output in message.outputs]))
+            case wire.Numbers():
+                engine.stats = message.stats
+                self._totals.update(message.metrics)
+            case wire.Computing():
+                self._computing.append(message.request_ids)
+            case wire.Reply():
+                self._calls.resolve(message)
+            case wire.FrameOf():
+                self._watch.receive(message)
+            case _:
+                raise wire.WireError(f"an unexpected message of type {type(message).__name__}")
+
+    def _recorded(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """Record outputs, so that another process can continue after them."""
+        with self._lock:
+            for output in outputs:
+                opened = self._open.get(output.request_id)
+                if opened is None:
+                    continue
+                if output.finish_reason is not None:
+                    del self._open[output.request_id]
+                else:
+                    opened.add(output)
+        return outputs

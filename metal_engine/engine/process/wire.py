@@ -1,0 +1,280 @@
+"""Messages between a server and the process of its engine: arrays in msgpack. Nothing is pickled.
+
+The server has texts, and the engine has token ids. A message therefore contains only the parts of a request that the
+engine reads. ``packed_requests.py`` and ``packed_results.py`` convert to messages and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from metal_engine.engine.step_observer import Frame
+from metal_engine.pooling_params import PoolingParams
+from metal_engine.request import RequestOptions
+from metal_engine.scheduling.stats import SchedulerStats
+from metal_engine.settings.config import EngineConfig
+
+
+class WireError(Exception):
+    """Raised for a message that the peer cannot have meant: the peer is broken."""
+
+
+class Message(msgspec.Struct, array_like=True, gc=False, tag=True):
+    """Base class of all messages."""
+
+
+class Part(msgspec.Struct, array_like=True, gc=False):
+    """Base class of parts of messages."""
+
+
+# --- parts ---
+
+Logprobs = tuple[int, float, int, tuple[tuple[int, float], ...]]  # fields of TokenLogprobs
+
+
+class Sampling(Part):
+    """The part of :class:`metal_engine.sampling_params.SamplingParams` that the engine reads.
+
+    Parameters that become :class:`Rules` are reduced to flags: the engine reads only whether they are set.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    min_tokens: int
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    stop_token_ids: bytes
+    has_stop: bool
+    has_bad_words: bool
+    has_biases: bool
+    has_allowed: bool
+    is_structured: bool
+    has_phase_rules: bool
+
+
+class Rules(Part):
+    """:class:`metal_engine.token_rules.TokenRules`. A grammar is the key of a :class:`MakeGrammar`."""
+
+    stop_token_ids: bytes
+    bad_words: list[tuple[tuple[int, ...], list[int]]]
+    allowed: bytes | None
+    bias_ids: bytes
+    biases: bytes
+    grammar: int | None
+
+
+class Output(Part):
+    """The part of :class:`metal_engine.request.RequestOutput` that the engine fills in."""
+
+    request_id: str
+    token_ids: list[int]
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    num_predicted_tokens: tuple[int, int] = (0, 0)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    caused_by_request: bool = False
+    logprobs: list[Logprobs] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
+    pooled: bytes | None = None
+
+
+class LoadedAdapter(Part):
+    """:class:`metal_engine.lora_adapter.Adapter`. Its slot is its key, and is taken until the server releases it."""
+
+    name: str
+    path: str
+    slot: int
+    rank: int
+    fingerprint: str
+    base_model_name: str | None
+
+
+class MetricsSnapshot(Part):
+    """:class:`metal_engine.engine.metrics.EngineMetrics` by the types of its attributes."""
+
+    counts: dict[str, int]
+    by_label: dict[str, dict[str, int]]
+    by_position: dict[str, list[int]]
+    histograms: dict[str, tuple[list[int], float]]
+    replay_refusal: str | None
+    kv_transfer: dict[str, int] | None
+
+
+# --- to the engine ---
+
+
+class Start(Message):
+    """Settings of the process and of its engine. The first message."""
+
+    args: dict[str, Any]
+    log_level: str
+    log_format: str
+
+
+class Submit(Message):
+    request_id: str
+    prompt: bytes
+    sampling: Sampling
+    max_tokens: int
+    rules: Rules
+    seed: int
+    options: RequestOptions | None
+    eos_token_ids: list[int]
+    cache_salt: bytes
+    block_hashes: list[bytes]
+    pooling_params: PoolingParams | None
+    num_lasting_tokens: int
+    num_instruction_tokens: int
+    adapter: int | None
+    so_far: Output | None
+    num_failures: int
+
+
+class End(Message):
+    request_id: str
+    finish_reason: str
+    num_output_tokens: int | None
+
+
+class Watch(Message):
+    """Turns frames on, with a number that they carry, or off (None)."""
+
+    number: int | None
+
+
+class Call(Message):
+    """Base class of messages that get a :class:`Reply`."""
+
+    call: int
+
+
+class MakeGrammar(Call):
+    """Make a grammar, which has the number of the call as its key. ``structured`` and ``phases`` are JSON."""
+
+    structured: bytes | None
+    phases: bytes | None
+    stop_token_ids: bytes
+
+
+class LoadAdapter(Call):
+    """Load a LoRA adapter."""
+
+    name: bytes
+    path: bytes
+    within: bytes
+    in_place: bool
+
+
+class UnloadAdapter(Message):
+    name: bytes
+
+
+class Release(Message):
+    """Releases grammars by key, made or in the making, and adapters by slot."""
+
+    grammars: list[int]
+    adapters: list[int]
+
+
+class Shutdown(Message):
+    """Ends the process after the step in flight."""
+
+
+# --- from the engine ---
+
+
+class Reply(Message):
+    """Result of a call. ``error`` is from ``packed_error``."""
+
+    call: int
+    adapter: LoadedAdapter | None = None
+    error: list[str | None] | None = None
+
+
+class Refused(Message):
+    """The engine cannot be built. ``error`` is from ``packed_error``."""
+
+    error: list[str | None]
+
+
+class Outputs(Message):
+    outputs: list[Output]
+    stats: SchedulerStats
+
+
+class Computing(Message):
+    """Requests of the next step. Sent before the step, unless the previous step had the same requests."""
+
+    request_ids: list[str]
+
+
+class Numbers(Message):
+    stats: SchedulerStats
+    metrics: MetricsSnapshot
+
+
+class Ready(Message):
+    """The model is loaded. ``adapters`` is None without LoRA support."""
+
+    numbers: Numbers
+    config: EngineConfig
+    eos_token_ids: list[int]
+    tokenizer_path: str | None
+    adapters: list[LoadedAdapter] | None
+
+
+class FrameOf(Message):
+    watch: int
+    frame: Frame
+
+
+class Ended(Message):
+    """The engine has ended. ``message`` is the reason for its clients."""
+
+    message: str
+
+
+ToEngine = Start | Submit | End | Watch | MakeGrammar | LoadAdapter | UnloadAdapter | Release | Shutdown
+FromEngine = Ready | Reply | Refused | Outputs | Computing | Numbers | FrameOf | Ended
+
+encode = msgspec.msgpack.Encoder().encode
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+_INVALID = (
+    msgspec.MsgspecError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, MemoryError
+)  # fmt: skip
+
+
+@contextmanager
+def checked() -> Iterator[None]:
+    """Within this context, convert the errors of invalid messages to a WireError."""
+    try:
+        yield
+    except _INVALID as error:
+        raise WireError(f"an invalid message: {type(error).__name__}: {error}") from error
+
+
+def decode_to_engine(data: bytes) -> ToEngine:
+    """Decode a message of the server. Raises WireError."""
+    with checked():
+        return _to_engine.decode(data)
+
+
+def decode_from_engine(data: bytes) -> FromEngine:
+    """Decode a message of the engine's process. Raises WireError."""
+    with checked():
+        return _from_engine.decode(data)

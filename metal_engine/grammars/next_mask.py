@@ -1,0 +1,29 @@
+"""Masks of a matcher, in which texts of special tokens are plain text. Loads no other package than llguidance."""
+
+from __future__ import annotations
+
+import llguidance
+
+
+def next_mask(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> bytes:
+    """Return the mask of the next token: bit ``i % 8`` of byte ``i // 8`` for token ``i``.
+
+    If only one text may follow, llguidance allows only the text's first token. If the text begins like a special token,
+    that is the special token, which the grammar refuses. The mask returned then has a plain token.
+    """
+    mask = bytes(matcher.compute_bitmask())
+    only = _only_token(mask)
+    if only is None or matcher.is_error() or matcher.is_accepting() or matcher.validate_tokens([only]):
+        return mask
+    plain = bytearray(len(mask))
+    for token in tokenizer.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))[:1]:
+        plain[token // 8] = 1 << token % 8
+    return bytes(plain)
+
+
+def _only_token(mask: bytes) -> int | None:
+    """Return the only token of a mask; None if there are none or several."""
+    after = mask.lstrip(b"\0")
+    if not after or after.count(0) != len(after) - 1 or after[0] & (after[0] - 1):
+        return None
+    return 8 * (len(mask) - len(after)) + after[0].bit_length() - 1

@@ -1,0 +1,210 @@
+"""The full report: all sections with the short plan on a tiny model, and sections that fail or crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.gated_delta import gated_delta_update
+from mlx_lm.models.ssm import ssm_update
+
+from metal_engine.doctor import full
+from metal_engine.doctor.figures import Figure, Verdict
+from metal_engine.doctor.full import run_full
+from metal_engine.doctor.plan import SECTIONS, Plan, Section
+from metal_engine.doctor.section_process import Item, run_section
+from metal_engine.doctor.sections import steps
+from metal_engine.doctor.sections.generation import is_tie
+from metal_engine.doctor.sections.recurrences import (
+    gated_delta_layer,
+    mamba2_layer,
+    packed_gated_delta,
+    packed_ssm_update,
+)
+from metal_engine.recurrence.metal import MetalRecurrence
+from tests.support.checkpoint_files import write_checkpoint
+from tools.fixtures.tiny_models import tiny_model
+from tools.metal_sim import metal_kernel
+
+PLAN = Plan.short(simulator="tools.metal_sim")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a checkpoint whose heads the kernel and quantized KV support."""
+    return str(write_checkpoint(tmp_path_factory.mktemp("full") / "tiny", config={"head_dim": 32}))
+
+
+def run(section: Section, model: str) -> tuple[dict[str, str], dict[str, Figure]]:
+    items: list[Item] = []
+    run_section(section.module, PLAN, model, items.append)
+    facts = dict(item for item in items if isinstance(item, tuple))
+    return facts, {item.name: item for item in items if isinstance(item, Figure)}
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.module)
+def test_every_section_measures_here(section: Section, model: str) -> None:
+    """No result is wrong. Figures that need Metal have a reason instead of a value."""
+    facts, figures = run(section, model)
+    assert facts or figures
+    assert [name for name, figure in figures.items() if figure.is_failure] == []
+    assert all(figure.note for figure in figures.values() if figure.verdict is Verdict.NOT_MEASURED)
+    expected = {
+        "machine": lambda: {"system", "tiny model", "load of the machine"} <= facts.keys(),
+        "attention": lambda: len(figures) == len(PLAN.attention_steps),
+        "recurrences": lambda: sum(figure.is_simulated for figure in figures.values()) == 3,
+        "kernels": lambda: any("int8" in name and figure.is_simulated for name, figure in figures.items()),
+        "generation": lambda: "3 at once: throughput relative to mlx-lm's" in figures and facts["one chat"],
+        "steps": lambda: "step planned ahead: time relative to steps one by one" in figures and "replay" in facts,
+        # Arrays of other tests in this process count, too, so the verdict may be anything.
+        "memory": lambda: (figures["peak memory relative to the promise"].value or 0) > 0,
+        "preemption": lambda: figures["outputs equal to requests alone"].verdict is Verdict.AS_PROMISED,
+        "restart": lambda: (figures["share of the prompt loaded after the restart"].value or 0) > 0.6,
+        "sustained": lambda: figures["failed steps"].value == 0,
+    }
+    assert expected[section.module]()
+
+
+@pytest.mark.parametrize("module", ["generation", "steps", "memory"])
+def test_parts_for_metal_run(module: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that needs a GPU, on a CPU: both attention backends are MLX's, and no driver reports a utilization."""
+    monkeypatch.setattr(f"metal_engine.doctor.sections.{module}.has_metal", lambda: True)
+    monkeypatch.setattr(steps, "_BUSY_SECONDS", 0.1)
+    _, figures = run(next(section for section in SECTIONS if section.module == module), model)
+    match module:
+        case "generation":
+            (parity,) = (figure for name, figure in figures.items() if "attention-backend" in name)
+            assert parity.value == 0 and "outputs" in parity.note
+        case "steps":
+            assert "no utilization" in figures["GPU busy during decode steps"].note
+        case "memory":
+            assert {"decode step, wired", "decode step, not wired"} <= figures.keys()
+
+
+@pytest.mark.parametrize(
+    ("packed", "theirs", "arguments"),
+    [
+        (packed_gated_delta, gated_delta_update, partial(gated_delta_layer, (2, 3), 2, 4, 64, each_key=False)),
+        (packed_ssm_update, ssm_update, partial(mamba2_layer, (2, 2))),
+    ],
+    ids=["gated delta", "Mamba2"],
+)
+def test_the_kernel_is_timed_on_the_same_work_as_mlx_lm(packed: Any, theirs: Any, arguments: Any) -> None:
+    given = arguments()
+    num_requests, num_tokens = given[0].shape[:2]
+    own = packed(MetalRecurrence(metal_kernel), (num_requests, num_tokens), given)()
+    for got, expected in zip(own, theirs(*given), strict=True):
+        assert mx.allclose(got.reshape(expected.shape), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_kernel_with_wrong_results_fails_the_report(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: the kernel's output is off by 10%."""
+    from metal_engine.doctor.sections import kernels
+
+    attend = kernels.attend_random
+    monkeypatch.setattr(kernels, "attend_random", lambda *arguments: 1.1 * attend(*arguments))
+    _, figures = run(next(section for section in SECTIONS if section.module == "kernels"), model)
+    wrong = [figure for name, figure in figures.items() if name.startswith("attention")]
+    assert wrong and all(figure.is_failure and figure.value == pytest.approx(0.1, rel=0.01) for figure in wrong)
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.5])
+def test_outputs_that_differ_beyond_a_tie_are_seen(gap: float) -> None:
+    """The second output has the token with the second largest logit, which is equal or much smaller."""
+    model = tiny_model()
+    prompt, first = [3, 1, 4] * 5, [7, 7]
+    order = mx.argsort(model(mx.array([[*prompt, *first]]))[0, -1])
+    best, second = int(order[-1]), int(order[-2])
+
+    class Planted:
+        """The model, with a gap between the two logits. All its other logits stay below."""
+
+        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+            logits = model(tokens, cache=cache)
+            top = logits.max(axis=-1, keepdims=True)
+            logits[..., best : best + 1] = top
+            logits[..., second : second + 1] = top * (1 - gap)
+            return logits
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+    assert is_tie(Planted(), prompt, [*first, best], [*first, second]) == (gap == 0.0)
+
+
+# --- processes ---
+
+
+@pytest.fixture
+def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a file in which a test puts the body of a section's ``measure``. Child processes import it."""
+    package = tmp_path / "path"
+    package.mkdir()
+    code = "import metal_engine.doctor.sections as s\ns.__path__.append(" + repr(str(package)) + ")\n"
+    (package / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    yield package / "planted.py"
+
+
+MEASURE = """
+import os, signal, time
+from metal_engine.doctor.figures import Figure, at_most
+
+def measure(plan, model):
+    yield "fact", "of " + (model or "no model")
+    yield Figure("figure", 1.0, promise=at_most(1.0))
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "error"),
+    [
+        ("", ""),
+        ("raise ValueError('a reason')", "ValueError: a reason"),
+        ("os.kill(os.getpid(), signal.SIGABRT)", "signal SIGABRT"),
+        ("time.sleep(600)", "not finished after"),
+    ],
+)
+def test_a_section_that_fails_leaves_what_it_has_measured(
+    end: str, error: str, planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted.write_text(MEASURE.format(end=end))
+    said: list[str] = []
+    sections = [Section("Planted", "planted", 20.0)]
+    if "sleep" in end:
+        monkeypatch.setattr(full, "_LEAST_SECONDS", 1.0)
+        sections = [Section("Planted", "planted", 12.0)]
+    is_fine = run_full(["demo"], PLAN, tmp_path, said.append, sections)
+    assert is_fine == (not error)
+    (section,) = json.loads((tmp_path / "mac-report.json").read_text())["sections"]
+    assert error in section["error"] and bool(section["error"]) == bool(error)
+    assert section["facts"] == {"fact": "of demo"} and section["figures"][0]["verdict"] == "as promised"
+    assert "mac-report.md" in said[-1]
+
+
+def test_sections_without_time_are_reported(tmp_path: Path) -> None:
+    assert not run_full(["demo"], Plan(seconds=5.0), tmp_path, lambda line: None, SECTIONS[:1])
+    assert "no time was left" in (tmp_path / "mac-report.md").read_text()
+
+
+def test_models_on_the_hub_are_downloaded_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pulled: list[str] = []
+    monkeypatch.setattr(full.subprocess, "run", lambda command: pulled.append(command[-1]))
+    full.fetch_models(["demo", "owner/name", str(tmp_path), "./model.gguf"])
+    assert pulled == ["demo", "owner/name"]
+
+
+def test_a_local_model_s_folders_are_not_in_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert full._label(str(tmp_path / "secret" / "model")) == "model"
+    assert full._label("demo") == "demo" and full._label("owner/name") == "owner/name"
+    home = str(Path.home())
+    assert home not in full._describe_end(1, f"ValueError: {home}/models")
+    assert "SIGSEGV" in full._describe_end(-signal.SIGSEGV, "")

@@ -1,0 +1,196 @@
+"""Engines whose processes die: requests continue in new processes, with the same outputs as in one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from metal_engine.engine.async_engine import AsyncEngine
+from metal_engine.engine.step_observer import Frame
+from metal_engine.pooling_params import PoolingParams
+from metal_engine.request import PreparedRequest, RequestOutput, merge_outputs
+from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.support.engine_child import is_running, pid_of, started
+from tests.support.serving import wait_until
+from tools.fixtures.fake_engine import byte_ids, generated
+
+KILLER = 7  # token that ends a process in the step that computes it
+INNOCENTS = [byte_ids(f"prompt {i} " + "x" * (5 * i)) for i in range(8)]
+
+
+async def answer(
+    engine: AsyncEngine, request_id: str, prepared: PreparedRequest, received: Counter[str]
+) -> RequestOutput:
+    """Return all outputs of a request, merged, and count them. An error keeps the tokens before it."""
+    outputs = []
+    async for output in engine.generate(request_id, prepared):
+        outputs.append(output)
+        received[request_id] += 1
+    return merge_outputs(outputs)
+
+
+def answers(engine: AsyncEngine, requests: Sequence[PreparedRequest], num_deaths: int = 0) -> list[RequestOutput]:
+    """Run requests together. The process is killed while they run, each time after all of them have received output."""
+    rng = random.Random(num_deaths)
+
+    async def run() -> list[RequestOutput]:
+        received: Counter[str] = Counter()
+        tasks = {str(i): asyncio.ensure_future(answer(engine, str(i), one, received)) for i, one in enumerate(requests)}
+        for _ in range(num_deaths):
+            before = received.copy()
+            while not all(task.done() or received[name] > before[name] for name, task in tasks.items()):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(rng.random() * 0.02)
+            os.kill(pid_of(engine), rng.choice([signal.SIGKILL, signal.SIGABRT]))
+            while not engine.is_restarting:
+                await asyncio.sleep(0.001)
+        return await asyncio.gather(*tasks.values())
+
+    return asyncio.run(run())
+
+
+def num_deaths(engine: AsyncEngine) -> int:
+    return sum(engine.metrics.restart.counts)
+
+
+def mixed_requests(engine: AsyncEngine) -> list[PreparedRequest]:
+    """Return requests that use most of what a request can have."""
+    base = {"max_tokens": 60, "ignore_eos": True}
+    each = [
+        SamplingParams(temperature=0.0, logprobs=3, **base),
+        SamplingParams(temperature=0.8, seed=5, logprobs=0, **base),
+        SamplingParams(temperature=0.8, seed=6, presence_penalty=1.0, logit_bias={65: 5.0}, **base),
+        SamplingParams(temperature=1.0, seed=7, stop=["e", "QQ"], include_stop_str_in_output=True, max_tokens=60),
+        SamplingParams(temperature=0.8, seed=8, prompt_logprobs=2, bad_words=["a"], min_tokens=20, max_tokens=60),
+        SamplingParams(
+            temperature=0.9, seed=9, max_tokens=60, structured_outputs=StructuredOutputsParams(regex="[a-f]{40}")
+        ),
+    ]
+    prompts = [byte_ids(f"{i}: " + "some text " * i) for i in range(4)]
+    prepared = [one for params in each for one in engine.preparer.prepare_all(prompts, params)]
+    return prepared + engine.preparer.prepare_pooling(prompts, PoolingParams(pooling_type="MEAN"))
+
+
+def test_answers_are_whole_and_equal() -> None:
+    engine = started("tiny", num_blocks=512, max_restarts=100)
+    try:
+        requests = mixed_requests(engine)
+        undisturbed = answers(engine, requests)
+        before = dict(engine.metrics.num_finished)
+        disturbed = answers(engine, requests, num_deaths=3)
+        assert num_deaths(engine) == 3 and engine.metrics.num_resumed_requests >= 3
+        for ours, theirs in zip(disturbed, undisturbed, strict=True):
+            assert ours.error is None
+            for name in ("text", "token_ids", "token_ends", "finish_reason", "stop_reason", "num_output_tokens"):
+                assert getattr(ours, name) == getattr(theirs, name), name
+            for name in ("logprobs", "prompt_logprobs"):
+                mine, other = getattr(ours, name) or [], getattr(theirs, name) or []
+                assert len(mine) == len(other)
+                for a, b in zip(mine, other, strict=True):
+                    assert a is b is None or abs(a.logprob - b.logprob) < 1e-3
+            assert (ours.pooled is None) == (theirs.pooled is None)
+            if ours.pooled is not None and theirs.pooled is not None:
+                assert abs(ours.pooled - theirs.pooled).max() < 1e-4
+        # Metrics go on. The end of a request by a stop string is lost if the process dies before it learns of it.
+        num_stops = sum(bool(request.params.stop) for request in requests)
+        for reason, least in (("length", len(requests) // 2), ("stop", len(requests) // 2 - num_stops)):
+            assert engine.metrics.num_finished[reason] >= before[reason] + least
+    finally:
+        engine.shutdown()
+    assert not is_running(pid_of(engine))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_a_request_that_kills_fails_alone(num_tokens: int) -> None:
+    """Its prompt has the deadly token, or the deadly length is reached after some tokens."""
+    engine = started("deadly", max_restarts=10, token=KILLER, num_tokens=num_tokens)
+    try:
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        prompts = [*INNOCENTS[:4], [KILLER, 1, 2], *INNOCENTS[4:]]
+        ends = answers(engine, engine.preparer.prepare_all(prompts, params))
+        for prompt, end in zip(prompts, ends, strict=True):
+            if prompt[0] == KILLER:
+                assert end.error == "the engine's process has ended 3 times while it computed this request"
+            else:
+                assert end.error is None and end.token_ids == generated(prompt, 9)
+        assert num_deaths(engine) == 3
+        assert engine.metrics.num_finished["error"] == 1 and engine.metrics.num_finished["length"] == 8
+    finally:
+        engine.shutdown()
+
+
+def test_an_engine_whose_thread_ends(tmp_path: Path) -> None:
+    """The errors of its requests do not reach the clients."""
+    engine = started("mortal", max_restarts=10, marker=str(tmp_path / "marker"))
+    try:
+        requests = engine.preparer.prepare_all(INNOCENTS, SamplingParams(max_tokens=90, ignore_eos=True))
+        ends = answers(engine, requests)
+        assert [end.error for end in ends] == [None] * 8
+        assert [end.token_ids for end in ends] == [generated(prompt, 90) for prompt in INNOCENTS]
+        assert num_deaths(engine) == 1
+    finally:
+        engine.shutdown()
+
+
+def test_too_many_deaths_end_the_engine() -> None:
+    engine = started("deadly", max_restarts=1, token=KILLER, num_tokens=0)
+    try:
+        (end,) = answers(engine, engine.preparer.prepare_all([[KILLER]], SamplingParams(max_tokens=9)))
+        assert end.finish_reason == "error" and end.error is not None
+        assert end.error.startswith("the engine has stopped: the engine's process has ended with SIGKILL")
+        wait_until(lambda: engine.error is not None, "the error")
+        assert num_deaths(engine) == 1
+    finally:
+        engine.shutdown()
+
+
+def test_requests_and_calls_wait_for_the_new_process() -> None:
+    engine = started("fake", max_restarts=10)
+    try:
+        os.kill(pid_of(engine), signal.SIGKILL)
+        wait_until(lambda: engine.is_restarting, "the death")
+        # This call gets its reply from the new process.
+        regex = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+        assert engine.preparer.rules_for(regex).grammar is not None
+        os.kill(pid_of(engine), signal.SIGKILL)
+        wait_until(lambda: engine.is_restarting, "the death")
+        requests = engine.preparer.prepare_all(INNOCENTS, SamplingParams(max_tokens=9, ignore_eos=True))
+        assert engine.error is None
+        found = answers(engine, requests)
+        assert [end.token_ids for end in found] == [generated(prompt, 9) for prompt in INNOCENTS]
+        assert num_deaths(engine) == 2
+    finally:
+        engine.shutdown()
+
+
+def test_a_watch_begins_again() -> None:
+    engine = started("fake", max_restarts=10, step_time=0.005)
+
+    async def run() -> list[Frame]:
+        frames: list[Frame] = []
+        engine.watch(frames.append)
+        (prepared,) = engine.preparer.prepare_all([INNOCENTS[0]], SamplingParams(max_tokens=100, ignore_eos=True))
+        request = asyncio.ensure_future(answer(engine, "a", prepared, Counter()))
+        while not any(frame.requests for frame in frames):
+            await asyncio.sleep(0.01)
+        os.kill(pid_of(engine), signal.SIGKILL)
+        assert (await request).error is None
+        while not (frames[-1].finished and not frames[-1].forget):
+            await asyncio.sleep(0.01)
+        return frames
+
+    try:
+        frames = asyncio.run(run())
+        (again,) = [i for i, frame in enumerate(frames) if frame.forget]
+        assert frames[again].finished == [0]
+        assert [seen.key for frame in frames[:again] for seen in frame.requests] == [0]
+        assert [seen.key for frame in frames[again:] for seen in frame.requests] == [0]
+    finally:
+        engine.shutdown()

@@ -1,0 +1,30 @@
+"""Tests of LoRA adapters that run once more with an engine in a process of its own, which holds the adapters."""
+# ruff: noqa: F401, F811
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from metal_engine.settings.args import ServerArgs
+from tests.server.test_lora import (
+    answers,
+    root,
+    test_adapters_that_come_and_go_leave_nothing_behind,
+    test_another_takes_the_place_of_one_with_all_slots_in_use,
+    test_loading_and_unloading,
+    test_unloading_while_requests_run,
+)
+from tests.support.engine_child import started
+from tests.support.serving import Served, serve
+
+
+@pytest.fixture
+def served(root: Path) -> Iterator[Served]:
+    """Yield a server with adapter a and a slot for one more adapter."""
+    engine = started("adapted", folder=str(root / "a"), max_loras=2)
+    with serve(engine=engine, names=("base",), args=ServerArgs(lora_dir=str(root), shutdown_timeout=1)) as served:
+        yield served
+        served.wait_until_idle()
