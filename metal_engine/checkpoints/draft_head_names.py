@@ -1,8 +1,8 @@
 """Recognizes the weights of a draft head by their published names, and maps them to the names of one structure.
 
 Each family of models publishes its head under its own names. All heads have the same parts: a norm of the embedding, a
-norm of the hidden state, a projection of both, one or more blocks, and a last norm. The names here are those of
-:class:`metal_engine.models.draft_head.DraftHead`, which are Qwen's.
+norm of the hidden state, a projection of both, blocks, and a last norm. This module maps published names to Qwen's,
+which :class:`metal_engine.models.draft_head.DraftHead` has.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _renamed(name: str, patterns: Iterable[tuple[str, str]]) -> str | None:
 
 
 def _several_heads() -> ModelLoadError:
-    return ModelLoadError("there are several draft heads, one after the other, which is not supported")
+    return ModelLoadError("the files have a chain of several draft heads, and only a single head is supported")
 
 
 # --- files ---

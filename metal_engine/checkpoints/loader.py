@@ -236,15 +236,15 @@ def _load_directory(
         model.set_dtype(dtype)
     if divide is not None:
         divide(model)
-    _read(model)
+    read_weights(model)
     reranker = find_reranker(path, config, args.model, tokenizer)
     can_generate = not weights.lacks_head
     facts_of_model = (model, config, tokenizer, source, eos_token_ids, found.name, sampling, pooler)
     return LoadedModel(*facts_of_model, reranker, can_generate), facts
 
 
-def _read(model: nn.Module) -> None:
-    """Read the weights of a model.
+def read_weights(model: nn.Module) -> None:
+    """Read the weights of a model, or of a draft head.
 
     Stacked matrices of experts are evaluated first, one by one. A matrix may be stacked from many stored tensors, which
     stay in memory until it is complete. Evaluating everything together would keep the tensors of several layers.

@@ -25,6 +25,7 @@ from mlx_lm.utils import dequantize_model
 
 from metal_engine.attention.backend import AttentionBackend, StepAttention
 from metal_engine.checkpoints.draft_heads import HeadWeights, embedding_table, has_attention, last_attention_layer
+from metal_engine.checkpoints.loader import read_weights
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line
 from metal_engine.kv_cache.rows import StepRows
@@ -150,7 +151,7 @@ def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequan
     cast = {name: array.astype(dtype) for name, array in _floats(head) if may_cast(name)}
     head.update(tree_unflatten(list(cast.items())))
     head.eval()
-    mx.eval(head.parameters())
+    read_weights(head)
     return head
 
 

@@ -241,7 +241,9 @@ def test_logits_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
     assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name.startswith("glm4") else []) for name in FAMILIES]
+)
 def test_outputs_are_those_without_and_drafts_those_of_the_definition(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
