@@ -56,9 +56,10 @@ class Drafts:
 
 
 def find_head(args: EngineArgs) -> Path | None:
-    """Return the place of the draft head that ``--speculative-config`` names outside the model's files; None for none.
+    """Return the file or folder of the draft head in ``model`` of ``--speculative-config``. Download missing files.
 
-    Downloads the head if it is on the hub and not in its cache.
+    Returns:
+        None if ``--speculative-config`` names no draft head.
 
     Raises:
         ModelLoadError: there is no such head.
@@ -73,7 +74,9 @@ def find_head(args: EngineArgs) -> Path | None:
 
 
 def check_head(args: EngineArgs, place: Path) -> None:
-    """Check that there is a draft head before a model's weights are read, if ``--speculative-config`` requires one.
+    """Check a place for a draft head if ``--speculative-config`` has the method ``mtp``.
+
+    Call it before the model's weights are read.
 
     Args:
         place: file or folder of the head.

@@ -1,6 +1,6 @@
 """Finds draft heads outside their model's checkpoint: on this machine, in the hub's cache, or on the hub.
 
-Only files with the head are downloaded: files of its own, or the files of a model that have some of its weights.
+Downloads only files with weights of the head, even from the repository of a whole model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from metal_engine.errors import ModelLoadError
 
 
 def find_sidecar(name: str, revision: str | None, download_dir: str | None) -> Path:
-    """Return the file or folder of a draft head. Download it if it is on the hub and not in its cache.
+    """Return the file or folder of a draft head. Download missing files from the hub.
 
     Args:
         name: a path, or a repository on the hub as REPO or REPO@REVISION.
@@ -49,7 +49,7 @@ def pull_only_head(name: HubName, download_dir: str | None) -> Path | None:
     """Download a repository that has a draft head and no model. Return its folder.
 
     Returns:
-        None if the repository has a model or no weights, or if the hub cannot be reached.
+        The folder; None if the repository has a model, if it has no weights, or if the hub is not reachable.
     """
     if is_offline():
         return None

@@ -171,7 +171,10 @@ def _weights_of_last_norm(model: nn.Module) -> dict[str, mx.array]:
 
 
 def _similar_layer(block: dict[str, mx.array], model: nn.Module) -> int:
-    """Return the index of the last layer with a block's weights, by name; the last layer with attention if none has."""
+    """Return the index of the last layer whose weights have a block's names.
+
+    If no layer has these names, return the index of the last layer with attention.
+    """
     tried = set()
     for index in reversed(range(len(model.layers))):
         expected = frozenset(_modules_of(dict(tree_flatten(model.layers[index].parameters()))))
@@ -182,7 +185,7 @@ def _similar_layer(block: dict[str, mx.array], model: nn.Module) -> int:
 
 
 def _modules_of(weights: dict[str, mx.array]) -> Iterator[str]:
-    """Yield the names of weights, except those that only quantized modules have."""
+    """Yield the names of weights, without the scales and biases of quantized modules."""
     for name in weights:
         module, _, kind = name.rpartition(".")
         if kind not in ("scales", "biases") or f"{module}.weight" not in weights:

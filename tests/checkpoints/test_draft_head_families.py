@@ -1,7 +1,7 @@
 """Draft heads of several families, from checkpoints with their published names, beside a computation of their own.
 
-The computation follows each family's published definition in float64. Only the block is an mlx-lm layer: a model of one
-more layer loads the block's published weights as those of its last layer, and runs it without a cache.
+The computation follows each family's published definition in float64. Only the blocks are mlx-lm layers, from a
+larger model. They run without a cache.
 """
 
 from __future__ import annotations
