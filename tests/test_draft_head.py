@@ -12,7 +12,8 @@ from mlx.utils import tree_flatten
 
 from metal_engine import LLM, SamplingParams
 from metal_engine.errors import ConfigError, ModelLoadError
-from tests.support.checkpoint_files import CONFIG, write_checkpoint
+from tests.checkpoints.test_draft_head_families import FAMILIES, published
+from tests.support.checkpoint_files import CONFIG, VOCAB_SIZE, write_checkpoint, write_weights
 from tests.support.draft_heads import random_head
 from tools.fixtures.tiny_models import tiny_model
 
@@ -106,4 +107,17 @@ def test_auto_uses_a_head_beside_the_weights(sidecar: Path, tmp_path: Path) -> N
     model = write_checkpoint(tmp_path / "model", config=WIDE)
     assert method_of(model) == "ngram"
     shutil.copy(sidecar / "mtp.safetensors", model)
+    assert method_of(model) == "mtp"
+
+
+def test_auto_uses_a_head_within_a_published_checkpoint(tmp_path: Path) -> None:
+    """GLM's head is one more layer among the model's weights, with copies of the embedding table and the LM head."""
+    config = {**FAMILIES["glm4_moe"].config, "vocab_size": VOCAB_SIZE}
+    model = write_checkpoint(tmp_path / "model", config=config, single_experts=True)
+    weights: Any = mx.load(str(model / "model.safetensors"))
+    place = FAMILIES["glm4_moe"].blocks[0]
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    weights |= {f"{place}.{copy}.weight": weights[f"{name}.weight"] for copy, name in copies.items()}
+    write_weights(model, weights | published("glm4_moe").weights, num_shards=2)
+    (model / "model.safetensors").unlink()
     assert method_of(model) == "mtp"
