@@ -225,13 +225,14 @@ def _load_head(
         head = load_head(target.model, weights, paged.dtype, dequantize=device.kind == "cpu")
         paged_head = PagedDraftHead(head, paged)
     spec = paged_head.state.spec
+    weights_of_head: Any = tree_flatten(head.parameters())
     is_quantized = opened.info.unquantized_kv_bytes_per_token is not None
     info = replace(
         opened.info,
         name=name,
         num_layers=1,
         num_params=get_total_parameters(head),
-        weight_bytes=sum(array.nbytes for _, array in tree_flatten(head.parameters())),
+        weight_bytes=sum(array.nbytes for _, array in weights_of_head),
         kv_bytes_per_token=spec.bytes_per_token,
         unquantized_kv_bytes_per_token=unquantized(spec).bytes_per_token if is_quantized else None,
         state_bytes_per_request=0,

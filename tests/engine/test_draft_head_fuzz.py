@@ -30,7 +30,7 @@ MODES: list[dict[str, Any]] = [{}, {"ahead": True}, {"behind": True}, {"replay":
 
 
 class ChangingTimes(KnownTimes):
-    """Step times by which drafts pay in some spans of steps, and never pay in others."""
+    """Step times that change at random. Draft rows either cost nothing, or cost more than drafts can gain."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()

@@ -201,7 +201,7 @@ def test_pooled_prompts_beside_do_not_matter() -> None:
 
 
 def test_prompts_compute_only_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows that sample are computed again, on their own, so that nothing but K and V of the prompts is needed."""
+    """A second forward computes the output of the rows that sample. The output of the first forward is not used."""
     engine, num_rows = head_engine(), []
     call = PagedDraftHead.__call__
 

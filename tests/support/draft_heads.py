@@ -25,7 +25,7 @@ def random_head(model: nn.Module) -> DraftHead:
 
 
 class AlwaysLikely(Acceptance):
-    """Acceptance by which a request gets as many drafts as it may have, whatever their results."""
+    """Acceptance that stays high, so that each request gets the maximum number of drafts."""
 
     def of(self, request_id: str) -> float:
         return 0.9

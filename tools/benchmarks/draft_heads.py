@@ -1,14 +1,14 @@
 """Measures what a draft head gains or costs, by the share of its drafts that is right, their number, and the streams.
 
     python -m tools.benchmarks.draft_heads FOLDER_WITH_THE_HEAD
-    python -m tools.benchmarks.draft_heads FOLDER_WITH_THE_HEAD --right 0 0.8 --drafts 3 --streams 1 16
+    python -m tools.benchmarks.draft_heads FOLDER_WITH_THE_HEAD --right own 0 0.8 --drafts 3 --streams 1 16
 
 Two engines in one process, one of them with the head, alternate on the same questions. Outputs are greedy and must be
-equal. First, the head drafts. Then its drafts are replaced by tokens of the known outputs, each right with a given
-probability. The head and the LM head still run, so costs are those of the head. Lookups are off.
+equal. With ``--right own``, the head drafts. Otherwise its drafts are replaced by tokens of the known outputs, each
+right with a given probability. The head and the LM head still run, so costs are those of the head. Lookups are off.
 
-Times cover whole outputs with their prompts. CPU time, relative to the time without drafts, is meaningful beside other
-load on the machine, except that the engine chooses the number of drafts by elapsed time.
+Both times are relative to the time without drafts, and cover whole outputs with their prompts. CPU times are comparable
+even if other programs use the machine. The engine chooses the number of drafts by elapsed time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def restart(engine: BuiltEngine) -> None:
 
 
 def timed(engine: BuiltEngine, groups: list[dict[str, list[int]]], max_tokens: int) -> tuple[Run, float]:
-    """Run groups of prompts one after the other. Return the results and the CPU time in seconds."""
+    """Run groups of prompts in sequence. Return the results and the CPU time in seconds."""
     began, done = time.process_time(), Run()
     for prompts in groups:
         part = run(engine, prompts, max_tokens)
@@ -86,26 +86,38 @@ def timed(engine: BuiltEngine, groups: list[dict[str, list[int]]], max_tokens: i
     return done, time.process_time() - began
 
 
+class Questions:
+    """Prompts of some requests, and their outputs without drafts.
+
+    Args:
+        streams: number of requests at once; 1 to send all questions one by one.
+    """
+
+    def __init__(self, without: BuiltEngine, streams: int, args: argparse.Namespace) -> None:
+        texts = list(CHAT.values())[: args.questions]
+        if streams > 1:  # each request has its own prefix
+            texts = [f"({i}) {texts[i % len(texts)]}" for i in range(streams)]
+        encode = without.preparer.tokenizer.apply_chat_template
+        prompts = {str(i): encode([{"role": "user", "content": text}]) for i, text in enumerate(texts)}
+        self.streams = streams
+        self.groups = [prompts] if streams > 1 else [{name: prompt} for name, prompt in prompts.items()]
+        self.outputs = timed(without, self.groups, args.max_tokens)[0].answers
+        self.by_prompt = {tuple(prompts[name]): output for name, output in self.outputs.items()}
+
+
 def compare(
-    engines: tuple[BuiltEngine, BuiltEngine], streams: int, rightness: float | None, args: argparse.Namespace
+    engines: tuple[BuiltEngine, BuiltEngine], questions: Questions, right: str, args: argparse.Namespace
 ) -> tuple[str, int]:
     """Return a row of the table, and the number of outputs that differ.
 
     Args:
-        rightness: probability that a draft is right; None for the head's own drafts.
+        right: probability that a draft is right, or "own".
     """
     without, drafting = engines
-    texts = list(CHAT.values())[: args.questions]
-    if streams > 1:  # each request has its own prefix
-        texts = [f"({i}) {texts[i % len(texts)]}" for i in range(streams)]
-    encode = without.preparer.tokenizer.apply_chat_template
-    prompts = {str(i): encode([{"role": "user", "content": text}]) for i, text in enumerate(texts)}
-    groups = [prompts] if streams > 1 else [{name: prompt} for name, prompt in prompts.items()]
-    expected = timed(without, groups, args.max_tokens)[0].answers
-    answers = {tuple(prompts[name]): answer for name, answer in expected.items()}
+    groups = questions.groups
     restart(drafting)
     turns = []
-    with nullcontext() if rightness is None else drafts_right(answers, rightness):
+    with nullcontext() if right == "own" else drafts_right(questions.by_prompt, float(right)):
         if not args.cold:
             timed(drafting, groups, args.max_tokens)  # measures step times, as a server does in its first minute
         for turn in range(args.repeats):
@@ -117,16 +129,16 @@ def compare(
     ours = turns[-1][2]
     row = (
         f"{elapsed:5.2f}  {statistics.median(cpu):8.3f}  {cpu[0]:8.3f} to {cpu[-1]:5.3f}  "
-        f"{ours.step_tokens / streams:11.2f}  {ours.num_accepted:5} of {ours.num_drafts:5}"
+        f"{ours.step_tokens / questions.streams:11.2f}  {ours.num_accepted:5} of {ours.num_drafts:5}"
     )
-    return row, sum(ours.answers[name] != answer for name, answer in expected.items())
+    return row, sum(ours.answers[name] != output for name, output in questions.outputs.items())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("head", help="file or folder of the draft head")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--right", type=float, nargs="*", default=[0.0, 0.5, 0.8], help="probabilities of right drafts")
+    parser.add_argument("--right", nargs="+", default=["own", "0", "0.5", "0.8"], help="probabilities, or own")
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3], help="largest number of drafts")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16], help="requests at once")
     parser.add_argument("--questions", type=int, default=6, help="number of different questions, at most 6")
@@ -138,17 +150,17 @@ def main() -> None:
     common |= {"num_gpu_blocks_override": 600, "max_num_batched_tokens": 512}
     without = build_engine(EngineArgs(**common))
     config = {"method": "mtp", "model": args.head, "prompt_lookup_min": _NO_LOOKUPS}
+    questions = [Questions(without, streams, args) for streams in args.streams]
     num_different = 0
-    print("streams  right  drafts   time  CPU time  least to greatest  tokens/step  accepted")
+    print("streams  right  drafts   time  CPU time  least to greatest  tokens/step  accepted", flush=True)
     for num_drafts in args.drafts:
         speculative = json.dumps(config | {"num_speculative_tokens": num_drafts})
         engines = without, build_engine(EngineArgs(**common, speculative_config=speculative))
-        for streams in args.streams:
-            for rightness in (None, *args.right):
-                row, different = compare(engines, streams, rightness, args)
+        for one in questions:
+            for right in args.right:
+                row, different = compare(engines, one, right, args)
                 num_different += different
-                right = "own" if rightness is None else f"{rightness:.2f}"
-                print(f"{streams:7}  {right:>5}  {num_drafts:6}  {row}", flush=True)
+                print(f"{one.streams:7}  {right:>5}  {num_drafts:6}  {row}", flush=True)
     print(f"outputs that differ: {num_different}")
 
 

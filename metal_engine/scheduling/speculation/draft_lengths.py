@@ -214,7 +214,9 @@ def choose_lengths(
     )
     lengths = [0] * len(limits)
     tokens = best_tokens = float(num_sampling)
-    weight = 1.0 if draft_seconds else time_weight(num_sampling)  # a draft model drafts for all requests
+    # A draft model drafts for all requests.
+    drafts_for_all = draft_seconds and (are_computed is None or any(are_computed))
+    weight = 1.0 if drafts_for_all else time_weight(num_sampling)
     best_seconds = best_weighed = times[0]
     num_taken, num_rows_again, longest, before = 0, 0.0, 0, 0.0
     for num_drafts, ((gain, negative), seconds) in enumerate(zip(gains, times[1:], strict=False), start=1):

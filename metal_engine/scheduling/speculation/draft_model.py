@@ -20,8 +20,8 @@ _CATCHING_UP_STEPS = 128
 # delayed a longer measurement.
 _WEIGHT = 0.25
 _HELD_UP = 1.5
-# Initial estimate of the acceptance of a draft head's drafts. It is low, because trying drafts that are not accepted
-# costs time in each of the first requests, and a head that is right is noticed within a few drafts.
+# Initial estimate of the acceptance of a draft head's drafts. A high estimate would cost time if drafts are rejected.
+# A few accepted drafts are enough to raise a low estimate.
 _HEAD_GUESS = 0.3
 
 

@@ -339,3 +339,10 @@ def test_one_forward_serves_all_requests() -> None:
     assert choose_lengths(acceptances, [4] * 8, 8, [1.0] * 33, 0.3).lengths != [0] * 8
     assert choose_lengths(acceptances[:1], [4], 1, [1.0] * 33, 1.0).lengths == [0]
     assert choose_lengths(acceptances[:1], [4], 1, [1.0] * 33, 1.0, are_computed=[False]).lengths == [4]
+
+
+@pytest.mark.parametrize("row_seconds", [0.01, 0.03, 0.05, 0.1])
+def test_lookups_beside_a_head_are_chosen_as_without_a_head(row_seconds: float) -> None:
+    acceptances, times = [0.1 * i for i in range(1, 9)], [1 + row_seconds * n for n in range(33)]
+    without = choose_lengths(acceptances, [4] * 8, 8, times)
+    assert choose_lengths(acceptances, [4] * 8, 8, times, 0.3, are_computed=[False] * 8) == without
