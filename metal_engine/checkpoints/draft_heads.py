@@ -90,7 +90,8 @@ def read_head(place: Path, model: nn.Module) -> HeadWeights:
     config = read_json(config_file) if config_file.is_file() else {}
     norms = _norms_of(config, [one for each in tensors.values() for one in each])
     found = {name: arrays[published] for name, published in names.parts.items()}
-    layers, is_shifted = [], False
+    layers: list[int] = []
+    is_shifted = False
     for i, block in enumerate(names.blocks):
         stored = {name: arrays[published] for name, published in block.items()}
         index = _similar_layer(stored, model)
@@ -136,8 +137,9 @@ def _check_copies(names: HeadNames, arrays: dict[str, mx.array], model: nn.Modul
 def _first_rows(module: nn.Module) -> mx.array:
     rows = module.weight[:_COMPARED_ROWS]
     if "scales" in module:
-        parts = [module[name][:_COMPARED_ROWS] if name in module else None for name in ("scales", "biases")]
-        rows = mx.dequantize(rows, *parts, group_size=module.group_size, bits=module.bits, mode=module.mode)
+        scales = module.scales[:_COMPARED_ROWS]
+        biases = module.biases[:_COMPARED_ROWS] if "biases" in module else None
+        rows = mx.dequantize(rows, scales, biases, module.group_size, module.bits, module.mode)
     return rows.astype(mx.float32)
 
 
@@ -175,9 +177,10 @@ def _similar_layer(block: dict[str, mx.array], model: nn.Module) -> int:
 
     If no layer has these names, return the index of the last layer with attention.
     """
-    tried = set()
+    tried: set[frozenset[str]] = set()
     for index in reversed(range(len(model.layers))):
-        expected = frozenset(_modules_of(dict(tree_flatten(model.layers[index].parameters()))))
+        flat: Any = tree_flatten(model.layers[index].parameters())
+        expected = frozenset(_modules_of(dict(flat)))
         if expected not in tried and frozenset(_modules_of(_sanitized(block, model, index)[0])) == expected:
             return index
         tried.add(expected)
