@@ -120,7 +120,7 @@ def _new_layer(like: nn.Module, index: int, args: Any) -> nn.Module:
         index: index of the layer.
         args: mlx-lm's arguments of the model.
     """
-    cls = type(like)
+    cls: Any = type(like)
     required = [p for p in inspect.signature(cls.__init__).parameters.values() if p.default is p.empty][1:]  # not self
     if len(required) not in (1, 2):
         raise UnsupportedModelError(f"its {cls.__name__} cannot be created for a draft head")
