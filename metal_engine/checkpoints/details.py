@@ -9,13 +9,26 @@ from typing import Any
 
 from metal_engine.checkpoints import checkpoint
 from metal_engine.checkpoints.cache import CachedModel
+from metal_engine.checkpoints.draft_head_names import HEAD_PATTERNS, has_only_head
 from metal_engine.checkpoints.find import check_architecture, hub_name
 from metal_engine.checkpoints.gguf.config import gguf_config
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.hub import MODEL_PATTERNS, find_repo, hub_problem
-from metal_engine.checkpoints.hub_preflight import check_has_model, choose_gguf, read_remote_config, remote_facts
+from metal_engine.checkpoints.hub_preflight import (
+    check_has_model,
+    choose_gguf,
+    read_remote_config,
+    remote_model_tensors,
+    remote_tensors,
+)
 from metal_engine.checkpoints.names import gguf_models
-from metal_engine.checkpoints.requirements import CheckpointRequirements, check_memory, gguf_facts, safetensors_facts
+from metal_engine.checkpoints.requirements import (
+    CheckpointRequirements,
+    check_memory,
+    gguf_facts,
+    head_bytes,
+    safetensors_facts,
+)
 from metal_engine.errors import ConfigError, ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -32,6 +45,7 @@ class CheckpointDetails:
         facts: facts about the checkpoint; None if its files cannot be read.
         quantization: storage type of the weights in one word; "" if unknown.
         problem: reason why the model cannot run here; None if its configuration and headers show no problem.
+        head_bytes: size of the draft head's weights in memory, in bytes; 0 without a draft head.
     """
 
     name: str
@@ -40,6 +54,7 @@ class CheckpointDetails:
     facts: CheckpointRequirements | None
     quantization: str
     problem: str | None
+    head_bytes: int = 0
 
     @property
     def architecture(self) -> str:
@@ -55,7 +70,7 @@ class CheckpointDetails:
 
 def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
     """Return the details of a model on this machine. Errors in its files are reported in ``problem``."""
-    facts, quantization = None, ""
+    facts, quantization, num_head_bytes = None, "", 0
     problem: str | None = None
     try:
         if not model.is_complete:
@@ -64,16 +79,20 @@ def cached_details(model: CachedModel, args: EngineArgs, device: DeviceInfo) -> 
             quantization = gguf_models([model.path.name])[0].quantization
             header = read_gguf_header(model.path)
             facts = gguf_facts(header, gguf_config(header), args, device)
+        elif has_only_head(model.path):
+            raise ModelLoadError("a draft head without a model; name it as `model` in --speculative-config")
         else:
             config = checkpoint.read_config(model.path)
             tensors = list(checkpoint.stored_tensors(checkpoint.weight_files(model.path)))
             facts = safetensors_facts(config, tensors, args, device)
             quantization = _quantization(config, facts)
             check_architecture(config, args)
+            beside = [file for pattern in HEAD_PATTERNS for file in model.path.glob(pattern)]
+            num_head_bytes = head_bytes(list(checkpoint.stored_tensors(beside)) or tensors, facts, device)
         check_memory(facts, args, device)
     except (ModelLoadError, ConfigError) as error:
         problem = str(error)
-    return CheckpointDetails(model.name, model.size, model.path, facts, quantization, problem)
+    return CheckpointDetails(model.name, model.size, model.path, facts, quantization, problem, num_head_bytes)
 
 
 def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
@@ -90,7 +109,10 @@ def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
             return CheckpointDetails(args.model, repo.files[gguf.name].size, None, None, gguf.quantization, None)
         check_has_model(repo)
         config = read_remote_config(repo)
-        facts = remote_facts(repo, config, args, device)
+        tensors = remote_model_tensors(repo)
+        facts = safetensors_facts(config, tensors, args, device)
+        beside = [tensor for file in repo.matching(HEAD_PATTERNS) for tensor in remote_tensors(repo, file)]
+        num_head_bytes = head_bytes(beside or tensors, facts, device)
     except ModelLoadError:
         raise
     except Exception as error:
@@ -102,8 +124,8 @@ def remote_details(args: EngineArgs, device: DeviceInfo) -> CheckpointDetails:
         check_memory(facts, args, device)
     except (ModelLoadError, ConfigError) as error:
         cannot_run = str(error)
-    size = sum(repo.files[file].size for file in repo.matching(MODEL_PATTERNS))
-    return CheckpointDetails(args.model, size, None, facts, _quantization(config, facts), cannot_run)
+    size = sum(repo.files[file].size for file in repo.matching([*MODEL_PATTERNS, *HEAD_PATTERNS]))
+    return CheckpointDetails(args.model, size, None, facts, _quantization(config, facts), cannot_run, num_head_bytes)
 
 
 def _quantization(config: dict[str, Any], facts: CheckpointRequirements) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from mlx_lm.utils import _get_classes
 
 from metal_engine.checkpoints.demo import fetch_demo_model
+from metal_engine.checkpoints.draft_head_names import HEAD_PATTERNS
 from metal_engine.checkpoints.hub import (
     MODEL_PATTERNS,
     HubRepo,
@@ -29,12 +30,12 @@ from metal_engine.checkpoints.hub_preflight import (
     choose_gguf,
     estimated_facts,
     read_remote_config,
-    remote_facts,
+    remote_model_tensors,
 )
 from metal_engine.checkpoints.named_paths import check_model_name
 from metal_engine.checkpoints.names import DEMO_MODEL, HubName, parse_hub_name
 from metal_engine.checkpoints.pooling_config import check_causal
-from metal_engine.checkpoints.requirements import Check, check_memory
+from metal_engine.checkpoints.requirements import Check, check_memory, safetensors_facts
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -102,15 +103,37 @@ def fetch_model(name: HubName, download_dir: str | None, check_repo: Callable[[H
     Raises:
         ModelLoadError: the model is not available. The message gives the reason and a remedy.
     """
+    return fetch_repo(
+        name,
+        download_dir,
+        lambda repo: _from_hub(repo, name, download_dir, check_repo),
+        lambda: _from_cache(name, download_dir),
+    )
+
+
+def fetch_repo(
+    name: HubName, download_dir: str | None, from_hub: Callable[[HubRepo], Path], from_cache: Callable[[], Path]
+) -> Path:
+    """Return files of a repository: from the hub if it can be reached, or else from the cache.
+
+    Args:
+        name: repository and revision.
+        download_dir: folder of the cache; None for the hub's default.
+        from_hub: returns the files of a repository on the hub, and downloads what the cache lacks.
+        from_cache: returns the files in the cache.
+
+    Raises:
+        ModelLoadError: the files are not available. The message gives the reason and a remedy.
+    """
     try:
         if is_offline():
-            return _from_cache(name, download_dir, None)
+            return _cached(name, download_dir, from_cache, None)
         logger.info("looking for %s on the hub", name.repo)
         try:
             repo = find_repo(name.repo, name.revision)
         except Exception as error:  # noqa: BLE001  (reported if the cache has nothing)
-            return _from_cache(name, download_dir, error)
-        return _from_hub(repo, name, download_dir, check_repo)
+            return _cached(name, download_dir, from_cache, error)
+        return from_hub(repo)
     except (ModelLoadError, ConfigError):
         raise
     except Exception as error:  # includes errors of the file system or the network from the hub's client
@@ -119,7 +142,7 @@ def fetch_model(name: HubName, download_dir: str | None, check_repo: Callable[[H
 
 def _from_hub(repo: HubRepo, name: HubName, download_dir: str | None, check_repo: Callable[[HubRepo], None]) -> Path:
     gguf = choose_gguf(name, list(repo.files), lambda file: repo.files[file].size)
-    wanted = [gguf.name] if gguf else repo.matching(MODEL_PATTERNS)
+    wanted = [gguf.name] if gguf else repo.matching([*MODEL_PATTERNS, *HEAD_PATTERNS])
     paths = [cached_path(repo, file, download_dir) for file in wanted]
     if None in paths or not paths:
         if gguf is None:
@@ -133,24 +156,28 @@ def _from_hub(repo: HubRepo, name: HubName, download_dir: str | None, check_repo
     return path if gguf else path.parent
 
 
-def _from_cache(name: HubName, download_dir: str | None, trouble: Exception | None) -> Path:
-    """Return the cached files of a model, if the hub is offline or failed with the error ``trouble``."""
+def _cached(name: HubName, download_dir: str | None, from_cache: Callable[[], Path], trouble: Exception | None) -> Path:
+    """Return cached files, if the hub is offline or failed with the error ``trouble``."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     if isinstance(trouble, RevisionNotFoundError):  # a definite response of the hub
         raise ModelLoadError(hub_problem(trouble, None, name.repo, name.revision, download_dir)) from trouble
     try:
-        folder = cached_folder(name.repo, name.revision, download_dir, [])
-        files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-        gguf = choose_gguf(name, files, lambda file: (folder / file).stat().st_size)
-        if gguf is not None:
-            return folder / gguf.name
-        return cached_folder(name.repo, name.revision, download_dir, MODEL_PATTERNS)
+        return from_cache()
     except ModelLoadError:
         raise
     except Exception as error:
         problem = hub_problem(trouble or error, error, name.repo, name.revision, download_dir)
         raise ModelLoadError(problem) from error
+
+
+def _from_cache(name: HubName, download_dir: str | None) -> Path:
+    folder = cached_folder(name.repo, name.revision, download_dir, [])
+    files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
+    gguf = choose_gguf(name, files, lambda file: (folder / file).stat().st_size)
+    if gguf is not None:
+        return folder / gguf.name
+    return cached_folder(name.repo, name.revision, download_dir, MODEL_PATTERNS)
 
 
 def check_remote_model(repo: HubRepo, args: EngineArgs, device: DeviceInfo, check: Check) -> None:
@@ -166,7 +193,7 @@ def check_remote_model(repo: HubRepo, args: EngineArgs, device: DeviceInfo, chec
     estimate = estimated_facts(repo, config, args, device)
     if estimate.weight_bytes > 2 * device.memory_bytes:
         check_memory(estimate, args, device)
-    facts = remote_facts(repo, config, args, device)
+    facts = safetensors_facts(config, remote_model_tensors(repo), args, device)
     check_memory(facts, args, device)
     check(facts)
 

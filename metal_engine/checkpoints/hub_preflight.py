@@ -16,7 +16,7 @@ from metal_engine.checkpoints.checkpoint import INDEX, StoredTensor
 from metal_engine.checkpoints.files import MAX_HEADER_BYTES, MAX_SETTINGS_BYTES
 from metal_engine.checkpoints.hub import HubRepo, read_range
 from metal_engine.checkpoints.names import DEFAULT_QUANTIZATION, GgufFile, HubName, gguf_models, matching_ggufs
-from metal_engine.checkpoints.requirements import CheckpointRequirements, facts_by_size, safetensors_facts
+from metal_engine.checkpoints.requirements import CheckpointRequirements, facts_by_size
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -119,24 +119,29 @@ def estimated_facts(
     return facts_by_size(config, stored, args, device)
 
 
-def remote_facts(repo: HubRepo, config: dict[str, Any], args: EngineArgs, device: DeviceInfo) -> CheckpointRequirements:
-    """Read the facts of a checkpoint from the headers of its weight files. Only the headers are transferred.
+def remote_model_tensors(repo: HubRepo) -> list[StoredTensor]:
+    """Read the tensors of a checkpoint from the headers of its weight files. Only the headers are transferred.
 
     Raises:
         ModelLoadError: a header is invalid.
         Exception: any error of the hub's client.
     """
-    names = _weight_names(repo)
     with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
-        headers = list(pool.map(lambda name: _remote_tensors(repo, name), names))
-    return safetensors_facts(config, [tensor for tensors in headers for tensor in tensors], args, device)
+        headers = list(pool.map(lambda name: remote_tensors(repo, name), _weight_names(repo)))
+    return [tensor for tensors in headers for tensor in tensors]
 
 
 def _weight_names(repo: HubRepo) -> list[str]:
     return [name for name in repo.matching([_WEIGHTS]) if "/" not in name]
 
 
-def _remote_tensors(repo: HubRepo, name: str) -> list[StoredTensor]:
+def remote_tensors(repo: HubRepo, name: str) -> list[StoredTensor]:
+    """Return the tensors in a file of a repository, from its header.
+
+    Raises:
+        ModelLoadError: the header is invalid.
+        Exception: any error of the hub's client.
+    """
     path = f"{repo.name}/{name}"
     beginning = read_range(repo, name, 0, _FIRST_BYTES)
     length = int.from_bytes(beginning[:8], "little")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,6 +70,7 @@ class LoadedModel:
         can_generate: True if the checkpoint has an LM head, of its own or tied to the embeddings.
         interleaved: name of a module within its block -> number of heads, for modules whose outputs are in llama.cpp's
             order (:func:`gguf_config`).
+        path: the model's directory or GGUF file.
     """
 
     model: nn.Module
@@ -83,6 +84,7 @@ class LoadedModel:
     reranker: RerankerConfig | None = None
     can_generate: bool = True
     interleaved: dict[str, int] = field(default_factory=dict)
+    path: Path = Path()
 
 
 # Reduces a model whose weights have not been read yet to one rank's shard, and evaluates the shard.
@@ -165,6 +167,7 @@ def _load(
 
     load_files = _load_gguf if found.path.suffix == ".gguf" else _load_directory
     loaded, facts = load_files(found, args, dtype, device, admit, check_tokenizer, divide)
+    loaded = replace(loaded, path=found.path)
     logger.info("loaded the weights: %s in %.1f s", format_size(facts.weight_bytes), time.monotonic() - began)
     return loaded
 
@@ -233,15 +236,15 @@ def _load_directory(
         model.set_dtype(dtype)
     if divide is not None:
         divide(model)
-    _read(model)
+    read_weights(model)
     reranker = find_reranker(path, config, args.model, tokenizer)
     can_generate = not weights.lacks_head
     facts_of_model = (model, config, tokenizer, source, eos_token_ids, found.name, sampling, pooler)
     return LoadedModel(*facts_of_model, reranker, can_generate), facts
 
 
-def _read(model: nn.Module) -> None:
-    """Read the weights of a model.
+def read_weights(model: nn.Module) -> None:
+    """Read the weights of a model, or of a draft head.
 
     Stacked matrices of experts are evaluated first, one by one. A matrix may be stacked from many stored tensors, which
     stay in memory until it is complete. Evaluating everything together would keep the tensors of several layers.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from metal_engine.checkpoints.checkpoint import StoredTensor, check_num_layers, text_tensors, weight_bytes
+from metal_engine.checkpoints.draft_head_names import head_tensors
 from metal_engine.checkpoints.gguf.config import default_dtype
 from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.checkpoints.gguf.weights import loaded_bytes
@@ -68,6 +69,12 @@ def safetensors_facts(
     num_params = weight_bytes(tensors, config, 1)
     num_bytes = weight_bytes(tensors, config, float_bytes)
     return CheckpointRequirements(config, num_bytes, num_params, dtype, _reading_bytes(tensors, num_bytes))
+
+
+def head_bytes(tensors: Sequence[StoredTensor], facts: CheckpointRequirements, device: DeviceInfo) -> int:
+    """Return the memory for the weights of the draft head among some tensors, in bytes; 0 without a usable head."""
+    float_bytes = _DTYPE_BYTES[facts.dtype] if device.kind == "cpu" else None
+    return weight_bytes(head_tensors(list(tensors)), facts.config, float_bytes)
 
 
 def _reading_bytes(tensors: Sequence[StoredTensor], num_bytes: int) -> int:

@@ -134,7 +134,7 @@ def _source(speculative: SpeculativeConfig, draft: ModelInfo | None) -> str:
         return f"after {lengths} tokens that occurred before"
     return (
         f"of {draft.name} ({_count(draft.num_params)} parameters, {draft.dtype}; "
-        f"{format_size(draft.weight_bytes)} of the weights)"
+        f"{format_size(draft.weight_bytes)} of the weights, {format_size(draft.kv_bytes_per_token)} of KV a token)"
     )
 
 

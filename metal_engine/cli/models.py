@@ -66,7 +66,7 @@ def _pull(
     download_dir: _DownloadDir = None,
     force: Annotated[bool, typer.Option("--force", help="Download the model even if it cannot run here.")] = False,
 ) -> None:
-    """Download a model for `serve`. An interrupted download is resumed."""
+    """Download a model or a draft head for `serve`. An interrupted download is resumed."""
     set_up_logging("info")
     with one_line_errors():
         from metal_engine.checkpoints.named_paths import check_model_name
@@ -77,9 +77,13 @@ def _pull(
         check_model_name(model)
         device = _device()
         from metal_engine.build import check_before_loading
+        from metal_engine.checkpoints.draft_head_sources import pull_only_head
         from metal_engine.checkpoints.find import fetch_model, find_model, hub_name
 
         args = EngineArgs(model=model, download_dir=download_dir)
+        if model != DEMO_MODEL and (head := pull_only_head(hub_name(args), download_dir)) is not None:
+            print(f"the draft head {model} is here: {head}")
+            return
         if force and model != DEMO_MODEL:
             path = fetch_model(hub_name(args), download_dir, lambda repo: None)
         else:
@@ -186,6 +190,8 @@ def _engine_facts(details: CheckpointDetails, args: EngineArgs, device: DeviceIn
     if details.facts is None:
         return {}
     found: dict[str, Any] = {"parameters": details.facts.num_params, "weight_bytes": details.facts.weight_bytes}
+    if details.head_bytes:
+        found |= {"draft_head_bytes": details.head_bytes}
     if details.problem is not None:
         return found
     try:
@@ -215,6 +221,7 @@ def _labelled(facts: dict[str, Any]) -> dict[str, str]:
         "quantization": facts["quantization"],
         "context": _tokens(facts["context_length"]),
         "in memory": format_size(facts["weight_bytes"]) if "weight_bytes" in facts else None,
+        "draft head": format_size(facts["draft_head_bytes"]) if "draft_head_bytes" in facts else None,
         "KV of a token": format_size(facts["kv_bytes_per_token"]) if "kv_bytes_per_token" in facts else None,
         "state of a request": format_size(facts["state_bytes_per_request"])
         if facts.get("state_bytes_per_request")

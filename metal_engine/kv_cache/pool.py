@@ -38,7 +38,7 @@ def make_state(spec: StateSpec) -> LayerState:
             raise TypeError(f"there is no state for {type(spec).__name__}")
 
 
-def _after(arrays: Iterable[mx.array]) -> mx.array:
+def marker_after(arrays: Iterable[mx.array]) -> mx.array:
     """Return an array that is computed after all of ``arrays``."""
     return mx.depends([mx.zeros((1,))], list(arrays))[0]
 
@@ -171,7 +171,7 @@ class StatePool:
         It can be evaluated asynchronously. Evaluating the pool's own arrays asynchronously would prevent later writes
         in place. The result holds all arrays of the pool until the device has computed it.
         """
-        return _after(self._arrays())
+        return marker_after(self._arrays())
 
     def begin_step(self) -> None:
         """Prepare for a step. Called before the step is built."""
@@ -189,7 +189,7 @@ class StatePool:
         If :attr:`has_moved_states` is False, the result does not hold arrays that steps write to, unlike the result of
         :meth:`writes_done_marker`.
         """
-        return _after(array for state in self._recurrent for array in state.pending())
+        return marker_after(array for state in self._recurrent for array in state.pending())
 
     def half_done_marker(self) -> mx.array:
         """Return an array that is computed after the writes to the middle layer, and thus to all layers before it.
@@ -197,7 +197,7 @@ class StatePool:
         The device cannot write in place to arrays that a pending computation depends on. This array depends only on the
         middle layer, so the device can again write to all other layers in place.
         """
-        return _after(self.states[(len(self.states) - 1) // 2].writes_done_marker())
+        return marker_after(self.states[(len(self.states) - 1) // 2].writes_done_marker())
 
     def _arrays(self) -> Iterator[mx.array]:
         for state in self.states:
@@ -234,6 +234,16 @@ class StatePool:
         """Discard all unevaluated work that has been built since a snapshot."""
         for state, arrays in zip(self.states, snapshot, strict=True):
             state.restore(arrays)
+
+    def recover_state(self, state: LayerState) -> bool:
+        """Make one layer's arrays usable after failed work on that layer alone. Return False if its rows are lost."""
+        try:
+            mx.eval(state.writes_done_marker())
+        except Exception:
+            logger.exception("the state of a layer cannot be evaluated any more")
+            state.allocate(*self._size)
+            return False
+        return True
 
     def recover(self, error: Exception) -> None:
         """Make the arrays usable for the next step, after a step that failed.

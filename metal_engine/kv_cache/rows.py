@@ -81,6 +81,21 @@ class StepRows:
         """Return the object that writes rows to their slots on the device."""
         return self.make_writes(self.slot_mapping, self.block_size)
 
+    def sampling_rows(self) -> StepRows:
+        """Return the rows that sample, laid out as a step whose earlier rows have state already."""
+        counts = np.bincount(self.sample_requests, minlength=self.num_requests).astype(np.int32)
+        keep = np.flatnonzero(counts)
+        counts = counts[keep]
+        return step_rows(
+            self.block_table[keep],
+            self.seq_lens[keep] - counts,
+            counts,
+            self.block_size,
+            num_samples=counts,
+            state_slots=(self.state_reads[keep], self.state_writes[keep]),
+            make_writes=self.make_writes,
+        )
+
     def slots(self, requests: np.ndarray | int, positions: np.ndarray | int) -> np.ndarray:
         """Return the slots of positions of this step's requests. Both index arrays broadcast."""
         return slots_of(self.block_table, requests, positions, self.block_size)

@@ -24,5 +24,6 @@ class CurrentStep:
         self.positions: mx.array | None = None  # [N]
         self.adapters: AdapterRows | None = None  # None: no row has an adapter
         self.logits_indices: mx.array | None = None  # [R]
-        self.hidden_indices: mx.array | None = None  # [P]
+        self.hidden_indices: mx.array | slice | None = None  # [P]
         self.hidden: mx.array | None = None  # [P, 1, hidden_size], rows of hidden_indices, set by the trunk
+        self.given: mx.array | None = None  # [R, 1, hidden_size], output of the trunk, which then does not run

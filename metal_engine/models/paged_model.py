@@ -26,10 +26,10 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from metal_engine.attention.backend import StepAttention
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.errors import UnsupportedModelError
-from metal_engine.kv_cache.pool import StatePool
+from metal_engine.kv_cache.pool import StatePool, make_state
 from metal_engine.kv_cache.rows import StepRows, TracedRows
-from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, kv_cache_spec
-from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, StateSpec, kv_cache_spec
+from metal_engine.kv_cache.state import KVState, LayerState
 from metal_engine.lora.layers import AdaptedLayers, AdapterRows
 from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
@@ -67,8 +67,8 @@ class PagedModel:
         ConfigError: the keys and values cannot be stored in ``kv_cache_dtype``.
 
     Attributes:
-        pool: states of the layers, not allocated at first.
-        layer_caches: caches that mlx-lm's layers use, one for each state in the pool.
+        pool: states of the layers, and states added by :meth:`add_state`; not allocated at first.
+        layer_caches: caches that mlx-lm's layers use, one for each of their states in the pool.
         kv_bits: bits per number of quantized K and V; None if they are not quantized.
         dtype: type of the first K and V, or of the first recurrent state if no layer has K and V.
         windows: sizes of the layers' sliding windows, in tokens.
@@ -87,6 +87,7 @@ class PagedModel:
         whole_modules: bool = False,
     ) -> None:
         self.model = model
+        self._kv_cache_dtype = kv_cache_dtype
         self._step = CurrentStep(recurrence)
         patched = patch_model(model, self._step)
         self.pool = StatePool.of(kv_cache_spec(spec, kv_cache_dtype) for spec in patched.specs)
@@ -134,6 +135,15 @@ class PagedModel:
                 cache.state = state
         self.pool = pool
 
+    def add_state(self, spec: StateSpec) -> LayerState:
+        """Add the state of a layer outside the model to the pool. Call it before the pool is allocated.
+
+        The state is stored as ``--kv-cache-dtype`` says. It shares the blocks and the fate of the model's own states.
+        """
+        state = make_state(kv_cache_spec(spec, self._kv_cache_dtype))
+        self.pool = StatePool([*self.pool.states, state])
+        return state
+
     @property
     def has_recurrence_kernels(self) -> bool:
         return self._step.recurrence is not None and self.pool.is_recurrent
@@ -176,7 +186,7 @@ class PagedModel:
         rows: StepRows,
         attention: StepAttention,
         logits_indices: mx.array | None = None,
-        hidden_indices: mx.array | None = None,
+        hidden_indices: mx.array | slice | None = None,
         adapters: AdapterRows | None = None,
     ) -> tuple[mx.array, mx.array | None]:
         """Run a forward pass over a packed batch.
@@ -186,8 +196,8 @@ class PagedModel:
             rows: rows of this step.
             attention: attention of the backend for ``rows``.
             logits_indices: rows whose logits are returned, [R] int32; None for the rows that sample.
-            hidden_indices: rows whose hidden states are returned, [P] int32; None for no rows. The LM head does not
-                read them.
+            hidden_indices: rows whose hidden states are returned, [P] int32 or a slice; None for no rows. The LM head
+                does not read them.
             adapters: LoRA adapter of each row; None if no row has an adapter.
 
         Returns:
@@ -203,8 +213,13 @@ class PagedModel:
         return self._run(input_ids)
 
     def forward_of_arrays(
-        self, input_ids: mx.array, positions: mx.array, rows: TracedRows, attention: StepAttention
-    ) -> mx.array:
+        self,
+        input_ids: mx.array,
+        positions: mx.array,
+        rows: TracedRows,
+        attention: StepAttention,
+        hidden_indices: slice | None = None,
+    ) -> tuple[mx.array, mx.array | None]:
         """Run a forward pass whose rows are given only as arrays, for a trace that other steps will replay.
 
         LoRA adapters are not supported.
@@ -214,13 +229,30 @@ class PagedModel:
             positions: positions of the rows, [N] int32.
             rows: writes, and segments if layers are recurrent.
             attention: attention over this step's rows.
+            hidden_indices: rows whose hidden states are returned; None for no rows.
 
         Returns:
-            Logits of all rows, [N, vocab_size].
+            Logits of all rows, [N, vocab_size], and hidden states as :meth:`forward` returns them.
         """
         step = self._step
         step.rows, step.attention, step.positions = rows, attention, self._positions(positions)
-        return self._run(input_ids)[0]
+        step.hidden_indices = hidden_indices
+        return self._run(input_ids)
+
+    def logits_of(self, hidden: mx.array) -> mx.array:
+        """Run only the modules after the trunk: hidden states as :meth:`forward` returns them to logits.
+
+        Args:
+            hidden: hidden states, [R, hidden_size].
+
+        Returns:
+            Logits, [R, vocab_size].
+        """
+        self._step.given = hidden[:, None]
+        try:
+            return self.model(mx.zeros((hidden.shape[0], 1), mx.int32), cache=self._caches)[:, 0]
+        finally:
+            self._step.given = None
 
     def _run(self, input_ids: mx.array) -> tuple[mx.array, mx.array | None]:
         step = self._step

@@ -154,6 +154,8 @@ def _selecting(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
     call: Callable[..., mx.array] = cls.__call__
 
     def select(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
+        if step.given is not None:
+            return step.given
         hidden = call(self, *args, **kwargs)  # [N, 1, hidden_size]
         if step.hidden_indices is not None:
             step.hidden = hidden[step.hidden_indices]

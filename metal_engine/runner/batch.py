@@ -173,6 +173,10 @@ class RequestTable:
             self.num_prompt_logprobs_requests -= int(self.sampling.prompt_logprobs[index] >= 0)
             self._num_with_adapter -= int(self._adapter_slots[index] > 0)
 
+    def holds(self, request_id: str) -> bool:
+        """Return True if the table has the request."""
+        return request_id in self._index_of
+
     def index(self, request_id: str) -> int:
         """Return the index of a request, which is valid until the request is removed."""
         return self._index_of[request_id]

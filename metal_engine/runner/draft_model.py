@@ -16,56 +16,32 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend
 from metal_engine.device.streams import synchronize
-from metal_engine.kv_cache.rows import StepRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import RequestTable
-from metal_engine.runner.logits_edits import NoTokenLeftError, StepEdits
-from metal_engine.runner.sampler import sample
+from metal_engine.runner.drafting import DraftTask, TargetStep, sample_drafts, wanted_drafts
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
-from metal_engine.step import (
-    NEW_TO_DRAFT_MODEL,
-    UNKNOWN_DRAFT,
-    Drafting,
-    KVCacheLostError,
-    NewRequestData,
-    SchedulerOutput,
-)
+from metal_engine.step import NEW_TO_DRAFT_MODEL, Drafting, KVCacheLostError, NewRequestData, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _DraftTask:
+@dataclass(slots=True, kw_only=True)
+class _ModelTask(DraftTask):
     """Work for one request in a step.
 
     Attributes:
-        index: index of the request in the request table.
         start, stop: range of the request's tokens that the next forward computes.
-        num_drafts: number of wanted drafts; 0 if only KV is wanted.
-        has_ended: True if no more drafts are needed.
     """
 
-    request_id: str
-    index: int
     start: int
     stop: int
-    num_drafts: int
-    drafts: list[int] = field(default_factory=list)
-    has_ended: bool = False
-
-    def take(self, draft: int, stop_token_ids: frozenset[int]) -> None:
-        """Append a sampled draft, except a token that ends the request."""
-        self.has_ended |= draft in stop_token_ids
-        if not self.has_ended:
-            self.drafts.append(draft)
-            self.has_ended = len(self.drafts) == self.num_drafts
 
 
 class DraftModel:
@@ -76,7 +52,12 @@ class DraftModel:
         backend: attention backend of the model.
         vocab_size: vocabulary size of the target model. Sampling draws one random number per entry.
         max_positions: maximum length of a request that gets drafts, in tokens; None: ``max_model_len``.
+
+    Attributes:
+        needs_hidden: see :class:`metal_engine.runner.drafting.Drafter`.
     """
+
+    needs_hidden = False
 
     def __init__(
         self,
@@ -122,12 +103,12 @@ class DraftModel:
         missing = np.flatnonzero(~self._has_kv[slots])
         return int(missing[0]) if len(missing) else len(slots)
 
-    def packed(self, rows: StepRows) -> None:
-        """Mark this model's KV as outdated in the slots that the target will write.
+    def follow(self, step: TargetStep, tokens: mx.array | None) -> None:
+        """Mark this model's KV as outdated in the slots that the target's step will write.
 
         The slots that this model has written in this step stay valid.
         """
-        self._has_kv[rows.slot_mapping] = False
+        self._has_kv[step.batch.rows.slot_mapping] = False
         for slots in self._written:
             self._has_kv[slots] = True
 
@@ -158,11 +139,11 @@ class DraftModel:
         drafting.seconds = time.perf_counter() - began
         return drafting
 
-    def _tasks(self, table: RequestTable, plan: SchedulerOutput, drafting: Drafting) -> list[_DraftTask]:
+    def _tasks(self, table: RequestTable, plan: SchedulerOutput, drafting: Drafting) -> list[_ModelTask]:
         """Return the work for each request within the limits of a step. Fill in ``drafting.token_ids``."""
         tasks = []
         num_tokens_left, work = self._config.max_num_batched_tokens, self._config.max_attention_work
-        wanted = {r: len(d) for r, d in plan.scheduled_spec_decode_tokens.items() if d[0] == UNKNOWN_DRAFT}
+        wanted = wanted_drafts(plan)
         drafting.token_ids = {request_id: [] for request_id in wanted}
         for request_id in [*wanted, *plan.draft_model_req_ids]:
             index = table.index(request_id)
@@ -182,7 +163,15 @@ class DraftModel:
             num_tokens_left, work = num_tokens_left - num_rows, work - num_rows * num_known
             self._claim(table.slots(index, start, start + num_rows))
             is_behind = start + num_rows < num_known
-            tasks.append(_DraftTask(request_id, index, start, start + num_rows, 0 if is_behind else num_drafts))
+            tasks.append(
+                _ModelTask(
+                    request_id=request_id,
+                    index=index,
+                    num_drafts=0 if is_behind else num_drafts,
+                    start=start,
+                    stop=start + num_rows,
+                )
+            )
         return tasks
 
     def _first_missing(self, table: RequestTable, request_id: str, index: int, end: int) -> int:
@@ -205,7 +194,7 @@ class DraftModel:
         self._written.append(slots)
         self._has_kv[slots] = True
 
-    def _chain(self, table: RequestTable, tasks: list[_DraftTask], drafting: Drafting) -> None:
+    def _chain(self, table: RequestTable, tasks: list[_ModelTask], drafting: Drafting) -> None:
         """Compute the drafts after the first drafts, one for each request per forward."""
         began = time.perf_counter()
         while going := [task for task in tasks if task.num_drafts and not task.has_ended]:
@@ -218,7 +207,7 @@ class DraftModel:
             drafting.num_forwards += 1
         drafting.forward_seconds += time.perf_counter() - began
 
-    def _forward(self, table: RequestTable, tasks: list[_DraftTask]) -> None:
+    def _forward(self, table: RequestTable, tasks: list[_ModelTask]) -> None:
         """Compute the tokens of some requests, and sample for requests that want drafts."""
         indices = np.array([task.index for task in tasks], np.int32)
         starts = np.array([task.start for task in tasks], np.int32)
@@ -231,7 +220,7 @@ class DraftModel:
         before = self._pool.snapshot()
         try:
             logits = self._model(mx.array(input_ids), rows, self._backend.for_step(rows))
-            tokens = self._sample(table, drafting, rows, logits) if drafting else None
+            tokens = self._sample(table, drafting, logits) if drafting else None
         except BaseException:
             self._pool.restore(before)
             raise
@@ -245,32 +234,9 @@ class DraftModel:
             for task, draft in zip(drafting, np.array(tokens).tolist(), strict=True):
                 task.take(draft, table.stop_token_ids(task.index))
 
-    def _sample(self, table: RequestTable, tasks: list[_DraftTask], rows: StepRows, logits: mx.array) -> mx.array:
-        """Sample as the target will, except for grammars: same random keys, temperatures, top-k, top-p, min-p and
-        edits.
-
-        Returns [R] int32.
-        """
-        indices = np.array([task.index for task in tasks], np.int32)
-        num_prompt_tokens = np.array([table.num_prompt_tokens(task.index) for task in tasks], np.int32)
-        positions = rows.positions[rows.logits_indices] + 1 - num_prompt_tokens
-        logits = self._with_target_width(logits)
-        edits = StepEdits()
-        for row, task in enumerate(tasks):
-            request_edits = table.edits.get(task.index)
-            if request_edits is None or request_edits.grammar is not None:
-                continue
-            token_ids = table.token_ids(task.index, len(task.drafts))
-            try:
-                if not task.drafts:
-                    request_edits.catch_up(token_ids)
-                edits.add(row, request_edits, token_ids, int(positions[row]), len(task.drafts))
-            except NoTokenLeftError:
-                task.has_ended = True  # the target's step reports the error
-        if edits.rows:
-            logits, at = logits.astype(mx.float32), mx.array(np.array(edits.rows, np.int32))
-            logits[at] = edits.apply(logits[at], np.zeros((0, 0), np.int32))
-        return sample(logits, table.sampling, indices, positions)
+    def _sample(self, table: RequestTable, tasks: list[_ModelTask], logits: mx.array) -> mx.array:
+        """Return the next draft of each request, [R] int32, from this model's logits."""
+        return sample_drafts(table, tasks, self._with_target_width(logits))
 
     def _with_target_width(self, logits: mx.array) -> mx.array:
         """Pad or cut logits to the target's width: [R, V] -> [R, vocab_size].

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -18,9 +19,9 @@ from metal_engine.kv_transfer.runner_side import KVConnectorRunner, StepLoads, S
 from metal_engine.lora.layers import AdapterRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
-from metal_engine.runner.draft_model import DraftModel
+from metal_engine.runner.drafting import Drafter, TargetStep
 from metal_engine.runner.pending_step import PendingStep
-from metal_engine.runner.replay import DecodeReplay
+from metal_engine.runner.replay import DecodeReplay, ForwardResult, is_decode
 from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.runner.token_broadcast import TokenBroadcast
@@ -63,7 +64,7 @@ class ModelRunner:
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
         kv_connector: KVConnectorRunner | None = None,
-        draft_model: DraftModel | None = None,
+        drafter: Drafter | None = None,
         *,
         outlives_model: bool = False,
         broadcast: TokenBroadcast | None = None,
@@ -78,7 +79,9 @@ class ModelRunner:
         self._num_blocks = cache_config.num_blocks
         self._kv_connector = kv_connector
         self._outlives_model = outlives_model
-        self._draft_model = draft_model
+        self._drafter = drafter
+        needs_hidden = drafter is not None and drafter.needs_hidden
+        self._hidden_indices = slice(None) if needs_hidden else None
         self._is_async = scheduler_config.async_scheduling
         if in_parts is None:
             in_parts = self._is_async and broadcast is None and not computes_on_cpu()
@@ -95,9 +98,8 @@ class ModelRunner:
         self.replay: DecodeReplay | None = None
         self.replays = cache_config.num_padding_blocks > 0
         if self.replays:
-            self.replay = DecodeReplay(
-                model, backend, padding_block=cache_config.num_blocks, max_num_seqs=scheduler_config.max_num_seqs
-            )
+            sizes = {"padding_block": cache_config.num_blocks, "max_num_seqs": scheduler_config.max_num_seqs}
+            self.replay = DecodeReplay(model, backend, **sizes, needs_hidden=needs_hidden)
         num_blocks = cache_config.num_blocks + cache_config.num_padding_blocks
         self.pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
@@ -111,12 +113,17 @@ class ModelRunner:
             raise RuntimeError("without async scheduling, finish a step before starting the next step")
         self.dispatch_second_part()
         self.pool.reallocate()
-        before = self.pool.snapshot()
+        before = None
         try:
-            step, logits = self._build_step(plan, before)
+            self._table.update(plan)
+            self.pool.begin_step()
+            drafting = self._draft(plan)
+            before = self.pool.snapshot()  # not earlier: a drafter may write to the pool, in place
+            step, logits = self._build_step(plan, drafting, before)
         except BaseException as error:
             self._table.forget_samples()
-            self.pool.restore(before)
+            if before is not None:
+                self.pool.restore(before)
             del before
             clear_traceback_frames(error)
             raise
@@ -143,24 +150,19 @@ class ModelRunner:
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
         """Ignore the callback. Only :class:`metal_engine.distributed.leader.LeaderRunner` calls it."""
 
-    def _build_step(self, plan: SchedulerOutput, before: PoolSnapshot) -> tuple[PendingStep, mx.array | None]:
-        """Build a step's graph on the current cache.
-
-        Returns the step, and the logits that it samples from if its sampling has not been built yet.
-        """
-        self._table.update(plan)
-        self.pool.begin_step()
-        drafting = self._draft(plan)
-        drafted = plan if drafting is None else plan.with_drafts(drafting)
-        sampling, pooling, logits, decode_forward = self._build(drafted)
+    def _build_step(
+        self, plan: SchedulerOutput, drafting: Drafting | None, before: PoolSnapshot
+    ) -> tuple[PendingStep, mx.array | None]:
+        """Build a step's graph. Return the step, and its logits if its sampling has not been built yet."""
+        step, logits = self._build(plan if drafting is None else plan.with_drafts(drafting))
+        step.before, step.drafting = before, drafting
+        if self._kv_connector is not None:
+            step.loads = self._kv_connector.take_loads()
         # The host computes grammar masks while the device is busy with the previous step or with this step.
-        is_built = bool(self._steps) or not sampling.has_masks
+        is_built = bool(self._steps) or not step.sampling.has_masks
         if is_built:
-            sampling.build(logits, is_dispatched=False)
-        saves = self._gather_saves()
-        loads = self._kv_connector.take_loads() if self._kv_connector is not None else StepLoads()
-        step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, before, loads, saves, drafting)
-        step.decode_forward = decode_forward
+            step.build_sampling(logits, is_dispatched=False)
+            step.saves = self._gather_saves()
         step.moves_states = self.pool.has_moved_states
         step.shared = logits if self._broadcast is not None else None
         if self._in_parts and is_built:
@@ -168,22 +170,16 @@ class ModelRunner:
         return step, None if is_built else logits
 
     def _draft(self, plan: SchedulerOutput) -> Drafting | None:
-        """Run the draft model as far as the plan requires it."""
-        if self._draft_model is None:
+        """Compute the drafts that the plan requests."""
+        if self._drafter is None:
             return None
-        self._draft_model.update(plan)
-        return self._draft_model.draft(self._table, plan)
+        self._drafter.update(plan)
+        return self._drafter.draft(self._table, plan)
 
-    def _build(self, plan: SchedulerOutput) -> tuple[StepSampling, StepPooling | None, mx.array, DecodeForward | None]:
-        """Build the graph of a step's forward and pooling.
-
-        Returns the step's sampling, its pooling, the logits that it samples from, [R + T, vocab_size], and the
-        outcome of its forward.
-        """
+    def _build(self, plan: SchedulerOutput) -> tuple[PendingStep, mx.array]:
+        """Build the graph of a step's forward and pooling. Return the step, and the logits that it samples from."""
         batch = self._table.pack(plan)
         batch.validate(self._num_blocks, self._num_state_slots, self._num_adapter_slots)
-        if self._draft_model is not None:
-            self._draft_model.packed(batch.rows)
         # A recurrent state that has advanced past a token cannot go back.
         allow_late_masks = not self.pool.is_recurrent
         sampling = StepSampling(self._table, plan, batch, allow_late_masks=allow_late_masks, broadcast=self._broadcast)
@@ -192,58 +188,62 @@ class ModelRunner:
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:
                 self.pool.forget_states(set(plan.kv_connector_metadata.state_loads))
         attention = self._backend.for_step(batch.rows)
-        adapters = self._adapter_rows(batch)
-        if not self._table.pooling:
-            return sampling, None, *self._forward(plan, batch, attention, sampling.logits_indices, adapters)
-        pooling = self._step_pooling(plan, batch)
-        num_sampling = len(sampling.logits_indices)
-        logits_indices = mx.array(np.concatenate([sampling.logits_indices, pooling.logits_indices]))
-        indices = pooling.hidden_indices
-        hidden_indices = mx.array(indices) if len(indices) else None
-        input_ids = self._input_ids(batch)
-        logits, hidden = self._model.forward(input_ids, batch.rows, attention, logits_indices, hidden_indices, adapters)
-        pooling.build(hidden, logits[num_sampling:])
-        return sampling, pooling, logits[:num_sampling], None
+        pooling, decode_forward = None, None
+        if self._table.pooling:
+            pooling = StepPooling.of(self._table.pooling, plan, batch.rows)
+            logits, hidden = self._forward_with_pooling(batch, attention, sampling, pooling)
+        else:
+            (logits, hidden), decode_forward = self._forward(plan, batch, attention, sampling.logits_indices)
+        step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, decode_forward=decode_forward)
+        if self._drafter is not None:
+            step.follow = partial(self._drafter.follow, TargetStep(self._table, plan, batch, attention, hidden))
+        return step, logits
+
+    def _forward_with_pooling(
+        self, batch: PackedBatch, attention: StepAttention, sampling: StepSampling, pooling: StepPooling
+    ) -> ForwardResult:
+        """Build a forward and the pooling on it. Return the result without the logits that only the pooling needs."""
+        num_sampling, pooled = len(sampling.logits_indices), mx.array(pooling.hidden_indices)
+        logits, hidden = self._model.forward(
+            self._input_ids(batch),
+            batch.rows,
+            attention,
+            mx.array(np.concatenate([sampling.logits_indices, pooling.logits_indices])),
+            self._hidden_indices or (pooled if pooled.size else None),
+            self._adapter_rows(batch),
+        )
+        of_all = None if self._hidden_indices is None else hidden
+        pooling.build(hidden if of_all is None else of_all[pooled], logits[num_sampling:])
+        return logits[:num_sampling], of_all
 
     def _forward(
-        self,
-        plan: SchedulerOutput,
-        batch: PackedBatch,
-        attention: StepAttention,
-        logits_indices: np.ndarray,
-        adapters: AdapterRows | None,
-    ) -> tuple[mx.array, DecodeForward | None]:
+        self, plan: SchedulerOutput, batch: PackedBatch, attention: StepAttention, logits_indices: np.ndarray
+    ) -> tuple[ForwardResult, DecodeForward | None]:
         """Return the logits of some rows, [R + T, vocab_size], from a replayed or a newly built graph."""
-        input_ids = self._input_ids(batch)
+        input_ids, adapters = self._input_ids(batch), self._adapter_rows(batch)
 
-        def build() -> mx.array:
-            return self._model(input_ids, batch.rows, attention, mx.array(logits_indices), adapters)
+        def build() -> ForwardResult:
+            indices = mx.array(logits_indices)
+            return self._model.forward(input_ids, batch.rows, attention, indices, self._hidden_indices, adapters)
 
         replay = self.replay
         if replay is None:
             return build(), None
         outcome: DecodeOutcome | None = None
-        num_sampled = len(batch.rows.logits_indices)
-        is_decode = num_sampled == len(logits_indices) == batch.rows.num_tokens and not plan.loads_kv
-        if not self.replays or not is_decode:
-            logits = build()
+        if not self.replays or not is_decode(plan, batch.rows, len(logits_indices)):
+            result = build()
         elif adapters is not None:
-            logits, outcome = build(), "adapters"
+            result, outcome = build(), "adapters"
         else:
-            logits, outcome = replay.forward(input_ids, batch.rows, build)
+            result, outcome = replay.forward(input_ids, batch.rows, build)
         replay.learn(attention)
-        return logits, None if outcome is None else DecodeForward(outcome, replay.refusal)
+        return result, None if outcome is None else DecodeForward(outcome, replay.refusal)
 
     def _adapter_rows(self, batch: PackedBatch) -> AdapterRows | None:
         slots = batch.adapter_slots[batch.rows.request_of_row] if len(batch.adapter_slots) else batch.adapter_slots
         if self._model.adapters is None or not slots.any():
             return None
         return self._model.adapters.rows(slots)
-
-    def _step_pooling(self, plan: SchedulerOutput, batch: PackedBatch) -> StepPooling:
-        scheduled = list(plan.num_scheduled_tokens)
-        prompts = {r: prompt for r in scheduled if (prompt := self._table.pooling.get(r)) is not None}
-        return StepPooling(prompts, scheduled, batch.rows, plan.pooled_req_ids)
 
     def _gather_saves(self) -> StepSaves | None:
         """Return the blocks that the newly built step saves to a store; None without KV transfer."""
@@ -284,8 +284,10 @@ class ModelRunner:
             if logits is not None:
                 step.is_async = True
                 mx.async_eval(logits)  # the forward runs while the host computes masks
-                step.sampling.build(logits, is_dispatched=True)
+                step.build_sampling(logits, is_dispatched=True)
+                step.saves = self._gather_saves()
             step.root = [*step.results, *self._remaining_writes(step)]
+            step.root += step.followed.arrays if step.followed is not None else []
             step.root += step.saves.arrays.values() if step.saves is not None else ()
             if step.first_part is not None:
                 step.is_async, first, step.first_part = True, step.first_part, None
@@ -333,8 +335,10 @@ class ModelRunner:
         output.decode_forward = step.decode_forward
         if step.drafting is not None:
             output.drafting = step.drafting
-            # Include requests for which the draft model returned no drafts.
+            # Include requests for which the drafter returned no drafts.
             output.num_accepted_tokens = dict.fromkeys(step.drafting.token_ids, 0) | output.num_accepted_tokens
+        if step.followed is not None:
+            step.followed.finish(output)
         self._table.append_tokens(step.sampled_req_ids, output)
         if waiting := self._table.follow_phases(step.sampled_req_ids, output):
             for later in self._steps:
@@ -368,25 +372,25 @@ class ModelRunner:
         """Drop requests between steps, as the next plan would. Unknown ids are ignored."""
         plan = SchedulerOutput(0, dropped_req_ids=req_ids)
         self._table.update(plan)
-        if self._draft_model is not None:
-            self._draft_model.update(plan)
+        if self._drafter is not None:
+            self._drafter.update(plan)
 
     def release_cache(self) -> bool:
-        """See :meth:`metal_engine.step.Runner.release_cache`. The draft model keeps its cache."""
+        """See :meth:`metal_engine.step.Runner.release_cache`. A draft model keeps its cache."""
         synchronize()
         self.pool.release()
         mx.clear_cache()
         return True
 
     def close(self) -> None:
-        """Free the KV caches of the model and the draft model. Call it in the thread that ran the steps.
+        """Free the KV caches of the model and the drafter. Call it in the thread that ran the steps.
 
         If the thread continues (``outlives_model``), also free the weights. Otherwise, end the thread's streams.
         """
         self._steps.clear()
         synchronize()
-        if self._draft_model is not None:
-            self._draft_model.release()
+        if self._drafter is not None:
+            self._drafter.release()
         if self._kv_connector is not None:
             self._kv_connector.close()
         if self.replay is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from metal_engine.device.streams import synchronize
 from metal_engine.kv_cache.pool import PoolSnapshot
 from metal_engine.kv_transfer.runner_side import StepLoads, StepSaves
+from metal_engine.runner.drafting import FollowedStep
 from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.step import DecodeForward, Drafting, ModelOutput
@@ -27,7 +28,7 @@ class PendingStep:
         before: snapshot of the KV cache's arrays before the step; None after the dispatch.
         loads: KV that the step loads from a store; empty after the dispatch.
         saves: KV that the step saves to a store.
-        drafting: result of the draft model for this step; None if the model did not run.
+        drafting: result of the drafter; None if this step requested no drafts.
         decode_forward: see :class:`metal_engine.step.ModelOutput`.
         moves_states: True if the step copies recurrent states to slots or into another order.
         first_part: array that completes the first part of a dispatch in two parts; None after the dispatch.
@@ -38,15 +39,17 @@ class PendingStep:
         error: error of the dispatch.
         is_async: True if a part of the step was evaluated asynchronously.
         shared: logits that every rank evaluates at the dispatch; None afterwards, or if there is one rank.
+        follow: callback that builds the drafter's work on the sampled tokens; None without a drafter, or once called.
+        followed: the drafter's work in this step; None for drafters without such work.
     """
 
     finish: Callable[[PendingStep], ModelOutput]
     sampled_req_ids: list[str]
     sampling: StepSampling
     pooling: StepPooling | None
-    before: PoolSnapshot | None
-    loads: StepLoads
-    saves: StepSaves | None
+    before: PoolSnapshot | None = None
+    loads: StepLoads = field(default_factory=StepLoads)
+    saves: StepSaves | None = None
     drafting: Drafting | None = None
     decode_forward: DecodeForward | None = None
     moves_states: bool = False
@@ -58,6 +61,15 @@ class PendingStep:
     error: Exception | None = None
     is_async: bool = False
     shared: mx.array | None = None
+    follow: Callable[[mx.array | None], FollowedStep | None] | None = None
+    followed: FollowedStep | None = None
+
+    def build_sampling(self, logits: mx.array, *, is_dispatched: bool) -> None:
+        """Build the sampling pass on the step's logits (:meth:`StepSampling.build`), and the drafter's work on it."""
+        self.sampling.build(logits, is_dispatched=is_dispatched)
+        follow, self.follow = self.follow, None
+        if follow is not None:
+            self.followed = follow(self.sampling.tokens)
 
     @property
     def results(self) -> list[mx.array]:
@@ -107,7 +119,7 @@ class PendingStep:
 
     def release(self) -> None:
         """Drop all arrays: each unevaluated array refers to arrays of the KV cache. The step is then unusable."""
-        self.before = self.first_part = self.root = self.shared = self.saves = None
+        self.before = self.first_part = self.root = self.shared = self.saves = self.follow = self.followed = None
         self.sampling.release()
         if self.pooling is not None:
             self.pooling.release()

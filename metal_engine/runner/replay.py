@@ -42,7 +42,7 @@ from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.view_fusion import fused_views
 from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL
-from metal_engine.step import DecodeForward, DecodeOutcome
+from metal_engine.step import DecodeForward, DecodeOutcome, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,9 @@ MIN_TABLE_BLOCKS = 16
 
 _Trace = Callable[..., Any]
 
+ForwardResult = tuple[mx.array, mx.array | None]
+"""Logits of a forward, [R, vocab_size], and hidden states of all rows, [N, hidden_size], or None."""
+
 
 class DecodeReplay:
     """Traces of a model's decode steps.
@@ -65,6 +68,7 @@ class DecodeReplay:
         padding_block: id of a block of the pool that no request uses, for the K and V of padding rows.
         max_num_seqs: maximum number of requests in a step. It limits padding, because there is no memory for the
             recurrent states of more requests.
+        needs_hidden: True if steps return the hidden states of all rows, too.
         trace_at: see ``TRACE_AT``.
 
     Attributes:
@@ -78,6 +82,7 @@ class DecodeReplay:
         *,
         padding_block: int,
         max_num_seqs: int,
+        needs_hidden: bool = False,
         trace_at: int = TRACE_AT,
     ) -> None:
         self._model = model
@@ -85,6 +90,7 @@ class DecodeReplay:
         self._backend = backend if isinstance(backend, ReplayableBackend) else None
         self._padding_block = padding_block
         self._max_num_seqs = max_num_seqs
+        self._hidden_indices = slice(None) if needs_hidden else None
         self._trace_at = trace_at
         self._work_keys: Hashable | None = None if self._pool.has_tokens else ()
         self._traces: OrderedDict[Hashable, _Trace] = OrderedDict()  # least recently used first
@@ -117,8 +123,8 @@ class DecodeReplay:
             self._work_keys = attention.work_keys or None
 
     def forward(
-        self, input_ids: mx.array, rows: StepRows, build: Callable[[], mx.array]
-    ) -> tuple[mx.array, DecodeOutcome]:
+        self, input_ids: mx.array, rows: StepRows, build: Callable[[], ForwardResult]
+    ) -> tuple[ForwardResult, DecodeOutcome]:
         """Run the forward of a step in which every row samples.
 
         Args:
@@ -127,7 +133,7 @@ class DecodeReplay:
             build: builds the graph of the step if it is not replayed.
 
         Returns:
-            The step's logits, [N, vocab_size], and the outcome: replayed, traced, or the reason why it was built.
+            The result of the step's forward, and the outcome: replayed, traced, or the reason why it was built.
         """
         if self.refusal is not None or self._backend is None:
             return build(), "refused"
@@ -144,8 +150,8 @@ class DecodeReplay:
             self._traces.move_to_end(key)
             num_runs = self._num_runs
             try:
-                logits = self._run(trace, input_ids, larger, tables)[: rows.num_tokens]
-                return logits, "replayed" if self._num_runs == num_runs else self._not_replayed()
+                result = self._run(trace, input_ids, larger, tables, rows.num_tokens)
+                return result, "replayed" if self._num_runs == num_runs else self._not_replayed()
             except Exception as error:  # noqa: BLE001  (raised again by build(), unless the trace is the cause)
                 reason = one_line(error)  # not the error itself: see below
             del self._traces[key]
@@ -158,13 +164,13 @@ class DecodeReplay:
             return build(), "untraced"
         trace = mx.compile(self._function(tables, larger))
         try:
-            logits = self._run(trace, input_ids, larger, tables)
+            result = self._run(trace, input_ids, larger, tables, rows.num_tokens)
         except Exception as error:  # noqa: BLE001  (raised again by build(), unless tracing is the cause)
             # Do not keep the error: its traceback refers to the pool's arrays, so the next writes would copy them.
             reason = one_line(error)
         else:
             self._keep(key, trace)
-            return logits[: rows.num_tokens], "traced"
+            return result, "traced"
         self._pool.restore_pending_states(before)
         built = build()
         self.refuse(f"its forward cannot be traced ({reason})")
@@ -220,7 +226,7 @@ class DecodeReplay:
 
     def _function(self, tables: StepTables, rows: StepRows) -> _Trace:
         """Return the function to trace: a forward whose arguments are all arrays, including the pool's arrays."""
-        model, pool, attention_over = self._model, self._pool, tables.attention
+        model, pool, attention_over, hidden_indices = self._model, self._pool, tables.attention, self._hidden_indices
         segments = (
             Segments.alike(rows.num_requests, rows.num_tokens // rows.num_requests) if pool.is_recurrent else None
         )
@@ -228,18 +234,23 @@ class DecodeReplay:
 
         def forward(
             input_ids: mx.array, positions: mx.array, slots: mx.array, given: list[mx.array], arrays: list[mx.array]
-        ) -> tuple[mx.array, list[mx.array]]:
+        ) -> tuple[ForwardResult, list[mx.array]]:
             self._num_runs += 1
             pool.attach_arrays(arrays, state_slots)
             traced = TracedRows(TracedWrites(slots), segments)
             with fused_views():
-                logits = model.forward_of_arrays(input_ids, positions, traced, attention_over(given))
-            return logits, pool.detach_arrays(state_slots, state_slots)
+                result = model.forward_of_arrays(input_ids, positions, traced, attention_over(given), hidden_indices)
+            return result, pool.detach_arrays(state_slots, state_slots)
 
         return forward
 
-    def _run(self, trace: _Trace, input_ids: mx.array, rows: StepRows, tables: StepTables) -> mx.array:
-        """Return the logits of a padded step. On error, the pool is unchanged, except for pending recurrent states."""
+    def _run(
+        self, trace: _Trace, input_ids: mx.array, rows: StepRows, tables: StepTables, num_tokens: int
+    ) -> ForwardResult:
+        """Return the result of the first ``num_tokens`` rows of a padded step.
+
+        On error, the pool is unchanged, except for pending recurrent states.
+        """
         missing = rows.num_tokens - input_ids.size
         if missing:
             input_ids = mx.concatenate([input_ids, mx.zeros((missing,), mx.int32)])
@@ -248,16 +259,25 @@ class DecodeReplay:
         arrays = self._pool.detach_arrays(reads, writes)
         try:
             # This releases the arguments, because writes are in place only without another reference to the old arrays.
-            logits, arrays = trace(input_ids, positions, slots, tables.arrays, arrays)
+            (logits, hidden), arrays = trace(input_ids, positions, slots, tables.arrays, arrays)
         finally:
             self._pool.attach_arrays(arrays, writes)
-        return logits
+        return logits[:num_tokens], None if hidden is None else hidden[:num_tokens]
 
     def _keep(self, key: Hashable, trace: _Trace) -> None:
         del self._num_seen[key]
         self._traces[key] = trace
         if len(self._traces) > MAX_TRACES:
             self._traces.popitem(last=False)
+
+
+def is_decode(plan: SchedulerOutput, rows: StepRows, num_logits: int) -> bool:
+    """Return True if every row of a step samples once, and the step loads nothing into the cache.
+
+    Args:
+        num_logits: number of rows whose logits the step needs.
+    """
+    return len(rows.logits_indices) == num_logits == rows.num_tokens and not plan.loads_kv
 
 
 def _compiles() -> bool:

@@ -12,6 +12,7 @@ from metal_engine.device.streams import synchronize
 from metal_engine.errors import ConfigError
 from metal_engine.kv_cache.rows import StepRows, step_rows
 from metal_engine.kv_cache.writes import choose_writes
+from metal_engine.models.draft_head import PagedDraftHead
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.sampler import SamplingTable, sample
 from metal_engine.sampling_params import SamplingParams
@@ -30,6 +31,7 @@ def measure_step_bytes(
     num_tokens: int,
     num_seqs: int,
     *,
+    head: PagedDraftHead | None = None,
     agree: Callable[[str, int], int] = lambda what, number: number,
 ) -> int:
     """Run a step of ``num_tokens`` tokens, of ``num_seqs`` requests that all sample, and measure MLX's peak memory.
@@ -40,6 +42,7 @@ def measure_step_bytes(
 
     Args:
         max_positions: maximum length of a request; None: no limit.
+        head: draft head that follows the step; None without a draft head.
         agree: function that returns a number common to all ranks, given its name and this rank's number. All ranks then
             run the same steps equally often.
 
@@ -73,7 +76,7 @@ def measure_step_bytes(
         synchronize()
         held, taken = mx.get_active_memory(), 0
         for _ in range(_NUM_SMALL_RUNS):
-            taken = agree("bytes of a step", max(taken, _run_step(model, backend, rows, sampling) - held))
+            taken = agree("bytes of a step", max(taken, _run_step(model, backend, rows, sampling, head) - held))
             if taken >= _SMALL_BYTES:
                 break
         return taken
@@ -88,7 +91,9 @@ def measure_step_bytes(
         mx.clear_cache()
 
 
-def _run_step(model: PagedModel, backend: AttentionBackend, rows: StepRows, sampling: SamplingTable) -> int:
+def _run_step(
+    model: PagedModel, backend: AttentionBackend, rows: StepRows, sampling: SamplingTable, head: PagedDraftHead | None
+) -> int:
     """Run a step whose requests all sample. Return MLX's peak memory during the step, in bytes.
 
     Clears freed buffers first, because MLX reuses a buffer of up to twice the requested size.
@@ -97,8 +102,14 @@ def _run_step(model: PagedModel, backend: AttentionBackend, rows: StepRows, samp
     mx.reset_peak_memory()
     num_seqs = rows.num_requests
     adapters = None if model.adapters is None else model.adapters.worst_case_rows(rows.num_tokens)
-    logits = model(mx.zeros((rows.num_tokens,), mx.int32), rows, backend.for_step(rows), adapters=adapters)
-    tokens = sample(logits, sampling, np.arange(num_seqs), np.zeros(num_seqs, np.int32))
-    mx.eval(tokens, model.pool.writes_done_marker())
+    input_ids, attention = mx.zeros((rows.num_tokens,), mx.int32), backend.for_step(rows)
+    hidden_indices = None if head is None else slice(None)
+    logits, hidden = model.forward(input_ids, rows, attention, hidden_indices=hidden_indices, adapters=adapters)
+    results = [sample(logits, sampling, np.arange(num_seqs), np.zeros(num_seqs, np.int32))]
+    del logits
+    if head is not None and hidden is not None:
+        results.append(head.follow(input_ids, hidden, rows, attention, backend))
+    del hidden
+    mx.eval(*results, model.pool.writes_done_marker())
     synchronize()
     return mx.get_peak_memory()

@@ -16,6 +16,7 @@ import numpy as np
 
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.pooling_params import PoolingParams
+from metal_engine.step import SchedulerOutput
 
 # Lower bound of the norm, so that a zero vector stays zero.
 _TINY = float(np.finfo(np.float32).tiny)
@@ -103,6 +104,17 @@ class StepPooling:
         self.logits_indices = np.array(last_rows, np.int32)
         self._sums: mx.array | None = None  # [parts, H] float32
         self._logits: list[mx.array] = []  # one array for each scored prompt, float32
+
+    @classmethod
+    def of(cls, held: Mapping[str, PooledPrompt], plan: SchedulerOutput, rows: StepRows) -> StepPooling:
+        """Return the pooling of a plan's step.
+
+        Args:
+            held: pooled prompts of all requests that the runner holds, by request id.
+        """
+        scheduled = list(plan.num_scheduled_tokens)
+        prompts = {r: prompt for r in scheduled if (prompt := held.get(r)) is not None}
+        return cls(prompts, scheduled, rows, plan.pooled_req_ids)
 
     def build(self, hidden: mx.array | None, logits: mx.array) -> None:
         """Build the graph on the hidden states, [P, H], and the logits, [S, vocab_size], of the requested rows."""

@@ -119,12 +119,15 @@ class SpeculativeConfig:
 
     Attributes:
         method: ``ngram`` proposes the tokens that followed an earlier occurrence of the last tokens, in the prompt or
-            output. ``draft_model`` proposes the tokens of a smaller model.
+            output. ``draft_model`` proposes the tokens of a smaller model. ``mtp`` proposes as ``ngram`` does, or else
+            the tokens of the model's draft head. ``auto`` stands for ``mtp`` if there is a usable draft head, and else
+            for ``ngram``; an engine's configuration has the chosen method.
         num_speculative_tokens: maximum number of drafts of a request in a step.
         prompt_lookup_max: maximum number of last tokens to compare.
         prompt_lookup_min: minimum number of last tokens that must match.
-        model: name of the draft model.
-        revision: revision of the draft model on the hub.
+        model: name of the draft model; repository, file or folder of the draft head, or None if the head is among the
+            model's files.
+        revision: revision of ``model`` on the hub.
         max_draft_len: context length of the draft model in tokens, including drafts; None for no limit.
     """
 
@@ -270,7 +273,7 @@ class EngineConfig:
     attention_layers: AttentionLayers = AttentionLayers()
     step_bytes: int = 0  # measured memory of the largest step in addition to weights and KV cache
     step_seconds: float = field(default=0.0, compare=False)  # measured time of the largest step without a context
-    draft: ModelInfo | None = None  # draft model for speculation
+    draft: ModelInfo | None = None  # draft model or draft head for speculation
     command_buffers: CommandBufferLimits | None = None  # None for MLX's own limits, or without Metal
     kv_role: str | None = None  # vLLM's name of the engine's role with a KV store; None without a store
     ranks: tuple[RankInfo, ...] = ()  # ranks that share the model; empty without distribution

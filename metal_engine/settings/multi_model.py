@@ -90,7 +90,7 @@ def refuse_for_one_model(args: EngineArgs) -> None:
         flag = LORA_MODULES if args.lora_modules else "--enable-lora"
         raise ConfigError(flag, "is for one model that stays loaded, not for models loaded on demand")
     speculative = speculative_config(args)
-    if speculative is not None and speculative.model is not None:
+    if speculative is not None and speculative.method != "ngram":
         raise ConfigError(
             SPECULATIVE,
             f"with the method {speculative.method} is for one model that stays loaded, not for models loaded on demand",

@@ -52,7 +52,7 @@ def resolve_config(
         measure_step: function that runs a step of (tokens, requests), and returns the memory that the step takes
             in addition to weights and KV cache, in bytes.
         attention_layers: kernel that computes the attention of each layer.
-        draft: draft model of ``--speculative-config``; None without one.
+        draft: draft model or draft head of ``--speculative-config``; None without one.
 
     Raises:
         ConfigError: the settings conflict. The message names the flag to change.
@@ -149,7 +149,7 @@ def plans_ahead(args: EngineArgs, device_kind: str) -> bool:
     if args.async_scheduling is not None:
         return args.async_scheduling
     speculative = speculative_config(args)
-    has_draft_model = speculative is not None and speculative.model is not None
+    has_draft_model = speculative is not None and speculative.method == "draft_model"
     return device_kind != "cpu" and args.num_ranks == 1 and not has_draft_model
 
 
@@ -167,6 +167,8 @@ def _replay(args: EngineArgs, attention_backend: str, attention_layers: Attentio
 
 def _speculative(args: EngineArgs, draft: ModelInfo | None) -> SpeculativeConfig | None:
     config = speculative_config(args)
+    if config is not None and config.method == "auto":
+        config = replace(config, method="ngram" if draft is None else "mtp")
     if config is None or draft is None:
         return config
     return replace(config, max_draft_len=draft.max_position_embeddings)

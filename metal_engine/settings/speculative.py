@@ -15,21 +15,27 @@ FLAG = "--speculative-config"
 # Default of prompt_lookup_max and prompt_lookup_min, the same as vLLM's.
 _PROMPT_LOOKUP = 5
 _MAX_DRAFTS = 64
+# Default of num_speculative_tokens for a draft head. Fewer are drafted if that pays more.
+_HEAD_DRAFTS = 3
 _MAX_NGRAM = 64
 _METHOD = Setting("method", "str")
 _NUM_TOKENS = Setting("num_speculative_tokens", "int", bounds={"ge": 1, "le": _MAX_DRAFTS})
+_LOOKUP = [
+    Setting("prompt_lookup_max", "int", bounds={"ge": 1, "le": _MAX_NGRAM}),
+    Setting("prompt_lookup_min", "int", bounds={"ge": 1, "le": _MAX_NGRAM}),
+]
+_HEAD = [_METHOD, _NUM_TOKENS, *_LOOKUP, Setting("model", "str"), Setting("revision", "str")]
 _SETTINGS = {
-    "ngram": [
-        _METHOD,
-        _NUM_TOKENS,
-        Setting("prompt_lookup_max", "int", bounds={"ge": 1, "le": _MAX_NGRAM}),
-        Setting("prompt_lookup_min", "int", bounds={"ge": 1, "le": _MAX_NGRAM}),
-    ],
+    "ngram": [_METHOD, _NUM_TOKENS, *_LOOKUP],
     "draft_model": [_METHOD, _NUM_TOKENS, Setting("model", "str"), Setting("revision", "str")],
+    "mtp": _HEAD,
+    "auto": _HEAD,
 }
 _REQUIRED = {
     "ngram": ("method", "num_speculative_tokens"),
     "draft_model": ("method", "model", "num_speculative_tokens"),
+    "mtp": ("method",),
+    "auto": ("method",),
 }
 
 
@@ -47,6 +53,8 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
         raise ConfigError(FLAG, f"is not JSON: {error}") from error
     method = _method(given)
     values = read_object(FLAG, FLAG, given, _SETTINGS[method], required=_REQUIRED[method])
+    if "revision" in values and "model" not in values:
+        raise ConfigError(FLAG, "has a revision, which needs 'model'")
     # A single given value sets both.
     longest = values.get("prompt_lookup_max", values.get("prompt_lookup_min", _PROMPT_LOOKUP))
     shortest = values.get("prompt_lookup_min", longest)
@@ -54,7 +62,7 @@ def speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
         raise ConfigError(FLAG, f"prompt_lookup_min {shortest} is more than prompt_lookup_max {longest}")
     return SpeculativeConfig(
         method=values["method"],
-        num_speculative_tokens=values["num_speculative_tokens"],
+        num_speculative_tokens=values.get("num_speculative_tokens", _HEAD_DRAFTS),
         prompt_lookup_max=longest,
         prompt_lookup_min=shortest,
         model=values.get("model"),
@@ -68,7 +76,7 @@ def _method(given: Any) -> str:
     if not method:
         return "ngram"  # the check of the keys reports the missing method
     if not isinstance(method, str) or method not in _SETTINGS:
-        raise ConfigError(FLAG, f"has the unknown method {method!r}; the methods are {' and '.join(_SETTINGS)}")
+        raise ConfigError(FLAG, f"has the unknown method {method!r}; the methods are {', '.join(_SETTINGS)}")
     return method
 
 

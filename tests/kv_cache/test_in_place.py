@@ -19,9 +19,12 @@ from metal_engine.kv_cache.recurrent import RecurrentState
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState
 from metal_engine.kv_cache.writes import BlockWrites, RunWrites, SlotWrites
+from metal_engine.models.draft_head import PagedDraftHead
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import Request
 from metal_engine.runner.draft_model import DraftModel
+from metal_engine.runner.drafting import Drafter
+from metal_engine.runner.head_drafter import HeadDrafter
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.sampling_params import SamplingParams
@@ -31,6 +34,7 @@ from metal_engine.scheduling.speculation.proposals import make_proposer
 from metal_engine.settings.config import IN_FLIGHT_STATES, IN_FLIGHT_STATES_OF_DRAFTS, CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
 from metal_engine.token_rules import NO_RULES, TokenRules
+from tests.support.draft_heads import random_head
 from tests.support.speculation import FreeDrafts, KnownAheadTimes, draft_model_config, speculate, speculative_config
 from tools.fixtures.architectures import configuration
 from tools.fixtures.tiny_models import random_model, tiny_model
@@ -85,9 +89,10 @@ def measure_in_place(
     paged: PagedModel,
     num_ahead: int,
     limits: Limits | None = None,
-    draft: PagedModel | None = None,
+    draft: PagedModel | PagedDraftHead | None = None,
     *,
     num_blocks: int = 2048,
+    num_drafts: int = 3,
 ) -> int:
     """Check that writes are in place. Return the number of steps."""
     # The smallest array of a layer, such as K, takes 4 MB: much more than everything else in a step of these models.
@@ -99,13 +104,16 @@ def measure_in_place(
         max_num_seqs=4,
         max_model_len=512,
         async_scheduling=num_ahead > 0,
-        speculative=None if draft is None else draft_model_config(3),
+        speculative=None if draft is None else draft_model_config(num_drafts or 1),
     )
-    backend, draft_model, proposer = PortableBackend(limits), None, None
-    if draft is not None and config.speculative is not None:
-        draft_model = DraftModel(draft, backend, config, cache, vocab_size=draft.vocab_size)
-        proposer = make_proposer(config.speculative)
-    runner = ModelRunner(paged, backend, config, cache, draft_model=draft_model)
+    backend = PortableBackend(limits)
+    drafter: Drafter | None = None
+    if isinstance(draft, PagedModel):
+        drafter = DraftModel(draft, backend, config, cache, vocab_size=draft.vocab_size)
+    elif draft is not None:
+        drafter = HeadDrafter(draft, paged.pool, backend, cache)
+    proposer = make_proposer(config.speculative) if config.speculative is not None and num_drafts else None
+    runner = ModelRunner(paged, backend, config, cache, drafter=drafter)
     scheduler = Scheduler(config, cache, proposer=proposer)
     if proposer is not None:
         speculate(scheduler, proposer, costs=FreeDrafts())
@@ -125,6 +133,15 @@ def measure_in_place(
 def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: int) -> None:
     """Chunks without sampling, mixed steps, and decodes."""
     assert measure_in_place(PagedModel(tiny_model(**config)), num_ahead) > NUM_STEPS
+
+
+@pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
+@pytest.mark.parametrize("num_drafts", [3, 0], ids=["drafts", "keys and values only"])
+def test_a_draft_head_s_writes_stay_in_place(num_drafts: int, num_ahead: int) -> None:
+    """The head follows each step, and its chains write between the steps."""
+    paged = PagedModel(tiny_model())
+    head = PagedDraftHead(random_head(paged.model), paged)
+    assert measure_in_place(paged, num_ahead, draft=head, num_drafts=num_drafts)
 
 
 @pytest.mark.parametrize("seed", [0, 7], ids=["accepted", "rejected"])

@@ -62,6 +62,19 @@ def test_several_samples_of_a_request_are_its_last_rows(num_samples: list[int]) 
     assert list(zip(rows.sample_requests.tolist(), rows.logits_indices.tolist(), strict=True)) == expected
 
 
+@pytest.mark.parametrize("num_samples", [[4, 1, 3], [2, 0, 1], [0, 0, 3]])
+def test_sampling_rows_are_a_step_of_their_own(num_samples: list[int]) -> None:
+    rows = made(num_samples)
+    of_step = rows.sampling_rows()
+    of_step.validate(NUM_BLOCKS)
+    assert of_step.logits_indices.tolist() == list(range(of_step.num_tokens))
+    for name in ("positions", "slot_mapping"):
+        assert getattr(of_step, name).tolist() == getattr(rows, name)[rows.logits_indices].tolist()
+    sampling = np.flatnonzero(num_samples)
+    for name in ("seq_lens", "state_reads", "state_writes"):
+        assert getattr(of_step, name).tolist() == getattr(rows, name)[sampling].tolist()
+
+
 @given(st.data())
 def test_any_step_against_one_row_at_a_time(data: st.DataObject) -> None:
     block_size = data.draw(st.integers(1, 5))

@@ -20,7 +20,8 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.prefix_cache import root_hash
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from tests.support import adapters
-from tests.support.speculation import draft_for_free, draft_model_config, propose_from, speculative_config
+from tests.support.draft_heads import draft_always, random_head
+from tests.support.speculation import draft_for_free, draft_model_config, head_config, propose_from, speculative_config
 from tests.support.tiny_engine import reference_logits, tiny_reference
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.fake_engine import byte_ids
@@ -148,6 +149,22 @@ def test_a_draft_model(
     assert (engine.stats.num_preemptions > 0) == (config["num_blocks"] < 400)
 
 
+@pytest.mark.parametrize(
+    "config", [pytest.param({"num_blocks": 400}, marks=pytest.mark.full), {"num_blocks": 60, "ahead": True}]
+)
+def test_a_draft_head(
+    folders: dict[str, Path], golden: dict[str | None, list[list[int]]], config: dict[str, Any]
+) -> None:
+    """The head reads the hidden states of the adapted model, and has no adapter itself."""
+    sizes = {"max_num_batched_tokens": 512, "max_num_seqs": 32, **config}
+    engine = adapters.adapted_engine(folders, speculative=head_config(3), make_head=random_head, **sizes)
+    draft_for_free(engine)
+    draft_always(engine)
+    check(engine, folders, golden)
+    assert engine.metrics.num_draft_tokens > 100
+    assert (engine.stats.num_preemptions > 0) == (config["num_blocks"] < 400)
+
+
 def test_rows_are_sorted_on_a_gpu(
     folders: dict[str, Path], golden: dict[str | None, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +184,7 @@ def test_a_quantized_base(tmp_path: Path) -> None:
 
     folder = adapters.write_mlx_lm(tmp_path / "a", adapters.products(quantized(), adapters.ALL, rank=4, seed=1))
     monkey = pytest.MonkeyPatch()
-    monkey.setattr("tests.support.tiny_engine.tiny_reference", lambda *_: quantized())
+    monkey.setattr("tests.support.tiny_engine.tiny_reference", lambda *_, **config: quantized())
     try:
         engine = adapters.adapted_engine({"a": folder}, num_blocks=200)
     finally:

@@ -212,7 +212,7 @@ def test_kv_of_rejected_drafts_is_not_taken_for_that_of_tokens(monkeypatch: pyte
     for _ in range(3):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr("metal_engine.runner.draft_model.sample", lambda *args: (sample(*args) + 1) % 200)
+        patch.setattr("metal_engine.runner.drafting.sample", lambda *args: (sample(*args) + 1) % 200)
         engine.step()
     assert share_accepted(engine) < 1.0
     speculation, engine.scheduler.speculation = engine.scheduler.speculation, None
@@ -319,11 +319,11 @@ def test_a_step_whose_drafting_fails(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def _keys_of_the_first_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    from metal_engine.runner import draft_model
+    from metal_engine.runner import drafting
 
-    sample = draft_model.sample
+    sample = drafting.sample
     monkeypatch.setattr(
-        draft_model, "sample", lambda logits, table, indices, at: sample(logits, table, indices, np.zeros_like(at))
+        drafting, "sample", lambda logits, table, indices, at: sample(logits, table, indices, np.zeros_like(at))
     )
 
 
@@ -343,7 +343,7 @@ def _rejected_rows_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _stale_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat all blocks as blocks with KV of the draft model, even after the target has overwritten them."""
-    monkeypatch.setattr(DraftModel, "packed", lambda self, rows: self._has_kv.fill(True))
+    monkeypatch.setattr(DraftModel, "follow", lambda self, step, tokens: self._has_kv.fill(True))
 
 
 def _loaded_blocks_are_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

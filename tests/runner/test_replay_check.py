@@ -86,37 +86,38 @@ def test_a_check_that_takes_too_long_disables_replay_with_one_line(
     assert not any(pending for state in of_requests for pending in state._pending.values())
 
 
-def one_row_off(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    def wrong(*args: Any) -> mx.array:
-        logits = forward(*args)
-        return mx.concatenate([logits[:-2], 1.01 * logits[-2:-1], logits[-1:]])
+def one_row_off(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(*args: Any) -> Any:
+        logits, hidden = forward(*args)
+        return mx.concatenate([logits[:-2], 1.01 * logits[-2:-1], logits[-1:]]), hidden
 
     return wrong
 
 
-def not_a_number(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    return lambda *args: forward(*args) * mx.array(float("nan"))
+def not_a_number(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: (forward(*args)[0] * mx.array(float("nan")), None)
 
 
-def no_number_later(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    def wrong(self: PagedModel, input_ids: mx.array, positions: mx.array, *rest: Any) -> mx.array:
-        return forward(self, input_ids, positions, *rest) + mx.where(positions.max() > 2, float("nan"), 0.0)
+def no_number_later(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: PagedModel, input_ids: mx.array, positions: mx.array, *rest: Any) -> Any:
+        logits, hidden = forward(self, input_ids, positions, *rest)
+        return logits + mx.where(positions.max() > 2, float("nan"), 0.0), hidden
 
     return wrong
 
 
-def nowhere(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def nowhere(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a forward write to the padding block."""
 
-    def wrong(self: PagedModel, input_ids: mx.array, positions: mx.array, rows: TracedRows, *rest: Any) -> mx.array:
+    def wrong(self: PagedModel, input_ids: mx.array, positions: mx.array, rows: TracedRows, *rest: Any) -> Any:
         writes = TracedWrites(mx.full(positions.shape, 64, mx.int32))
         return forward(self, input_ids, positions, replace(rows, writes=writes), *rest)
 
     return wrong
 
 
-def other_slots(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    def wrong(self: PagedModel, input_ids: mx.array, positions: mx.array, rows: TracedRows, *rest: Any) -> mx.array:
+def other_slots(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(self: PagedModel, input_ids: mx.array, positions: mx.array, rows: TracedRows, *rest: Any) -> Any:
         slots: mx.array = rows.writes._slots  # type: ignore[attr-defined]
         writes = TracedWrites(mx.concatenate([slots[1:], slots[:1]]))
         return forward(self, input_ids, positions, replace(rows, writes=writes), *rest)
@@ -124,14 +125,14 @@ def other_slots(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return wrong
 
 
-def other_positions(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def other_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, input_ids, positions, *rest: forward(self, input_ids, positions + positions // 2, *rest)
 
 
-def old_states(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def old_states(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Make a forward leave the recurrent states unchanged."""
 
-    def wrong(self: PagedModel, *args: Any) -> mx.array:
+    def wrong(self: PagedModel, *args: Any) -> Any:
         before = self.pool.snapshot()
         logits = forward(self, *args)
         for state, then in zip(self.pool.states, before, strict=True):
@@ -142,10 +143,10 @@ def old_states(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return wrong
 
 
-def states_of_others(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+def states_of_others(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Make each row write its recurrent state to the slot of the next row."""
 
-    def wrong(self: PagedModel, input_ids: mx.array, *rest: Any) -> mx.array:
+    def wrong(self: PagedModel, input_ids: mx.array, *rest: Any) -> Any:
         logits = forward(self, input_ids, *rest)
         slots = tuple(range(1, input_ids.size + 1))
         self.pool.put_states((*slots[1:], slots[0]), self.pool.read_states(slots))

@@ -10,29 +10,41 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS
 from metal_engine.build import build_engine
 from metal_engine.errors import ConfigError
+from metal_engine.models.draft_head import PagedDraftHead
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import Request
 from metal_engine.runner import step_memory
+from metal_engine.runner.head_drafter import HeadDrafter
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.step_memory import measure_step_bytes
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import MARGIN_BYTES, CacheConfig, SchedulerConfig
+from tests.support.draft_heads import random_head
+from tests.support.speculation import head_config
 from tools.fixtures.tiny_models import tiny_model
 
 NUM_TOKENS, NUM_SEQS = 512, 8
 
 
-def test_real_steps_take_no_more() -> None:
-    paged = PagedModel(tiny_model(vocab_size=4096))
-    measured = measure_step_bytes(paged, PortableBackend(), 16, None, NUM_TOKENS, NUM_SEQS)
+@pytest.mark.parametrize("has_head", [False, True])
+def test_real_steps_take_no_more(has_head: bool) -> None:
+    model = tiny_model(vocab_size=4096)
+    paged, backend = PagedModel(model), PortableBackend()
+    head = PagedDraftHead(random_head(model), paged) if has_head else None
+    measured = measure_step_bytes(paged, backend, 16, None, NUM_TOKENS, NUM_SEQS, head=head)
     assert not paged.pool.is_allocated
     cache = CacheConfig(block_size=16, num_blocks=400)
     config = SchedulerConfig(
-        max_num_batched_tokens=NUM_TOKENS, max_num_seqs=NUM_SEQS, max_model_len=1024, max_num_partial_prefills=4
+        max_num_batched_tokens=NUM_TOKENS,
+        max_num_seqs=NUM_SEQS,
+        max_model_len=1024,
+        max_num_partial_prefills=4,
+        speculative=head_config() if has_head else None,
     )
-    runner, scheduler = ModelRunner(paged, PortableBackend(), config, cache), Scheduler(config, cache)
+    drafter = None if head is None else HeadDrafter(head, paged.pool, backend, cache)
+    runner, scheduler = ModelRunner(paged, backend, config, cache, drafter=drafter), Scheduler(config, cache)
     rng = np.random.default_rng(0)
     for i, length in enumerate([900, 512, 100, 30, 3, 600, 17, 64]):
         params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=6, seed=i)
@@ -65,16 +77,16 @@ def test_no_request_is_longer_than_it_may_be(
     max_positions: int | None, num_tokens: int, num_seqs: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    call = PagedModel.__call__
+    forward = PagedModel.forward
 
     def note(self: PagedModel, input_ids, rows, *rest, **more):  # type: ignore[no-untyped-def]
         requests, at = np.repeat(np.arange(num_seqs), rows.seq_lens), rows.positions
         slots = rows.block_table[requests, at // 4] * 4 + at % 4
         assert np.array_equal(slots, rows.slot_mapping) and len(set(slots.tolist())) == len(at)
         seen.append((rows.seq_lens.tolist(), at.tolist()))
-        return call(self, input_ids, rows, *rest, **more)
+        return forward(self, input_ids, rows, *rest, **more)
 
-    monkeypatch.setattr(PagedModel, "__call__", note)
+    monkeypatch.setattr(PagedModel, "forward", note)
     paged = PagedModel(tiny_model())
     measure_step_bytes(paged, PortableBackend(), 4, max_positions, num_tokens, num_seqs)
     assert seen and all(one == (lengths, [p for length in lengths for p in range(length)]) for one in seen)
@@ -83,13 +95,13 @@ def test_no_request_is_longer_than_it_may_be(
 def test_freed_buffers_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLX reuses a freed buffer of up to twice the requested size, which would distort the measurement."""
     kept: list[int] = []
-    call = PagedModel.__call__
+    forward = PagedModel.forward
 
     def note(self: PagedModel, *given, **more):  # type: ignore[no-untyped-def]
         kept.append(mx.get_cache_memory())
-        return call(self, *given, **more)
+        return forward(self, *given, **more)
 
-    monkeypatch.setattr(PagedModel, "__call__", note)
+    monkeypatch.setattr(PagedModel, "forward", note)
     paged = PagedModel(tiny_model())
     mx.eval([mx.random.normal((size,)) for size in (3000, 9000, 20000)])
     mx.synchronize()
@@ -128,7 +140,7 @@ def test_a_step_that_does_not_fit_names_the_flag(monkeypatch: pytest.MonkeyPatch
     def fail(*_: object, **__: object) -> mx.array:
         raise RuntimeError("[malloc] Unable to allocate 5 bytes.\nmore")
 
-    monkeypatch.setattr(PagedModel, "__call__", fail)
+    monkeypatch.setattr(PagedModel, "forward", fail)
     with pytest.raises(ConfigError, match=r"lower --max-num-batched-tokens \(\[malloc\] Unable to allocate 5 bytes"):
         measure_step_bytes(paged, PortableBackend(), 4, None, 16, 2)
     assert not paged.pool.is_allocated

@@ -40,6 +40,20 @@ def test_values() -> None:
     )
 
 
+def test_a_draft_head_has_defaults() -> None:
+    config = read({"method": "mtp"})
+    assert config is not None and (config.num_speculative_tokens, config.prompt_lookup_min, config.model) == (
+        3,
+        5,
+        None,
+    )
+    assert read({"method": "mtp", "num_speculative_tokens": 1, "prompt_lookup_max": 4, "model": "head"}) == (
+        SpeculativeConfig(
+            method="mtp", num_speculative_tokens=1, prompt_lookup_max=4, prompt_lookup_min=4, model="head"
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "longest", "shortest"), [({}, 5, 5), ({"prompt_lookup_max": 3}, 3, 3), ({"prompt_lookup_min": 2}, 2, 2)]
 )
@@ -64,8 +78,8 @@ def test_a_file_may_have_an_object(tmp_path: Any) -> None:
         ([], "--speculative-config", "must be a JSON object"),
         ({"method": "ngram"}, "--speculative-config", "needs 'num_speculative_tokens'"),
         ({"num_speculative_tokens": 3}, "--speculative-config", "needs 'method'"),
-        ({**GIVEN, "method": "eagle"}, "--speculative-config", "'eagle'; the methods are ngram and draft_model"),
-        ({**GIVEN, "method": ["ngram"]}, "--speculative-config", "the methods are ngram and draft_model"),
+        ({**GIVEN, "method": "eagle"}, "--speculative-config", "'eagle'; the methods are ngram, draft_model, mtp"),
+        ({**GIVEN, "method": ["ngram"]}, "--speculative-config", "the methods are ngram, draft_model, mtp"),
         (
             {**GIVEN, "method": "draft_model", "model": "m"},
             "--speculative-config",

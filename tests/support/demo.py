@@ -17,8 +17,11 @@ from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_ggu
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
+from metal_engine.models.draft_head import PagedDraftHead
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.draft_model import DraftModel
+from metal_engine.runner.drafting import Drafter
+from metal_engine.runner.head_drafter import HeadDrafter
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.settings.config import (
@@ -30,7 +33,7 @@ from metal_engine.settings.config import (
     SpeculativeConfig,
 )
 from metal_engine.text.tokenizer import Tokenizer
-from tests.support.speculation import draft_model_config
+from tests.support.speculation import draft_model_config, head_config
 from tools.fixtures.stepped_engine import SteppedEngine
 
 MakeEngine = Callable[..., SteppedEngine]
@@ -107,7 +110,7 @@ def engine_for(
     fingerprint: str = "",
     attention: AttentionBackend | None = None,
     speculative: SpeculativeConfig | None = None,
-    draft: PagedModel | None = None,
+    draft: PagedModel | PagedDraftHead | None = None,
     adapters: AdapterRegistry | None = None,
 ) -> SteppedEngine:
     """Return an engine on a model.
@@ -120,13 +123,13 @@ def engine_for(
         connector: scheduler half and runner half of a KV connector.
         fingerprint: root of the hashes of cached prefixes.
         attention: attention backend. Default: the portable backend.
-        draft: draft model. Default of ``speculative`` with a draft model: four drafts per step.
+        draft: draft model, or draft head of ``paged``. Default of ``speculative`` with either: four drafts per step.
         adapters: LoRA adapters that are installed in the model.
     """
     scheduler_side, runner_side = connector or (None, None)
     attention = attention or PortableBackend()
     if draft is not None and speculative is None:
-        speculative = draft_model_config(4)
+        speculative = draft_model_config(4) if isinstance(draft, PagedModel) else head_config(4)
     cache = CacheConfig(
         block_size=block_size,
         num_blocks=num_blocks,
@@ -160,12 +163,15 @@ def engine_for(
         attention_backend=attention.name,
         seed=0,
     )
-    draft_model = None
-    if draft is not None:
-        draft_model = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
+    drafter: Drafter | None = None
+    if isinstance(draft, PagedModel):
+        drafter = DraftModel(draft, attention, config.scheduler, config.cache, vocab_size=vocab_size)
+    elif draft is not None:
+        drafter = HeadDrafter(draft, paged.pool, attention, config.cache)
     gpu_like = {"allow_queued_dispatch": True, "in_parts": True} if behind else {}
-    runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, draft_model, **gpu_like)
+    runner = ModelRunner(paged, attention, config.scheduler, config.cache, runner_side, drafter, **gpu_like)
     if replay:
         sizes = {"padding_block": num_blocks, "max_num_seqs": max_num_seqs}
-        runner.replay = DecodeReplay(paged, attention, **sizes, trace_at=trace_at)
+        needs_hidden = drafter is not None and drafter.needs_hidden
+        runner.replay = DecodeReplay(paged, attention, **sizes, needs_hidden=needs_hidden, trace_at=trace_at)
     return SteppedEngine(config, runner, tokenizer, scheduler_side, adapters)

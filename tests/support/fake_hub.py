@@ -38,7 +38,7 @@ class Repo:
 
     @property
     def files(self) -> dict[str, Path]:
-        return {p.name: p for p in sorted(self.folder.iterdir()) if p.is_file()}
+        return {p.relative_to(self.folder).as_posix(): p for p in sorted(self.folder.rglob("*")) if p.is_file()}
 
     def commit(self, revision: str) -> str:
         return hashlib.sha1(f"{self.folder}{revision}".encode()).hexdigest()
@@ -119,7 +119,7 @@ class FakeHub:
         if is_api:
             body = json.dumps(_api(repo, kind, commit)).encode()
             return Answer(200, {"Content-Type": "application/json"}, body, 0, len(body), len(body))
-        return self._file(repo, parts[4], commit, wanted, path)
+        return self._file(repo, "/".join(parts[4:]), commit, wanted, path)
 
     def _file(self, repo: Repo, name: str, commit: str, wanted: str | None, path: str) -> Answer:
         file = repo.files[name]

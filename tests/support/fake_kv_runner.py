@@ -370,6 +370,7 @@ class SomeRightDrafts(Drafter):
     """Drafter that proposes the right tokens up to a random position and wrong tokens after it."""
 
     def __init__(self, tracked: Mapping[str, Tracked], seed: int) -> None:
+        super().__init__()
         self._tracked = tracked
         self._random = random.Random(seed)
         self.known: set[str] = set()  # requests with stored state
@@ -399,6 +400,7 @@ class SomeRightDraftModel:
     """
 
     def __init__(self, tracked: Mapping[str, Tracked], seed: int) -> None:
+        super().__init__()
         self._tracked = tracked
         self._drafts = SomeRightDrafts(tracked, seed)
         self._random = random.Random(seed)

@@ -19,6 +19,7 @@ from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.kv_transfer.stores.base import KVStore
 from metal_engine.kv_transfer.stores.disk import DiskStore
 from metal_engine.kv_transfer.transfer import KVTransfer
+from metal_engine.models.draft_head import DraftHead, PagedDraftHead
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import RequestOptions
 from metal_engine.sampling_params import SamplingParams
@@ -91,6 +92,7 @@ def kv_engine(
     behind: bool = False,
     replay: bool = False,
     draft: Any = None,
+    make_head: Callable[[Any], DraftHead] | None = None,
     kv_cache_dtype: str = "auto",
     **config: Any,
 ) -> KVEngine:
@@ -101,10 +103,13 @@ def kv_engine(
         behind: dispatch steps while others run, as on a GPU.
         replay: replay decode steps as soon as their sizes are known.
         draft: draft model. Its drafts are treated as free.
+        make_head: makes a draft head for the model. Its drafts are treated as free.
         config: fields of :class:`KVTransferConfig`.
     """
     model = tiny_model(dtype=dtype) if model is None else model
     paged = PagedModel(model, kv_cache_dtype=kv_cache_dtype)
+    if make_head is not None:
+        draft = PagedDraftHead(make_head(model), paged)
     sizes = {"budget": budget, "block_size": block_size, "num_blocks": num_blocks, "max_num_seqs": 16}
     specs = [state.spec for state in paged.pool.states]
     parts, of_states = block_parts(specs, block_size), state_parts(specs)

@@ -8,6 +8,7 @@ from typing import Any
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
 from metal_engine.scheduling.scheduler import Scheduler
+from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_lengths import StepTimes
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
@@ -33,6 +34,13 @@ def draft_model_config(num_speculative_tokens: int = 4, max_draft_len: int | Non
         prompt_lookup_min=5,
         model="draft",
         max_draft_len=max_draft_len,
+    )
+
+
+def head_config(num_speculative_tokens: int = 3) -> SpeculativeConfig:
+    """Return a configuration with a draft head, whose lookups need matches too long for tiny requests."""
+    return SpeculativeConfig(
+        method="mtp", num_speculative_tokens=num_speculative_tokens, prompt_lookup_max=64, prompt_lookup_min=64
     )
 
 
@@ -65,6 +73,9 @@ class KnownAheadTimes(AsyncStepTimes):
 class Drafter:
     """Base of drafters whose drafts depend on no step and no result."""
 
+    def __init__(self) -> None:
+        self.acceptance = SourceAcceptance()
+
     def begin_step(self) -> None:
         """Do nothing: drafts do not depend on the step."""
 
@@ -85,6 +96,7 @@ class KnownOutputs(Drafter):
     """
 
     def __init__(self, outputs: dict[tuple[int, ...], list[int]], seed: int = 0, rightness: float = 0.7) -> None:
+        super().__init__()
         self._outputs = outputs
         self._random = random.Random(seed)
         self._rightness = rightness

@@ -15,10 +15,13 @@ from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
+from metal_engine.models.draft_head import DraftHead, PagedDraftHead
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOutput
 from metal_engine.runner.draft_model import DraftModel
+from metal_engine.runner.drafting import Drafter
+from metal_engine.runner.head_drafter import HeadDrafter
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.sampling_params import SamplingParams
@@ -31,11 +34,14 @@ from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import random_model, tiny_model
 
 
-def tiny_reference(seed: int = 0, vocab_size: int = VOCAB_SIZE, architecture: str | None = None) -> nn.Module:
+def tiny_reference(
+    seed: int = 0, vocab_size: int = VOCAB_SIZE, architecture: str | Config | None = None, **config: Any
+) -> nn.Module:
     """Return a copy of the model for reference outputs from outside the engine."""
     if architecture is None:
-        return tiny_model(seed, vocab_size=vocab_size)
-    return random_model(with_vocabulary(configuration(architecture), vocab_size), seed)
+        return tiny_model(seed, vocab_size=vocab_size, **config)
+    own = configuration(architecture) if isinstance(architecture, str) else architecture
+    return random_model(with_vocabulary(own, vocab_size), seed)
 
 
 def with_vocabulary(config: Config, vocab_size: int) -> Config:
@@ -51,10 +57,12 @@ def tiny_engine(
     replay: bool = False,
     seed: int = 0,
     tokenizer: Tokenizer | None = None,
-    architecture: str | None = None,
+    architecture: str | Config | None = None,
+    kv_cache_dtype: str = "auto",
     num_state_slots: int = 0,
     make_adapters: Callable[[PagedModel], AdapterRegistry] | None = None,
     draft: nn.Module | None = None,
+    make_head: Callable[[nn.Module], DraftHead] | None = None,
     connector: tuple[KVConnectorScheduler, KVConnectorRunner] | None = None,
     **config: Any,
 ) -> SteppedEngine:
@@ -63,10 +71,12 @@ def tiny_engine(
     Args:
         behind: dispatch steps in two parts while the previous step runs, as on a GPU. Implies ``ahead``.
         replay: replay decode steps as soon as their sizes are known.
-        architecture: name in tools/fixtures/architectures.py. Default: a tiny Llama.
+        architecture: name in tools/fixtures/architectures.py, or a configuration. Default: a tiny Llama.
+        kv_cache_dtype: type of stored K and V. The Llama's heads are wide enough for quantization if it is not "auto".
         num_state_slots: number of slots for recurrent states.
         make_adapters: installs adapters in the model.
         draft: draft model, for a ``speculative`` configuration with a draft model.
+        make_head: makes the draft head of the model, for a ``speculative`` configuration with a head.
         connector: scheduler half and runner half of a connector to a KV store.
     """
     settings = fake_config(**config)
@@ -81,18 +91,24 @@ def tiny_engine(
             num_padding_blocks=int(replay),
         ),
     )
-    model = PagedModel(tiny_reference(seed, settings.model.vocab_size, architecture))
+    wide = {} if kv_cache_dtype == "auto" else {"head_dim": 64}
+    reference = tiny_reference(seed, settings.model.vocab_size, architecture, **wide)
+    model = PagedModel(reference, kv_cache_dtype=kv_cache_dtype)
     adapters = None if make_adapters is None else make_adapters(model)
     backend, scheduler_side, runner_side = PortableBackend(), *(connector or (None, None))
-    draft_model = None
+    drafter: Drafter | None = None
     if draft is not None:
         sizes = {"vocab_size": settings.model.vocab_size}
-        draft_model = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
+        drafter = DraftModel(PagedModel(draft), backend, settings.scheduler, settings.cache, **sizes)
+    if make_head is not None:
+        head = PagedDraftHead(make_head(model.model), model)
+        drafter = HeadDrafter(head, model.pool, backend, settings.cache)
     gpu_like = {"allow_queued_dispatch": True, "in_parts": True} if behind else {}
-    runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, draft_model, **gpu_like)
+    runner = ModelRunner(model, backend, settings.scheduler, settings.cache, runner_side, drafter, **gpu_like)
     if replay:
         limits = {"padding_block": settings.cache.num_blocks, "max_num_seqs": settings.scheduler.max_num_seqs}
-        runner.replay = DecodeReplay(model, backend, **limits, trace_at=1)
+        needs_hidden = drafter is not None and drafter.needs_hidden
+        runner.replay = DecodeReplay(model, backend, **limits, needs_hidden=needs_hidden, trace_at=1)
     return SteppedEngine(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)
 
 

@@ -25,6 +25,7 @@ from metal_engine.device.blas.load import load_optimized_blas
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
 from metal_engine.request import Request
+from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
 from metal_engine.scheduling.speculation.speculation import Speculation
 from metal_engine.settings.args import EngineArgs
 from tools.benchmarks.hybrid_chat import write_model
@@ -42,6 +43,7 @@ class KnownAnswers:
     """
 
     def __init__(self, answers: dict[tuple[int, ...], list[int]], rightness: float) -> None:
+        self.acceptance = SourceAcceptance()
         self._answers = answers
         self._rightness = rightness
         self._random = random.Random(0)

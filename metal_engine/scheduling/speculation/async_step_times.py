@@ -14,6 +14,8 @@ from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, Step
 
 # Every 256th decision is inverted, so that the other mode is measured again from time to time.
 _TRIED_EVERY = 256
+# Up to 2 ** _MAX_VAIN_WAITS - 1 waits are left out in a row.
+_MAX_VAIN_WAITS = 7
 
 
 class AsyncStepTimes:
@@ -25,6 +27,8 @@ class AsyncStepTimes:
         self._last_end: float | None = None
         self._planned: dict[int, int] = {}  # step id -> rows
         self._num_decisions = 0
+        self._num_vain_waits = 0  # number of waits for drafts since the last drafts, all without drafts
+        self._num_left_out = 0  # number of waits left out since the last wait
 
     def planned(self, step_id: int, num_rows: int) -> None:
         """Record that an asynchronously planned step decodes ``num_rows`` rows; 0 if it also prefills."""
@@ -49,6 +53,20 @@ class AsyncStepTimes:
         """Return the duration of a step of ``num_rows`` rows; None if no step of at most this size was measured."""
         times = self._times.times(num_rows, 0)
         return times[0] if times else None
+
+    def may_wait(self) -> bool:
+        """Return True if a step that is expected to have drafts should wait for tokens.
+
+        Expected drafts may rely on step times that are not measured. Each wait without drafts therefore doubles the
+        number of later waits that are left out.
+        """
+        self._num_left_out += 1
+        return self._num_left_out >= 1 << self._num_vain_waits
+
+    def waited(self, *, has_drafts: bool) -> None:
+        """Record whether a step that waited for tokens, because drafts were expected, has drafts."""
+        self._num_vain_waits = 0 if has_drafts else min(self._num_vain_waits + 1, _MAX_VAIN_WAITS)
+        self._num_left_out = 0
 
     def is_slower(self, num_rows: float, choice: DraftLengths) -> bool:
         """Return True if a step with drafts yields more tokens per second than an asynchronously planned step.

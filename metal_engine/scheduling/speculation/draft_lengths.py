@@ -28,11 +28,6 @@ _HALF_LIFE = 512
 _HELD_UP = 1.5
 # Steps of up to this many rows are tried without a measurement of a similar size.
 _ALWAYS_TRIED = 8
-# Weight of one draft's result in the estimated acceptance of its request, its weight in the estimate for new requests,
-# and the initial value of both estimates.
-_DRAFT_WEIGHT = 0.2
-_SHARED_WEIGHT = 0.02
-_FIRST_GUESS = 0.7
 # Extra weight of the step time that drafts add, scaled by the fraction of the step's requests that do not own the
 # drafts. Without it, requests with half of their drafts accepted would make a batch of sixteen requests 3% slower.
 _OTHERS_WEIGHT = 0.75
@@ -140,32 +135,6 @@ def _size(num_rows: int) -> int:
     return num_rows >> shift << shift
 
 
-class Acceptance:
-    """Estimated probability that a request's next draft is accepted if its earlier drafts are."""
-
-    def __init__(self) -> None:
-        self._shared = _FIRST_GUESS
-        self._of_request: dict[str, float] = {}
-
-    def of(self, request_id: str) -> float:
-        return self._of_request.get(request_id, self._shared)
-
-    def tried(self, request_id: str, num_drafts: int, num_accepted: int) -> None:
-        """Update the estimates with the results of drafts.
-
-        Drafts after the first rejected draft carry no information.
-        """
-        probability = self.of(request_id)
-        for i in range(min(num_drafts, num_accepted + 1)):
-            is_right = float(i < num_accepted)
-            probability += _DRAFT_WEIGHT * (is_right - probability)
-            self._shared += _SHARED_WEIGHT * (is_right - self._shared)
-        self._of_request[request_id] = probability
-
-    def forget(self, request_id: str) -> None:
-        self._of_request.pop(request_id, None)
-
-
 def least_gain(num_sampling: int, times: Sequence[float], draft_seconds: float = 0.0) -> float:
     """Return the smallest acceptance probability at which some number of drafts is worth its cost.
 
@@ -216,6 +185,7 @@ def choose_lengths(
     num_again: Sequence[int] | None = None,
     chances: Sequence[float] | None = None,
     catching_up: Sequence[float] | None = None,
+    are_computed: Sequence[bool] | None = None,
 ) -> DraftLengths:
     """Return how many drafts each request should have.
 
@@ -229,6 +199,7 @@ def choose_lengths(
             each request. None if nothing is recomputed.
         chances: probability that the tokens before a request's drafts are right, for each request. None means 1.
         catching_up: additional seconds that a request's first draft costs, for each request. None means 0.
+        are_computed: True for requests whose drafts take ``draft_seconds``. None means all requests.
     """
     chances = chances or [1.0] * len(limits)
     # Draft j is accepted only if all earlier drafts of its request are. Sorting by gain keeps a request's drafts in
@@ -243,7 +214,9 @@ def choose_lengths(
     )
     lengths = [0] * len(limits)
     tokens = best_tokens = float(num_sampling)
-    weight = 1.0 if draft_seconds else time_weight(num_sampling)  # a draft model drafts for all requests
+    # A draft model drafts for all requests.
+    drafts_for_all = draft_seconds and (are_computed is None or any(are_computed))
+    weight = 1.0 if drafts_for_all else time_weight(num_sampling)
     best_seconds = best_weighed = times[0]
     num_taken, num_rows_again, longest, before = 0, 0.0, 0, 0.0
     for num_drafts, ((gain, negative), seconds) in enumerate(zip(gains, times[1:], strict=False), start=1):
@@ -258,7 +231,8 @@ def choose_lengths(
             seconds += _cost(times, num_rows_again)
         before += catching_up[i] if catching_up is not None and not lengths[i] else 0.0
         lengths[i] += 1
-        longest = max(longest, lengths[i])
+        if are_computed is None or are_computed[i]:
+            longest = max(longest, lengths[i])
         seconds += longest * draft_seconds + before
         weighed = seconds + (weight - 1) * (times[num_drafts] - times[0])
         if tokens * best_weighed > best_tokens * weighed:

@@ -1,6 +1,6 @@
-"""Costs and drafts of a draft model, as the scheduler sees them.
+"""Costs and drafts of a draft model or a draft head, as the scheduler sees them.
 
-The runner runs the model. This module only counts its drafts.
+The runner computes the drafts. This module only counts them.
 """
 
 from __future__ import annotations
@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Container
 
 from metal_engine.request import Request
-from metal_engine.scheduling.speculation.ngram import PredictedTextProposer
+from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
+from metal_engine.scheduling.speculation.ngram import NgramProposer, PredictedTextProposer
+from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import NEW_TO_DRAFT_MODEL, UNKNOWN_DRAFT, Drafting
 
 # Maximum number of steps over which the time to catch up with a request is spread, because a request may end long
 # before ``max_tokens``.
 _CATCHING_UP_STEPS = 128
-# Fraction of the total step time for probes. A probe tests whether drafts have become worth their cost.
-_PROBE_FRACTION = 0.02
 # Weight of a new measurement, and limit on a measurement relative to the known value, because other load may have
 # delayed a longer measurement.
 _WEIGHT = 0.25
 _HELD_UP = 1.5
+# Initial estimate of the acceptance of a draft head's drafts. A high estimate would cost time if drafts are rejected.
+# A few accepted drafts are enough to raise a low estimate.
+_HEAD_GUESS = 0.3
 
 
 class DraftModelProposer(PredictedTextProposer):
@@ -27,6 +30,22 @@ class DraftModelProposer(PredictedTextProposer):
 
     def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
         return [UNKNOWN_DRAFT] * num_tokens
+
+
+class HeadProposer(NgramProposer):
+    """Proposer of drafts by prompt lookup, or else of drafts that the draft head fills in.
+
+    A lookup is used only if the request's lookups have been accepted at least as often as its head's drafts.
+    """
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        super().__init__(config)
+        self.acceptance = SourceAcceptance(_HEAD_GUESS)
+
+    def _from_elsewhere(self, request: Request, num_tokens: int) -> list[int]:
+        drafts = super()._from_elsewhere(request, num_tokens)
+        lookups, head = (one.of(request.request_id) for one in (self.acceptance.lookups, self.acceptance.computed))
+        return drafts if drafts and lookups >= head else [UNKNOWN_DRAFT] * num_tokens
 
 
 class _Seconds:
@@ -51,13 +70,22 @@ class _Seconds:
 
 
 class DraftCosts:
-    """Measured costs of a draft model, and the time budget for drafts that are not expected to be worth their cost."""
+    """Measured costs of a draft model, and the time budget for drafts that are not expected to be worth their cost.
+
+    Attributes:
+        has_prefill: True if the draft model computes prompts, to have their KV.
+        probe_fraction: fraction of the total step time for probes, which test whether drafts have become worth their
+            cost.
+    """
+
+    has_prefill = True
+    probe_fraction = 0.02
 
     def __init__(self) -> None:
         self._forward = _Seconds()  # one forward, which drafts one token for each request
         self._token = _Seconds()  # one token that the draft model has to catch up with
         self._seconds = 0.0  # total duration of all steps
-        self._probe_seconds = 0.0  # time that the draft model spent on probes
+        self._probe_seconds = 0.0  # time that probes have added to steps
         self._num_computed: dict[str, int] = {}  # request id -> leading tokens with KV of the draft model
 
     @property
@@ -76,19 +104,19 @@ class DraftCosts:
         return self.forward_seconds > 0
 
     def measured(
-        self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, is_probe: bool
+        self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, probe_seconds: float = 0.0
     ) -> None:
         """Record the durations of a step and of the draft model's work in it.
 
         Args:
             requests: ids of unfinished requests.
-            is_probe: True if the step's drafts are a probe, which is not expected to be worth its cost.
+            probe_seconds: time that a probe has added to the step, in seconds; 0 without a probe. A probe is drafts
+                that are not expected to be worth their cost.
         """
         self._seconds += step_seconds
+        self._probe_seconds += probe_seconds
         if drafting is None:
             return
-        if is_probe:
-            self._probe_seconds += drafting.seconds
         self._num_computed |= {r: n for r, n in drafting.num_computed_tokens.items() if r in requests}
         if drafting.num_forwards:
             self._forward.measured(drafting.forward_seconds / drafting.num_forwards)
@@ -103,7 +131,7 @@ class DraftCosts:
         """Return True if the time budget for probes allows a draft of this request."""
         num_missing_tokens = self.num_missing_tokens(request) + NEW_TO_DRAFT_MODEL
         seconds = self.forward_seconds + num_missing_tokens * (self._token_seconds or self.forward_seconds)
-        return self._probe_seconds + seconds <= _PROBE_FRACTION * self._seconds
+        return self._probe_seconds + seconds <= self.probe_fraction * self._seconds
 
     def catching_up_seconds(self, request: Request) -> float:
         """Return the time to catch up with a request, in seconds per remaining step of the request; 0 if unknown."""
@@ -120,3 +148,30 @@ class DraftCosts:
     def forget(self, request_id: str) -> None:
         """Drop the data of a request that has ended or lost its blocks."""
         self._num_computed.pop(request_id, None)
+
+
+class HeadCosts(DraftCosts):
+    """Measured costs of a draft head. The head follows each step of its model, so no KV is missing."""
+
+    has_prefill = False
+    probe_fraction = 0.01  # the head's KV takes about another percent of each step
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._may_retry = False  # True if the head returned no drafts because it had carried no output
+
+    def num_missing_tokens(self, request: Request) -> int:
+        return -NEW_TO_DRAFT_MODEL
+
+    def may_probe(self, request: Request) -> bool:
+        return self._may_retry or super().may_probe(request)
+
+    def measured(
+        self, step_seconds: float, drafting: Drafting | None, requests: Container[str], *, probe_seconds: float = 0.0
+    ) -> None:
+        super().measured(step_seconds, drafting, requests, probe_seconds=probe_seconds)
+        if drafting is not None and drafting.token_ids:
+            self._may_retry = not self._may_retry and not any(drafting.token_ids.values())
+
+    def record_num_tokens(self, request_id: str, num_tokens: int) -> None:
+        """Do nothing: rejected drafts leave no KV that counts."""

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 
 from metal_engine.request import Request
+from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
 from metal_engine.settings.config import SpeculativeConfig
 
 # Maximum number of earlier occurrences that one proposal compares, latest first. Takes at most 20 µs.
@@ -148,9 +149,13 @@ class PredictedTextProposer(ABC):
     """Base class of proposers (:class:`metal_engine.scheduling.speculation.proposals.Proposer`).
 
     While a request follows the text that its client has predicted, the drafts come from that text.
+
+    Attributes:
+        acceptance: see :class:`metal_engine.scheduling.speculation.proposals.Proposer`.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
+        self.acceptance = SourceAcceptance()
         self._config = config
         self._predicted_texts: dict[str, PredictedText] = {}
         self._followed: set[str] = set()  # requests whose last proposal came from their predicted text

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from metal_engine.request import Request
-from metal_engine.scheduling.speculation.draft_lengths import Acceptance, least_gain
-from metal_engine.scheduling.speculation.draft_model import DraftCosts, DraftModelProposer
+from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
+from metal_engine.scheduling.speculation.draft_lengths import least_gain
+from metal_engine.scheduling.speculation.draft_model import DraftCosts, DraftModelProposer, HeadCosts, HeadProposer
 from metal_engine.scheduling.speculation.ngram import NgramProposer
 from metal_engine.settings.config import SpeculativeConfig
 from metal_engine.step import UNKNOWN_DRAFT
@@ -21,7 +22,13 @@ _LEVELS = 8
 
 
 class Proposer(Protocol):
-    """Source of drafts."""
+    """Source of drafts.
+
+    Attributes:
+        acceptance: estimated acceptance of its drafts.
+    """
+
+    acceptance: SourceAcceptance
 
     def begin_step(self) -> None:
         """Prepare for the proposals of a step. Called before them."""
@@ -39,9 +46,23 @@ class Proposer(Protocol):
         """Drop the data of a request that has ended."""
 
 
+_PROPOSERS: dict[str, Callable[[SpeculativeConfig], Proposer]] = {
+    "ngram": NgramProposer,
+    "draft_model": DraftModelProposer,
+    "mtp": HeadProposer,
+}
+_COSTS: dict[str, type[DraftCosts]] = {"draft_model": DraftCosts, "mtp": HeadCosts}
+
+
 def make_proposer(config: SpeculativeConfig) -> Proposer:
     """Return the proposer that the configuration selects."""
-    return DraftModelProposer(config) if config.method == "draft_model" else NgramProposer(config)
+    return _PROPOSERS[config.method](config)
+
+
+def make_costs(config: SpeculativeConfig) -> DraftCosts | None:
+    """Return an empty record of the costs of the runner's drafts; None if the runner computes no drafts."""
+    costs = _COSTS.get(config.method)
+    return None if costs is None else costs()
 
 
 class Proposals:
@@ -51,11 +72,11 @@ class Proposals:
         costs: costs of the draft model; None without a draft model.
 
     Attributes:
-        acceptance: estimated acceptance probabilities.
+        acceptance: estimated acceptance of the proposer's drafts.
     """
 
     def __init__(self, config: SpeculativeConfig, proposer: Proposer, costs: DraftCosts | None) -> None:
-        self.acceptance = Acceptance()
+        self.acceptance = proposer.acceptance
         self._num_drafts = config.num_speculative_tokens
         self._max_draft_len = config.max_draft_len
         self._proposer = proposer
@@ -100,6 +121,7 @@ class Proposals:
                 samples; 0 if the step is not planned yet. Drafts begin with guesses for all other placeholders.
         """
         least = least_gain(num_sampling, times, self.draft_seconds)
+        least_of_lookups = least if self.acceptance.is_shared else least_gain(num_sampling, times)
         if times and num_planned and self._costs_are_known:
             self._least_gain = least
         likely: list[Request] = []
@@ -109,7 +131,11 @@ class Proposals:
                 request, request.num_output_placeholders - num_planned, is_planned=num_planned > 0
             ):
                 self._compare(request)
-                (others if self.acceptance.of(request.request_id) < least else likely).append(request)
+                is_likely = (
+                    self.acceptance.computed.of(request.request_id) >= least
+                    or self.acceptance.lookups.of(request.request_id) >= least_of_lookups
+                )
+                (likely if is_likely else others).append(request)
         num_rows_left = len(times) - 1
         most = num_rows_left if self._costs_are_known else min(num_rows_left, 1)
         proposals: dict[Request, list[int]] = {}
@@ -117,6 +143,10 @@ class Proposals:
             if len(proposals) >= most or num_rows_left <= 0:
                 others.append(request)
             elif drafts := self._drafts(request, self._most(request, request.num_output_placeholders - num_planned)):
+                is_lookup = drafts[0] != UNKNOWN_DRAFT
+                if self.acceptance.of(request.request_id, drafts) < (least_of_lookups if is_lookup else least):
+                    others.append(request)
+                    continue
                 proposals[request] = drafts
                 # The draft model catches up with a request first, so do not request more drafts than the step can have.
                 num_rows_left -= len(drafts) if self._costs is not None else 0
@@ -131,7 +161,7 @@ class Proposals:
             return sorted(requests, key=self._costs.num_missing_tokens)
         first = self._first % len(requests)
         rotated = [*requests[first:], *requests[:first]]
-        return sorted(rotated, key=lambda request: -round(_LEVELS * self.acceptance.of(request.request_id)))
+        return sorted(rotated, key=lambda request: -round(_LEVELS * self.acceptance.best_of(request.request_id)))
 
     def _may_have_drafts(self, request: Request, num_pending: int, *, is_planned: bool) -> bool:
         if request.request_id in self._held_up:
@@ -161,7 +191,7 @@ class Proposals:
     def may_pay_off(self, request: Request) -> bool:
         """Return True if the draft model's drafts of a request are likely to be worth their cost when it decodes."""
         may_have_drafts = request.options.use_speculation and request.pooling_params is None
-        return may_have_drafts and self.acceptance.of(request.request_id) >= self._least_gain
+        return may_have_drafts and self.acceptance.computed.of(request.request_id) >= self._least_gain
 
     def note(self, request: Request, drafts: list[int]) -> None:
         """Record the first of some untried drafts, to compare it with the generated token. Skips UNKNOWN_DRAFT."""
@@ -187,11 +217,16 @@ class Proposals:
         """Compare a recorded draft with the generated token, and update the acceptance."""
         index, draft = self._noted.pop(request.request_id, (request.num_tokens, -1))
         if index < request.num_tokens:
-            self.acceptance.tried(request.request_id, 1, int(request.token_ids[index] == draft))
+            self.acceptance.lookups.tried(request.request_id, 1, int(request.token_ids[index] == draft))
 
-    def record_result(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """Update acceptance and costs with the result of tried drafts."""
-        self.acceptance.tried(request.request_id, num_drafts, num_accepted)
+    def record_result(self, request: Request, planned: list[int], num_drafts: int, num_accepted: int) -> None:
+        """Update acceptance and costs with the result of tried drafts.
+
+        Args:
+            planned: drafts of the plan, which give the source.
+            num_drafts: number of drafts that were tried.
+        """
+        self.acceptance.of_source(planned).tried(request.request_id, num_drafts, num_accepted)
         if self._costs is not None:
             self._costs.record_num_tokens(request.request_id, request.num_tokens + num_accepted)
         self._proposer.record_result(request, num_drafts, num_accepted)

@@ -22,9 +22,9 @@ from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity, max_drafts
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes, choose_lengths
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
-from metal_engine.scheduling.speculation.proposals import Proposals, Proposer
+from metal_engine.scheduling.speculation.proposals import Proposals, Proposer, make_costs
 from metal_engine.settings.config import SchedulerConfig
-from metal_engine.step import UNKNOWN_DRAFT, ModelOutput, SchedulerOutput
+from metal_engine.step import UNKNOWN_DRAFT, Drafting, ModelOutput, SchedulerOutput
 
 # Maximum number of rows, without drafts, of a recurrent request in a step with drafts. If a draft is rejected, the
 # state does not advance, and the next step must recompute these rows.
@@ -39,7 +39,7 @@ class Speculation:
         blocks: block pool. Drafts use free blocks only; no request is preempted for them.
         proposer: source of drafts.
         times: measured step times. Default: an empty record.
-        costs: measured costs of the draft model. Default: an empty record, if there is a draft model.
+        costs: measured costs of the drafts that the runner computes. Default: an empty record, if it computes drafts.
         states: recurrent states of running requests; None for models without recurrent layers.
         async_times: measured times of asynchronously planned steps. Default: an empty record.
     """
@@ -62,11 +62,11 @@ class Speculation:
         self._states = states if states is not None and states.is_used else None
         self._times = times if times is not None else StepTimes()
         self._async_times = async_times if async_times is not None else AsyncStepTimes()
-        if costs is None and config.speculative.method == "draft_model":
-            costs = DraftCosts()
-        self._costs = costs
+        self._costs = costs = costs or make_costs(config.speculative)
         self._proposals = Proposals(config.speculative, proposer, costs)
         self._is_probe = False  # True if the drafts of the last planned step are only a probe
+        self._follows_probe = False  # True if the last step was a probe, and so its successor was not planned ahead
+        self._num_plain_rows = 0  # rows of the last planned step without its drafts; 0 if it also prefills
         self._was_worth_waiting = False  # True if planning of the next step waits for tokens, because of drafts
         self._probe_request: Request | None = None  # request whose probe the planning of the next step waits for
         self._in_flight: set[str] = set()  # requests with drafts in flight
@@ -118,6 +118,7 @@ class Speculation:
         self._was_worth_waiting = any(limits) and (
             not times or self._beats_async(proposals, limits, requests, times, hoped)
         )
+        self._was_worth_waiting = self._was_worth_waiting and self._async_times.may_wait()
         if self._was_worth_waiting:
             return True
         tried = self._proposals.pick_probe_request([*proposals, *others])
@@ -145,7 +146,7 @@ class Speculation:
             hoped: ``times`` extended to the maximum number of drafts.
         """
         pending = [self._proposals.num_guesses(r, drafts) for r, drafts in proposals.items()]
-        acceptances = [self._proposals.acceptance.of(r.request_id) for r in proposals]
+        acceptances = [self._proposals.acceptance.of(r.request_id, drafts) for r, drafts in proposals.items()]
         chances = [p**n for p, n in zip(acceptances, pending, strict=True)]
         num_again = [1] * len(limits) if self._states is not None else None
         choice = self._choice(proposals, acceptances, limits, len(requests), times, num_again, chances)
@@ -196,16 +197,16 @@ class Speculation:
         may_pay = was_worth_waiting or all(request.needs_token_on_host for request in decoding)
         chosen = self._chosen(proposals, decoding, times, plan, may_pay=may_pay)
         num_drafts = sum(self._add(plan, budget, request, drafts) for request, drafts in chosen)
+        if was_worth_waiting:
+            self._async_times.waited(has_drafts=num_drafts > 0)
         self._proposals.record_untried_drafts(others)
-        # With async scheduling, likely drafts may still lose to an asynchronously planned step: they can be probed,
-        # too.
-        unpaid = [*proposals, *others] if self._config.async_scheduling else others
-        if probe_request in unpaid:
-            unpaid = [probe_request]
+        # Likely drafts may still not be worth their cost: they are probed, too.
+        unpaid = [probe_request] if probe_request in (*proposals, *others) else [*proposals, *others]
         if times and not num_drafts and (tried := self._proposals.pick_probe_request(unpaid)) is not None:
             num_drafts = self._add(plan, budget, tried, [UNKNOWN_DRAFT])
             self._is_probe = num_drafts > 0
         self._schedule_draft_prefill(plan, running)
+        self._num_plain_rows = num_rows if only_decodes else 0
         self._times.planned(num_rows + num_drafts if only_decodes else 0)
 
     def _can_have_drafts(self, plan: SchedulerOutput, request: Request) -> bool:
@@ -216,7 +217,7 @@ class Speculation:
 
     def _schedule_draft_prefill(self, plan: SchedulerOutput, running: Mapping[str, Request]) -> None:
         """Select the prompts that the draft model also prefills: their drafts are likely to be worth the cost."""
-        if self._costs is None:
+        if self._costs is None or not self._costs.has_prefill:
             return
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             is_prompt = request_id not in plan.scheduled_spec_decode_tokens and num_tokens > 1
@@ -236,6 +237,7 @@ class Speculation:
         catching_up = [self._proposals.catching_up_seconds(request, drafts) for request, drafts in proposals.items()]
         choose = partial(choose_lengths, acceptances, num_sampling=num_sampling, times=times, num_again=num_again)
         choose = partial(choose, chances=chances, draft_seconds=self._proposals.draft_seconds, catching_up=catching_up)
+        choose = partial(choose, are_computed=[drafts[0] == UNKNOWN_DRAFT for drafts in proposals.values()])
         choice = choose(limits=limits)
         if any(catching_up):  # the catch-up cost of one request must not cost others their drafts
             near = [0 if behind else limit for behind, limit in zip(catching_up, limits, strict=True)]
@@ -259,7 +261,7 @@ class Speculation:
         """
         if not proposals:
             return []
-        acceptances = [self._proposals.acceptance.of(request.request_id) for request in proposals]
+        acceptances = [self._proposals.acceptance.of(r.request_id, drafts) for r, drafts in proposals.items()]
         limits = list(map(len, proposals.values()))
         num_again = None if self._states is None else [plan.num_scheduled_tokens[r.request_id] for r in proposals]
         choice = self._choice(proposals, acceptances, limits, len(decoding), times, num_again)
@@ -332,7 +334,7 @@ class Speculation:
             before = request.num_draft_tokens
             request.num_draft_tokens = before[0] + len(drafts), before[1] + num_accepted
             if request_id not in model_output.late_req_ids and request_id not in model_output.errors:
-                self._proposals.record_result(request, len(drafts), num_accepted)
+                self._proposals.record_result(request, planned, len(drafts), num_accepted)
         return accepted
 
     def _end_step(self, plan: SchedulerOutput, output: ModelOutput, requests: Mapping[str, Request]) -> None:
@@ -341,10 +343,21 @@ class Speculation:
             self._times.planned(0)  # fewer rows ran than planned, because drafts were missing: do not record the time
         seconds = self._times.end(0.0 if drafting is None else drafting.seconds)
         if self._costs is not None:
-            self._costs.measured(seconds, drafting, requests, is_probe=self._is_probe)
+            is_slowed = self._is_probe or self._follows_probe
+            added = self._added_seconds(seconds, drafting) if is_slowed else 0.0
+            self._costs.measured(seconds, drafting, requests, probe_seconds=added)
+        self._is_probe, self._follows_probe = False, self._is_probe and self._config.async_scheduling
         if self._config.async_scheduling:
             self._async_times.ended(plan.step_id)
             self._times.start()  # the next time includes the host's work between steps, which only async planning hides
+
+    def _added_seconds(self, seconds: float, drafting: Drafting | None) -> float:
+        """Return how much longer a step took than the same step without drafts, in seconds."""
+        known = self._async_times.seconds(self._num_plain_rows) if self._config.async_scheduling else None
+        if known is None:
+            known = next(iter(self._times.times(self._num_plain_rows, 0)), seconds)
+        added = seconds - known if self._num_plain_rows else 0.0
+        return max(added, 0.0 if drafting is None else drafting.seconds)
 
     def _take_back(self, request: Request, num_rows: int, num_rejected: int) -> None:
         """Roll back a request's ``num_rejected`` rejected drafts; with a recurrent state, all ``num_rows`` rows."""

@@ -12,14 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_engine.request import Request
+from metal_engine.scheduling.speculation.acceptance import Acceptance
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
-from metal_engine.scheduling.speculation.draft_lengths import (
-    Acceptance,
-    StepTimes,
-    choose_lengths,
-    least_gain,
-    time_weight,
-)
+from metal_engine.scheduling.speculation.draft_lengths import StepTimes, choose_lengths, least_gain, time_weight
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import ModelOutput, SchedulerOutput
 from tests.support.fake_kv_runner import FakeStep, SchedulerHarness, make_prompt
@@ -229,6 +224,7 @@ class Drafts(Drafter):
     """
 
     def __init__(self, harness: SchedulerHarness, *, right_from: int, is_unsure: bool = False) -> None:
+        super().__init__()
         self._harness = harness
         self._right_from = right_from
         self._is_unsure = is_unsure

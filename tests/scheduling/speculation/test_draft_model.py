@@ -23,7 +23,7 @@ from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import UNKNOWN_DRAFT, Drafting, NewRequestData, SchedulerOutput
 from tests.scheduling.speculation.test_draft_lengths import Clock, TimedStep, compute_bound, memory_bound
 from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
-from tests.support.speculation import KnownTimes, draft_model_config, speculate
+from tests.support.speculation import KnownTimes, draft_model_config, head_config, speculate
 
 NEVER = 1 << 30
 
@@ -74,6 +74,24 @@ class TimedDraftModel:
         drafting.num_computed_tokens[request_id] = self._num_computed[request_id] = num_tokens
 
 
+class TimedHead(TimedDraftModel):
+    """Draft head in simulated time. After four steps without requests for drafts, the next request gets none."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._last_wanted = -NEVER
+
+    def draft(self, plan: SchedulerOutput) -> Drafting:
+        wanted = plan.scheduled_spec_decode_tokens
+        is_carried = plan.step_id - self._last_wanted <= 4
+        if wanted:
+            self._last_wanted = plan.step_id
+        return super().draft(plan) if is_carried else Drafting({request_id: [] for request_id in wanted})
+
+    def _follow(self, request_id: str, num_tokens: int, drafting: Drafting) -> None:
+        """Do nothing: a head has nothing to catch up with."""
+
+
 def run(
     num_requests: int,
     right_from: int | None,
@@ -84,6 +102,7 @@ def run(
     length: int = 400,
     is_ahead: bool = False,
     up_seconds: float = 0.0,
+    is_head: bool = False,
 ) -> tuple[float, TimedDraftModel | None]:
     """Return the duration of ``num_turns`` rounds of ``num_requests`` requests. A step of n rows takes ``seconds(n)``.
 
@@ -91,12 +110,13 @@ def run(
         right_from: see :class:`TimedDraftModel`; None for no draft model.
         is_ahead: True to plan steps asynchronously. The host then takes 0.1 s for each step.
         up_seconds: initial time of the clock, and idle time between two rounds.
+        is_head: True for a draft head instead of a draft model.
     """
     config = SchedulerConfig(
         max_num_batched_tokens=128,
         max_num_seqs=num_requests,
         max_model_len=600,
-        speculative=draft_model_config(4),
+        speculative=head_config(4) if is_head else draft_model_config(4),
         async_scheduling=is_ahead,
     )
     cache = CacheConfig(block_size=16, num_blocks=40 * num_requests, enable_prefix_caching=False)
@@ -105,7 +125,8 @@ def run(
     draft_model = None
     if right_from is not None:
         assert config.speculative is not None
-        draft_model = TimedDraftModel(harness, clock, right_from, forward_seconds, forward_seconds / 10)
+        source = TimedHead if is_head else TimedDraftModel
+        draft_model = source(harness, clock, right_from, forward_seconds, forward_seconds / 10)
         harness.runner.draft_model = draft_model  # type: ignore[assignment]
         proposer, ahead = make_proposer(config.speculative), AsyncStepTimes(clock)
         speculate(harness.scheduler, proposer, StepTimes(clock), async_times=ahead)
@@ -183,6 +204,30 @@ def test_a_draft_model_as_large_as_the_model_is_not_asked_for_long() -> None:
     assert draft_model is not None and draft_model.num_forwards < 25
 
 
+@pytest.mark.parametrize("forward_seconds", [0.05, 0.2])
+@pytest.mark.parametrize("num_requests", [1, 16])
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_head_that_is_wrong_costs_little(num_requests: int, forward_seconds: float, is_ahead: bool) -> None:
+    more: dict[str, Any] = {"length": 500, "is_ahead": is_ahead}
+    without, _ = run(num_requests, None, memory_bound, **more)
+    with_drafts, head = run(num_requests, NEVER, memory_bound, forward_seconds, is_head=True, **more)
+    assert with_drafts <= 1.02 * without
+    assert head is not None and head.num_forwards > 10
+
+
+@pytest.mark.parametrize(("num_requests", "forward_seconds", "most"), [(1, 0.05, 0.4), (1, 0.2, 0.5), (8, 0.05, 0.55)])
+def test_a_head_that_is_right_pays(num_requests: int, forward_seconds: float, most: float) -> None:
+    without, _ = run(num_requests, None, memory_bound)
+    with_drafts, _ = run(num_requests, 0, memory_bound, forward_seconds, is_head=True)
+    assert with_drafts <= most * without
+
+
+def test_a_head_comes_back_when_it_is_right() -> None:
+    without, _ = run(1, None, memory_bound)
+    with_drafts, _ = run(1, 150, memory_bound, 0.1, is_head=True)
+    assert with_drafts <= 0.8 * without
+
+
 def test_prompts_are_followed_as_long_as_it_pays() -> None:
     _, right = run(1, 0, memory_bound, 0.1, num_turns=20, length=60)
     _, wrong = run(1, NEVER, memory_bound, 0.1, num_turns=20, length=60)
@@ -240,13 +285,13 @@ def test_nobody_goes_without_for_one_who_is_far_behind() -> None:
     """A request far behind catches up only if many of its tokens remain."""
     costs, drafting = DraftCosts(), Drafting(num_forwards=1, forward_seconds=0.01, seconds=1.01, num_tokens=100)
     for _ in range(2):
-        costs.measured(1.0, drafting, (), is_probe=False)
+        costs.measured(1.0, drafting, ())
     speculation = make_speculation(costs)
     found = []
     for max_tokens in (6, 500):
         requests = [Request(name, [1] * 4000, SamplingParams(), max_tokens=max_tokens) for name in ("near", "far")]
         drafting = Drafting(num_computed_tokens={"near": 3999, "far": 0 if max_tokens == 6 else 3500})
-        costs.measured(1.0, drafting, ("near", "far"), is_probe=False)
+        costs.measured(1.0, drafting, ("near", "far"))
         plan = SchedulerOutput(0)
         for request in requests:
             request.num_computed_tokens, request.num_output_placeholders = 4000, 1
@@ -261,12 +306,12 @@ def test_a_first_forward_that_is_slow_says_nothing() -> None:
     """The first forward and the first chunk may include compilation, so they are not counted."""
     costs = DraftCosts()
     request = Request("a", [1] * 102, SamplingParams(), max_tokens=128)
-    costs.measured(9.0, Drafting(num_forwards=4, forward_seconds=4.0, seconds=8.0, num_tokens=4), (), is_probe=False)
+    costs.measured(9.0, Drafting(num_forwards=4, forward_seconds=4.0, seconds=8.0, num_tokens=4), ())
     assert not costs.are_known and costs.forward_seconds == costs.catching_up_seconds(request) == 0
-    costs.measured(1.0, Drafting(num_forwards=4, forward_seconds=0.4, seconds=0.4), (), is_probe=False)
+    costs.measured(1.0, Drafting(num_forwards=4, forward_seconds=0.4, seconds=0.4), ())
     assert costs.are_known and costs.forward_seconds == pytest.approx(0.1)
     assert costs.catching_up_seconds(request) <= 100 * 0.1 / 128  # a token costs at most a forward
-    costs.measured(1.0, Drafting(num_tokens=100, seconds=1.0), (), is_probe=False)
+    costs.measured(1.0, Drafting(num_tokens=100, seconds=1.0), ())
     assert costs.catching_up_seconds(request) == pytest.approx(100 * 0.01 / 128)
 
 
@@ -277,8 +322,8 @@ def test_what_is_known_of_a_request_ends_with_its_blocks() -> None:
     request = Request("a", [1] * 400, SamplingParams(), max_tokens=200)
     drafting = Drafting(num_forwards=1, forward_seconds=0.01, seconds=1.01, num_tokens=100)
     for _ in range(2):
-        costs.measured(1.0, drafting, (), is_probe=False)
-    costs.measured(1.0, Drafting(num_computed_tokens={"a": 404}), ("a",), is_probe=False)
+        costs.measured(1.0, drafting, ())
+    costs.measured(1.0, Drafting(num_computed_tokens={"a": 404}), ("a",))
     assert costs.catching_up_seconds(request) == 0
     costs.record_num_tokens("a", 400)
     request.token_ids += [1] * 12
@@ -293,3 +338,11 @@ def test_one_forward_serves_all_requests() -> None:
     acceptances = [rng.uniform(0.7, 0.9) for _ in range(8)]
     assert choose_lengths(acceptances, [4] * 8, 8, [1.0] * 33, 0.3).lengths != [0] * 8
     assert choose_lengths(acceptances[:1], [4], 1, [1.0] * 33, 1.0).lengths == [0]
+    assert choose_lengths(acceptances[:1], [4], 1, [1.0] * 33, 1.0, are_computed=[False]).lengths == [4]
+
+
+@pytest.mark.parametrize("row_seconds", [0.01, 0.03, 0.05, 0.1])
+def test_lookups_beside_a_head_are_chosen_as_without_a_head(row_seconds: float) -> None:
+    acceptances, times = [0.1 * i for i in range(1, 9)], [1 + row_seconds * n for n in range(33)]
+    without = choose_lengths(acceptances, [4] * 8, 8, times)
+    assert choose_lengths(acceptances, [4] * 8, 8, times, 0.3, are_computed=[False] * 8) == without

@@ -26,6 +26,7 @@ class RightDrafts(Drafter):
     """Proposes the first ``num_right`` tokens that a request will generate, and wrong tokens after them."""
 
     def __init__(self, harness: SchedulerHarness, num_right: int = NEVER_WRONG) -> None:
+        super().__init__()
         self._harness = harness
         self._num_right = num_right
 
@@ -146,7 +147,7 @@ def test_whose_drafts_are_likelier_has_room_first() -> None:
     for i in range(8):
         harness.submit(f"r{i}", make_prompt(i, 3), 30)
         for _ in range(3 * (i >= 6)):
-            harness.scheduler.speculation._proposals.acceptance.tried(f"r{i}", 4, 4)
+            harness.scheduler.speculation._proposals.acceptance.lookups.tried(f"r{i}", 4, 4)
     while not (plan := harness.step()).scheduled_spec_decode_tokens:
         pass
     assert plan.scheduled_spec_decode_tokens.keys() <= {"r6", "r7"}

@@ -1,0 +1,263 @@
+"""Reads the weights of a draft head (multi-token prediction). mlx-lm drops them when it loads a model.
+
+The weights of a block pass through the ``sanitize`` method of the head's model, under the name of a layer of the model
+with the same structure. This stacks experts, splits latents and shifts norms in mlx-lm's way for that architecture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from metal_engine.checkpoints.checkpoint import StoredTensor, stored_tensors
+from metal_engine.checkpoints.draft_head_names import (
+    EMBEDDING_TABLE,
+    LM_HEAD,
+    HeadNames,
+    find_head,
+    head_files,
+    no_head_error,
+)
+from metal_engine.checkpoints.files import read_json
+from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line, short
+
+_NORMS = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
+_EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(.+)")
+# Weights of recurrent layers tell published checkpoints from converted ones: mlx-lm moves their last axis.
+_CONVOLUTION = "conv1d.weight"
+# Rows of a repeated weight that are compared with the model's, and their largest relative difference. Quantization to
+# 4 bits changes weights by 0.1, and unrelated weights differ by about 1.4.
+_COMPARED_ROWS = 8
+_MAX_DIFFERENCE = 0.5
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Weights of a draft head.
+
+    Attributes:
+        arrays: arrays by the names of :class:`metal_engine.models.draft_head.DraftHead`.
+        layers: for each block, the index of the layer of the model that has the same structure.
+        hidden_first: True if ``fc`` reads the hidden state before the embedding.
+    """
+
+    arrays: dict[str, mx.array]
+    layers: tuple[int, ...]
+    hidden_first: bool = False
+
+
+def last_attention_layer(model: nn.Module) -> int:
+    """Return the index of a model's last layer with attention, which a draft head has, too.
+
+    Raises:
+        UnsupportedModelError: there is no such layer.
+    """
+    indices = [i for i, layer in enumerate(model.layers) if has_attention(layer)]
+    if not indices:
+        raise UnsupportedModelError("it has no layer with attention of the usual form")
+    return indices[-1]
+
+
+def has_attention(layer: nn.Module) -> bool:
+    """Return True if a layer has attention, under one of the names that mlx-lm uses for models with draft heads."""
+    return "self_attn" in layer or "o_proj" in layer.get("mixer", ())
+
+
+def read_head(place: Path, model: nn.Module) -> HeadWeights:
+    """Read a draft head.
+
+    Args:
+        place: a file or a folder (:func:`head_files`).
+        model: mlx-lm model of the head.
+
+    Raises:
+        ModelLoadError: the files have no head, or the head cannot be used. The message gives the reason.
+    """
+    tensors = {path: list(stored_tensors([path])) for path in head_files(place)}
+    names = find_head(one.name for each in tensors.values() for one in each)
+    if names is None:
+        raise no_head_error(place)
+    arrays = _arrays(tensors, {*names.published, *names.copies.values()})
+    _check_copies(names, arrays, model)
+    config_file = (place if place.is_dir() else place.parent) / "config.json"
+    config = read_json(config_file) if config_file.is_file() else {}
+    norms = _norms_of(config, [one for each in tensors.values() for one in each])
+    found = {name: arrays[published] for name, published in names.parts.items()}
+    layers: list[int] = []
+    is_shifted = False
+    for i, block in enumerate(names.blocks):
+        stored = {name: arrays[published] for name, published in block.items()}
+        index = _similar_layer(stored, model)
+        converted, block_is_shifted = _converted(stored, model, index, norms)
+        found |= {f"layers.{i}.{name}": array for name, array in converted.items()}
+        layers.append(index)
+        is_shifted |= block_is_shifted
+    if is_shifted:
+        found |= {name: found[name] + 1.0 for name in _NORMS}
+    if not names.has_last_norm:
+        found |= _weights_of_last_norm(model)
+    is_hidden_first = names.hidden_first or config.get("fc_input") == ["hidden", "embedding"]
+    return HeadWeights(found, tuple(layers), is_hidden_first)
+
+
+def _arrays(tensors: dict[Path, list[StoredTensor]], wanted: set[str]) -> dict[str, mx.array]:
+    """Return some arrays by name. Nothing is read before an array is evaluated."""
+    found: dict[str, mx.array] = {}
+    for path, each in tensors.items():
+        if names := [one.name for one in each if one.name in wanted]:
+            stored: Any = mx.load(str(path))
+            found |= {name: stored[name] for name in names}
+    return found
+
+
+# --- weights that the head shares with the model ---
+
+
+def _check_copies(names: HeadNames, arrays: dict[str, mx.array], model: nn.Module) -> None:
+    """Raise ModelLoadError if the head has an embedding table or an LM head that differs from the model's."""
+    table = embedding_table(model)
+    modules = dict(model.named_modules())
+    own_head = next((modules[name] for name in modules if name.rpartition(".")[2] == LM_HEAD), table)
+    for name, module in ((EMBEDDING_TABLE, table), (LM_HEAD, own_head)):
+        published = names.copies.get(f"{name}.weight")
+        if published is None or f"{name}.scales" in names.copies:
+            continue
+        rows, own_rows = arrays[published][:_COMPARED_ROWS].astype(mx.float32), _first_rows(module)
+        if rows.shape != own_rows.shape or mx.linalg.norm(rows - own_rows) > _MAX_DIFFERENCE * mx.linalg.norm(rows):
+            raise ModelLoadError(f"its {published} is not a copy of the model's, and a draft head uses the model's")
+
+
+def _first_rows(module: nn.Module) -> mx.array:
+    rows = module.weight[:_COMPARED_ROWS]
+    if "scales" in module:
+        scales = module.scales[:_COMPARED_ROWS]
+        biases = module.biases[:_COMPARED_ROWS] if "biases" in module else None
+        rows = mx.dequantize(rows, scales, biases, module.group_size, module.bits, module.mode)
+    return rows.astype(mx.float32)
+
+
+def embedding_table(model: nn.Module) -> nn.Module:
+    """Return a model's embedding table.
+
+    Raises:
+        UnsupportedModelError: there is not exactly one table.
+    """
+    names = (EMBEDDING_TABLE, "embeddings")
+    tables = [module[name] for module in model.modules() for name in names if name in module]
+    if len(tables) != 1:
+        raise UnsupportedModelError(f"the model has {len(tables)} embedding tables; a draft head needs exactly one")
+    return tables[0]
+
+
+def _weights_of_last_norm(model: nn.Module) -> dict[str, mx.array]:
+    """Return the weights of a head that uses the model's last norm.
+
+    Such a head reads hidden states from before that norm. Up to their length, which the head's own norm changes anyway,
+    they are the hidden states after the norm divided by its weight.
+    """
+    norms = [module["norm"].weight for module in model.modules() if "layers" in module and "norm" in module]
+    if len(norms) != 1:
+        raise UnsupportedModelError("its draft head needs the model's last norm, which was not found")
+    weight = norms[0].astype(mx.float32)
+    return {"norm.weight": norms[0], "hidden_scale": mx.where(weight == 0, 0.0, 1.0 / weight)}
+
+
+# --- blocks ---
+
+
+def _similar_layer(block: dict[str, mx.array], model: nn.Module) -> int:
+    """Return the index of the last layer whose weights have a block's names.
+
+    If no layer has these names, return the index of the last layer with attention.
+    """
+    tried: set[frozenset[str]] = set()
+    for index in reversed(range(len(model.layers))):
+        flat: Any = tree_flatten(model.layers[index].parameters())
+        expected = frozenset(_modules_of(dict(flat)))
+        if expected not in tried and frozenset(_modules_of(_sanitized(block, model, index)[0])) == expected:
+            return index
+        tried.add(expected)
+    return last_attention_layer(model)
+
+
+def _modules_of(weights: dict[str, mx.array]) -> Iterator[str]:
+    """Yield the names of weights, without the scales and biases of quantized modules."""
+    for name in weights:
+        module, _, kind = name.rpartition(".")
+        if kind not in ("scales", "biases") or f"{module}.weight" not in weights:
+            yield name
+
+
+def _norms_of(config: dict[str, Any], tensors: list[StoredTensor]) -> str | None:
+    """Return "shifted" if norms multiply by 1 + weight, "unshifted" if they multiply by the weight; None if unknown.
+
+    The distinction exists only for some architectures, whose published norms are shifted.
+    """
+    norms = config.get("norms")
+    if norms not in (None, "shifted", "unshifted"):
+        raise ModelLoadError(f"config.json: norms must be shifted or unshifted, not {short(norms)}")
+    convolutions = [one for one in tensors if one.name.endswith(_CONVOLUTION)]
+    if norms is None and any(one.shape[-1] != 1 for one in convolutions):
+        return "shifted"
+    return norms
+
+
+def _converted(
+    block: dict[str, mx.array], model: nn.Module, index: int, norms: str | None
+) -> tuple[dict[str, mx.array], bool]:
+    """Return a block's weights in mlx-lm's form, and whether the model's ``sanitize`` has shifted its norms.
+
+    Raises:
+        ModelLoadError: the files do not show whether the norms are shifted.
+    """
+    unshifted, is_shifted = _sanitized(block, model, index)
+    published, may_be_shifted = _sanitized(block, model, index, as_published=True)
+    if is_shifted or not may_be_shifted:  # `sanitize` decides by the block's own names, or never shifts
+        return unshifted, is_shifted
+    if norms is None:
+        raise ModelLoadError(
+            'its norms may multiply by the weight or by 1 + weight, and its files do not say which: set "norms" to '
+            '"shifted" (1 + weight, as published) or "unshifted" (as converted) in the config.json beside them'
+        )
+    return (published, True) if norms == "shifted" else (unshifted, False)
+
+
+def _sanitized(
+    block: dict[str, mx.array], model: nn.Module, index: int, *, as_published: bool = False
+) -> tuple[dict[str, mx.array], bool]:
+    """Return a block's weights as the model's ``sanitize`` converts those of a layer, and whether it shifts norms."""
+    layer = model.layers[index]
+    prefix = next(name for name, module in model.named_modules() if module is layer) + "."
+    named = {prefix + name: array for name, array in block.items()}
+    if as_published:
+        named[prefix + _CONVOLUTION] = mx.zeros((1, 1, 4))
+    before = named.get(f"{prefix}input_layernorm.weight")
+    if hasattr(model, "sanitize"):
+        try:
+            named = model.sanitize(named)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {one_line(error)}"
+            raise ModelLoadError(f"its weights do not fit the model ({problem})") from error
+    is_shifted = named.get(f"{prefix}input_layernorm.weight") is not before
+    own = {name.removeprefix(prefix): array for name, array in named.items() if name.startswith(prefix)}
+    own.pop(_CONVOLUTION, None)
+    return _with_stacked_experts(own), is_shifted
+
+
+def _with_stacked_experts(block: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Stack weights of single experts that the model's ``sanitize`` has left, as heads store them."""
+    stacks: dict[str, dict[int, mx.array]] = {}
+    others = {}
+    for name, array in block.items():
+        if match := _EXPERT.fullmatch(name):
+            stacks.setdefault(f"{match[1]}switch_mlp.{match[3]}", {})[int(match[2])] = array
+        else:
+            others[name] = array
+    return others | {name: mx.stack([each[i] for i in sorted(each)]) for name, each in stacks.items()}

@@ -1,0 +1,246 @@
+"""Loads the draft model or the draft head of ``--speculative-config``, and describes it to the build."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from metal_engine.errors import ConfigError, ModelLoadError
+from metal_engine.opening import open_model
+from metal_engine.settings.speculative import check_draft_model, check_draft_vocabulary, speculative_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from metal_engine.attention.choice import BackendChoice
+    from metal_engine.checkpoints.loader import LoadedModel
+    from metal_engine.checkpoints.requirements import CheckpointRequirements
+    from metal_engine.engine.device_access import DeviceAccess
+    from metal_engine.models.draft_head import PagedDraftHead
+    from metal_engine.opening import OpenedModel
+    from metal_engine.runner.drafting import Drafter
+    from metal_engine.settings.args import EngineArgs
+    from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo, SpeculativeConfig
+
+logger = logging.getLogger(__name__)
+
+# Methods of ``--speculative-config`` whose ``model`` is a draft head.
+_HEAD_METHODS = ("mtp", "auto")
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Source of drafts that computes on the device, or no such source.
+
+    Attributes:
+        info: facts about the draft model or the draft head. Its weights and KV take memory beside the model's.
+        make: creates the drafter for a configuration.
+        models: models whose largest step counts, because they run in steps of their own.
+        head: draft head, which runs in the steps of its model.
+        weights_of_kv: further weights, by name, that determine the KV in the model's pool.
+    """
+
+    info: ModelInfo | None = None
+    make: Callable[[EngineConfig], Drafter] | None = None
+    models: tuple[OpenedModel, ...] = ()
+    head: PagedDraftHead | None = None
+    weights_of_kv: dict[str, Any] = field(default_factory=dict)
+
+    def drafter(self, config: EngineConfig) -> Drafter | None:
+        """Return the drafter for a configuration; None without a source of drafts."""
+        return None if self.make is None else self.make(config)
+
+
+def find_head(args: EngineArgs) -> Path | None:
+    """Return the file or folder of the draft head in ``model`` of ``--speculative-config``. Download missing files.
+
+    Returns:
+        None if ``--speculative-config`` names no draft head.
+
+    Raises:
+        ModelLoadError: there is no such head.
+    """
+    from metal_engine.checkpoints.draft_head_sources import find_sidecar
+
+    config = speculative_config(args)
+    if config is None or config.model is None or config.method not in _HEAD_METHODS:
+        return None
+    with _naming_the_head():
+        return find_sidecar(config.model, config.revision, args.download_dir)
+
+
+def check_head(args: EngineArgs, place: Path) -> None:
+    """Check a place for a draft head if ``--speculative-config`` has the method ``mtp``.
+
+    Call it before the model's weights are read.
+
+    Args:
+        place: file or folder of the head.
+
+    Raises:
+        ModelLoadError: there is no draft head.
+    """
+    from metal_engine.checkpoints.draft_head_names import has_head, no_head_error
+
+    config = speculative_config(args)
+    if config is None or config.method != "mtp":
+        return
+    with _naming_the_head():
+        if not has_head(place):
+            raise no_head_error(place)
+
+
+def load_drafts(
+    args: EngineArgs,
+    target: LoadedModel,
+    opened: OpenedModel,
+    device: DeviceInfo,
+    choice: BackendChoice,
+    access: DeviceAccess,
+    head: Path | None = None,
+) -> Drafts:
+    """Load the source of drafts that ``--speculative-config`` names, if it computes on the device.
+
+    Args:
+        target: model that gets the drafts.
+        opened: the same model over a paged KV cache, which is not allocated. A draft head adds a state to its pool.
+        head: place of the draft head (:func:`find_head`); None for a head among the model's files.
+
+    Raises:
+        ModelLoadError: the draft model or the draft head cannot be loaded or run.
+        ConfigError: it does not fit the model.
+    """
+    config = speculative_config(args)
+    if config is None or config.method == "ngram":
+        return Drafts()
+    if config.method == "draft_model":
+        return _load_draft_model(config, args, target, opened, device, choice, access)
+    place = target.path if head is None else head
+    name = config.model or f"the draft head of {target.name}"
+    if config.method == "mtp":
+        return _load_head(name, place, target, opened, device, access)
+    from metal_engine.checkpoints.draft_head_names import has_head
+
+    try:
+        if has_head(place):
+            return _load_head(name, place, target, opened, device, access)
+        logger.info("%s has no draft head: drafts by prompt lookup only", target.name)
+    except ModelLoadError as error:
+        logger.warning("drafts by prompt lookup only: %s", error)
+    return Drafts()
+
+
+@contextmanager
+def _naming_the_head() -> Iterator[None]:
+    """Say in errors that they are about the draft head."""
+    try:
+        yield
+    except ModelLoadError as error:
+        raise ModelLoadError(f"the draft head (--speculative-config): {error}") from error
+
+
+def _load_draft_model(
+    config: SpeculativeConfig,
+    args: EngineArgs,
+    target: LoadedModel,
+    opened: OpenedModel,
+    device: DeviceInfo,
+    choice: BackendChoice,
+    access: DeviceAccess,
+) -> Drafts:
+    """Load a draft model.
+
+    Raises:
+        ModelLoadError: the draft model cannot be loaded or run.
+        ConfigError: the draft model does not fit the model.
+    """
+    from metal_engine.checkpoints import loader
+    from metal_engine.distributed.ranks import Ranks
+    from metal_engine.models.info import expected_model_info
+
+    assert config.model is not None
+    draft_args = replace(args, model=config.model, revision=config.revision, tokenizer=None, speculative_config=None)
+
+    def check(facts: CheckpointRequirements) -> None:
+        info = expected_model_info(draft_args.model, facts, args.kv_cache_dtype)
+        if info is not None:
+            check_draft_model(info)
+
+    def check_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
+        vocabularies = tokenizer.get_vocab(), target.tokenizer.get_vocab()
+        check_draft_vocabulary(draft_args.model, vocabularies[0], target.name, vocabularies[1])
+
+    try:
+        loaded = loader.load(draft_args, device, check, check_tokenizer=check_tokenizer)
+        draft = open_model(draft_args, loaded, choice, Ranks(), access)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
+    except ConfigError as error:
+        if "--speculative-config" in str(error):
+            raise
+        raise ConfigError(error.flag, f"the draft model (--speculative-config): {error}") from error
+    check_draft_model(draft.info)
+
+    def make(config: EngineConfig) -> Drafter:
+        from metal_engine.runner.draft_model import DraftModel
+
+        return DraftModel(
+            draft.paged,
+            draft.attention.backend,
+            config.scheduler,
+            config.cache,
+            vocab_size=config.model.vocab_size,
+            max_positions=draft.info.max_position_embeddings,
+        )
+
+    return Drafts(draft.info, make, (draft,))
+
+
+def _load_head(
+    name: str, place: Path, target: LoadedModel, opened: OpenedModel, device: DeviceInfo, access: DeviceAccess
+) -> Drafts:
+    """Load a draft head.
+
+    Args:
+        name: name of the head for the user.
+        place: file or folder with the head.
+
+    Raises:
+        ModelLoadError: there is no draft head, or it does not fit the model.
+    """
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import get_total_parameters
+
+    from metal_engine.checkpoints.draft_heads import read_head
+    from metal_engine.kv_cache.spec import unquantized
+    from metal_engine.models.draft_head import PagedDraftHead, load_head
+
+    paged = opened.paged
+    with _naming_the_head(), access.hold_device():
+        weights = read_head(place, target.model)
+        head = load_head(target.model, weights, paged.dtype, dequantize=device.kind == "cpu")
+        paged_head = PagedDraftHead(head, paged)
+    spec = paged_head.state.spec
+    weights_of_head: Any = tree_flatten(head.parameters())
+    is_quantized = opened.info.unquantized_kv_bytes_per_token is not None
+    info = replace(
+        opened.info,
+        name=name,
+        num_layers=1,
+        num_params=get_total_parameters(head),
+        weight_bytes=sum(array.nbytes for _, array in weights_of_head),
+        kv_bytes_per_token=spec.bytes_per_token,
+        unquantized_kv_bytes_per_token=unquantized(spec).bytes_per_token if is_quantized else None,
+        state_bytes_per_request=0,
+    )
+
+    def make(config: EngineConfig) -> Drafter:
+        from metal_engine.runner.head_drafter import HeadDrafter
+
+        return HeadDrafter(paged_head, paged.pool, opened.attention.backend, config.cache)
+
+    return Drafts(info, make, head=paged_head, weights_of_kv={"draft_head": head.parameters()})

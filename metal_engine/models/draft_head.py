@@ -1,0 +1,269 @@
+"""Draft head of a checkpoint (multi-token prediction): one more decoder layer over the model's hidden states.
+
+Heads of all architectures have this structure. Nemotron's layer consists of two blocks: attention, then experts.
+
+From the hidden state of position p and token p + 1, a head predicts token p + 2. It uses the model's embeddings and LM
+head, and has keys and values of its own in the model's blocks::
+
+    hidden state of p  --norm--.
+                               fc -> blocks, KV at the slot of p -> norm -> the model's LM head -> token p + 2
+    embedding of p + 1 --norm--'
+
+The output after the last norm replaces the hidden state of p + 1 in a chain: with token p + 2, it predicts token p + 3.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import dequantize_model
+
+from metal_engine.attention.backend import AttentionBackend, StepAttention
+from metal_engine.checkpoints.draft_heads import HeadWeights, embedding_table, has_attention, last_attention_layer
+from metal_engine.checkpoints.loader import read_weights
+from metal_engine.device.info import computes_on_cpu
+from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.state import LayerState
+from metal_engine.models.cpu_ops import StepPositions, use_faster_layers
+from metal_engine.models.current_step import CurrentStep
+from metal_engine.models.layer_cache import LayerCache, RecordingCache, layer_cache
+from metal_engine.models.paged_model import PagedModel
+
+# Names of the norms' epsilon in mlx-lm's arguments.
+_EPSILONS = ("rms_norm_eps", "layer_norm_epsilon")
+
+
+class DraftHead(nn.Module):
+    """Head with the structure and the parameter names of Qwen3-Next's and Qwen3.5's heads.
+
+    Args:
+        layers: mlx-lm blocks, exactly one of them with attention.
+        hidden_size: width of hidden states and embeddings.
+        eps: epsilon of the norms.
+        hidden_first: True if ``fc`` reads the hidden state before the embedding.
+        scales_hidden: True if the head multiplies hidden states by ``hidden_scale`` before their norm.
+    """
+
+    def __init__(
+        self,
+        layers: list[nn.Module],
+        hidden_size: int,
+        eps: float,
+        *,
+        hidden_first: bool = False,
+        scales_hidden: bool = False,
+    ) -> None:
+        super().__init__()
+        self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps=eps)
+        self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps=eps)
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.layers = layers
+        self.norm = nn.RMSNorm(hidden_size, eps=eps)
+        self._hidden_first = hidden_first
+        if scales_hidden:
+            self.hidden_scale = mx.ones(hidden_size)
+
+    def __call__(self, embeddings: mx.array, hidden: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """Return the head's output, [N, T, hidden_size].
+
+        Args:
+            embeddings: embeddings of the tokens after the rows, [N, T, hidden_size].
+            hidden: hidden states of the rows, [N, T, hidden_size].
+            mask: mask for the attention, as its cache makes it.
+            cache: cache of the block with attention.
+        """
+        if "hidden_scale" in self:
+            hidden = hidden * self.hidden_scale
+        parts = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
+        x = self.fc(mx.concatenate(parts[::-1] if self._hidden_first else parts, axis=-1))
+        for layer in self.layers:
+            x = layer(x, mask, cache)
+        return self.norm(x)
+
+
+def new_head(
+    model: nn.Module, layers: Sequence[int] = (), *, hidden_first: bool = False, scales_hidden: bool = False
+) -> DraftHead:
+    """Return a head with random weights for a model.
+
+    Args:
+        model: a loaded mlx-lm model.
+        layers: for each block, the index of the layer of the model that has the same structure. Default: one block like
+            the last layer with attention.
+        hidden_first: True if ``fc`` reads the hidden state before the embedding.
+        scales_hidden: True if the head multiplies hidden states by ``hidden_scale`` before their norm.
+
+    Raises:
+        UnsupportedModelError: the model's layers cannot be created in this way, or not exactly one block has attention.
+    """
+    args = getattr(getattr(model, "language_model", model), "args", None) or model.args
+    blocks = [_new_layer(model.layers[i], i, args) for i in layers or (last_attention_layer(model),)]
+    if (num_attention := sum(map(has_attention, blocks))) != 1:
+        raise UnsupportedModelError(f"its draft head has {num_attention} blocks with attention, not one")
+    eps = next((getattr(args, name) for name in _EPSILONS if hasattr(args, name)), None)
+    if eps is None:
+        raise UnsupportedModelError("its norms have no epsilon of the usual name, which a draft head needs")
+    return DraftHead(blocks, args.hidden_size, eps, hidden_first=hidden_first, scales_hidden=scales_hidden)
+
+
+def _new_layer(like: nn.Module, index: int, args: Any) -> nn.Module:
+    """Return a layer of the class of another layer, created with the same arguments.
+
+    Args:
+        like: layer of the model.
+        index: index of the layer.
+        args: mlx-lm's arguments of the model.
+    """
+    cls: Any = type(like)
+    required = [p for p in inspect.signature(cls.__init__).parameters.values() if p.default is p.empty][1:]  # not self
+    if len(required) not in (1, 2):
+        raise UnsupportedModelError(f"its {cls.__name__} cannot be created for a draft head")
+    return cls(args) if len(required) == 1 else cls(args, getattr(like, required[1].name, index))
+
+
+def load_head(model: nn.Module, weights: HeadWeights, dtype: mx.Dtype, *, dequantize: bool) -> DraftHead:
+    """Return the head of a checkpoint for its model, with its weights in memory.
+
+    Args:
+        model: a loaded mlx-lm model.
+        dtype: type of the weights that are not quantized.
+        dequantize: True to dequantize all weights.
+
+    Raises:
+        ModelLoadError: the weights do not fit the model.
+    """
+    scales_hidden = "hidden_scale" in weights.arrays
+    head = new_head(model, weights.layers, hidden_first=weights.hidden_first, scales_hidden=scales_hidden)
+    nn.quantize(head, class_predicate=lambda path, module: _quantization(path, module, weights.arrays))
+    try:
+        head.load_weights(list(weights.arrays.items()))
+    except ValueError as error:
+        raise ModelLoadError(f"its weights do not fit the model: {one_line(error)}") from error
+    if dequantize:
+        dequantize_model(head)
+    may_cast = getattr(model, "cast_predicate", lambda name: True)  # mlx-lm keeps some weights of routers in float32
+    cast = {name: array.astype(dtype) for name, array in _floats(head) if may_cast(name)}
+    head.update(tree_unflatten(list(cast.items())))
+    head.eval()
+    read_weights(head)
+    return head
+
+
+def _floats(head: DraftHead) -> list[tuple[str, mx.array]]:
+    flat: Any = tree_flatten(head.parameters())
+    return [(name, array) for name, array in flat if mx.issubdtype(array.dtype, mx.floating)]
+
+
+def _quantization(path: str, module: nn.Module, arrays: dict[str, mx.array]) -> dict[str, Any] | bool:
+    """Return the arguments that quantize a module as its stored weights are quantized; False if they are not."""
+    weight, scales = arrays.get(f"{path}.weight"), arrays.get(f"{path}.scales")
+    if weight is None or scales is None or not hasattr(module, "to_quantized"):
+        return False
+    if f"{path}.biases" not in arrays:
+        raise ModelLoadError(
+            "the draft head is not quantized in MLX's affine mode: use an affine or an unquantized version"
+        )
+    num_inputs = module.weight.shape[-1]
+    return {"group_size": num_inputs // scales.shape[-1], "bits": 32 * weight.shape[-1] // num_inputs}
+
+
+class PagedDraftHead:
+    """Draft head that runs packed rows. Its state is the last state of its model's pool.
+
+    Args:
+        head: head with the weights of a checkpoint.
+        target: model of the head. Its pool gets a state for the head, so it must not be allocated yet.
+
+    Raises:
+        UnsupportedModelError: the head cannot run beside this model.
+
+    Attributes:
+        head: see above.
+        state: keys and values of the head's layer.
+    """
+
+    def __init__(self, head: DraftHead, target: PagedModel) -> None:
+        if target.hidden_problem is not None:
+            raise UnsupportedModelError(target.hidden_problem)
+        self.head, self._target = head, target
+        self._embedding = embedding_table(target.model)
+        if computes_on_cpu():
+            use_faster_layers(head)
+        recorder, hidden = RecordingCache(), mx.zeros((2, head.norm.weight.size), target.dtype)
+        try:
+            output = head(self._embedding(mx.array([[0], [1]])), hidden[:, None], recorder.make_mask(1), recorder)
+            target.logits_of(output[:, 0])
+        except Exception as error:
+            problem = f"{type(error).__name__}: {one_line(error)}"
+            raise UnsupportedModelError(
+                f"its draft head does not run on the output of its trunk ({problem})"
+            ) from error
+        if recorder.spec is None or not recorder.num_reads:
+            raise UnsupportedModelError("its draft head computes attention in a way of its own")
+        own_pool = target.pool
+        self.state: LayerState = target.add_state(recorder.spec)
+        if self.state.spec not in [state.spec for state in own_pool.states]:  # only these have been checked
+            target.pool = own_pool
+            raise UnsupportedModelError("the attention of its draft head differs from that of its layers")
+        self._step = CurrentStep()
+        cache = layer_cache(self._step, self.state)
+        assert isinstance(cache, LayerCache)
+        self._cache = cache
+        self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
+
+    def __call__(self, token_ids: mx.array, hidden: mx.array, rows: StepRows, attention: StepAttention) -> mx.array:
+        """Write the keys and values of some rows, and return the head's output for them, [N, hidden_size].
+
+        If nothing evaluates the output, only the keys and values are computed.
+
+        Args:
+            token_ids: tokens after the rows, [N] int32.
+            hidden: hidden states of the rows, or the head's output of the rows before in a chain, [N, hidden_size].
+            rows: the rows.
+            attention: attention of the backend for ``rows``.
+        """
+        step = self._step
+        step.rows, step.attention, step.positions = rows, attention, self._positions(rows.positions)
+        try:
+            embeddings = self._embedding(token_ids[:, None])
+            return self.head(embeddings, hidden[:, None], self._cache.make_mask(1), self._cache)[:, 0]
+        finally:
+            step.rows = step.attention = step.positions = None
+
+    def follow(
+        self, token_ids: mx.array, hidden: mx.array, rows: StepRows, attention: StepAttention, backend: AttentionBackend
+    ) -> mx.array:
+        """Write the keys and values of a step's rows, and return the head's output for the rows that sample.
+
+        If most rows do not sample, the rows that sample are computed again, on their own. The queries and the
+        feed-forward layer of all other rows are then never evaluated.
+
+        Args:
+            token_ids: tokens after the rows, [N] int32.
+            hidden: hidden states of the rows, [N, hidden_size].
+            rows: rows of a step of the model.
+            attention: attention of ``backend`` for ``rows``.
+            backend: attention backend of the model.
+
+        Returns:
+            Output, [R, hidden_size].
+        """
+        output = self(token_ids, hidden, rows, attention)
+        if len(rows.logits_indices) == rows.num_tokens:
+            return output
+        indices = mx.array(rows.logits_indices)
+        if 2 * len(rows.logits_indices) > rows.num_tokens:
+            return output[indices]
+        del output  # its graph refers to arrays of the pool
+        sampling = rows.sampling_rows()
+        return self(token_ids[indices], hidden[indices], sampling, backend.for_step(sampling))
+
+    def logits(self, output: mx.array) -> mx.array:
+        """Return the logits of the predicted tokens, [R, vocab_size], from the head's output, [R, hidden_size]."""
+        return self._target.logits_of(output)

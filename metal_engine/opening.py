@@ -1,0 +1,117 @@
+"""Converts a loaded model to a paged KV cache, and checks that it computes correctly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from metal_engine.device.limits_trial import trying_limits
+from metal_engine.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from metal_engine.attention.choice import BackendChoice, ChosenAttention
+    from metal_engine.checkpoints.loader import LoadedModel
+    from metal_engine.distributed.ranks import Ranks
+    from metal_engine.engine.device_access import DeviceAccess
+    from metal_engine.models.draft_head import PagedDraftHead
+    from metal_engine.models.paged_model import PagedModel
+    from metal_engine.settings.args import EngineArgs
+    from metal_engine.settings.config import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """Model that has been verified to work with a paged KV cache, with its attention backend."""
+
+    paged: PagedModel
+    info: ModelInfo
+    attention: ChosenAttention
+
+    def step_bytes(
+        self,
+        block_size: int,
+        num_tokens: int,
+        num_seqs: int,
+        head: PagedDraftHead | None = None,
+        *,
+        agree: Callable[[str, int], int],
+    ) -> int:
+        """Run a step, followed by a draft head if there is one. Return its memory besides weights and KV, in bytes."""
+        from metal_engine.runner.step_memory import measure_step_bytes
+
+        longest = self.info.max_position_embeddings
+        with trying_limits():
+            return measure_step_bytes(
+                self.paged, self.attention.backend, block_size, longest, num_tokens, num_seqs, head=head, agree=agree
+            )
+
+
+def open_model(
+    args: EngineArgs,
+    loaded: LoadedModel,
+    choice: BackendChoice,
+    ranks: Ranks,
+    access: DeviceAccess,
+    *,
+    is_checked: bool = False,
+) -> OpenedModel:
+    """Convert a loaded model to a paged KV cache, and check that it computes correctly.
+
+    Args:
+        is_checked: True if an earlier process has checked the model. The check is then left out, unless it decides
+            whether kernels for recurrent layers are used.
+    """
+    from metal_engine.attention.metal.variants import UnsupportedAttentionError
+    from metal_engine.models.attention_kinds import attention_kinds
+    from metal_engine.models.check import check_paged_model
+    from metal_engine.models.info import model_info
+    from metal_engine.models.paged_model import PagedModel
+    from metal_engine.recurrence.metal import MetalRecurrence
+
+    try:
+        with access.hold_device():
+            recurrence = MetalRecurrence() if choice.metal is not None else None
+            paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
+            info = ranks.sync_model_info(model_info(loaded, paged))
+            kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
+            attention = choice.for_layers(kinds, args.block_size)
+        attention = choice.tuned(
+            attention, args.block_size, decide=ranks.decided, agree=ranks.largest, hold_device=access.hold_device
+        )
+        # Larger blocks need longer test requests. Only compiled kernels depend on the block size.
+        sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
+        if not is_checked or paged.has_recurrence_kernels:
+            logger.info("checking that %s computes correctly with a paged KV cache", loaded.name)
+            with access.hold_device():
+                _with_recurrence(
+                    paged, ranks, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest)
+                )
+    except (UnsupportedModelError, UnsupportedAttentionError) as error:
+        raise cannot_run(args.model, loaded.config, error) from error
+    return OpenedModel(paged, info, attention)
+
+
+def _with_recurrence(paged: PagedModel, ranks: Ranks, run: Callable[[], T]) -> T:
+    """Call ``run``. If the model does not run with the kernels for recurrent layers, drop them and call it again."""
+    try:
+        return run()
+    except UnsupportedModelError as error:
+        if not paged.has_recurrence_kernels:
+            raise
+        logger.warning(
+            "not using the kernels for recurrent layers, because the model does not run with them: %s", error
+        )
+        ranks.barrier("no kernels for recurrent layers")
+        paged.drop_recurrence_kernels()
+        return run()
+
+
+def cannot_run(name: str, config: dict[str, Any], error: Exception) -> UnsupportedModelError:
+    """Return the error for a model whose architecture does not run, with the reason."""
+    return UnsupportedModelError(f"{name} (architecture {config.get('model_type')}) cannot run here: {error}")

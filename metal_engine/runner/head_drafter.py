@@ -1,0 +1,224 @@
+"""Drafts of a model's draft head (:mod:`metal_engine.models.draft_head`).
+
+The head follows every step of its model, in the step's own graph. Each row's hidden state, with the token after the
+row, becomes the head's K and V at the row's slot. The head therefore never has to catch up::
+
+    tokens       t0 t1 t2 t3 | t4 d5 d6     a step with two drafts, after a step that sampled t4
+    hidden       h0 h1 h2 h3 | h4 h5 h6
+    next tokens  t1 t2 t3 t4 | s5 s6 s7     samples, still on the device; s5 = d5, s6 != d6: s6 is the last known token
+    KV at slot   0  1  2  3  | 4  5  6      slot 6 is void, and the next step writes it again
+    carried      .  .  .  g3 | .  g5 .      the head's output at the row before the last known token
+
+Before the next step, the LM head turns the carried output into the first draft. Each further draft takes a forward of
+the head alone, in which its output replaces the hidden state.
+
+If plans request no drafts, steps compute only the head's K and V. The first plan that requests drafts again gets no
+drafts, because no output was carried. The next plan gets drafts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.backend import AttentionBackend
+from metal_engine.device.streams import synchronize
+from metal_engine.kv_cache.pool import StatePool, marker_after
+from metal_engine.models.draft_head import PagedDraftHead
+from metal_engine.models.paged_model import release_weights
+from metal_engine.runner.batch import RequestTable
+from metal_engine.runner.drafting import DraftTask, TargetStep, sample_drafts, wanted_drafts
+from metal_engine.settings.config import CacheConfig
+from metal_engine.step import Drafting, ModelOutput, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+# Number of steps after the last requested drafts in which the head's output is still carried.
+_CARRIED_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """Output of the head at the row before a request's last known token.
+
+    Attributes:
+        output: output of a step, [R, hidden_size].
+        row: index of the request's row.
+        num_tokens: number of known tokens of the request, after which the row predicts the next token.
+    """
+
+    output: mx.array
+    row: int
+    num_tokens: int
+
+
+class HeadDrafter:
+    """Drafts tokens for the requests of a :class:`RequestTable`. Belongs to the thread that loaded the model.
+
+    Args:
+        head: head whose state is in ``pool``.
+        pool: pool of the model, which the model runner allocates.
+        backend: attention backend of the model.
+
+    Attributes:
+        needs_hidden: see :class:`metal_engine.runner.drafting.Drafter`.
+    """
+
+    needs_hidden = True
+
+    def __init__(
+        self, head: PagedDraftHead, pool: StatePool, backend: AttentionBackend, cache_config: CacheConfig
+    ) -> None:
+        self._head, self._pool, self._backend = head, pool, backend
+        self._num_blocks = cache_config.num_blocks
+        self._carried: dict[str, _Carried] = {}
+        self._num_idle_steps = _CARRIED_STEPS  # number of steps since drafts were requested
+
+    def update(self, plan: SchedulerOutput) -> None:
+        """Drop the outputs of requests that have ended or start again."""
+        for request_id in (*plan.dropped_req_ids, *(new.request_id for new in plan.new_requests)):
+            self._carried.pop(request_id, None)
+
+    # --- following the model ---
+
+    def follow(self, step: TargetStep, tokens: mx.array | None) -> FollowedByHead:
+        """Build the head's part of a step, on the step's hidden states and samples."""
+        assert step.hidden is not None
+        rows = step.batch.rows
+        next_tokens = _next_tokens(step, tokens)
+        self._num_idle_steps += 1
+        # A step with prompts carries, too: this costs little of its time, and the prompts' requests decode next.
+        is_carried = self._num_idle_steps <= _CARRIED_STEPS or rows.num_tokens > len(rows.logits_indices)
+        if is_carried and len(rows.logits_indices):
+            output = self._head.follow(next_tokens, step.hidden, rows, step.attention, self._backend)
+            return FollowedByHead(self._carried, step, output)
+        self._head(next_tokens, step.hidden, rows, step.attention)
+        return FollowedByHead(self._carried, step, None, marker_after(self._head.state.writes_done_marker()))
+
+    # --- drafts ---
+
+    def draft(self, table: RequestTable, plan: SchedulerOutput) -> Drafting | None:
+        """Compute the drafts of requests with a carried output. On error, the model's KV is not affected."""
+        wanted = wanted_drafts(plan)
+        if not wanted:
+            return None
+        self._num_idle_steps = 0
+        began = time.perf_counter()
+        tasks, outputs = [], []
+        for request_id, num_drafts in wanted.items():
+            index, carried = table.index(request_id), self._carried.get(request_id)
+            if carried is not None and carried.num_tokens == len(table.token_ids(index)):
+                tasks.append(DraftTask(request_id=request_id, index=index, num_drafts=num_drafts))
+                outputs.append(carried.output[carried.row])
+        drafting = Drafting(token_ids={request_id: [] for request_id in wanted})
+        if not tasks:
+            return drafting
+        drafting.token_ids |= {task.request_id: task.drafts for task in tasks}
+        try:
+            drafting.num_forwards = self._chain(table, tasks, mx.stack(outputs))
+        except Exception:
+            self._carried.clear()
+            if not self._pool.recover_state(self._head.state):
+                logger.warning("the draft head has lost its KV")
+            raise
+        drafting.seconds = drafting.forward_seconds = time.perf_counter() - began
+        return drafting
+
+    def _chain(self, table: RequestTable, tasks: list[DraftTask], output: mx.array) -> int:
+        """Compute drafts, one for each request per forward, from the head's output, [R, hidden_size].
+
+        Each forward is evaluated before the next forward is built: its K and V are then written in place, and the host
+        knows the drafts. Returns the number of forwards.
+        """
+        num_forwards = 0
+        while True:
+            tokens = sample_drafts(table, tasks, self._head.logits(output))
+            mx.eval(tokens, output)
+            synchronize()
+            num_forwards += 1
+            for task, draft in zip(tasks, np.array(tokens).tolist(), strict=True):
+                task.take(draft, table.stop_token_ids(task.index))
+                table.write_drafts(task.index, task.drafts)
+            going = [row for row, task in enumerate(tasks) if not task.has_ended]
+            if not going:
+                return num_forwards
+            tasks = [tasks[row] for row in going]
+            output = self._forward(table, tasks, output[mx.array(going)])
+
+    def _forward(self, table: RequestTable, tasks: list[DraftTask], output: mx.array) -> mx.array:
+        """Build a forward at the slot before each request's last draft. Return the head's output, [R, hidden_size]."""
+        indices = np.array([task.index for task in tasks], np.int32)
+        num_tokens = [len(table.token_ids(task.index, len(task.drafts))) for task in tasks]
+        ones = np.ones(len(tasks), np.int32)
+        rows = table.rows(indices, np.array(num_tokens, np.int32) - 2, ones, ones)
+        rows.validate(self._num_blocks)
+        drafts = mx.array(np.array([task.drafts[-1] for task in tasks], np.int32))
+        before = self._head.state.snapshot()
+        try:
+            return self._head(drafts, output, rows, self._backend.for_step(rows))
+        except BaseException:
+            self._head.state.restore(before)
+            raise
+
+    def release(self) -> None:
+        """Release the head's weights. Its KV is released with the pool."""
+        self._carried.clear()
+        release_weights(self._head.head)
+
+
+class FollowedByHead:
+    """The head's part of a step of its model.
+
+    Args:
+        carried: outputs by request id. :meth:`finish` adds the step's outputs.
+        output: the head's output at the rows that sample, [R, hidden_size]; None if it is not computed.
+        written: array that is computed after the head's writes; None if ``output`` is computed.
+    """
+
+    def __init__(
+        self, carried: dict[str, _Carried], step: TargetStep, output: mx.array | None, written: mx.array | None = None
+    ) -> None:
+        self._carried, self._table, self._output = carried, step.table, output
+        drafts, rows = step.plan.scheduled_spec_decode_tokens, step.batch.rows
+        self._num_rows = {r: 1 + len(drafts.get(r, ())) for r in step.plan.sampled_req_ids}
+        self._positions = rows.positions[rows.logits_indices]
+        self._written = written
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Array to evaluate with the step."""
+        return [array for array in (self._output, self._written) if array is not None]
+
+    def finish(self, output: ModelOutput) -> None:
+        """Carry the output at the row before the last known token of each request that has a new token."""
+        first = 0
+        for request_id, num_rows in self._num_rows.items():
+            row = first + output.num_accepted_tokens.get(request_id, 0)
+            first += num_rows
+            self._carried.pop(request_id, None)
+            is_void = request_id in output.late_req_ids or request_id in output.errors
+            if self._output is not None and not is_void and self._table.holds(request_id):
+                self._carried[request_id] = _Carried(self._output, row, int(self._positions[row]) + 2)
+
+
+def _next_tokens(step: TargetStep, tokens: mx.array | None) -> mx.array:
+    """Return the token after each row, [N] int32: a known token, or the sample of the row. 0 if neither exists."""
+    batch, rows = step.batch, step.batch.rows
+    if tokens is not None and tokens.size == rows.num_tokens:
+        return tokens
+    following = np.zeros(rows.num_tokens, np.int32)
+    following[:-1] = batch.input_ids[1:]
+    samples = np.zeros(rows.num_requests, bool)
+    samples[rows.sample_requests] = True
+    packed = list(step.plan.num_scheduled_tokens)
+    for i in np.flatnonzero(~samples).tolist():  # a chunk that ends within its prompt, or at the end of a pooled prompt
+        known, end = step.table.token_ids(step.table.index(packed[i])), int(rows.seq_lens[i])
+        following[rows.cu_seqlens_q[i + 1] - 1] = known[end] if end < len(known) else 0
+    next_tokens = mx.array(following)
+    if tokens is not None:
+        next_tokens[mx.array(rows.logits_indices)] = tokens
+    return next_tokens

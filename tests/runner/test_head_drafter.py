@@ -1,0 +1,303 @@
+"""Tests of draft heads: they never change outputs, and their drafts are those of an uncached float64 computation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_engine.models.draft_head import PagedDraftHead
+from metal_engine.pooling_params import PoolingParams
+from metal_engine.request import RequestOutput
+from metal_engine.runner.head_drafter import HeadDrafter
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.step import Drafting
+from tests.runner.test_speculation import EVERYTHING, Requests, check_same, params
+from tests.support.draft_heads import head_engine, head_outputs, random_head
+from tests.support.kv_engines import kv_engine
+from tests.support.tiny_engine import run_all, run_pooling, tiny_engine, tiny_reference, token_ids
+from tools.fixtures.fake_engine import byte_ids, tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
+from tools.fixtures.tiny_models import tiny_model
+
+# Greedy requests whose prompts and outputs have different lengths.
+GREEDY: Requests = [
+    (byte_ids(f"{chr(97 + i)}{i} prompt number {i} " * (1 + i % 3)), params(temperature=0, max_tokens=14 + i))
+    for i in range(5)
+]
+SHARED: Requests = [
+    (byte_ids("a prefix that all prompts of this test share, word for word; ") + byte_ids(f"{i} and more"), one)
+    for i, (_, one) in enumerate(GREEDY)
+]
+HYBRID: dict[str, Any] = {"architecture": "qwen3_5", "num_state_slots": 200}
+
+
+def watch(engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Record each request's known tokens and the head's drafts after them from now on."""
+    found: list[tuple[list[int], list[int]]] = []
+    draft = HeadDrafter.draft
+
+    def watched(self: HeadDrafter, table: Any, plan: Any) -> Drafting | None:
+        drafting = draft(self, table, plan)
+        if drafting is not None:
+            found.extend((table.token_ids(table.index(r)).tolist(), d) for r, d in drafting.token_ids.items() if d)
+        return drafting
+
+    monkeypatch.setattr(HeadDrafter, "draft", watched)
+    return found
+
+
+class Reference:
+    """Greedy drafts of the random head of the tiny Qwen3.5, computed without a cache from float64 arrays."""
+
+    def __init__(self) -> None:
+        self.model = tiny_reference(architecture="qwen3_5")
+        self.text = self.model.language_model
+        self.head = random_head(self.model)
+        self.embeddings = np.array(self.text.model.embed_tokens.weight).astype(np.float64)
+        tied = self.text.args.tie_word_embeddings
+        self.lm_head = self.embeddings if tied else np.array(self.text.lm_head.weight).astype(np.float64)
+
+    def logits(self, known: list[int], drafts: list[int]) -> np.ndarray:
+        """Return the head's logits at each of some drafts that follow known tokens, [T, V]."""
+        hidden = np.array(self.text.model(mx.array(known[:-1])[None])[0]).astype(np.float64)
+        following, rows = list(known[1:]), []
+        for draft in drafts:
+            output = head_outputs(self.head, self.text.args, self.embeddings[following], hidden)
+            rows.append(output[-1] @ self.lm_head.T)
+            hidden, following = np.concatenate([hidden, output[-1:]]), [*following, draft]
+        return np.array(rows)
+
+    def gap(self, known: list[int], drafts: list[int]) -> float:
+        """Return the largest gap between the best logit and a draft's logit, relative to the largest logit."""
+        gaps = [
+            (row.max() - row[i]) / np.abs(row).max() for row, i in zip(self.logits(known, drafts), drafts, strict=True)
+        ]
+        return float(max(gaps))
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.mark.parametrize(
+    ("requests", "config"),
+    [
+        (GREEDY, {}),
+        (GREEDY, {"max_num_batched_tokens": 13, "max_num_seqs": 4}),
+        (GREEDY, {"num_blocks": 10, "max_num_batched_tokens": 20}),
+        (GREEDY, {"ahead": True}),
+        (SHARED, {"max_num_seqs": 2}),
+    ],
+    ids=["packed", "chunked", "preempted", "ahead", "cached"],
+)
+def test_drafts_are_those_of_the_reference(
+    reference: Reference, requests: Requests, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = head_engine(**HYBRID, **config)
+    found = watch(engine, monkeypatch)
+    run_all(engine, requests)
+    assert bool(engine.stats.num_preemptions) == ("num_blocks" in config)
+    assert len(found) > 20 and max(len(drafts) for _, drafts in found) == 3
+    assert max(reference.gap(known, drafts) for known, drafts in found) < 1e-4
+
+
+def test_acceptance_is_that_of_the_reference(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few allowed tokens, some drafts of a random head are right."""
+    few = (97, 98, 99)
+    requests = [(prompt, params(temperature=0, allowed_token_ids=few, max_tokens=24)) for prompt, _ in GREEDY[:2]]
+    engine = head_engine(**HYBRID)
+    found = watch(engine, monkeypatch)
+    outputs = run_all(engine, requests)
+    texts = [[*prompt, *token_ids(output)] for (prompt, _), output in zip(requests, outputs, strict=True)]
+    num_accepted = 0
+    for known, drafts in found:
+        (text,) = (text for text in texts if text[: len(known)] == known)
+        for logits, right in zip(reference.logits(known, drafts), text[len(known) :], strict=False):
+            if few[logits[list(few)].argmax()] != right:
+                break
+            num_accepted += 1
+    num_drafts = sum(len(drafts) for _, drafts in found)
+    assert engine.metrics.num_draft_tokens == num_drafts > 40
+    assert sum(engine.metrics.num_accepted_tokens) == num_accepted > 5
+
+
+def test_a_wrong_slot_spoils_drafts(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head that sees its own tokens one position late does not pass the comparison above."""
+    call = PagedDraftHead.__call__
+
+    def late(self: PagedDraftHead, token_ids: mx.array, *args: Any) -> mx.array:
+        return call(self, mx.concatenate([token_ids[:1], token_ids[:-1]]), *args)
+
+    monkeypatch.setattr(PagedDraftHead, "__call__", late)
+    engine = head_engine(**HYBRID)
+    found = watch(engine, monkeypatch)
+    run_all(engine, GREEDY[:2])
+    assert max(reference.gap(known, drafts) for known, drafts in found) > 1e-2
+
+
+@pytest.fixture(scope="module")
+def without() -> list[list[RequestOutput]]:
+    return run_all(tiny_engine(), EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"num_blocks": 24, "max_num_batched_tokens": 40},
+        {"ahead": True},
+        {"replay": True},
+        pytest.param({"replay": True, "behind": True}, marks=pytest.mark.full),
+        pytest.param({"behind": True}, marks=pytest.mark.full),
+        pytest.param({"block_size": 1, "num_blocks": 2000}, marks=pytest.mark.full),
+    ],
+)
+def test_outputs_are_those_without(without: list[list[RequestOutput]], config: dict[str, Any]) -> None:
+    engine = head_engine(**config)
+    check_same(run_all(engine, EVERYTHING), without)
+    assert engine.stats.num_used_blocks == 0 and engine.metrics.num_draft_tokens > 100
+    assert bool(engine.stats.num_preemptions) == ("num_blocks" in config and config["num_blocks"] < 100)
+    assert bool(engine.metrics.num_decode_forwards["replayed"]) == ("replay" in config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("qwen3_5", {"num_state_slots": 200}),
+        ("qwen3_next", {"num_state_slots": 200, "max_num_batched_tokens": 24}),
+        pytest.param("qwen3_5_moe", {"num_state_slots": 200, "ahead": True}, marks=pytest.mark.full),
+        ("deepseek_v3", {}),
+        pytest.param("glm4_moe", {}, marks=pytest.mark.full),
+        pytest.param("mimo", {"block_size": 16}, marks=pytest.mark.full),
+        pytest.param("ernie4_5_moe", {}, marks=pytest.mark.full),
+    ],
+)
+def test_outputs_of_architectures_are_those_without(architecture: str, config: dict[str, Any]) -> None:
+    requests = EVERYTHING[:12]
+    expected = run_all(tiny_engine(architecture=architecture, **config), requests)
+    engine = head_engine(architecture=architecture, **config)
+    check_same(run_all(engine, requests), expected)
+    assert engine.metrics.num_draft_tokens > 50
+
+
+def test_pooled_prompts_beside_do_not_matter() -> None:
+    prompt = byte_ids("a text for a vector")
+    requests: list[tuple[list[int], PoolingParams | SamplingParams]] = [
+        (byte_ids("what follows"), params(temperature=0, max_tokens=20)),
+        (prompt, PoolingParams(pooling_type="MEAN")),
+        (prompt, PoolingParams(pooling_type="LAST")),
+    ]
+    expected = run_pooling(tiny_engine(), requests)
+    engine = head_engine()
+    found = run_pooling(engine, requests)
+    assert found[0] == expected[0] and engine.metrics.num_draft_tokens
+    for vector, other in zip(found[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(vector, other, atol=1e-5)
+
+
+def test_prompts_compute_only_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second forward computes the output of the rows that sample. The output of the first forward is not used."""
+    engine, num_rows = head_engine(), []
+    call = PagedDraftHead.__call__
+
+    def watched(self: PagedDraftHead, token_ids: mx.array, *args: Any) -> mx.array:
+        num_rows.append(token_ids.size)
+        return call(self, token_ids, *args)
+
+    monkeypatch.setattr(PagedDraftHead, "__call__", watched)
+    engine.add_request("0", engine.prepare(byte_ids("p" * 30), params(temperature=0, max_tokens=4)))
+    engine.step()
+    assert num_rows == [30, 1]
+    while engine.has_requests:
+        engine.step()
+    assert num_rows[2:] == [1, 3, 2, 1]  # the second draft, then steps with two, one and no drafts
+
+
+def test_without_requested_drafts_only_kv_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After steps without requests for drafts, no output is carried. The first request for drafts then gets none."""
+    engine = head_engine()
+    found: list[Drafting | None] = []
+    draft = HeadDrafter.draft
+
+    def watched(self: HeadDrafter, table: Any, plan: Any) -> Drafting | None:
+        found.append(draft(self, table, plan))
+        return found[-1]
+
+    monkeypatch.setattr(HeadDrafter, "draft", watched)
+    engine.add_request("a", engine.prepare(byte_ids("what follows"), params(temperature=0, max_tokens=40)))
+    speculation, engine.scheduler.speculation = engine.scheduler.speculation, None
+    for _ in range(10):
+        engine.step()
+    drafter: Any = engine.runner._drafter  # type: ignore[attr-defined]
+    assert found == [None] * 10 and not drafter._carried
+    engine.scheduler.speculation = speculation
+    outputs = [output for _ in range(2) for output in engine.step()]
+    assert found[10] is not None and not found[10].token_ids["a#0"]
+    assert found[11] is not None and len(found[11].token_ids["a#0"]) == 3
+    while engine.has_requests:
+        outputs += engine.step()
+    assert engine.stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_a_store_has_the_head_s_kv(kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts after a load equal the drafts after a prefill."""
+    prompts = [[(7 * i + j) % 250 + 1 for j in range(60)] for i in range(3)]
+    sizes: dict[str, Any] = {"kv_cache_dtype": kv_cache_dtype, "num_blocks": 60}
+
+    def run() -> tuple[list[list[int]], dict[tuple[int, ...], list[int]], int]:
+        model = tiny_model(head_dim=64)
+        engine = kv_engine(tiny_tokenizer(), tmp_path, model=model, make_head=random_head, **sizes)
+        with monkeypatch.context() as patch:
+            found = watch(engine.core, patch)
+            outputs = engine.run(prompts, 20)
+        drafts = {tuple(known): drafts for known, drafts in found}
+        return outputs, drafts, engine.stats.as_dict()["blocks_loaded"]
+
+    (outputs, computed, none), (others, loaded, num_blocks) = run(), run()
+    assert outputs == others and none == 0 and num_blocks >= 3 * 6
+    # The number of drafts may differ, because acceptance was recorded in another order.
+    pairs = [zip(computed[known], loaded[known], strict=False) for known in computed.keys() & loaded.keys()]
+    assert len(pairs) >= len(prompts) and all(a == b for pair in pairs for a, b in pair)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("where", ["build", "device", "follow"])
+def test_a_failure_costs_only_a_retry(where: str, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [(byte_ids(f"{i} goes on"), params(seed=i, max_tokens=24)) for i in range(4)]
+    expected = run_all(tiny_engine(), requests)
+    engine = head_engine(ahead=ahead)
+    outputs: dict[str, list[RequestOutput]] = {}
+    for i, (prompt, one) in enumerate(requests):
+        engine.add_request(str(i), engine.prepare(prompt, one))
+    for _ in range(4):
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        match where:
+            case "build":
+                patch.setattr(HeadDrafter, "_forward", fail)
+            case "device":
+                patch.setattr("metal_engine.runner.head_drafter.synchronize", fail)
+            case "follow":
+                patch.setattr(HeadDrafter, "follow", fail)
+        for _ in range(3):
+            for output in engine.step():
+                outputs.setdefault(output.request_id, []).append(output)
+            if engine.metrics.num_failed_steps:
+                break
+    assert engine.metrics.num_failed_steps == 1
+    while engine.has_requests:
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    check_same([outputs[str(i)] for i in range(4)], expected)
+    assert engine.metrics.num_draft_tokens and token_ids(outputs["0"])
