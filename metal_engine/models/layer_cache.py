@@ -95,7 +95,7 @@ class _EarlierKeys(OwnedKeys):
         self._all_shape = num_rows, num_heads, owner.offset + 1, head_dim
 
     @property
-    def shape(self) -> tuple[Any, ...]:  # type: ignore[override]
+    def shape(self) -> tuple[Any, ...]:
         """Shape of all stored keys, [N, num_kv_heads, S, head_dim]. S is an array [N], one number for each row."""
         return self._all_shape
 

@@ -49,8 +49,8 @@ _UNSUPPORTED = """
 """
 
 _TAIL = """
-{metal_only} run only on a Mac, because mlx-lm computes parts of them in Metal kernels of its own. Tests run these
-kernels in the simulator.
+{metal_only} run only on a Mac, because mlx-lm computes parts of them in its own Metal kernels. Tests
+run these kernels in the simulator.
 
 Other architectures of mlx-lm may run. Their layers must store keys and values of every token, latent vectors of them,
 or a recurrent state.
