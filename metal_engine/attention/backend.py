@@ -74,11 +74,13 @@ class StepAttention(Protocol):
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [num_heads]
+        chunk: int | None = None,
     ) -> mx.array:  # [N, num_heads, v_head_dim], dtype of q
         """Compute attention of every packed row over its request's K and V, including those written in this step.
 
         ``window`` w: the query at position p sees keys p - w + 1 ... p. ``softcap`` c: scores become
-        c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value.
+        c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value. ``chunk``
+        c: the query at position p sees no key before the largest multiple of c that is at most p.
 
         For latents, only the first ``latent_dim`` columns of the result are the output. The caller drops the others.
         """

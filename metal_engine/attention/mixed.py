@@ -28,11 +28,12 @@ class MixedStep:
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
+        chunk: int | None = None,
     ) -> mx.array:  # [N, Hq, Dv], dtype of q
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`."""
         is_portable = AttentionKind.of(q, state, window, softcap, sinks) in self.on_portable
         step = self.portable if is_portable else self.metal
-        return step.attend(q, state, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return step.attend(q, state, scale=scale, window=window, softcap=softcap, sinks=sinks, chunk=chunk)
 
 
 @dataclass

@@ -202,7 +202,8 @@ def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:
     """Refuse a model whose architecture mlx-lm does not have.
 
     Raises:
-        UnsupportedModelError: mlx-lm lacks the architecture, or a package that it needs is missing.
+        UnsupportedModelError: mlx-lm lacks the architecture or this variant of it, or a package that it needs is
+            missing.
         ModelLoadError: the checkpoint has its own code, which may not run.
     """
     model_file = config.get("model_file")
@@ -218,3 +219,18 @@ def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:
         raise UnsupportedModelError(
             f"{args.model}: mlx-lm has no architecture {config['model_type']!r}, or a package that it needs is missing"
         ) from error
+    if _shares_picks(config):
+        raise UnsupportedModelError(
+            f"{args.model}: most layers attend to the keys that another layer's index picks (indexer_types), while "
+            f"mlx-lm's {config['model_type']} needs an index in each layer"
+        )
+
+
+def _shares_picks(config: dict[str, Any]) -> bool:
+    """Return True if some layers have no index of their own and use the picks of an earlier layer, as in GLM-5.2.
+
+    mlx-lm creates an index in every layer, and such a checkpoint has no weights for most of them.
+    """
+    types, every = config.get("indexer_types"), config.get("index_topk_freq")
+    has_shared = isinstance(types, list) and any(kind != "full" for kind in types)
+    return has_shared or bool(config.get("index_topk_pattern")) or (isinstance(every, int) and every > 1)

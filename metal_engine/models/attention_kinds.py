@@ -29,6 +29,7 @@ class _RecordingAttention:
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [num_heads]
+        chunk: int | None = None,
     ) -> mx.array:  # [N, num_heads, v_head_dim]
         self.kinds.append(AttentionKind.of(q, state, window, softcap, sinks))
         return mx.zeros((*q.shape[:2], state.spec.v_head_dim), q.dtype)

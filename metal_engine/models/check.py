@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
 from metal_engine.attention.backend import AttentionBackend
@@ -23,6 +23,7 @@ from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.cache_tree import map_caches
+from metal_engine.models.check_chunks import small_chunks
 from metal_engine.models.check_rounding import ComparingBackend, with_recording_states
 from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionOwner, OwnedKeys
 from metal_engine.models.paged_model import PagedModel, forward_error
@@ -59,7 +60,8 @@ def check_paged_model(
 
     The requests are a little longer than a block. The first request is longer if that crosses a sliding window at
     little cost. The chunks have unequal lengths and the requests' blocks interleave, so that positions, slots, block
-    tables and the causal edge all matter. Leaves ``paged`` without a cache.
+    tables and the causal edge all matter. If layers attend within chunks of the context, both sides run with short
+    chunks (:mod:`metal_engine.models.check_chunks`). Leaves ``paged`` without a cache.
 
     If K and V are quantized, this comparison uses unquantized K and V and the portable backend, which allows tight
     bounds. A second run with quantized K and V and ``backend`` compares the attention of each layer
@@ -82,13 +84,14 @@ def check_paged_model(
         UnsupportedAttentionError: the backend does not support the model's shape.
     """
     block_size = min(block_size, _MAX_BLOCK_SIZE)
-    if paged.kv_bits is None:
-        return _check_logits(paged, backend, vocab_size, block_size, agree)
-    with paged.over(paged.pool.unquantized()):
-        gap = _check_logits(paged, PortableBackend(), vocab_size, block_size, agree)
-    with paged.over(with_recording_states(paged.pool)):
-        _run(paged, ComparingBackend(backend), _Requests.of(paged, vocab_size, block_size, 0, agree))
-    return gap
+    with small_chunks(paged):
+        if paged.kv_bits is None:
+            return _check_logits(paged, backend, vocab_size, block_size, agree)
+        with paged.over(paged.pool.unquantized()):
+            gap = _check_logits(paged, PortableBackend(), vocab_size, block_size, agree)
+        with paged.over(with_recording_states(paged.pool)):
+            _run(paged, ComparingBackend(backend), _Requests.of(paged, vocab_size, block_size, 0, agree))
+        return gap
 
 
 @dataclass(frozen=True)
@@ -239,6 +242,6 @@ def _own_logits(model: nn.Module, tokens: mx.array) -> mx.array:
     """Return the logits of a prompt, [T] int32, from a patched model's own forward pass: [T, vocab_size]."""
 
     def exact(cache: Any) -> Any:
-        return _ExactCache(cache) if type(cache) in (KVCache, RotatingKVCache) else cache
+        return _ExactCache(cache) if type(cache) in (KVCache, RotatingKVCache, ChunkedKVCache) else cache
 
     return model(tokens[None], cache=map_caches(exact, make_prompt_cache(model)))[0]

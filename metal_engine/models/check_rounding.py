@@ -99,15 +99,16 @@ class _ComparingStep:
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
+        chunk: int | None = None,
     ) -> mx.array:
         """Compute attention. Raises UnsupportedModelError if the result is not attention over rounded K and V."""
-        out = self.inner.attend(q, state, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        out = self.inner.attend(q, state, scale=scale, window=window, softcap=softcap, sinks=sinks, chunk=chunk)
         assert isinstance(state, RecordingKVState)
         parts = zip(self.rows.block_table[:, 0].tolist(), self.rows.cu_seqlens_q[1:].tolist(), strict=True)
         for request, (first_block, end) in enumerate(parts):
             query_len, seq_len = int(self.rows.query_lens[request]), int(self.rows.seq_lens[request])
             rows = slice(end - min(query_len, _NUM_ROWS), end)
-            attention = _Attention(q[rows], seq_len, scale, window, softcap, sinks)
+            attention = _Attention(q[rows], seq_len, scale, window, softcap, sinks, chunk)
             _compare(out[rows], attention, state, state.recorded[first_block], query_len)
         return out
 
@@ -122,6 +123,7 @@ class _Attention:
     window: int | None
     softcap: float | None
     sinks: mx.array | None  # [Hq]
+    chunk: int | None
 
     def over(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Compute attention over keys and values of all tokens, [S, Hkv, D or Dv] float32, and its expected error.
@@ -141,6 +143,8 @@ class _Attention:
         mask = seen <= positions
         if self.window is not None:
             mask &= seen > positions - self.window
+        if self.chunk is not None:
+            mask &= seen >= positions // self.chunk * self.chunk
         scores = mx.where(mx.array(mask), scores, -mx.inf)
         if self.sinks is not None:
             sinks = self.sinks.astype(mx.float32).reshape(num_kv_heads, num_heads // num_kv_heads, 1, 1)

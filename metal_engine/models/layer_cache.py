@@ -27,9 +27,10 @@ Attention = Callable[..., mx.array]
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Mask that mlx-lm passes from ``make_mask`` to attention as ``mask``: the layer's window, in tokens."""
+    """Mask that mlx-lm passes from ``make_mask`` to attention as ``mask``: the layer's window or chunk, in tokens."""
 
     window: int | None
+    chunk: int | None = None
 
 
 @dataclass(slots=True)
@@ -79,6 +80,24 @@ class OwnedKeys(mx.array):
     def __init__(self, keys: mx.array, owner: AttentionOwner) -> None:
         super().__init__(keys)
         self.owner = owner
+
+
+class TiledKeys(OwnedKeys):
+    """Keys repeated for the query heads in tiles: query head h attends to KV head h % num_kv_heads."""
+
+
+class _EarlierKeys(OwnedKeys):
+    """Placeholder for all stored keys. A layer that stores none reads its positions from the number of stored keys."""
+
+    def __init__(self, keys: mx.array, owner: AttendingCache) -> None:
+        super().__init__(keys, owner)
+        num_rows, num_heads, _, head_dim = keys.shape
+        self._all_shape = num_rows, num_heads, owner.offset + 1, head_dim
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Shape of all stored keys, [N, num_kv_heads, S, head_dim]. S is an array [N], one number for each row."""
+        return self._all_shape
 
 
 class LayerCache(AttendingCache):
@@ -134,22 +153,58 @@ class LayerCache(AttendingCache):
         """Return placeholders for K and V, for a layer that reuses them in its call of attention."""
         spec = self.state.spec
         keys = mx.zeros((self.offset.size, spec.num_kv_heads, 1, spec.head_dim), spec.dtype)
-        return OwnedKeys(keys, self), keys
+        return _EarlierKeys(keys, self), keys
 
     def attend(self, call: AttentionCall, original: Attention) -> mx.array:
         assert self._step.attention is not None
         self.num_reads += 1
         if not isinstance(call.mask, AttentionMask):
             raise UnsupportedModelError(f"its attention gets a mask of its own ({type(call.mask).__name__})")
+        is_tiled, num_kv_heads = isinstance(call.keys, TiledKeys), self.state.spec.num_kv_heads
+        queries = call.queries.squeeze(2)
+        if is_tiled:
+            queries = _transpose_heads(queries, queries.shape[1] // num_kv_heads)
         out = self._step.attention.attend(
-            call.queries.squeeze(2),
+            queries,
             self.state,
             scale=call.scale,
             window=call.mask.window,
             softcap=call.softcap,
             sinks=call.sinks,
+            chunk=call.mask.chunk,
         )
+        if is_tiled:
+            out = _transpose_heads(out, num_kv_heads)
         return mx.expand_dims(out, 2)
+
+
+def _transpose_heads(heads: mx.array, num_outer: int) -> mx.array:
+    """Reorder heads [N, num_outer * num_inner, D], so that the inner index of a head becomes the outer index."""
+    num_rows, num_heads, dim = heads.shape
+    split = heads.reshape(num_rows, num_outer, num_heads // num_outer, dim)
+    return split.swapaxes(1, 2).reshape(num_rows, num_heads, dim)
+
+
+class ChunkedLayerCache(LayerCache):
+    """Cache of a layer that attends within chunks of the context (Llama 4).
+
+    The layer passes a mask of its own, which is ignored. The check at load compares the chunks' edges.
+
+    Attributes:
+        chunk: size of a chunk in tokens.
+    """
+
+    start_position = 0  # position of the first stored token
+
+    def __init__(self, step: CurrentStep, state: KVState, chunk: int) -> None:
+        super().__init__(step, state)
+        self.chunk = chunk
+
+    def maybe_trim_front(self) -> None:
+        """Do nothing: the pool stores all tokens."""
+
+    def attend(self, call: AttentionCall, original: Attention) -> mx.array:
+        return super().attend(replace(call, mask=AttentionMask(None, self.chunk)), original)
 
 
 class _PositionKeys(mx.array):
@@ -198,11 +253,13 @@ class LatentLayerCache(LayerCache):
         return out[..., : self.state.spec.latent_dim]
 
 
-def layer_cache(step: CurrentStep, state: LayerState) -> LayerCache | StateCache:
-    """Return the cache through which mlx-lm's layer uses a state."""
+def layer_cache(step: CurrentStep, state: LayerState, chunk: int | None) -> LayerCache | StateCache:
+    """Return the cache through which mlx-lm's layer uses a state. ``chunk``: see :class:`RecordingCache`."""
     match state:
         case RecurrentState():
             return StateCache(step, state)
+        case KVState() if chunk is not None:
+            return ChunkedLayerCache(step, state, chunk)
         case KVState():
             is_latent = state.spec.latent_dim is not None
             return (LatentLayerCache if is_latent else LayerCache)(step, state)
@@ -211,14 +268,24 @@ def layer_cache(step: CurrentStep, state: LayerState) -> LayerCache | StateCache
 
 
 class RecordingCache(ConcatenateKVCache, AttendingCache):
-    """An ordinary cache that records how its layer uses it."""
+    """An ordinary cache that records how its layer uses it.
 
-    def __init__(self) -> None:
+    Args:
+        chunk: size in tokens of the chunks within which the layer attends; None if it attends to all keys or a window.
+    """
+
+    start_position = 0  # position of the first stored token
+
+    def __init__(self, chunk: int | None = None) -> None:
         super().__init__()
+        self.chunk = chunk
         self.spec: StateSpec | None = None
         self.num_reads = 0
         self.num_heads = 0  # heads of the queries in the last attention
         self.windows: set[int] = set()
+
+    def maybe_trim_front(self) -> None:
+        """Do nothing: a recorded run has few tokens."""
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         if window_size is not None:

@@ -47,7 +47,7 @@ def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = N
     with _record_calls(candidates) as called:
         attention_kinds(paged)
     for name in candidates.keys() - called:
-        refused[name] = "the model does not call it with all packed rows of a step"
+        refused[name] = "the model does not call it with all packed rows of a step, or splits its output"
     shapes = {name: shape_of(module) for name, module in candidates.items() if name in called}
     heads = {name: (interleaved or {}).get(name.rpartition(".")[2]) for name in shapes}
     interleaved = {name: number for name, number in heads.items() if number is not None}
@@ -56,7 +56,7 @@ def adapter_targets(paged: PagedModel, interleaved: Mapping[str, int] | None = N
 
 @contextmanager
 def _record_calls(modules: Mapping[str, nn.Module]) -> Iterator[set[str]]:
-    """Collect the names of the modules that are called with one packed argument within a ``with`` block."""
+    """Collect the names of the modules that map one packed argument to one array within a ``with`` block."""
     called: set[str] = set()
     classes = {name: type(module) for name, module in modules.items()}
     for name, module in modules.items():
@@ -72,8 +72,10 @@ def _recording_class(name: str, cls: type[nn.Module], called: set[str]) -> type[
     call: Callable[..., mx.array] = cls.__call__
 
     def recorded(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
-        if len(args) == 1 and not kwargs and args[0].shape[:-1] == (1, 1):  # other shapes may be a selection of rows
+        output = call(self, *args, **kwargs)
+        # Other shapes may be a selection of rows. Some layers split their output into several arrays.
+        if len(args) == 1 and not kwargs and args[0].shape[:-1] == (1, 1) and isinstance(output, mx.array):
             called.add(name)
-        return call(self, *args, **kwargs)
+        return output
 
     return type(cls.__name__, (cls,), {"__call__": recorded})

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models import base as mlx_lm_base
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.errors import UnsupportedModelError
@@ -23,14 +23,12 @@ from metal_engine.models import cpu_ops
 from metal_engine.models.cache_tree import CacheTree, leaves, map_caches
 from metal_engine.models.current_step import CurrentStep
 from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionOwner, OwnedKeys, RecordingCache
+from metal_engine.models.namespaces import replace_namespaces
 from metal_engine.models.recurrent.recording import CallTrace, RecordingState
 from metal_engine.models.recurrent.recurrences import REPLACEMENTS as RECURRENCES
 from metal_engine.models.softcap import patch_softcapped_layers
 from metal_engine.models.trunk import Trunk, hidden_problem, select_rows_before_head
 
-# Kinds of caches in mlx-lm that hold neither keys and values of every token nor arrays per request -> description.
-# Kinds that are not listed are refused, too.
-_OTHER_STATE = {"ChunkedKVCache": "it attends in chunks of the context"}
 Recorder = RecordingCache | RecordingState
 
 
@@ -67,6 +65,11 @@ class PatchedModel:
         """Specs of the state of each cache, in order."""
         return [_spec(recorder) for recorder in self.recorders]
 
+    @property
+    def chunks(self) -> list[int | None]:
+        """Sizes in tokens of the chunks within which layers attend, for each cache in order; None for no chunks."""
+        return [recorder.chunk if isinstance(recorder, RecordingCache) else None for recorder in self.recorders]
+
 
 def _spec(recorder: Recorder) -> StateSpec:
     assert recorder.spec is not None
@@ -90,6 +93,7 @@ def patch_model(model: nn.Module, step: CurrentStep) -> PatchedModel:
         _replace_functions(model, cpu_ops.REPLACEMENTS)
         cpu_ops.use_faster_layers(model)
     _replace_functions(model, RECURRENCES)
+    replace_namespaces(model)
     patched = _record(model)
     if not all(map(_is_used, patched.recorders)) and patch_softcapped_layers(model):
         patched = _record(model)
@@ -122,6 +126,7 @@ def recorded(model: nn.Module) -> list[Recorder]:
     """
     _recorders(model, CallTrace())
     _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _patched_attention)])
+    replace_namespaces(model)
     return _record(model).recorders
 
 
@@ -138,8 +143,9 @@ def _recorders(model: nn.Module, trace: CallTrace) -> CacheTree:
             return RecordingState(len(cache.cache), trace)
         if type(cache) in (KVCache, RotatingKVCache):
             return RecordingCache()
-        kind = type(cache).__name__
-        raise UnsupportedModelError(f"{_OTHER_STATE.get(kind, 'its state is not a plain KV cache')} ({kind})")
+        if type(cache) is ChunkedKVCache:
+            return RecordingCache(cache.chunk_size)
+        raise UnsupportedModelError(f"its state is not a plain KV cache ({type(cache).__name__})")
 
     return map_caches(recorder, make_prompt_cache(model))
 
@@ -157,7 +163,8 @@ def _patch_attention(original: Attention) -> Attention:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        owner = keys.owner if cache is None and isinstance(keys, OwnedKeys) else cache
+        # A layer may attend over the keys of another layer, with its own cache or without a cache.
+        owner = keys.owner if isinstance(keys, OwnedKeys) else cache
         if isinstance(owner, AttentionOwner):
             return owner.attend(AttentionCall(queries, keys, values, scale, mask, sinks), original)
         return original(queries, keys, values, cache, scale, mask, sinks)

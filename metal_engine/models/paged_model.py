@@ -91,7 +91,9 @@ class PagedModel:
         self._step = CurrentStep(recurrence)
         patched = patch_model(model, self._step)
         self.pool = StatePool.of(kv_cache_spec(spec, kv_cache_dtype) for spec in patched.specs)
-        self.layer_caches = [layer_cache(self._step, state) for state in self.pool.states]
+        self.layer_caches = [
+            layer_cache(self._step, state, chunk) for state, chunk in zip(self.pool.states, patched.chunks, strict=True)
+        ]
         by_recorder = dict(zip(map(id, patched.recorders), self.layer_caches, strict=True))
         self._caches = map_caches(lambda recorder: by_recorder[id(recorder)], patched.caches)
         self.hidden_problem: str | None = None

@@ -218,6 +218,14 @@ def test_splits_do_not_change_the_result(target):
     check([(20, 1700)], num_heads=2, num_kv_heads=1, window=1650, target_threadgroups=target)
 
 
+@pytest.mark.parametrize("mix, chunk, num_launches", [
+    ([(1, 64), (1, 65), (70, 100), (5, 26)], 24, 1),
+    ([(1, 1270), (9, 1285), (1, 641), (3, 3)], 640, 2),  # the first two requests' chunks are split
+])  # fmt: skip
+def test_chunks_of_the_context(mix, chunk, num_launches):
+    assert len(check(mix, chunk=chunk)) == num_launches
+
+
 def test_a_split_decode_beside_much_other_work():
     # 17 tiles of each KV head, twice as many as the GPU needs.
     launches = check([(1, 3000), *[(33, 33)] * 8], num_heads=4, num_kv_heads=2, target_threadgroups=16)

@@ -64,6 +64,13 @@ def test_segments_and_windows(segments: list[tuple[int, int]], window: int | Non
     check(make_step(segments, window=window), limits, window=window)
 
 
+@pytest.mark.parametrize("limits", [None, TINY, TILED], ids=["cpu", "tiny", "tiled"])
+@pytest.mark.parametrize("chunk", [1, 8, 33])
+def test_chunks_of_the_context(chunk: int, limits: Limits | None) -> None:
+    """Segments begin and end on both sides of a chunk's edge, and contain several edges."""
+    check(make_step([*CHUNKS, *DECODES]), limits, chunk=chunk)
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("limits", [None, TINY], ids=["cpu", "tiny"])
 def test_dtypes(limits: Limits | None, dtype: mx.Dtype) -> None:

@@ -24,6 +24,7 @@ SHAPES = [
     pytest.param({}, {}, id="plain"),
     pytest.param({"num_heads": 16, "num_kv_heads": 1}, {"window": 40}, id="many heads, window"),
     pytest.param({"head_dim": 32, "quantized": (8, 32)}, {"softcap": 20.0}, id="int8, softcap"),
+    pytest.param({}, {"chunk": 8}, id="chunks"),
     pytest.param({"head_dim": 32, "v_head_dim": 24, "is_latent": True, "num_kv_heads": 1}, {}, id="latent"),
 ]
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm.kernels
 import numpy as np
 import pytest
+from mlx_lm.models import bitlinear_layers
 from mlx_lm.models.cache import make_prompt_cache
 
 from metal_engine.attention.portable.backend import PortableBackend
@@ -16,11 +22,12 @@ from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.spec import LatentSpec
 from metal_engine.models.check import check_paged_model
-from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionMask, LayerCache
+from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionMask, ChunkedLayerCache, LayerCache
 from metal_engine.models.paged_model import PagedModel
 from tools.docs.models import DOC, models_doc
-from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
-from tools.fixtures.tiny_models import random_model
+from tools.fixtures.architectures import METAL_ONLY, SUPPORTED, UNSUPPORTED, VOCAB_SIZE, configuration
+from tools.fixtures.tiny_models import open_model, random_model
+from tools.metal_sim import metal_kernel
 
 BLOCK_SIZE = 4
 TOLERANCE = 1e-4  # difference of logits, relative to the largest logit of a row
@@ -114,11 +121,49 @@ def test_a_request_may_sample_at_several_rows(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", UNSUPPORTED)
 def test_what_cannot_run_is_refused_with_the_reason(model_type: str) -> None:
     reason = UNSUPPORTED[model_type][1]
-    model = random_model(configuration(model_type))
     with pytest.raises(UnsupportedModelError) as refusal:
-        check_paged_model(PagedModel(model), PortableBackend(), VOCAB_SIZE)
+        open_model(configuration(model_type))
     assert reason in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"indexer_types": ["full", "shared"] * 2}, {"index_topk_freq": 4}, {"index_topk_pattern": "FSSS"}]
+)
+def test_layers_that_share_picks_are_refused_with_that_reason(fields: dict[str, Any]) -> None:
+    """GLM-5.2's checkpoints have an index in few layers. mlx-lm's architecture has one in each."""
+    with pytest.raises(UnsupportedModelError, match=r"another layer's index picks.* needs an index in each layer"):
+        open_model(configuration("glm_moe_dsa") | fields)
+
+
+def reload_kernels() -> None:
+    """Make mlx-lm create its own Metal kernels again."""
+    kernels = [f"mlx_lm.kernels.{module.name}" for module in pkgutil.iter_modules(mlx_lm.kernels.__path__)]
+    models = [f"mlx_lm.models.{model_type}" for model_type in METAL_ONLY]
+    for name in (*kernels, "mlx_lm.kernels", "mlx_lm.models.bitlinear_layers", *models):
+        importlib.reload(importlib.import_module(name))
+
+
+@pytest.fixture
+def simulated_kernels() -> Iterator[None]:
+    """Run mlx-lm's own Metal kernels in the simulator."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "metal_kernel", metal_kernel)
+        reload_kernels()
+    yield
+    reload_kernels()
+
+
+@pytest.mark.usefixtures("simulated_kernels")
+@pytest.mark.parametrize("model_type", METAL_ONLY)
+def test_architectures_with_metal_kernels_of_mlx_lm(model_type: str) -> None:
+    model = random_model(configuration(model_type))
+    for module in model.modules():
+        if isinstance(module, bitlinear_layers.BitLinear):
+            module.weight = mx.random.randint(0, 3, module.weight.shape).astype(mx.uint8) * 21  # -1, 0 or 1
+    paged = PagedModel(model)
+    assert largest_error(model, paged) < TOLERANCE
+    check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
@@ -160,6 +205,27 @@ def test_the_check_notices_mistakes_in_any_precision(dtype: mx.Dtype, monkeypatc
         return attend(self, replace(call, mask=AttentionMask(None)), original)
 
     monkeypatch.setattr(LayerCache, "attend", without_window)
+    with pytest.raises(UnsupportedModelError, match="logits through the paged cache are off"):
+        check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
+
+
+def test_the_check_notices_a_wrong_chunk_of_8192(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request of the check is that long, so it shortens the chunks, and the scale of queries by position."""
+    config = configuration("llama4")
+    published = {"attention_chunk_size": 8192, "floor_scale": 8192}
+    paged = PagedModel(random_model({**config, "text_config": {**config["text_config"], **published}}))
+    check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
+    caches = [cache for cache in paged.layer_caches if isinstance(cache, ChunkedLayerCache)]
+    trunk = paged.model.language_model.model
+    assert {cache.chunk for cache in caches} == {trunk.attention_chunk_size} == {8192}
+    assert {layer.self_attn.floor_scale for layer in trunk.layers} == {8192}
+    attend = LayerCache.attend
+
+    def with_another_chunk(self: LayerCache, call: AttentionCall, original: Attention) -> mx.array:
+        mask = call.mask
+        return attend(self, replace(call, mask=replace(mask, chunk=mask.chunk and mask.chunk + 1)), original)
+
+    monkeypatch.setattr(LayerCache, "attend", with_another_chunk)
     with pytest.raises(UnsupportedModelError, match="logits through the paged cache are off"):
         check_paged_model(paged, PortableBackend(), VOCAB_SIZE)
 

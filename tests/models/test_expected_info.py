@@ -34,7 +34,7 @@ def test_kv_of_a_token(model_type: str) -> None:
 
 
 def test_the_refused_are_refused() -> None:
-    for model_type in ("llama4",):
+    for model_type in ("deepseek_v41",):
         reason = UNSUPPORTED[model_type][1]
         with pytest.raises(UnsupportedModelError, match=re.escape(reason)):
             expected_model_info("x", facts(model_type))

@@ -28,7 +28,12 @@ BLOCK_SIZE = 4
 LENGTHS = (7, 5)
 TRUNKS = ("model", "transformer", "backbone")
 # Architectures whose mlx-lm trunk does not end at the final norm.
-FINAL_NORMS = {"gemma3n": "model.language_model.norm", "gpt_neox": "model.final_layer_norm", "phixtral": "lm_head.ln"}
+FINAL_NORMS = {
+    "gemma3n": "model.language_model.norm",
+    "gpt_neox": "model.final_layer_norm",
+    "lille-130m": "transformer.norm",
+    "phixtral": "lm_head.ln",
+}
 
 
 def own_hidden_states(model: nn.Module, model_type: str, tokens: np.ndarray) -> np.ndarray:

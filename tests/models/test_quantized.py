@@ -25,8 +25,19 @@ from tools.fixtures.tiny_models import random_model
 from tools.fixtures.wide_heads import wide_configuration
 
 # One model for each kind of attention: plain, windows, softcap, sinks, latents, shared K and V, heads of V that differ
-# from K's, and two models that also have recurrent layers.
-KINDS = ["llama", "gemma3_text", "gemma2", "gpt_oss", "deepseek_v3", "gemma4", "deepseek_v2", "qwen3_next", "falcon_h1"]
+# from K's, two models that also have recurrent layers, and chunks of the context.
+KINDS = [
+    "llama",
+    "gemma3_text",
+    "gemma2",
+    "gpt_oss",
+    "deepseek_v3",
+    "gemma4",
+    "deepseek_v2",
+    "qwen3_next",
+    "falcon_h1",
+    "llama4",
+]
 
 
 def wide_model(model_type: str, kv_cache_dtype: str, seed: int = 0, dtype: mx.Dtype = mx.float32) -> PagedModel:

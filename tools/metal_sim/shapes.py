@@ -9,7 +9,7 @@ An attention layer has a row of text, ``shapes | kinds``, with one or more shape
     | window+sinks       other properties of the layers: softcap, sinks
 
 An architecture with many sizes has one shape for each ratio of heads and each head_dim. If no checkpoint defines sizes,
-the row has the defaults of mlx-lm's configuration.
+the row has the defaults of mlx-lm's configuration, or sizes of a similar model.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ _MISTRAL = "32/8x128 96/8x128"
 
 # model_type -> rows.
 ATTENTION: dict[str, tuple[str, ...]] = {
+    "afm7": ("16/2x128",),
     "afmoe": ("8/2x128 32/4x128 48/8x128 | full window",),
     "apertus": ("32/8x128 64/8x128",),
     "bailing_hybrid": (_LATENT,),
@@ -120,6 +121,7 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "glm4_moe": ("96/8x128",),
     "glm4_moe_lite": (_LATENT,),
     "gpt2": ("12/12x64",),
+    "gpt_bigcode": ("16/1x128 32/1x128 48/1x128",),
     "gpt_neox": ("8/8x64 4/4x32 16/16x128 32/32x80 64/64x96 8/8x256",),
     "gpt_oss": ("64/8x64 | full+sinks window+sinks",),
     "gptj": ("16/16x256",),
@@ -131,6 +133,7 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "hunyuan_v1_dense": ("16/8x128 32/8x128",),
     "internlm2": ("16/8x128 32/8x128 48/8x128",),
     "internlm3": ("32/2x128",),
+    "iquestloopcoder": ("40/8x128 | full window",),
     "jamba": ("32/8x128 20/1x128",),
     "kimi_k25": (_LATENT,),
     "kimi_k3": (_LATENT, "96xlatent512+64"),
@@ -141,7 +144,9 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "lfm2": ("16/8x64 32/8x64",),
     "lfm2-vl": ("16/8x64 32/8x64",),
     "lfm2_moe": ("32/8x64",),
+    "lille-130m": ("12/4x64",),
     "llama": (_LLAMA,),
+    "llama4": ("40/8x128",),
     "llama4_text": ("40/8x128 24/6x64",),
     "longcat_flash": (_LATENT,),
     "mellum": ("32/4x128 | full window",),
@@ -171,7 +176,10 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "phimoe": ("32/8x128",),
     "phixtral": ("32/32x80",),
     "pixtral": ("32/8x128",),
+    "plamo": ("40/5x128",),
+    "plamo2": ("32/4x128",),
     "plamo3": ("32/4x128 | full window",),
+    "prism_hadamard_qwen35": ("8/2x256 16/4x256 24/4x256",),
     "qwen": ("16/16x128 32/32x128",),
     "qwen2": ("14/2x64 12/2x128 16/2x128 28/4x128 40/8x128 64/8x128",),
     "qwen2_moe": ("16/16x128 28/4x128",),
@@ -220,6 +228,11 @@ RECURRENT: dict[str, tuple[Layer, ...]] = {
     "mamba2": (Mamba2(24, 1, 64, 128), Mamba2(80, 1, 64, 128), Mamba2(128, 8, 64, 128), Convolution(4, bias=True)),
     "nemotron_h": (Mamba2(128, 8, 64, 128), Mamba2(128, 8, 80, 128), Mamba2(64, 8, 64, 128), Convolution(4, bias=True)),
     "olmo_hybrid": (GatedDelta(30, 30, 96, 192), Convolution(4, bias=False)),
+    "plamo2": (Mamba2(64, 1, 128, 64), Convolution(4, bias=False)),
+    "prism_hadamard_qwen35": (
+        GatedDelta(16, 16, 128, 128), GatedDelta(16, 32, 128, 128), GatedDelta(16, 48, 128, 128),
+        Convolution(4, bias=False),
+    ),
     "qwen3_5": (
         GatedDelta(16, 16, 128, 128), GatedDelta(16, 32, 128, 128), GatedDelta(16, 48, 128, 128),
         Convolution(4, bias=False),

@@ -65,8 +65,8 @@ def _numbers_of_groups(state: KVState) -> list[mx.array]:
     return [*state.key_groups, *state.value_groups]
 
 
-# group, num_kv_heads, window, key_step, tile_rows, threadgroups_per_core
-_ItemsKey = tuple[int, int, int | None, int, int, int]
+# group, num_kv_heads, window, chunk, key_step, tile_rows, threadgroups_per_core
+_ItemsKey = tuple[int, int, int | None, int | None, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class MetalStep:
         return tuple(self._uploaded)
 
     def _items(
-        self, shape: AttentionShape, variant: KernelVariant, window: int | None, per_core: int = THREADGROUPS_PER_CORE
+        self, shape: AttentionShape, variant: KernelVariant, window: int | None, chunk: int | None, per_core: int
     ) -> _Uploaded:
-        key = (shape.group, shape.num_kv_heads, window, variant.bk, variant.tile_rows, per_core)
+        key = (shape.group, shape.num_kv_heads, window, chunk, variant.bk, variant.tile_rows, per_core)
         if key not in self._uploaded:
             if self.is_planned:
                 raise RuntimeError(f"a layer requests work items {key}, which no layer has requested before")
@@ -135,13 +135,14 @@ class MetalStep:
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
+        chunk: int | None = None,
     ) -> mx.array:  # [N, Hq, Dv], dtype of q; for latents, the latent_dim columns
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`."""
-        key = (state.spec, state.block_size, q.shape, q.dtype, scale, window, softcap, sinks is not None)
+        key = (state.spec, state.block_size, q.shape, q.dtype, scale, window, softcap, sinks is not None, chunk)
         launch = self._launches.get(key)
         if launch is None:
             sinks_dtype = None if sinks is None else sinks.dtype
-            launch = self._launches[key] = self._launch(q, state, scale, window, softcap, sinks_dtype)
+            launch = self._launches[key] = self._launch(q, state, scale, window, softcap, sinks_dtype, chunk)
         sink_values = sinks if sinks is not None else self.backend.no_sinks
         out, partial_out, partial_lse = launch.kernel(
             inputs=[*(q, state.keys, state.values, *_numbers_of_groups(state)), *(*launch.tables, sink_values)],
@@ -162,12 +163,13 @@ class MetalStep:
         window: int | None,
         softcap: float | None,
         sinks: mx.Dtype | None,
+        chunk: int | None,
     ) -> _Launch:
         """Check a layer's call, and return the launch for all layers with equal arguments."""
         kind = self.backend.kind_of(_shape_key(q, state), window is not None, bool(softcap), sinks)
         shape = kind.shape
         self._check(q, state, shape, window)
-        uploaded = self._items(shape, kind.variant, window, kind.cut.threadgroups_per_core)
+        uploaded = self._items(shape, kind.variant, window, chunk, kind.cut.threadgroups_per_core)
         if self._block_table is None:
             self._block_table = _on_device(self.rows.block_table)
         # MLX does not support empty outputs, and the merge takes these as inputs.
@@ -346,12 +348,13 @@ class MetalBackend:
 
     def plan(self, rows: StepRows, key: _ItemsKey) -> WorkItems:
         """Plan the work items of a step for one kind of layer."""
-        group, num_kv_heads, window, key_step, tile_rows, per_core = key
+        group, num_kv_heads, window, chunk, key_step, tile_rows, per_core = key
         return plan_work_items(
             rows,
             group=group,
             num_kv_heads=num_kv_heads,
             window=window,
+            chunk=chunk,
             target_threadgroups=self.target_threadgroups * per_core // THREADGROUPS_PER_CORE,
             key_step=key_step,
             tile_rows=tile_rows,

@@ -69,6 +69,7 @@ def plan_work_items(
     group: int,
     num_kv_heads: int,
     window: int | None,
+    chunk: int | None,
     target_threadgroups: int,
     key_step: int,
     tile_rows: int,
@@ -80,12 +81,13 @@ def plan_work_items(
         group: query heads per KV head.
         num_kv_heads: number of KV heads.
         window: sliding window in tokens, or None.
+        chunk: size in tokens of the chunks within which the layer attends, or None.
         target_threadgroups: approximate number of threadgroups into which a request is split, if the splits stay long
             enough.
         key_step: keys of a stage. Splits begin at multiples of it after the range's first key.
         tile_rows: maximum rows of an item.
     """
-    tiles, begins = _cut_tiles(step, group, tile_rows, window)
+    tiles, begins = _cut_tiles(step, group, tile_rows, window, chunk)
     keys = tiles[:, 4] - tiles[:, 3]  # [T], as all arrays below except `work`
     splittable = keys >= MIN_KEYS_TO_SPLIT
     if not splittable.any():
@@ -109,17 +111,24 @@ def plan_work_items(
     return _split_tiles(tiles, stages, -(-stages // longest), key_step)
 
 
-def _cut_tiles(step: StepRows, group: int, tile_rows: int, window: int | None) -> tuple[np.ndarray, np.ndarray]:
+def _cut_tiles(
+    step: StepRows, group: int, tile_rows: int, window: int | None, chunk: int | None
+) -> tuple[np.ndarray, np.ndarray]:
     """Return an item for each whole tile in row order, [T, ITEM_FIELDS] int32, and each request's first tile, [B]."""
     if step.num_tokens == step.num_requests and group <= tile_rows:  # only decodes, one tile each
         tokens = begins = np.arange(step.num_tokens)
         first_rows = tokens * group
         last_tokens = tokens
     else:
-        counts = -(-step.query_lens * group // tile_rows)
+        starts, lengths = step.cu_seqlens_q[:-1], step.query_lens
+        if chunk is not None:
+            starts, lengths = _cut_at_chunks(step, chunk)
+        counts = -(-lengths * group // tile_rows)
         begins = counts.cumsum() - counts
-        first_rows = (step.cu_seqlens_q[:-1] * group - begins * tile_rows).repeat(counts)
+        first_rows = (starts * group - begins * tile_rows).repeat(counts)
         first_rows += np.arange(len(first_rows)) * tile_rows
+        if chunk is not None:
+            begins = begins[starts.searchsorted(step.cu_seqlens_q[:-1])]
         tokens = first_rows // group
         last_tokens = (np.append(first_rows[1:], step.num_tokens * group) - 1) // group
     positions = step.positions.take(tokens)
@@ -130,10 +139,23 @@ def _cut_tiles(step: StepRows, group: int, tile_rows: int, window: int | None) -
     tiles[:, 1] -= tiles[:, 0]
     tiles[:, 2] = positions
     tiles[:, 3] = 0 if window is None else np.maximum(0, positions - (window - 1))
+    if chunk is not None:
+        tiles[:, 3] = np.maximum(tiles[:, 3], positions - positions % chunk)
     tiles[:, 4] = step.positions.take(last_tokens) + 1
     tiles[:, 5] = step.request_of_row.take(tokens)
     tiles[:, 6] = -1
     return tiles, begins
+
+
+def _cut_at_chunks(step: StepRows, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first token and the length of each part of a request's rows within a chunk of the context, [S] each.
+
+    All rows of a tile then see the same first key.
+    """
+    is_first = step.positions % chunk == 0
+    is_first[step.cu_seqlens_q[:-1]] = True
+    starts = np.flatnonzero(is_first)
+    return starts, np.diff(starts, append=step.num_tokens)
 
 
 def _split_tiles(

@@ -25,7 +25,7 @@ from metal_engine.device.streams import second_stream
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState
 
-_WorkKey = tuple[int | None, Dims]  # window, and dimensions
+_WorkKey = tuple[int | None, Dims, int | None]  # window, dimensions, and chunk size
 
 
 @dataclass
@@ -43,12 +43,12 @@ class PortableStep:
         """Kinds of work that layers have requested."""
         return tuple(self._work)
 
-    def work(self, window: int | None, dims: Dims) -> Work:
-        key = (window, dims)
+    def work(self, window: int | None, dims: Dims, chunk: int | None = None) -> Work:
+        key = (window, dims, chunk)
         if key not in self._work:
             if self.is_planned:
                 raise RuntimeError(f"a layer requests work {key}, which no layer has requested before")
-            self._work[key] = plan_work(self.rows, window, dims, self.limits)
+            self._work[key] = plan_work(self.rows, window, dims, self.limits, chunk)
         return self._work[key]
 
     def attend(
@@ -60,6 +60,7 @@ class PortableStep:
         window: int | None = None,
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
+        chunk: int | None = None,
     ) -> mx.array:  # [N, Hq, Dv], dtype of q
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`. Builds the graph and evaluates nothing.
 
@@ -68,7 +69,7 @@ class PortableStep:
         self._validate(q, state, window)
         spec = state.spec
         num_heads, head_dim = q.shape[1:]
-        work = self.work(window, Dims(num_heads, spec.num_kv_heads, max(head_dim, spec.v_head_dim)))
+        work = self.work(window, Dims(num_heads, spec.num_kv_heads, max(head_dim, spec.v_head_dim)), chunk)
 
         # Base 2: e^s = 2^(s * log2(e)), with the factor folded into q, or into the softcap.
         queries = q.astype(mx.float32) * (scale / softcap if softcap else scale * LOG2E)
@@ -176,8 +177,8 @@ class PortableBackend:
         """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`. None if keys fill several spans."""
         assert isinstance(work_keys, tuple)
         arrays: list[mx.array] = []
-        for window, dims in work_keys:
-            planned = _decodes_as_arrays(rows, window, dims, self._limits)
+        for window, dims, chunk in work_keys:
+            planned = _decodes_as_arrays(rows, window, dims, self._limits, chunk)
             if planned is None:
                 return None
             arrays += planned
@@ -189,7 +190,9 @@ class PortableBackend:
         return StepTables((rows.num_tokens, *(array.shape for array in arrays)), arrays, attention)
 
 
-def _decodes_as_arrays(rows: StepRows, window: int | None, dims: Dims, limits: Limits) -> list[mx.array] | None:
+def _decodes_as_arrays(
+    rows: StepRows, window: int | None, dims: Dims, limits: Limits, chunk: int | None
+) -> list[mx.array] | None:
     """Return the keys that each row reads, and a mask of the keys that it sees, in arrays of sizes that steps share.
 
     Every packed row forms a request of one row here, regardless of the request that it belongs to. All rows are padded
@@ -201,6 +204,8 @@ def _decodes_as_arrays(rows: StepRows, window: int | None, dims: Dims, limits: L
     """
     last = rows.positions[:, None]  # [N, 1]
     first = np.zeros_like(last) if window is None else np.maximum(0, last - (window - 1))
+    if chunk is not None:
+        first = np.maximum(first, last - last % chunk)
     num_keys = size_class(max(limits.min_keys, int((last - first).max()) + 1))
     per_key = rows.num_tokens * max(dims.num_kv_heads * dims.head_dim / limits.span, dims.num_heads / limits.scores)
     if num_keys > limits.min_keys and num_keys * per_key > 1:

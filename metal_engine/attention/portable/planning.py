@@ -16,12 +16,15 @@ A step's rows are divided into *units*. A unit gathers only keys that one of its
 - **Decodes over runs**: on a CPU, a request with one row and many keys reads keys in consecutive slots directly from
   the cache, without gathering them.
 
-The index arithmetic is done once per step for each window of the model's layers.
+A segment is first cut where a chunk of the context begins, if the layer attends within chunks.
+
+The index arithmetic is done once per step for each window and each chunk size of the model's layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -93,7 +96,10 @@ class RunDecodes:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a step for all layers with the same window and dimensions. Outputs are in the order of the lists."""
+    """Work of a step for all layers with the same window, chunk size and dimensions.
+
+    Outputs are in the order of the lists.
+    """
 
     units: list[Unit]
     run_decodes: list[RunDecodes]
@@ -120,9 +126,9 @@ class SlotRun:
         return np.concatenate([before, np.arange(self.end, self.segment.key_end)])
 
 
-def plan_work(rows: StepRows, window: int | None, dims: Dims, limits: Limits) -> Work:
+def plan_work(rows: StepRows, window: int | None, dims: Dims, limits: Limits, chunk: int | None = None) -> Work:
     """Divide a step into units and upload their indices and masks."""
-    planner = _Planner(rows, window, dims, limits)
+    planner = _Planner(rows, window, dims, limits, chunk)
     small: list[RowSegment] = []
     runs: list[SlotRun] = []
     units: list[Unit] = []
@@ -141,10 +147,11 @@ def plan_work(rows: StepRows, window: int | None, dims: Dims, limits: Limits) ->
 
 
 class _Planner:
-    """Index arithmetic of one step for one window."""
+    """Index arithmetic of one step for one window, or for one size of chunks."""
 
-    def __init__(self, rows: StepRows, window: int | None, dims: Dims, limits: Limits) -> None:
+    def __init__(self, rows: StepRows, window: int | None, dims: Dims, limits: Limits, chunk: int | None) -> None:
         self.rows = rows
+        self.chunk = chunk
         self.window = int(rows.seq_lens.max()) if window is None else window  # without a window, all keys are visible
         self.dims = dims
         self.limits = limits
@@ -157,7 +164,20 @@ class _Planner:
         rows = self.rows
         key_start = np.maximum(rows.context_lens - self.window + 1, 0)  # the first row sees the earliest keys
         columns = (rows.cu_seqlens_q[:-1], rows.query_lens, key_start, rows.seq_lens)
-        return [RowSegment(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
+        segments = [RowSegment(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
+        return segments if self.chunk is None else [part for whole in segments for part in self._by_chunk(whole)]
+
+    def _by_chunk(self, segment: RowSegment) -> list[RowSegment]:
+        """Cut a segment where a chunk of the context begins. The rows of a part see no key before their chunk."""
+        assert self.chunk is not None
+        first, end = segment.context_len, segment.key_end
+        cuts = [first, *range((first // self.chunk + 1) * self.chunk, end, self.chunk), end]
+        return [
+            RowSegment(
+                segment.request, segment.start + lo - first, hi - lo, max(segment.key_start, lo - lo % self.chunk), hi
+            )
+            for lo, hi in pairwise(cuts)
+        ]
 
     def order(self) -> mx.array | None:
         places = np.concatenate(self._places)  # [sum of T * R]

@@ -64,6 +64,7 @@ def ours(work: Workload, model: Model, chip: Chip, kernels: Kernels) -> list[Lau
         group=group,
         num_kv_heads=model.kv_heads,
         window=None,
+        chunk=None,
         target_threadgroups=THREADGROUPS_PER_CORE * chip.cores,
         key_step=variant.bk,
         tile_rows=variant.tile_rows,

@@ -1,0 +1,70 @@
+"""The whole engine beside mlx-lm's greedy output, for architectures that use their caches in ways of their own."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from metal_engine.sampling_params import SamplingParams
+from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
+from tools.fixtures.fake_engine import VOCAB_SIZE
+
+ARCHITECTURES = ["afm7", "gpt_bigcode", "iquestloopcoder", "llama4", "plamo", "plamo2"]
+NUM_TOKENS = 10
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+# Longer than the windows and chunks of the tiny configurations. The requests end in different steps.
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB_SIZE, n).tolist() for n in (5, 23, 1, 40, 17)]
+
+
+@cache
+def mlx_lms_tokens(architecture: str) -> list[list[int]]:
+    model = tiny_reference(architecture=architecture)
+    outputs = []
+    for prompt in PROMPTS:
+        caches, tokens, output = make_prompt_cache(model), prompt, []
+        for _ in range(NUM_TOKENS):
+            logits = model(mx.array([tokens]), cache=caches)[0, -1]
+            tokens = [int(mx.argmax(logits).item())]
+            output += tokens
+        outputs.append(output)
+    return outputs
+
+
+def engine_of(architecture: str, **config: Any) -> Any:
+    defaults = {"max_num_seqs": 4, "block_size": 4, "num_blocks": 256, "max_model_len": 512, "num_state_slots": 24}
+    return tiny_engine(architecture=architecture, **{**defaults, **config})
+
+
+def outputs_of(engine: Any, num_prompts: int = len(PROMPTS)) -> tuple[list[list[int]], int]:
+    """Return the tokens of the first requests, and the number of prompt tokens that came from the prefix cache."""
+    outputs = run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS[:num_prompts]])
+    return [token_ids(own) for own in outputs], sum(own[-1].num_cached_tokens for own in outputs)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_chunks_of_odd_sizes_then_cached_prefixes(architecture: str) -> None:
+    engine = engine_of(architecture, max_num_batched_tokens=7)
+    assert outputs_of(engine) == (mlx_lms_tokens(architecture), 0)
+    tokens, num_cached = outputs_of(engine)
+    assert tokens == mlx_lms_tokens(architecture)
+    assert num_cached > 0
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_preempted_requests_and_steps_planned_ahead(architecture: str) -> None:
+    engine = engine_of(architecture, ahead=True, num_blocks=22)
+    assert outputs_of(engine)[0] == mlx_lms_tokens(architecture)
+    assert engine.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_replayed_decodes(architecture: str) -> None:
+    """Two requests, whose decodes all have the same sizes: MLX compiles each traced size."""
+    engine = engine_of(architecture, replay=True)
+    assert outputs_of(engine, 2)[0] == mlx_lms_tokens(architecture)[:2]
+    assert engine.metrics.num_decode_forwards["replayed"] >= NUM_TOKENS - 4
