@@ -212,7 +212,7 @@ class PagedDraftHead:
             target.pool = own_pool
             raise UnsupportedModelError("the attention of its draft head differs from that of its layers")
         self._step = CurrentStep()
-        cache = layer_cache(self._step, self.state)
+        cache = layer_cache(self._step, self.state, None)
         assert isinstance(cache, LayerCache)
         self._cache = cache
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
