@@ -22,7 +22,7 @@ from metal_engine.doctor.full import run_full
 from metal_engine.doctor.plan import SECTIONS, Plan, Section
 from metal_engine.doctor.section_process import Item, run_section
 from metal_engine.doctor.sections import steps
-from metal_engine.doctor.sections.generation import is_tie
+from metal_engine.doctor.sections.generation import _chat_prompt, is_tie
 from metal_engine.doctor.sections.recurrences import (
     gated_delta_layer,
     mamba2_layer,
@@ -30,7 +30,8 @@ from metal_engine.doctor.sections.recurrences import (
     packed_ssm_update,
 )
 from metal_engine.recurrence.metal import MetalRecurrence
-from tests.support.checkpoint_files import write_checkpoint
+from tests.support.checkpoint_files import CHAT_TEMPLATE, write_checkpoint
+from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.tiny_models import tiny_model
 from tools.metal_sim import metal_kernel
 
@@ -104,6 +105,12 @@ def test_the_kernel_is_timed_on_the_same_work_as_mlx_lm(packed: Any, theirs: Any
     own = packed(MetalRecurrence(metal_kernel), (num_requests, num_tokens), given)()
     for got, expected in zip(own, theirs(*given), strict=True):
         assert mx.allclose(got.reshape(expected.shape), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_chat_has_the_template_of_the_model() -> None:
+    tokenizer = tiny_tokenizer(CHAT_TEMPLATE)
+    assert tokenizer.decode(_chat_prompt(tokenizer)) == "<|user|>What is the capital of France?<|assistant|>"
+    assert tiny_tokenizer(None).decode(_chat_prompt(tiny_tokenizer(None))) == "What is the capital of France?"
 
 
 def test_a_kernel_with_wrong_results_fails_the_report(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

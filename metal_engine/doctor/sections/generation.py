@@ -23,6 +23,7 @@ from metal_engine.doctor.sections.common import (
 )
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.models.check import LOGITS_TOLERANCE
+from metal_engine.text.tokenizer import Tokenizer
 
 _CHAT = "What is the capital of France?"
 _CHAT_TOKENS = 24
@@ -74,7 +75,7 @@ def _workload(plan: Plan, engine: BuiltEngine) -> Workload:
 def _run_ours(plan: Plan, engine: BuiltEngine) -> tuple[list[Item], Workload, dict[str, OfflineRun]]:
     config, tokenizer = engine.core.config, engine.preparer.tokenizer
     workload = _workload(plan, engine)
-    chat = run_requests(engine, [tokenizer.encode(_CHAT)], [_CHAT_TOKENS])  # also warms up
+    chat = run_requests(engine, [_chat_prompt(tokenizer)], [_CHAT_TOKENS])  # also warms up
     text = tokenizer.decode(chat.token_ids[0], skip_special_tokens=True)
     facts: list[Item] = [
         ("model", f"{config.model.model_type}, {config.model.dtype}, {config.model.num_layers} layers"),
@@ -83,6 +84,13 @@ def _run_ours(plan: Plan, engine: BuiltEngine) -> tuple[list[Item], Workload, di
         ("one chat", f"{_CHAT!r} -> {text!r}"),
     ]
     return facts, workload, _run(workload, engine)
+
+
+def _chat_prompt(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of the question, in the model's chat template if it has one."""
+    if not tokenizer.hf_tokenizer.chat_template:
+        return tokenizer.encode(_CHAT)
+    return tokenizer.apply_chat_template([{"role": "user", "content": _CHAT}])
 
 
 def _run(workload: Workload, engine: BuiltEngine) -> dict[str, OfflineRun]:
