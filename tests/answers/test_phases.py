@@ -141,14 +141,6 @@ def test_arguments_that_an_open_tool_does_not_name(parser: str, text: str, value
         assert strict is None or calls == [("f", {"x": value})]
 
 
-def test_arguments_that_are_left_open_may_occur_twice() -> None:
-    """The last value counts. The grammar of open arguments allows any names."""
-    tools = [tool({"type": "object", "properties": {"a": {"type": "integer"}}})]
-    known = answer_format("pythonic")
-    text = '<|tool_call_start|>[f(a=1, a="x", b=null)]<|tool_call_end|>'
-    assert run(MarkSplitter(known, tools), list(text))[2] == [("f", {"a": "x", "b": None})]
-
-
 @pytest.mark.parametrize("name", ["a b", "a<b", "a\nb", 'a"b'])
 def test_names_that_a_format_cannot_express(name: str) -> None:
     for parser in ("qwen3_coder", "glm47", "minimax_m2", "kimi_k3", "pythonic"):

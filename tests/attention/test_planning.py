@@ -32,6 +32,7 @@ options = st.builds(
     group=st.sampled_from((1, 2, 3, 4, 5, 7, 8, 16, 24, 64)),
     num_kv_heads=st.sampled_from((1, 2, 8, 32)),
     window=st.one_of(st.none(), st.integers(1, 5000)),
+    chunk=st.one_of(st.none(), st.integers(1, 5000)),
     target_threadgroups=st.sampled_from((1, 16, 96, 320, 5000)),
     key_step=st.sampled_from((8, 16, 32, 64, 128)),
     tile_rows=st.sampled_from((8, 16, 32, 64)),

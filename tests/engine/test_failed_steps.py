@@ -100,8 +100,8 @@ class Fault:
                 tokens = self._spoil(tokens).astype(tokens.dtype)
             elif self.point == "cache":
                 arrays[4] = self._spoil(arrays[4])
-            logits, written = trace(tokens, *given, arrays)
-            return self._spoil(logits) if self.point == "logits" else logits, written
+            (logits, hidden), written = trace(tokens, *given, arrays)
+            return (self._spoil(logits) if self.point == "logits" else logits, hidden), written
 
         return spoilt
 

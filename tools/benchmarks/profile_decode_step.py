@@ -99,7 +99,7 @@ def instrument(profile: Profile) -> None:
         (batch.PackedBatch, "validate", "validate"),
         (model_runner.ModelRunner, "_build", "upload"),
         (portable, "plan_work", "attention plan"),
-        (PagedModel, "__call__", "model graph"),
+        (PagedModel, "forward", "model graph"),
         (LayerCache, "attend", "attention graph"),
         (LayerCache, "_write", "attention graph"),
         (step_sampling.StepSampling, "build", "sampling graph"),

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.metal.backend import MetalBackend, shape_of
+from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
 from metal_engine.attention.metal.variants import variant_of
 from tools.fixtures.packed_step import PackedStep, make_step
 from tools.metal_sim import LaunchCounts, MetalSimError, record_launches
@@ -354,7 +355,7 @@ def _wrong_reads(backend: MetalBackend, step: PackedStep, case: MutantCase, laun
     """Return a description of wrong reads, or None. Each work item must read each key of its range exactly once."""
     shape = shape_of(step.q, step.state)
     variant = variant_of(shape)
-    items = backend.for_step(step.rows)._items(shape, variant, case.window)
+    items = backend.for_step(step.rows)._items(shape, variant, case.window, None, THREADGROUPS_PER_CORE)
     table = np.array(items.table)[: items.num_items]
     begins, ends = table[:, 3], table[:, 4]
     buffers = launch.buffers

@@ -23,8 +23,13 @@ MUTANTS = (
     # choice of tiles
     Mutant(PLAN, "if step.num_tokens == step.num_requests and", "if step.num_tokens <= 2 * step.num_requests and"),
     Mutant(PLAN, " and group <= tile_rows:", ":"),
-    Mutant(PLAN, "-(-step.query_lens * group // tile_rows)", "step.query_lens * group // tile_rows + 1"),
+    Mutant(PLAN, "-(-lengths * group // tile_rows)", "lengths * group // tile_rows + 1"),
     Mutant(PLAN, "counts.cumsum() - counts", "counts.cumsum() - counts[0]"),
+    # chunks of the context
+    Mutant(PLAN, "step.positions % chunk == 0", "step.positions % chunk == 1"),
+    Mutant(PLAN, "is_first[step.cu_seqlens_q[:-1]] = True", "is_first[0] = True"),
+    Mutant(PLAN, "begins[starts.searchsorted(step.cu_seqlens_q[:-1])]", "begins[: step.num_requests]"),
+    Mutant(PLAN, "positions - positions % chunk", "positions % chunk"),
     Mutant(PLAN, "begins * tile_rows", "begins"),
     Mutant(PLAN, "np.arange(len(first_rows)) * tile_rows", "np.arange(len(first_rows))"),
     Mutant(PLAN, "tiles[-1, 1] = step.num_tokens * group", "tiles[-1, 1] = step.num_tokens * group - 1"),
@@ -106,6 +111,8 @@ CASES = (
     ([(1, 600), (1, 40), (3, 1500)], Options(group=128, tile_rows=16, num_kv_heads=1, key_step=8)),
     ([(1, 600), (1, 40)], Options(group=40, tile_rows=32, num_kv_heads=1, key_step=8)),
     ([(1, 3000), (600, 600), (512, 512)], Options(num_kv_heads=2, target_threadgroups=1000)),
+    ([*MIX, *DECODES], Options(chunk=700, target_threadgroups=1000)),
+    ([(600, 2000), (512, 2048), (1, 5000)], Options(chunk=1024, num_kv_heads=1, target_threadgroups=1000)),
     ([(1, 131_072), (1, 40)], Options(num_kv_heads=1, target_threadgroups=1000, key_step=128)),
 )
 

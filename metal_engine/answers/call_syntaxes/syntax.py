@@ -89,17 +89,17 @@ class ExactParser:
         schemas = tool_schemas(tools or ())
         if calls := self._read(text, schemas):
             return calls
-        opened = [tool.opened for tool in schemas]
+        untyped = [tool.untyped for tool in schemas]
         try:
             found = self._parser.parse_tool_call(text, tools)
             items = found if isinstance(found, list) else [found]
             if all(isinstance(item, str) or any(item["name"] == tool.name for tool in schemas) for item in items):
                 return found
         except Exception:
-            if calls := self._read(text, opened):
+            if calls := self._read(text, untyped):
                 return calls
             raise
-        return self._read(text, opened) or found  # the caller refuses a call of an unknown tool
+        return self._read(text, untyped) or found  # the caller refuses a call of an unknown tool
 
     def _read(self, text: str, tools: Sequence[ToolSchema]) -> list[dict[str, Any]] | None:
         try:

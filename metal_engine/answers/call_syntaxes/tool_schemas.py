@@ -72,6 +72,16 @@ class ToolSchema:
         """The same tool with a schema that allows all arguments."""
         return ToolSchema(self._index, {"function": {"name": self.name, "parameters": {"type": "object"}}})
 
+    @property
+    def untyped(self) -> ToolSchema:
+        """The same tool with a schema that allows all values of the listed arguments, and all other arguments."""
+        try:
+            listed, _ = self.arguments()
+        except ParameterError:
+            return self.opened
+        parameters = {"type": "object", "properties": {one.name: {} for one in listed}, "additionalProperties": True}
+        return ToolSchema(self._index, {"function": {"name": self.name, "parameters": parameters}})
+
     @cached_property
     def schema(self) -> Schema:
         """Schema of the arguments, an object. Objects are closed as in forced calls.

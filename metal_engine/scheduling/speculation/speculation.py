@@ -118,7 +118,8 @@ class Speculation:
         self._was_worth_waiting = any(limits) and (
             not times or self._beats_async(proposals, limits, requests, times, hoped)
         )
-        self._was_worth_waiting = self._was_worth_waiting and self._async_times.may_wait()
+        if not self._proposals.acceptance.is_shared:  # a draft head drafts for every request, also in vain
+            self._was_worth_waiting = self._was_worth_waiting and self._async_times.may_wait()
         if self._was_worth_waiting:
             return True
         tried = self._proposals.pick_probe_request([*proposals, *others])

@@ -18,7 +18,7 @@ from metal_engine.lora_adapter import Adapter
 from metal_engine.request import RequestOutput, merge_outputs
 from metal_engine.sampling_params import SamplingParams
 from tests.support import adapters
-from tests.support.engine_child import pid_of, started
+from tests.support.engine_child import is_running, pid_of, started
 from tests.support.serving import wait_until
 from tests.support.tiny_engine import tiny_reference
 from tools.fixtures.fake_engine import byte_ids
@@ -97,6 +97,8 @@ async def begin_all(engine: AsyncEngine, root: Path) -> Requests:
 
 
 async def die(engine: AsyncEngine) -> None:
+    while not is_running(pid_of(engine)):  # the next process has not been started yet
+        await asyncio.sleep(0.001)
     os.kill(pid_of(engine), signal.SIGKILL)
     while not engine.is_restarting:
         await asyncio.sleep(0.001)
