@@ -202,8 +202,7 @@ def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:
     """Refuse a model whose architecture mlx-lm does not have.
 
     Raises:
-        UnsupportedModelError: mlx-lm lacks the architecture or this variant of it, or a package that it needs is
-            missing.
+        UnsupportedModelError: mlx-lm lacks the architecture or this variant, or needs a package that is not installed.
         ModelLoadError: the checkpoint has its own code, which may not run.
     """
     model_file = config.get("model_file")

@@ -240,7 +240,7 @@ class StatePool:
         try:
             mx.eval(state.writes_done_marker())
         except Exception:
-            logger.exception("the state of a layer cannot be evaluated any more")
+            logger.exception("a layer's state is lost: MLX cannot evaluate it")
             state.allocate(*self._size)
             return False
         return True

@@ -89,15 +89,13 @@ class TiledKeys(OwnedKeys):
 class _EarlierKeys(OwnedKeys):
     """Placeholder for all stored keys. A layer that stores none reads its positions from the number of stored keys."""
 
-    def __init__(self, keys: mx.array, owner: AttendingCache) -> None:
-        super().__init__(keys, owner)
-        num_rows, num_heads, _, head_dim = keys.shape
-        self._all_shape = num_rows, num_heads, owner.offset + 1, head_dim
+    owner: AttendingCache
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """Shape of all stored keys, [N, num_kv_heads, S, head_dim]. S is an array [N], one number for each row."""
-        return self._all_shape
+        num_rows, num_heads, _, head_dim = super().shape
+        return num_rows, num_heads, self.owner.offset + 1, head_dim
 
 
 class LayerCache(AttendingCache):

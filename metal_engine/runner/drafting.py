@@ -43,7 +43,7 @@ class FollowedStep(Protocol):
         """Arrays to evaluate with the step."""
 
     def finish(self, output: ModelOutput) -> None:
-        """Process the output of the step after it has ended."""
+        """Process the output of the step, which has ended."""
 
 
 class Drafter(Protocol):

@@ -9,8 +9,8 @@ row, becomes the head's K and V at the row's slot. The head therefore never has 
     KV at slot   0  1  2  3  | 4  5  6      slot 6 is void, and the next step writes it again
     carried      .  .  .  g3 | .  g5 .      the head's output at the row before the last known token
 
-Before the next step, the LM head turns the carried output into the first draft. Each further draft takes a forward of
-the head alone, in which its output replaces the hidden state.
+Before the next step, the LM head turns the carried output into the first draft. For each further draft, the head
+alone runs again, and its last output replaces the hidden state.
 
 If plans request no drafts, steps compute only the head's K and V. The first plan that requests drafts again gets no
 drafts, because no output was carried. The next plan gets drafts.

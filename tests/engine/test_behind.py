@@ -89,7 +89,7 @@ def model_of(architecture: str | None) -> dict[str, Any]:
 
 @cache
 def alone(architecture: str | None = None, seed: int = 0) -> list[list[RequestOutput]]:
-    """Return the output of each request in an engine of its own, with steps one by one."""
+    """Run each request in a separate engine, one step at a time, and return its outputs."""
     return [run_all(tiny_engine(**model_of(architecture)), [request])[0] for request in asked(seed)]
 
 

@@ -1,4 +1,4 @@
-"""The whole engine beside mlx-lm's greedy output, for architectures that use their caches in ways of their own."""
+"""Compares the engine's tokens with mlx-lm's, for architectures that use caches in an unusual way."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Questions:
     """Prompts of some requests, and their outputs without drafts.
 
     Args:
-        streams: number of requests at once; 1 to send all questions one by one.
+        streams: number of requests at once. With 1, each question waits for the answer to the question before.
     """
 
     def __init__(self, without: BuiltEngine, streams: int, args: argparse.Namespace) -> None:

@@ -87,7 +87,7 @@ def _run_ours(plan: Plan, engine: BuiltEngine) -> tuple[list[Item], Workload, di
 
 
 def _chat_prompt(tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of the question, in the model's chat template if it has one."""
+    """Return the tokens of the question. Uses the model's chat template, if any."""
     if not tokenizer.hf_tokenizer.chat_template:
         return tokenizer.encode(_CHAT)
     return tokenizer.apply_chat_template([{"role": "user", "content": _CHAT}])

@@ -80,7 +80,7 @@ class RemoteAdapters:
         return adapter
 
     def restore(self, loaded: list[wire.LoadedAdapter], send: Callable[[wire.Message], None]) -> None:
-        """Send the messages that give a new process the adapters of the one before it. Call it with the lock.
+        """Load the adapters of the previous process in a new process. Call it with the lock.
 
         Args:
             loaded: adapters that the new process has loaded at its start.

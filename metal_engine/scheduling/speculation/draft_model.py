@@ -35,7 +35,7 @@ class DraftModelProposer(PredictedTextProposer):
 class HeadProposer(NgramProposer):
     """Proposer of drafts by prompt lookup, or else of drafts that the draft head fills in.
 
-    A lookup is used only if the request's lookups have been accepted at least as often as its head's drafts.
+    A lookup is used only if it is at least as likely to be accepted, for this request, as a draft of the head.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

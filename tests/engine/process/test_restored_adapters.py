@@ -133,7 +133,7 @@ def test_requests_continue_with_their_adapters(engine: AsyncEngine, root: Path) 
     unload_all(engine)
     check_equal(asyncio.run(run(2)), undisturbed)
     assert engine.adapters is not None and [one.name for one in engine.adapters.adapters] == ["a", "x"]
-    # All slots but those of a and x are free again, and names are as before.
+    # Only the adapters a and x take slots.
     for name in ("x1", "x2"):
         wait_until(lambda name=name: loads(engine, name, root), "a free slot")  # type: ignore[misc]
     with pytest.raises(AdapterError, match="no room"):

@@ -185,7 +185,7 @@ def test_answers_are_whole_whatever_fails(tmp_path: Path, caplog: pytest.LogCapt
         assert [end.token_ids for end in ends] == [generated(prompt, 300) for prompt in INNOCENTS]
         lines = [record.getMessage() for record in caplog.records if "a new process continues" in record.getMessage()]
         assert len(lines) >= len(faults) and not any("\n" in line or "\x1b" in line for line in lines)
-        later = iter(lines)  # on a busy machine, there may be further hangs
+        later = iter(lines)  # a busy machine may cause further hangs
         for fault, message in faults.items():
             line = next((line for line in later if message in line), "")
             assert line, fault

@@ -36,7 +36,7 @@ def error_of(event: Any) -> str | None:
 
 
 def is_end(event: Any) -> bool:
-    """Return True for an event that only a whole answer has, near its end."""
+    """Return True for an event near the end of a complete answer. Cut answers lack it."""
     kinds = ("response.completed", "response.incomplete", "message_stop", "message")
     ends = [choice.get("finish_reason") for choice in event.get("choices", ())]
     return event.get("type") in kinds or event.get("done") is True or any(ends) or "usage" in event

@@ -151,8 +151,8 @@ class Deaths:
     async def _wait(self, during_load: bool) -> None:
         """Wait for the next moment of a death.
 
-        Before it, a stream has received a part, and each stream has received a part since the last death but one: a
-        request that is computed by three processes that die without a token in between gets an error.
+        It comes after some stream has received a part of its answer. A request gets an error if three processes die
+        while they compute it, without a token in between. So no stream may have two deaths since its last part.
         """
         while not any(sent.times for sent in self._streams.open):
             await asyncio.sleep(_POLL_SECONDS)

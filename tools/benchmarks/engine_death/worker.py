@@ -17,7 +17,7 @@ from typing import Any
 
 import metal_engine.build
 
-# Environment variable with the path of a file, to which each process adds the times of its load.
+# Environment variable: path of a file. Each process appends the times at which its load began and ended.
 LOADS = "ENGINE_DEATH_LOADS"
 
 
