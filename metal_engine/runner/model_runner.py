@@ -98,8 +98,13 @@ class ModelRunner:
         self.replay: DecodeReplay | None = None
         self.replays = cache_config.num_padding_blocks > 0
         if self.replays:
-            sizes = {"padding_block": cache_config.num_blocks, "max_num_seqs": scheduler_config.max_num_seqs}
-            self.replay = DecodeReplay(model, backend, **sizes, needs_hidden=needs_hidden)
+            self.replay = DecodeReplay(
+                model,
+                backend,
+                padding_block=cache_config.num_blocks,
+                max_num_seqs=scheduler_config.max_num_seqs,
+                needs_hidden=needs_hidden,
+            )
         num_blocks = cache_config.num_blocks + cache_config.num_padding_blocks
         self.pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
@@ -145,7 +150,10 @@ class ModelRunner:
     @property
     def replay_refusal(self) -> str | None:
         """See :class:`metal_engine.step.Runner`."""
-        return None if self.replay is None else self.replay.refusal
+        if self.replay is None or self.replay.refusal is not None or self._drafter is None:
+            return None if self.replay is None else self.replay.refusal
+        refusal = self._drafter.replay_refusal
+        return None if refusal is None else f"for the draft head: {refusal}"
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
         """Ignore the callback. Only :class:`metal_engine.distributed.leader.LeaderRunner` calls it."""
@@ -235,9 +243,9 @@ class ModelRunner:
         elif adapters is not None:
             result, outcome = build(), "adapters"
         else:
-            result, outcome = replay.forward(input_ids, batch.rows, build)
+            result, outcome = replay.forward((input_ids,), batch.rows, build)
         replay.learn(attention)
-        return result, None if outcome is None else DecodeForward(outcome, replay.refusal)
+        return result, None if outcome is None else DecodeForward(outcome, self.replay_refusal)
 
     def _adapter_rows(self, batch: PackedBatch) -> AdapterRows | None:
         slots = batch.adapter_slots[batch.rows.request_of_row] if len(batch.adapter_slots) else batch.adapter_slots
@@ -357,6 +365,8 @@ class ModelRunner:
         if self.replay is not None:
             behind = [s.decode_forward for s in self._steps if s.is_dispatched and s.decode_forward]
             self.replay.failed(step.decode_forward, behind, error)
+        if self._drafter is not None:
+            self._drafter.failed(error)
         # First release all arrays of the cache: there is no memory for two caches.
         for failed_or_void in (step, *self._steps):
             failed_or_void.release()
