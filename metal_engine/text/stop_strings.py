@@ -110,7 +110,8 @@ class StopStrings:
 class StopStringsOutsideReasoning(StopStrings):
     """Finds stop strings in text with reasoning between marks. Within the reasoning, they have no effect.
 
-    Marks in tool calls and in a structured output are text.
+    The white space after the reasoning belongs to it, because the content begins without it. Marks in tool calls and in
+    a structured output are text.
 
     Args:
         root: automaton of the stop strings.
@@ -140,6 +141,7 @@ class StopStringsOutsideReasoning(StopStrings):
             self._state, self._marks["reasoning"] = "reasoning", {reasoning.content_start: "structure"}
         every = [mark for marks in (*self._marks.values(), self._first_starts) for mark in marks]
         self._longest = max(map(len, every))
+        self._is_after_reasoning = False  # True between the end of the reasoning and the next text
         self._tail = ""  # end of the text so far, which may be the beginning of a mark
         self._call = ""  # text of the current call so far
         self._call_end: CallEndSearch | None = None  # search for the end of the current call
@@ -161,11 +163,16 @@ class StopStringsOutsideReasoning(StopStrings):
             at, mark = min(((window.find(mark), mark) for mark in marks if mark in window), default=(-1, ""))
             end = len(text) if at < 0 else max(at + len(mark) - len(self._tail), 0)
             part, text = text[:end], text[end:]
+            if self._is_after_reasoning:
+                begun = part.lstrip()
+                shown += part[: len(part) - len(begun)]
+                part, self._is_after_reasoning = begun, not begun
             more, found = super().add(part, is_active=is_active and self._state != "reasoning")
             shown += more
             if found is not None:
                 return shown, found
             if at >= 0:
+                self._is_after_reasoning = self._state == "reasoning"
                 self._state, self._tail = marks[mark], ""
                 shown += self.flush() if self._state == "reasoning" else ""
                 if self._state == "call" and self._calls is not None:

@@ -384,6 +384,9 @@ def test_where_tokens_end(
         ("ST<r>OP</r>OP", False, None, None),
         ("STOP<r>", False, "", "STOP"),
         ("no end STOP", True, None, None),
+        ("a</r>\n\nb\n\nc", True, "a</r>\n\nb", "\n\n"),
+        ("a\n\nb", False, "a", "\n\n"),
+        ("<r>a\n\n</r>\n\n<r>\n\nb</r>\n\n", False, None, None),
     ],
 )
 def test_stop_strings_have_no_effect_within_reasoning(
@@ -442,7 +445,7 @@ def check_stop_strings(
     *,
     is_structured: bool = False,
 ) -> None:
-    stops = StopStringsOutsideReasoning(stop_automaton(("STOP",)), reasoning, is_structured=is_structured)
+    stops = StopStringsOutsideReasoning(stop_automaton(("STOP", "\n\n")), reasoning, is_structured=is_structured)
     result = ""
     for i in range(0, len(text), step):
         more, stop = stops.add(text[i : i + step])
