@@ -19,9 +19,9 @@ import pytest
 from typer.testing import CliRunner
 
 from metal_engine.cli.main import app
-from metal_engine.cli.models_dir import models_in
+from metal_engine.cli.models_dir import find_several, models_in
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import GIB, EngineArgs
+from metal_engine.settings.args import GIB, EngineArgs, ServerArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
 from metal_engine.settings.fields import format_size
 from metal_engine.settings.multi_model import RegistryArgs, models_memory, per_model_args
@@ -130,6 +130,11 @@ def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
     ]:
         result = run("serve", *arguments, "--port", "0")
         assert result.exit_code == 1 and problem in " ".join(result.stderr.split()), (arguments, result.stderr)
+
+
+def test_a_folder_of_models_alone_can_be_served(folder: Path) -> None:
+    found = find_several((), EngineArgs(model=""), ServerArgs(), RegistryArgs(models_dir=str(folder)))
+    assert found.keys() == {"one", "org/two"}
 
 
 def test_folders_that_are_passed_over(
