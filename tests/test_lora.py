@@ -27,6 +27,7 @@ from tests.support import adapters
 from tests.support.checkpoint_files import write_checkpoint, write_tokenizer
 from tests.support.gguf_files import GgufFile, logits, random_weights, tiny_config
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.lora_adapters import products_for, write_peft
 
 NUM_TOKENS = 6
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -55,7 +56,7 @@ def folders(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     second = adapters.products(model, adapters.ATTENTION, 3, seed=2)
     return {
         "a": adapters.write_mlx_lm(base / "a", first),
-        "b": adapters.write_peft(base / "b", second, alpha=4.5),
+        "b": write_peft(base / "b", second, alpha=4.5),
         "both": adapters.write_mlx_lm(base / "both", second, scale=1.5),
     }
 
@@ -186,7 +187,7 @@ def test_gguf_files_of_llama(tmp_path: Path) -> None:
     paged = PagedModel(model)
     targets = adapter_targets(paged, interleaved_modules(loaded))
     assert len(targets.interleaved) == 2 * config["num_hidden_layers"]
-    folder = adapters.write_mlx_lm(tmp_path / "a", adapters.products_for(targets.shapes, rank=2, seed=3))
+    folder = adapters.write_mlx_lm(tmp_path / "a", products_for(targets.shapes, rank=2, seed=3))
     opened = open_adapter(folder, targets)
     layers = paged.adapt(targets.shapes, 1, 2)
     assert sum(layers.set_weights(1, {name: opened.weights(name) for name in opened.modules}))

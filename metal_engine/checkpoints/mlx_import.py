@@ -8,9 +8,9 @@ from metal_engine.device.descriptors import keep_open_file_limit
 from metal_engine.settings.args import EngineArgs
 
 
-def import_mlx(args: EngineArgs) -> BlasInfo:
-    """Set the limits of command buffers for a model, load the BLAS, and then import MLX. Return the BLAS."""
-    limit_command_buffers([args])
+def import_mlx(*models: EngineArgs) -> BlasInfo:
+    """Set the limits of command buffers for these models, load the BLAS, and then import MLX. Return the BLAS."""
+    limit_command_buffers(models)
     blas = load_optimized_blas()
     with keep_open_file_limit():
         import mlx_lm.utils  # noqa: F401

@@ -53,7 +53,8 @@ def _check_paths(args: EngineArgs) -> None:
         ModelLoadError: a path does not exist, or the model's name, configuration or GGUF header is invalid.
         ConfigError: an adapter's folder does not exist.
     """
-    check_model_name(args.model)
+    if args.model:  # empty for the models of a folder
+        check_model_name(args.model)
     local_tokenizer(args.tokenizer)
     generation_config_folder(args.generation_config)
     for module in args.adapters:

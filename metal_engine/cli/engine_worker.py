@@ -6,7 +6,7 @@ import ctypes
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -18,15 +18,20 @@ from metal_engine.checkpoints.mlx_import import import_mlx
 from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.cli.logs import set_up_logging
 from metal_engine.device.allocator import keep_freed_memory
+from metal_engine.device.info import device_info
 from metal_engine.engine.built_engine import BuiltEngine
-from metal_engine.engine.process.child import BuildFunction, serve_engine
+from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
+from metal_engine.engine.process.child import BuildFunction, PrepareFunction, serve_engine
+from metal_engine.engine.process.spawner import Spawner
 from metal_engine.engine.process.supervisor import EngineSupervisor
-from metal_engine.engine.process.wire import Ready, Start
+from metal_engine.engine.process.wire import Build, Ready, Start
 from metal_engine.settings.args import EngineArgs, ServerArgs
-from metal_engine.settings.config import EngineConfig
+from metal_engine.settings.config import DeviceInfo
 from metal_engine.text.chat_template_file import read_chat_template
 from metal_engine.text.tokenizer import Tokenizer
 
+# Main module of the process of an engine.
+MODULE = "metal_engine.cli.engine_worker"
 _QOS_CLASS_USER_INITIATED = 0x19
 # Modules that import most of the modules for building an engine and for its first steps. They take no device memory.
 _MODULES = (
@@ -44,11 +49,21 @@ _MODULES = (
 
 def launch_engine(args: EngineArgs, server_args: ServerArgs) -> EngineSupervisor:
     """Launch the process of an engine. It loads the model while the caller imports the server, without MLX."""
-    keep_mlx_out()
-    start = Start(msgspec.to_builtins(args), server_args.log_level, server_args.log_format)
-    engine = EngineSupervisor("metal_engine.cli.engine_worker", start, partial(_tokenizer_of, args))
+    engine = engine_of(args, spawner_of([args], server_args))
     engine.launch()
     return engine
+
+
+def spawner_of(models: Iterable[EngineArgs], server_args: ServerArgs, *, is_shared: bool = False) -> Spawner:
+    """Return the spawner of the processes of these models' engines. From now on, this process does not load MLX."""
+    keep_mlx_out()
+    start = Start([msgspec.to_builtins(args) for args in models], server_args.log_level, server_args.log_format)
+    return Spawner(MODULE, start, is_shared=is_shared)
+
+
+def engine_of(args: EngineArgs, spawner: Spawner, access: DeviceAccess = WHOLE_DEVICE) -> EngineSupervisor:
+    """Return an engine in a process of its own, which has not been started."""
+    return EngineSupervisor(spawner, msgspec.to_builtins(args), partial(_tokenizer_of, args), access)
 
 
 def keep_mlx_out() -> None:
@@ -69,22 +84,26 @@ def _tokenizer_of(args: EngineArgs, ready: Ready) -> Tokenizer:
     )
 
 
-def _set_up(start: Start) -> tuple[Callable[[], None], BuildFunction]:
+def _set_up(start: Start) -> tuple[PrepareFunction, BuildFunction]:
     set_up_logging(start.log_level, start.log_format)
     keep_freed_memory()
-    args = msgspec.convert(start.args, EngineArgs)
+    models = msgspec.convert(start.models, list[EngineArgs])
 
-    def prepare() -> None:
-        import_mlx(args)
+    def prepare() -> DeviceInfo:
+        blas = import_mlx(*models)
         for name in _MODULES:
             importlib.import_module(f"metal_engine.{name}")
+        return device_info(blas)
 
-    def build(config: EngineConfig | None) -> BuiltEngine:
+    def build(order: Build, access: DeviceAccess) -> BuiltEngine:
         if sys.platform == "darwin":  # for the engine's thread, which runs this function
             ctypes.CDLL(None).pthread_set_qos_class_self_np(_QOS_CLASS_USER_INITIATED, 0)
         from metal_engine.build import build_engine
 
-        return build_engine(args if config is None else _without_lost_adapters(args), earlier=config)
+        args = msgspec.convert(order.args, EngineArgs)
+        if order.config is not None:
+            args = _without_lost_adapters(args)
+        return build_engine(args, access, earlier=order.config)
 
     return prepare, build
 

@@ -51,10 +51,6 @@ def serve(args: EngineArgs, server_args: ServerArgs, registry_args: RegistryArgs
     set_up_logging(server_args.log_level, server_args.log_format)
     keep_freed_memory()  # before imports that start threads
     if len(models) > 1 or registry_args.is_wanted:
-        if server_args.engine_process != "never":
-            raise ConfigError(
-                "--engine-process", "always does not work with several models: use never, or serve one model"
-            )
         status = _serve_several(models, args, server_args, registry_args)
     elif models and is_follower(args):
         from metal_engine.rank_worker import follow

@@ -10,11 +10,14 @@ from pathlib import Path
 from metal_engine.cli.models_dir import models_in
 from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
 from metal_engine.engine.engine_threads import EngineThreads
+from metal_engine.engine.process.spawner import Spawner
+from metal_engine.engine.transport import Transport
 from metal_engine.errors import InsufficientMemoryError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource, Start
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.listen import Listener
 from metal_engine.settings.args import EngineArgs, ServerArgs
+from metal_engine.settings.config import DeviceInfo
 from metal_engine.settings.multi_model import RegistryArgs, models_memory, per_model_args
 from metal_engine.settings.pool_size import pool_flag
 
@@ -38,29 +41,32 @@ def serve_several(
         ConfigError: settings are invalid or conflict.
         ModelLoadError: a named model cannot be loaded.
     """
-    from metal_engine.checkpoints.known_config import limit_command_buffers
+    each_alone = (replace(args, model=name) for name in (*models, *map(str, found.values())))
+    all_args = [replace(one, async_scheduling=False) for one in each_alone]
+    spawner: Spawner | None = None
+    if server_args.engine_process == "always":
+        from metal_engine.cli.engine_worker import spawner_of
+
+        spawner = spawner_of(all_args, server_args, is_shared=True)
+        spawner.prepare_spare()
+
     from metal_engine.cli.banner import print_banner, registry_facts
-    from metal_engine.device.blas.load import load_optimized_blas
-    from metal_engine.device.info import device_info
     from metal_engine.server.run import run_registry
 
-    each_alone = (replace(args, model=name) for name in (*models, *map(str, found.values())))
-    limit_command_buffers(replace(one, async_scheduling=False) for one in each_alone)
-    device = device_info(load_optimized_blas())
-    preload_heavy_modules()
+    device = _device_here(all_args) if spawner is None else spawner.device()
     memory_bytes = models_memory(args, registry_args, device)
     each = per_model_args(args, memory_bytes, device)
     registry = ModelRegistry(memory_bytes, registry_args.keep_alive, engine_threads())
     for name in models:
-        registry.add(name, source_of(replace(each, model=name), server_args))
+        registry.add(name, source_of(replace(each, model=name), server_args, spawner))
     for name, path in found.items():
         if name not in registry.names:
-            registry.add(name, source_of(replace(each, model=str(path)), server_args))
+            registry.add(name, source_of(replace(each, model=str(path)), server_args, spawner))
 
     def discover(name: str) -> ModelSource | None:
         folder = registry_args.models_dir
         there = {} if folder is None else models_in(Path(folder), warns=False)
-        return source_of(replace(each, model=str(there[name])), server_args) if name in there else None
+        return source_of(replace(each, model=str(there[name])), server_args, spawner) if name in there else None
 
     return run_registry(
         registry,
@@ -72,17 +78,19 @@ def serve_several(
     )
 
 
-def preload_heavy_modules() -> None:
-    """Import the modules for loading models now, because later imports would delay other models' requests."""
-    from metal_engine.device.descriptors import keep_open_file_limit
+def _device_here(models: list[EngineArgs]) -> DeviceInfo:
+    """Return the device of this process. Import the modules for loading models: later, they would delay requests."""
+    from metal_engine.checkpoints.mlx_import import import_mlx
+    from metal_engine.device.info import device_info
 
-    with keep_open_file_limit():
-        import mlx_lm.utils  # noqa: F401
+    blas = import_mlx(*models)
     import metal_engine.attention.choice
     import metal_engine.checkpoints.answer_formats
     import metal_engine.checkpoints.loader
     import metal_engine.models.check
     import metal_engine.runner.model_runner  # noqa: F401
+
+    return device_info(blas)
 
 
 def engine_threads() -> EngineThreads:
@@ -97,9 +105,13 @@ def engine_threads() -> EngineThreads:
     return EngineThreads(end_streams)
 
 
-def source_of(args: EngineArgs, server_args: ServerArgs) -> ModelSource:
-    """Return a source that loads a model with these settings, and detects changes of its files."""
-    return ModelSource(_starter(args, server_args), lambda: files_signature(Path(args.model)))
+def source_of(args: EngineArgs, server_args: ServerArgs, spawner: Spawner | None = None) -> ModelSource:
+    """Return a source that loads a model with these settings, and detects changes of its files.
+
+    Args:
+        spawner: spawns the processes of engines; None for engines in this process.
+    """
+    return ModelSource(_starter(args, server_args, spawner), lambda: files_signature(Path(args.model)))
 
 
 def files_signature(path: Path) -> object:
@@ -112,14 +124,22 @@ def files_signature(path: Path) -> object:
         return None
 
 
-def _starter(args: EngineArgs, server_args: ServerArgs) -> Start:
+def _starter(args: EngineArgs, server_args: ServerArgs, spawner: Spawner | None) -> Start:
 
-    def start(access: DeviceAccess, lock: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
+    def transport(access: DeviceAccess, lock: FairDeviceLock, threads: EngineThreads) -> Transport:
+        if spawner is not None:
+            from metal_engine.cli.engine_worker import engine_of
+
+            return engine_of(args, spawner, access)
         from metal_engine.build import build_engine
-        from metal_engine.engine.async_engine import AsyncEngine
         from metal_engine.engine.engine_thread import EngineThread
 
-        engine = AsyncEngine(EngineThread(lambda: build_engine(args, access), lock, threads))
+        return EngineThread(lambda: build_engine(args, access), lock, threads)
+
+    def start(access: DeviceAccess, lock: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
+        from metal_engine.engine.async_engine import AsyncEngine
+
+        engine = AsyncEngine(transport(access, lock, threads))
         engine.start()
         try:
             # This import loads MLX, which must not happen before the engine has set up its BLAS.

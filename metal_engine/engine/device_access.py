@@ -6,11 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from metal_engine.settings.config import DeviceInfo, EngineConfig
 
 T = TypeVar("T")
+
+_ANY_BYTES = 1 << 62
 
 
 class FairDeviceLock:
@@ -52,7 +55,16 @@ class FairDeviceLock:
 
 
 class DeviceAccess(Protocol):
-    """Interface through which a model uses the device while it is being loaded. Called in the model's thread."""
+    """Interface through which a model uses the device while it is being loaded. Called in the model's thread.
+
+    Attributes:
+        memory_bytes: memory budget of all models in bytes; None without a budget.
+    """
+
+    memory_bytes: int | None
+
+    def check_wanted(self) -> None:
+        """Raise LoadCancelledError if the load is cancelled or has no waiters."""
 
     def hold_device(self) -> AbstractContextManager[None]:
         """Return a context manager that holds exclusive use of the device. Do not call :meth:`claim` inside it."""
@@ -88,7 +100,12 @@ class DeviceAccess(Protocol):
 
 
 class ExclusiveDeviceAccess:
-    """Device access of the only model of a process."""
+    """Device access of the only model of a server."""
+
+    memory_bytes: int | None = None
+
+    def check_wanted(self) -> None:
+        pass
 
     def hold_device(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -110,3 +127,21 @@ class ExclusiveDeviceAccess:
 
 
 WHOLE_DEVICE = ExclusiveDeviceAccess()
+
+
+class LimitedDevice:
+    """The memory of a device for several models. Base class of their :class:`DeviceAccess`.
+
+    Args:
+        memory_bytes: memory for all models together, in bytes.
+    """
+
+    def __init__(self, memory_bytes: int) -> None:
+        self.memory_bytes: int | None = memory_bytes
+
+    def limited(self, device: DeviceInfo) -> DeviceInfo:
+        assert self.memory_bytes is not None
+        return replace(device, memory_bytes=self.memory_bytes)
+
+    def unlimited(self, device: DeviceInfo) -> DeviceInfo:
+        return replace(device, memory_bytes=_ANY_BYTES)

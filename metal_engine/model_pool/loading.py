@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from metal_engine.engine.device_access import FairDeviceLock
+from metal_engine.engine.device_access import FairDeviceLock, LimitedDevice
 from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.errors import (
     InsufficientMemoryError,
@@ -18,7 +17,7 @@ from metal_engine.errors import (
     one_line,
 )
 from metal_engine.model_pool.model_entry import Load, LoadedEngine, ModelSource
-from metal_engine.settings.config import DeviceInfo, EngineConfig
+from metal_engine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     from metal_engine.model_pool.registry import ModelRegistry
@@ -26,10 +25,8 @@ if TYPE_CHECKING:
 # Interval at which a thread that waits for memory checks whether the registry was closed.
 _CLOSED_SECONDS = 0.5
 
-_ANY_BYTES = 1 << 62
 
-
-class RegistryDeviceAccess:
+class RegistryDeviceAccess(LimitedDevice):
     """A model's access to the device, granted by the registry.
 
     Implements :class:`metal_engine.engine.device_access.DeviceAccess`.
@@ -39,20 +36,18 @@ class RegistryDeviceAccess:
     """
 
     def __init__(self, registry: ModelRegistry, load: Load, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(registry.memory_bytes)
         self._registry = registry
         self._load = load
         self._loop = loop
         self.signature: object = None
 
-    def hold_device(self) -> AbstractContextManager[None]:
+    def check_wanted(self) -> None:
         self._registry.check_wanted(self._load)
+
+    def hold_device(self) -> AbstractContextManager[None]:
+        self.check_wanted()
         return self._registry.device_lock.hold()
-
-    def limited(self, device: DeviceInfo) -> DeviceInfo:
-        return replace(device, memory_bytes=self._registry.memory_bytes)
-
-    def unlimited(self, device: DeviceInfo) -> DeviceInfo:
-        return replace(device, memory_bytes=_ANY_BYTES)
 
     def check_fits(self, num_bytes: int) -> None:
         self._registry.budget.check_fits(self._load.entry, num_bytes)

@@ -19,13 +19,14 @@ import pytest
 from typer.testing import CliRunner
 
 from metal_engine.cli.main import app
-from metal_engine.cli.models_dir import models_in
+from metal_engine.cli.models_dir import find_several, models_in
 from metal_engine.errors import ConfigError
-from metal_engine.settings.args import GIB, EngineArgs
+from metal_engine.settings.args import GIB, EngineArgs, ServerArgs
 from metal_engine.settings.config import MARGIN_BYTES, DeviceInfo
 from metal_engine.settings.fields import format_size
 from metal_engine.settings.multi_model import RegistryArgs, models_memory, per_model_args
 from tests.support.checkpoint_files import write_checkpoint
+from tests.support.engine_child import is_running
 from tests.support.serving import serve, wait_until
 from tools.fixtures.ports import free_port
 
@@ -47,6 +48,13 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments))
 
 
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
@@ -66,10 +74,7 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
     def is_up() -> bool:
         assert process.poll() is None, process.communicate()[1]
-        try:
-            return httpx.get(f"{url}/ready").status_code == 200
-        except httpx.HTTPError:
-            return False
+        return is_ready(url)
 
     wait_until(is_up, "the server")
     yield url
@@ -130,6 +135,52 @@ def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
     ]:
         result = run("serve", *arguments, "--port", "0")
         assert result.exit_code == 1 and problem in " ".join(result.stderr.split()), (arguments, result.stderr)
+
+
+def test_models_in_processes_of_their_own(folder: Path) -> None:
+    """The server loads no MLX. A stream survives the death of its engine. A kill of the server leaves no process."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    serve_command = [sys.executable, "-m", "metal_engine", "serve", "--models-dir", str(folder), "--port", str(port)]
+    command = [*serve_command, "--engine-process", "always", "--models-memory", "64MiB", *SMALL]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+    def workers() -> list[int]:
+        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+        rows = [line.split() for line in listed.stdout.splitlines()]
+        return [int(pid) for pid, parent in rows if int(parent) == process.pid]
+
+    try:
+        wait_until(lambda: process.poll() is not None or is_ready(url), "the server")
+        (first,) = workers()
+        body = {"model": "one", "prompt": "a", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+        whole = [line for line in httpx.post(f"{url}/v1/completions", json=body, timeout=60).iter_lines() if line]
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            lines = (line for line in response.iter_lines() if line)
+            received = [next(lines)]
+            os.kill(first, signal.SIGKILL)
+            wait_until(lambda: '"restarting":true' in httpx.get(f"{url}/health").text, "the restart")
+            assert httpx.post(f"{url}/v1/completions", json={**body, "model": "org/two", "stream": False}).is_success
+            received += lines
+        assert text_of(received) == text_of(whole)
+        assert httpx.get(f"{url}/ready").status_code == 200
+        left = workers()
+        assert first not in left and len(left) >= 2
+        maps = Path(f"/proc/{process.pid}/maps")
+        assert not maps.exists() or "libmlx" not in maps.read_text()
+    finally:
+        process.kill()
+        process.communicate()
+    wait_until(lambda: not any(map(is_running, left)), "the ends of the processes")
+
+
+def text_of(lines: list[str]) -> str:
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+def test_a_folder_of_models_alone_can_be_served(folder: Path) -> None:
+    found = find_several((), EngineArgs(model=""), ServerArgs(), RegistryArgs(models_dir=str(folder)))
+    assert found.keys() == {"one", "org/two"}
 
 
 def test_folders_that_are_passed_over(

@@ -15,7 +15,8 @@ import pytest
 from metal_engine.errors import AdapterError
 from metal_engine.lora.files import open_adapter
 from metal_engine.lora_adapter import AdapterTargets
-from tests.support.adapters import write_mlx_lm, write_peft
+from tests.support.adapters import write_mlx_lm
+from tools.fixtures.lora_adapters import write_peft
 
 RANK = 3
 TARGETS = AdapterTargets(

@@ -18,6 +18,7 @@ from metal_engine.sampling_params import SamplingParams
 from tests.support import adapters
 from tests.support.tiny_engine import log_softmax, tiny_reference
 from tools.fixtures.architectures import SUPPORTED
+from tools.fixtures.lora_adapters import products_for
 
 MAX_LORAS, MAX_RANK, INPUTS, OUTPUTS = 3, 4, 6, 5
 
@@ -141,7 +142,7 @@ def test_every_architecture_with_all_its_targets(architecture: str, tmp_path: Pa
         assert "it runs apart for each group of requests, where adapters are not supported" in targets.refused.values()
         return
     shapes = {name: shape for name, shape in targets.shapes.items() if not name.endswith(_NOT_IN_MLX_LM)}
-    folder = adapters.write_mlx_lm(tmp_path, adapters.products_for(shapes, rank=2, seed=0), scale=1.0)
+    folder = adapters.write_mlx_lm(tmp_path, products_for(shapes, rank=2, seed=0), scale=1.0)
     num_state_slots = 12 if paged.pool.is_recurrent else 0
     engine = adapters.adapted_engine(
         {"a": folder},

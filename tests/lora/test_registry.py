@@ -25,6 +25,7 @@ from tests.support.speculation import draft_for_free, draft_model_config, head_c
 from tests.support.tiny_engine import reference_logits, tiny_reference
 from tools.compare.equal_outputs import compare_outputs
 from tools.fixtures.fake_engine import byte_ids
+from tools.fixtures.lora_adapters import write_peft
 from tools.fixtures.stepped_engine import SteppedEngine
 
 NUM_TOKENS = 12
@@ -207,7 +208,7 @@ def test_pefts_formula(tmp_path: Path, dtype: mx.Dtype, use_rslora: bool) -> Non
     rank, alpha = 4, 6.0
     made = adapters.products(tiny_reference(), adapters.ALL, rank, seed=3)
     made = {n: tuple(_rounded(one, dtype) for one in ab) for n, ab in made.items()}  # type: ignore[misc]
-    folder = adapters.write_peft(tmp_path / "p", made, alpha, dtype, use_rslora=use_rslora)
+    folder = write_peft(tmp_path / "p", made, alpha, dtype, use_rslora=use_rslora)
     merged = tiny_reference()
     modules = dict(merged.named_modules())
     for name, (a, b) in made.items():

@@ -204,7 +204,7 @@ async def test_idle_models_are_unloaded_if_memory_is_short(made: RegistryOfFakes
     made["a"].last_used -= 20.0
     made.registry.unload_idle(10.0)
     await until(lambda: made.loaded == "b", "the end of a")
-    made.models["b"].step_time = 0.005
+    made.models["b"].runners[-1].step_time = 0.005
     request = asyncio.ensure_future(made.ask("b", [1], 40))
     await until(lambda: made["b"].num_leases, "the request")
     made.registry.unload_idle(0.0)

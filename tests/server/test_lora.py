@@ -26,6 +26,7 @@ from tests.support import adapters
 from tests.support.serving import DEADLINE, Served, serve
 from tests.support.tiny_engine import tiny_reference
 from tools.fixtures.fake_engine import byte_ids, fake_engine, tiny_tokenizer
+from tools.fixtures.lora_adapters import write_peft
 
 NUM_TOKENS = 8
 TEXT = "Once upon a time"
@@ -177,7 +178,7 @@ def test_malformed_adapters_are_refused_and_harm_nobody(served: Served, root: Pa
         ("flag", made, {"use_rslora": "false"}, "adapter_config.json: use_rslora is 'false'"),
     ]
     for name, weights, config, problem in folders:
-        adapters.write_peft(root / name, weights, **config)
+        write_peft(root / name, weights, **config)
         response = load(served, name, name)
         assert response.status_code == 400, response.text
         error = response.json()["error"]

@@ -13,20 +13,20 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
+from metal_engine.engine.device_access import DeviceAccess
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.process import wire
-from metal_engine.engine.process.child import BuildFunction, serve_engine
+from metal_engine.engine.process.child import BuildFunction, PrepareFunction, serve_engine
 from metal_engine.engine.process.limits import NUM_FIRST_PLANS, ProcessLimits
+from metal_engine.engine.process.spawner import Spawner
 from metal_engine.engine.process.supervisor import EngineSupervisor
 from metal_engine.errors import ConfigError
-from metal_engine.settings.config import EngineConfig
 from metal_engine.text.tokenizer import Tokenizer
 from tools.benchmarks.engine_death.worker import failing
 from tools.fixtures.fake_engine import FakeRunner, fake_config, tiny_tokenizer
@@ -51,10 +51,11 @@ def process_of(
         limits: other limits on the engine's processes.
         fails: True for steps that fail on demand (:func:`failing`).
     """
-    start = wire.Start({"build": build, "options": options, "fails": fails}, "info", "text")
+    args = {"build": build, "options": options}
     others: dict[str, Any] = {"spare_delay": math.inf, **(limits or {})}
     process_limits = ProcessLimits(max_restarts=max_restarts, **others)
-    return EngineSupervisor(MODULE, start, lambda ready: tokenizer or tiny_tokenizer(), process_limits)
+    spawner = Spawner(MODULE, wire.Start([{"fails": fails}], "info", "text"), process_limits)
+    return EngineSupervisor(spawner, args, lambda ready: tokenizer or tiny_tokenizer())
 
 
 def started(build: str, **options: Any) -> AsyncEngine:
@@ -255,12 +256,12 @@ def _socket() -> socket.socket:
     return socket.socket(fileno=os.dup(int(sys.argv[1])))
 
 
-def _set_up(start: wire.Start) -> tuple[Callable[[], None], BuildFunction]:
-    def build(config: EngineConfig | None) -> BuiltEngine:
-        built: BuiltEngine = globals()[start.args["build"]](**start.args["options"])
+def _set_up(start: wire.Start) -> tuple[PrepareFunction, BuildFunction]:
+    def build(order: wire.Build, access: DeviceAccess) -> BuiltEngine:
+        built: BuiltEngine = globals()[order.args["build"]](**order.args["options"])
         return built
 
-    return lambda: None, failing(build) if start.args["fails"] else build
+    return lambda: fake_config().device, failing(build) if start.models[0]["fails"] else build
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from metal_engine.cancellation import caller_disconnected
 from metal_engine.device.allocator import give_back_freed_memory
 from metal_engine.device.blas.threads import blas_threads
 from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess, ExclusiveDeviceAccess, LimitedDevice
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.channel import Channel
@@ -51,7 +52,7 @@ from metal_engine.engine.transport import EngineDeadError
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import PreparedRequest, RequestOutput, RequestStatus
-from metal_engine.settings.config import EngineConfig
+from metal_engine.settings.config import DeviceInfo
 from metal_engine.step import SchedulerOutput
 from metal_engine.token_rules import Grammar
 
@@ -65,8 +66,33 @@ _IDLE_INTERVALS = 100  # freed memory goes back to the system after this many in
 # Calls at once. Grammars that wait for their compilation are limited to fewer.
 _MAX_CALLS = 32
 
-# Function that builds an engine. Its argument is the configuration of an earlier engine with the same settings, if any.
-BuildFunction = Callable[[EngineConfig | None], BuiltEngine]
+# Functions that import the modules of the engine, and that build the engine.
+PrepareFunction = Callable[[], DeviceInfo]
+BuildFunction = Callable[[wire.Build, DeviceAccess], BuiltEngine]
+
+
+class _ServersDevice(LimitedDevice, ExclusiveDeviceAccess):
+    """Device access of one of several models. The server grants the memory, or kills this process.
+
+    Args:
+        send: sends a message to the server.
+    """
+
+    def __init__(self, memory_bytes: int, send: Callable[[wire.Message], None]) -> None:
+        super().__init__(memory_bytes)
+        self._send = send
+        self._granted = threading.Semaphore(0)
+
+    def check_fits(self, num_bytes: int) -> None:
+        self._send(wire.CheckFits(num_bytes))
+
+    def claim(self, num_bytes: int, loading_bytes: int = 0, step_bytes: int | None = 0) -> None:
+        self._send(wire.Claim(num_bytes, loading_bytes, step_bytes))
+        self._granted.acquire()
+
+    def grant(self) -> None:
+        """Let the waiting thread go on."""
+        self._granted.release()
 
 
 @dataclass(eq=False)
@@ -82,17 +108,19 @@ class EngineChild:
 
     Args:
         channel: channel to the server.
-        prepare: function that imports the modules of the engine. Called in the engine's thread.
+        prepare: function that imports the modules of the engine and returns its device. Called in the engine's thread.
         build: function that builds the engine. Called in the engine's thread after the server's order.
     """
 
-    def __init__(self, channel: Channel, prepare: Callable[[], None], build: BuildFunction) -> None:
+    def __init__(self, channel: Channel, prepare: PrepareFunction, build: BuildFunction) -> None:
         self._channel = channel
         self._order: Future[wire.Build] = Future()
+        self._device: _ServersDevice | None = None  # access to a device that other models use
 
         def prepare_and_build() -> BuiltEngine:
-            prepare()
-            return build(self._order.result().config)
+            channel.send(wire.Device(prepare()))
+            order = self._order.result()
+            return build(order, self._device or WHOLE_DEVICE)
 
         self._thread = EngineThread(prepare_and_build)
         self._engine: BuiltEngine | None = None
@@ -229,7 +257,12 @@ class EngineChild:
     def _process(self, message: wire.ToEngine) -> None:
         match message:
             case wire.Build():
+                if message.memory_bytes is not None:
+                    self._device = _ServersDevice(message.memory_bytes, self._channel.send)
                 self._order.set_result(message)
+            case wire.Granted():
+                if self._device is not None:
+                    self._device.grant()
             case wire.Submit():
                 self._submit(message)
             case wire.End():
@@ -348,7 +381,7 @@ class EngineChild:
         self._channel.send(reply)
 
 
-def serve_engine(descriptor: int, set_up: Callable[[wire.Start], tuple[Callable[[], None], BuildFunction]]) -> NoReturn:
+def serve_engine(descriptor: int, set_up: Callable[[wire.Start], tuple[PrepareFunction, BuildFunction]]) -> NoReturn:
     """Run an engine for the server at the other end of a socket, and end this process.
 
     Args:

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
+from metal_engine.engine.device_access import DeviceAccess
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.channel import Channel
 from metal_engine.engine.process.error_output import ErrorOutput
 from metal_engine.engine.process.packed_results import unpacked_error
 from metal_engine.errors import ModelLoadError
-from metal_engine.settings.config import EngineConfig
+from metal_engine.settings.config import DeviceInfo
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,9 @@ logger = logging.getLogger(__name__)
 _EXIT_SECONDS = 2.0
 # Time for a process that hangs to write the stacks of its threads.
 _DUMP_SECONDS = 0.3
+_WHILE_LOADING = (wire.Device, wire.CheckFits, wire.Claim, wire.Ready)
+
+M = TypeVar("M", bound=wire.Message)
 
 
 class EngineProcess:
@@ -67,26 +72,43 @@ class EngineProcess:
         """Last lines in the standard error of the process, after its end; an empty text if there are none."""
         return self._errors.last_words()
 
-    def build(self, config: EngineConfig | None) -> wire.Ready:
+    def device(self) -> DeviceInfo:
+        """Wait until the process has imported its modules, and return its device. Raises as :meth:`build`."""
+        try:
+            return self._receive_one(wire.Device).info
+        except (EOFError, wire.WireError) as error:
+            raise ModelLoadError(f"no model can be loaded: {self._ended(error)}") from error
+
+    def build(self, order: wire.Build, access: DeviceAccess) -> wire.Ready:
         """Build the engine, and wait until the model is loaded.
 
         Args:
-            config: configuration of an earlier process with the same settings; None for the first process.
+            access: gets the claims of memory. Its errors are raised.
 
         Raises:
             ModelLoadError: the model cannot be loaded, or the process has ended.
             ConfigError: the settings cannot work.
         """
-        self.send(wire.Build(config))
+        self.send(order)
         try:
-            ready = wire.decode_from_engine(self._channel.receive())
-            if isinstance(ready, wire.Refused):
-                raise unpacked_error(ready.error)
-            if not isinstance(ready, wire.Ready):
-                raise wire.WireError(f"a first message of type {type(ready).__name__}")
+            while not isinstance(message := self._receive_one(_WHILE_LOADING), wire.Ready):
+                if isinstance(message, wire.CheckFits):
+                    access.check_fits(message.num_bytes)
+                elif isinstance(message, wire.Claim):
+                    access.claim(message.num_bytes, message.loading_bytes, message.step_bytes)
+                    self.send(wire.Granted())
         except (EOFError, wire.WireError) as error:
             raise ModelLoadError(f"the model cannot be loaded: {self._ended(error)}") from error
-        return ready
+        return message
+
+    def _receive_one(self, kinds: type[M] | tuple[type[M], ...]) -> M:
+        """Receive a message of one of these types. Raises the error of a :class:`wire.Refused`."""
+        message = wire.decode_from_engine(self._channel.receive())
+        if isinstance(message, wire.Refused):
+            raise unpacked_error(message.error)
+        if not isinstance(message, kinds):
+            raise wire.WireError(f"a message of type {type(message).__name__} while the model is loaded")
+        return message
 
     def receive_all(self, on_message: Callable[[wire.FromEngine], None]) -> str:
         """Pass on all messages until the process ends. Return the reason of the end."""

@@ -1,42 +1,43 @@
-"""Starts and watches the processes of an engine: one that runs, and a spare process that replaces it."""
+"""Starts and watches the process of an engine. If it ends, another process replaces it."""
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from typing import Any
 
+from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.engine_process import EngineProcess
 from metal_engine.engine.process.hang_monitor import HangMonitor
 from metal_engine.engine.process.limits import NUM_FIRST_PLANS, RESTART_SECONDS, ProcessLimits
+from metal_engine.engine.process.spawner import Spawner
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
 
-logger = logging.getLogger(__name__)
-
 
 class EngineProcesses:
-    """The current process of an engine, and its spare process. A process that hangs is killed.
+    """The current process of an engine. A process that hangs is killed.
 
-    One thread calls all methods except :meth:`stop` and :meth:`kill`. The thread must live as long as the processes.
+    One thread calls all methods except :meth:`stop` and :meth:`kill`.
 
     Args:
-        spawn: function that starts a process.
-        limits: limits on the time and the number of processes.
+        spawner: starts the processes.
+        args: settings of the engine.
+        access: grants memory to the first process. Later processes have the same memory.
 
     Attributes:
         current: process that builds or runs the engine; None before the first one.
     """
 
-    def __init__(self, spawn: Callable[[], EngineProcess], limits: ProcessLimits) -> None:
+    def __init__(self, spawner: Spawner, args: dict[str, Any], access: DeviceAccess) -> None:
         self.current: EngineProcess | None = None
-        self._spawn = spawn
-        self._limits = limits
-        self._monitor = HangMonitor(self._end_hang, limits.step_seconds)
-        self._spare: EngineProcess | None = None
+        self._spawner = spawner
+        self._args = args
+        self._access = access
+        self._limits: ProcessLimits = spawner.limits
+        self._monitor = HangMonitor(self._end_hang, self._limits.step_seconds)
         self._spare_time = math.inf  # time at which the spare process is started
         self._load_seconds: float | None = None  # duration of the first load
         self._config: EngineConfig | None = None  # configuration of the first process
@@ -46,18 +47,17 @@ class EngineProcesses:
         self._lock = threading.Lock()
 
     def build(self) -> wire.Ready:
-        """Build the engine in the spare process, or in a new process. Raises as :meth:`EngineProcess.build`."""
+        """Build the engine in a process of the spawner. Raises as :meth:`EngineProcess.build`."""
         began = time.monotonic()
-        process, self._spare = self._spare, None
-        if process is None or process.has_ended:
-            process = self._spawn()
+        process = self._spawner.take()
         with self._lock:
             self.current = process
             if self._is_stopping:
                 process.kill()
         if self._load_seconds is not None:
             self._monitor.set_limit(self._limits.of_load(self._load_seconds), "it has been loading the model")
-        ready = process.build(self._config)
+        order = wire.Build(self._args, self._config, self._access.memory_bytes)
+        ready = process.build(order, self._access if self._config is None else WHOLE_DEVICE)
         if self._load_seconds is None:
             self._load_seconds = time.monotonic() - began
             self._config = ready.config
@@ -79,14 +79,8 @@ class EngineProcesses:
         if before.num_plans < NUM_FIRST_PLANS <= now.num_plans:
             self._limit_steps(are_first=False)
         if time.monotonic() > self._spare_time:
-            self._start_spare()
-
-    def _start_spare(self) -> None:
-        self._spare_time = math.inf
-        try:
-            self._spare = self._spawn()
-        except OSError as error:
-            logger.warning("the engine has no spare process: %s", error)
+            self._spare_time = math.inf
+            self._spawner.prepare_spare()
 
     def has_output(self) -> None:
         """Record that the engine has computed something."""
@@ -113,8 +107,9 @@ class EngineProcesses:
                 self.current.send(wire.Shutdown())
 
     def kill(self) -> None:
-        """End all processes at once."""
+        """Kill the process. Close the spawner unless engines share it."""
         self._monitor.close()
-        for process in (self.current, self._spare):
-            if process is not None:
-                process.kill()
+        if self.current is not None:
+            self.current.kill()
+        if not self._spawner.is_shared:
+            self._spawner.close()

@@ -9,26 +9,31 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.engine_process import EngineProcess
 from metal_engine.engine.process.engine_processes import EngineProcesses
-from metal_engine.engine.process.limits import ProcessLimits
 from metal_engine.engine.process.open_request import OpenRequest
 from metal_engine.engine.process.packed_results import MetricsTotals, unpacked_output
 from metal_engine.engine.process.remote import Calls, RemoteEngine, RemoteGrammars, RemoteWatch
 from metal_engine.engine.process.remote_adapters import RemoteAdapters
+from metal_engine.engine.process.spawner import Spawner
 from metal_engine.engine.step_observer import FrameSink
 from metal_engine.engine.transport import EndSink, EngineDeadError, OutputSink
-from metal_engine.errors import AdapterError, ModelLoadError
+from metal_engine.errors import AdapterError, LoadCancelledError, ModelLoadError
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import MAX_FAILURES, PreparedRequest, RequestOptions, RequestOutput, RequestStatus
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+# Interval of checks for a cancelled load.
+_POLL_SECONDS = 0.1
 
 
 class EngineSupervisor:
@@ -38,24 +43,24 @@ class EngineSupervisor:
     requests of the last steps may have caused the end. After two ends without a new token, such a request is a suspect,
     and suspects run one at a time. After a third end, it gets an error.
 
-    A process that computes no step although it has requests is killed. While the engine runs, a spare process has
-    imported its modules and waits.
+    A process that computes no step although it has requests is killed.
 
     Args:
-        module: main module of the process, which gets the descriptor of a socket as its argument.
-        start: first message to the process.
+        spawner: starts the processes.
+        args: settings of the engine.
         make_tokenizer: function that returns the tokenizer of the loaded model.
-        limits: limits on the time and the number of processes.
+        access: access to the device. Grants memory to the engine.
     """
 
     def __init__(
         self,
-        module: str,
-        start: wire.Start,
+        spawner: Spawner,
+        args: dict[str, Any],
         make_tokenizer: Callable[[wire.Ready], Tokenizer],
-        limits: ProcessLimits = ProcessLimits(),  # noqa: B008  (it is frozen)
+        access: DeviceAccess = WHOLE_DEVICE,
     ) -> None:
-        self._processes = EngineProcesses(lambda: EngineProcess(module, start, limits.stall_seconds), limits)
+        self._processes = EngineProcesses(spawner, args, access)
+        self._access = access
         self._make_tokenizer = make_tokenizer
         self._on_outputs: OutputSink = lambda outputs: None
         self._on_end: EndSink = lambda message: None
@@ -92,7 +97,13 @@ class EngineSupervisor:
         """Start the process and wait for the engine. Raises the errors of building it. Callbacks run in a thread."""
         self._on_outputs, self._on_end = on_outputs, on_end
         self.launch()
-        self._ready.wait()
+        try:
+            while not self._ready.wait(_POLL_SECONDS):
+                self._access.check_wanted()
+        except LoadCancelledError:
+            self.shutdown(0.0)
+            self._thread.join()  # nothing is claimed after that
+            raise
         if self._engine is None:
             assert self.error is not None
             raise self.error

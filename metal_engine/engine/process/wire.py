@@ -17,7 +17,7 @@ from metal_engine.engine.step_observer import Frame
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOptions
 from metal_engine.scheduling.stats import SchedulerStats
-from metal_engine.settings.config import EngineConfig
+from metal_engine.settings.config import DeviceInfo, EngineConfig
 
 # Signal at which the process of an engine writes the stacks of its threads to its standard error.
 DUMP_SIGNAL = signal.SIGUSR1
@@ -120,17 +120,29 @@ class MetricsSnapshot(Part):
 
 
 class Start(Message):
-    """Settings of the process and of its engine. The first message. The process imports its modules."""
+    """Settings of the process. The first message. The process imports its modules.
 
-    args: dict[str, Any]
+    ``models`` contains the settings of the server's models. The process builds the engine of one model.
+    """
+
+    models: list[dict[str, Any]]
     log_level: str
     log_format: str
 
 
 class Build(Message):
-    """Builds the engine. ``config`` is the configuration of an earlier process with the same settings, if any."""
+    """Builds the engine. ``config`` is the configuration of an earlier process with the same settings, if any.
 
+    ``memory_bytes`` is the memory for all models together; None if the engine has the whole device.
+    """
+
+    args: dict[str, Any]
     config: EngineConfig | None
+    memory_bytes: int | None
+
+
+class Granted(Message):
+    """Grants the memory of a :class:`Claim`."""
 
 
 class Submit(Message):
@@ -222,6 +234,26 @@ class Reply(Message):
     error: list[str | None] | None = None
 
 
+class Device(Message):
+    """The modules are imported. ``info`` describes the device that they compute on."""
+
+    info: DeviceInfo
+
+
+class CheckFits(Message):
+    """See :meth:`metal_engine.engine.device_access.DeviceAccess.check_fits`. An error ends the process."""
+
+    num_bytes: int
+
+
+class Claim(Message):
+    """See :meth:`metal_engine.engine.device_access.DeviceAccess.claim`. Answered by :class:`Granted`, or by the end."""
+
+    num_bytes: int
+    loading_bytes: int
+    step_bytes: int | None
+
+
 class Refused(Message):
     """The engine cannot be built. ``error`` is from ``packed_error``."""
 
@@ -268,6 +300,7 @@ class Ended(Message):
 ToEngine = (
     Start
     | Build
+    | Granted
     | Submit
     | End
     | Watch
@@ -278,7 +311,7 @@ ToEngine = (
     | ReleaseMemory
     | Shutdown
 )
-FromEngine = Ready | Reply | Refused | Outputs | Computing | Numbers | FrameOf | Ended
+FromEngine = Device | CheckFits | Claim | Ready | Reply | Refused | Outputs | Computing | Numbers | FrameOf | Ended
 
 encode = msgspec.msgpack.Encoder().encode
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -86,6 +86,11 @@ class Models(ABC):
     def error(self) -> BaseException | None:
         """Error that stopped the server from serving requests; None while it works."""
 
+    @property
+    @abstractmethod
+    def is_restarting(self) -> bool:
+        """True if no request can be computed, because a new engine is started."""
+
     @abstractmethod
     def check(self, model: str | None) -> None:
         """Raise APIError, a 404, if no model has this name."""
@@ -164,6 +169,10 @@ class SingleModel(Models):
     def error(self) -> BaseException | None:
         return self.served.engine.error
 
+    @property
+    def is_restarting(self) -> bool:
+        return self.served.engine.is_restarting
+
     def check(self, model: str | None) -> None:
         self.served.resolve(model)
 
@@ -210,6 +219,10 @@ class MultiModel(Models):
     @property
     def error(self) -> BaseException | None:
         return None  # a model that fails does not affect the others
+
+    @property
+    def is_restarting(self) -> bool:
+        return False
 
     def check(self, model: str | None) -> None:
         self.entry(model)

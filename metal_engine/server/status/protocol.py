@@ -82,7 +82,8 @@ class ModelHealth(BaseModel):
 
     ``memory_bytes`` is the memory reserved for the model. ``requests`` counts current requests. ``loads`` counts loads
     so far. ``attention`` and ``kv_cache_dtype`` are as in :class:`Health`, and null while the model is not loaded.
-    ``error`` is the reason why the last load failed, or why the engine has stopped.
+    ``restarting`` is true while requests wait for a new engine. ``error`` is the reason why the last load failed, or
+    why the engine has stopped.
     """
 
     name: str
@@ -98,6 +99,7 @@ class ModelHealth(BaseModel):
     preemptions: int = 0
     failed_steps: int = 0
     unconstrained_calls: int = 0
+    restarting: bool = False
     error: str | None = None
 
 

@@ -195,8 +195,7 @@ def add_status_routes(app: FastAPI, models: Models, lifecycle: Lifecycle, metric
     @get_and_head(app, "/ready", tags=["status"], responses={503: {"model": Ready}})
     async def ready() -> JSONResponse:
         """Respond with status 200 if requests run; 503 if the server drains, or its engine has died or starts anew."""
-        is_restarting = any(served.engine.is_restarting for served in models.loaded)
-        is_ready = models.error is None and not lifecycle.draining and not is_restarting
+        is_ready = models.error is None and not lifecycle.draining and not models.is_restarting
         return JSONResponse(Ready(ready=is_ready).model_dump(), status_code=200 if is_ready else 503)
 
     @get_and_head(app, "/version", tags=["status"])

@@ -198,9 +198,10 @@ def test_the_spare_process_is_next() -> None:
     engine = started("fake", max_restarts=10, limits={"spare_delay": 0.0})
 
     def spare() -> EngineProcess:
-        processes: Any = engine._transport
-        wait_until(lambda: processes._processes._spare is not None, "the spare process")
-        found: EngineProcess = processes._processes._spare
+        transport: Any = engine._transport
+        spawner = transport._processes._spawner
+        wait_until(lambda: spawner.spare is not None, "the spare process")
+        found: EngineProcess = spawner.spare
         return found
 
     try:

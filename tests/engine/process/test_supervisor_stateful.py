@@ -16,18 +16,19 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from metal_engine.engine.device_access import DeviceAccess
 from metal_engine.engine.metrics import EngineMetrics
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.limits import ProcessLimits
 from metal_engine.engine.process.packed_requests import unpacked_ids
 from metal_engine.engine.process.packed_results import packed_metrics
+from metal_engine.engine.process.spawner import Spawner
 from metal_engine.engine.process.supervisor import EngineSupervisor
 from metal_engine.errors import ModelLoadError
 from metal_engine.request import MAX_FAILURES, RequestOutput, RequestStatus
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.stats import SchedulerStats
-from metal_engine.settings.config import EngineConfig
 from tests.support.serving import wait_until
 from tools.fixtures.fake_engine import fake_config, generated, tiny_tokenizer
 
@@ -61,7 +62,7 @@ class FakeProcess:
         elif isinstance(message, wire.Shutdown):
             self._events.put("shut down")
 
-    def build(self, config: EngineConfig | None) -> wire.Ready:
+    def build(self, order: wire.Build, access: DeviceAccess) -> wire.Ready:
         if self._load_error is not None:
             raise self._load_error
         return wire.Ready(NUMBERS, CONFIG, [], None, None)
@@ -118,8 +119,9 @@ class Supervision(RuleBasedStateMachine):
         self.num_failures: dict[str, int] = {}  # of open requests
         self.computing: list[list[str]] = []  # of the current process
         limits = ProcessLimits(max_restarts=10**6, spare_delay=math.inf)
-        supervisor = EngineSupervisor("none", wire.Start({}, "", ""), lambda ready: tiny_tokenizer(), limits)
-        supervisor._processes._spawn = self._spawn  # type: ignore[assignment]
+        spawner = Spawner("none", wire.Start([], "", ""), limits)
+        spawner._spawn = self._spawn  # type: ignore[method-assign]
+        supervisor = EngineSupervisor(spawner, {}, lambda ready: tiny_tokenizer())
         self.ends: list[str] = []
         supervisor.start(self._receive, self.ends.append)
         self.supervisor = supervisor

@@ -352,7 +352,9 @@ def test_frames_and_configurations() -> None:
 
 def test_settings() -> None:
     args = EngineArgs(model="demo", lora_modules=("a=b",), max_model_len=512, speculative_config='{"method": "ngram"}')
-    assert msgspec.convert(to_engine(wire.Start(msgspec.to_builtins(args), "info", "json")).args, EngineArgs) == args
+    models = to_engine(wire.Start([msgspec.to_builtins(args)], "info", "json")).models
+    assert msgspec.convert(models, list[EngineArgs]) == [args]
+    assert msgspec.convert(to_engine(wire.Build(msgspec.to_builtins(args), None, 7)).args, EngineArgs) == args
 
 
 @pytest.mark.parametrize(

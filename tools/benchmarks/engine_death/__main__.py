@@ -1,7 +1,8 @@
 """Kills the process of a server's engine at random moments under requests: no answer may be lost or different.
 
-    python -m tools.benchmarks.engine_death [--deaths 50] [--streams 16 64] [--kinds kill abort error]
-    python -m tools.benchmarks.engine_death --model MODEL --serve-args "--kv-cache-dtype int8"
+    python -m tools.benchmarks.engine_death [--deaths 50] [--streams 16 64] [--kinds kill abort hang error]
+    python -m tools.benchmarks.engine_death --models attention hybrid quantized lora
+    python -m tools.benchmarks.engine_death --model MODEL --serve-args "--max-num-seqs 32"
 
 A real server runs with `--engine-process always`. Streams of all APIs (log probabilities, several outputs, tools,
 grammars, seeds, stop strings) keep it busy. Each request is first answered without deaths. Its later answers must be
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tools.benchmarks.engine_death.deaths import KINDS, Deaths, Report
+from tools.benchmarks.engine_death.models import MODELS
 from tools.benchmarks.engine_death.requests import MixedRequest, mixed_requests
 from tools.benchmarks.engine_death.server import WORKER
 from tools.benchmarks.engine_death.streams import Streams
@@ -62,38 +64,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deaths", type=int, default=50, help="deaths for each number of streams")
     parser.add_argument("--streams", type=int, nargs="+", default=[16, 64], help="numbers of requests at a time")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["kill", "abort", "error"])
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["attention"], help="kinds of models")
+    parser.add_argument("--model", default="demo", help="the model, except of the kind hybrid")
     parser.add_argument("--serve-args", default="", help="more arguments for the server")
     parser.add_argument("--max-tokens", type=int, default=48, help="tokens of an output")
     parser.add_argument("--num-each", type=int, default=2, help="different requests of each kind")
     parser.add_argument("--gap", type=float, default=4.0, help="largest time between a restart and a death in seconds")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    requests = mixed_requests(args.model, args.num_each, args.max_tokens)
     is_good = True
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[LOADS] = str(Path(folder, "loads"))
-        extra = ["--engine-process", "always", *args.serve_args.split()]
-        with running(
-            OURS, args.model, same_blas=True, extra=extra, module=WORKER.replace("worker", "server")
-        ) as server:
-            for num_streams in args.streams:
-                report = asyncio.run(
-                    measure(
-                        server.url,
-                        lambda: worker_of(server.pid),
-                        requests,
-                        num_streams=num_streams,
-                        num_deaths=args.deaths,
-                        kinds=args.kinds,
-                        gap=args.gap,
-                        seed=args.seed,
-                    )
-                )
-                print(report, flush=True)
-                is_good &= report.is_good
+    for kind in args.models:
+        with tempfile.TemporaryDirectory() as folder:
+            is_good &= _measure_kind(kind, Path(folder), args)
     return 0 if is_good else 1
+
+
+def _measure_kind(kind: str, folder: Path, args: argparse.Namespace) -> bool:
+    """Print the reports of a kind of model. Return True if they are good."""
+    model = MODELS[kind](folder, args.model)
+    names = (model.model, *model.adapters)
+    requests = [request for name in names for request in mixed_requests(name, args.num_each, args.max_tokens)]
+    os.environ[LOADS] = str(folder / "loads")
+    extra = ["--engine-process", "always", *model.serve_args, *args.serve_args.split()]
+    is_good = True
+    with running(OURS, model.model, same_blas=True, extra=extra, module=WORKER.replace("worker", "server")) as server:
+        for num_streams in args.streams:
+            report = asyncio.run(
+                measure(
+                    server.url,
+                    lambda: worker_of(server.pid),
+                    requests,
+                    num_streams=num_streams,
+                    num_deaths=args.deaths,
+                    kinds=args.kinds,
+                    gap=args.gap,
+                    seed=args.seed,
+                )
+            )
+            print(f"{kind}: {report}", flush=True)
+            is_good &= report.is_good
+    return is_good
 
 
 if __name__ == "__main__":

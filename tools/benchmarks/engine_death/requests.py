@@ -37,7 +37,7 @@ def mixed_requests(model: str, num_each: int, max_tokens: int) -> list[MixedRequ
         max_tokens: maximum number of tokens of an output.
     """
     return [
-        MixedRequest(f"{kind} {i}", path, {"model": model, **body})
+        MixedRequest(f"{model}: {kind} {i}", path, {"model": model, **body})
         for i in range(num_each)
         for kind, path, body in _kinds(f"Tell a story about {_TOPICS[i % len(_TOPICS)]}.", i, max_tokens)
     ]

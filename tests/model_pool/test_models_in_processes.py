@@ -1,0 +1,169 @@
+"""Several tiny checkpoints in processes of their own: right outputs, memory within the budget, no process left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from metal_engine.cli import engine_worker
+from metal_engine.cli.serve_multi_model import source_of
+from metal_engine.engine.process.spawner import Spawner
+from metal_engine.engine.process.wire import Start
+from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLargeError
+from metal_engine.model_pool.model_entry import ModelEntry
+from metal_engine.model_pool.registry import ModelRegistry
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import EngineArgs, ServerArgs
+from tests.support.engine_child import is_running, pid_of
+from tests.support.registry import until
+from tests.support.serving import DEADLINE
+from tests.test_several_checkpoints import folder, own, own_answer  # noqa: F401
+from tools.compare.equal_outputs import compare_outputs
+
+PROMPTS = [[7 + i, 3 * i, 60, i] * (1 + i % 5) for i in range(4)]
+LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+def args_of(path: Path, num_blocks: int = 512) -> EngineArgs:
+    return EngineArgs(model=str(path), num_gpu_blocks_override=num_blocks, max_num_seqs=8, max_num_batched_tokens=64)
+
+
+def pid(entry: ModelEntry) -> int:
+    assert entry.loaded_engine is not None
+    return pid_of(entry.loaded_engine.engine)
+
+
+class Models:
+    """Models in processes.
+
+    Attributes:
+        pids: ids of all processes that have been started.
+    """
+
+    def __init__(self, models: dict[str, EngineArgs], memory_bytes: int) -> None:
+        start = Start([msgspec.to_builtins(args) for args in models.values()], "warning", "text")
+        self.spawner = Spawner(engine_worker.MODULE, start, is_shared=True)
+        self.pids: list[int] = []
+        spawn = self.spawner._spawn
+
+        def spawn_and_list() -> Any:
+            process = spawn()
+            self.pids.append(process.popen.pid)
+            return process
+
+        self.spawner._spawn = spawn_and_list  # type: ignore[method-assign]
+        self.registry = ModelRegistry(memory_bytes)
+        for name, args in models.items():
+            self.registry.add(name, source_of(args, ServerArgs(), self.spawner))
+
+    def __getitem__(self, name: str) -> ModelEntry:
+        entry = self.registry.find(name)
+        assert entry is not None
+        return entry
+
+    @property
+    def loaded(self) -> str:
+        return "".join(one.name for one in self.registry.entries if one.loaded_engine is not None)
+
+    async def answer(self, name: str, prompts: Sequence[list[int]], received: list[str]) -> list[list[int]]:
+        """Return the outputs of a model. Its name is appended to ``received`` with each part."""
+        loaded = await self.registry.use(self[name])
+        try:
+            prepared = await asyncio.to_thread(loaded.engine.preparer.prepare_all, list(prompts), LONG)
+
+            async def one(index: int) -> list[int]:
+                tokens = []
+                async for output in loaded.engine.generate(str(index), prepared[index]):
+                    assert output.error is None, output.error
+                    tokens += output.token_ids
+                    received.append(name)
+                return tokens
+
+            return await asyncio.gather(*map(one, range(len(prompts))))
+        finally:
+            self.registry.release(self[name])
+
+
+@asynccontextmanager
+async def in_processes(models: dict[str, EngineArgs], memory_bytes: int = 1 << 30) -> AsyncIterator[Models]:
+    made = Models(models, memory_bytes)
+    try:
+        yield made
+    finally:
+        assert await asyncio.to_thread(made.registry.shutdown, DEADLINE)
+        made.spawner.close()
+    assert not [one for one in made.pids if is_running(one)]
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(4 * DEADLINE):
+            await test()
+
+    asyncio.run(main())
+
+
+def test_one_dies_and_others_go_on(folder: Path, own: dict[str, Any]) -> None:  # noqa: F811
+    """Answers in flight survive. A third model takes the place of the least recently used one, whose process ends."""
+
+    async def test() -> None:
+        async with in_processes({name: args_of(folder / name) for name in "abc"}) as models:
+            assert models.spawner.device().kind == "cpu"
+            await models.registry.load(models["a"])
+            assert pid(models["a"]) == models.pids[0], "the spare process has loaded it"
+            models.registry.budget.memory_bytes = int(2.5 * models["a"].num_bytes)
+            await models.registry.load(models["b"])
+            first, other = pid(models["a"]), pid(models["b"])
+            received: list[str] = []
+            asked = asyncio.gather(*(models.answer(name, PROMPTS, received) for name in "ab"))
+            await until(lambda: {"a", "b"} <= set(received), "answers in flight")
+            os.kill(first, signal.SIGKILL)
+            for name, answers in zip("ab", await asked, strict=True):
+                for prompt, answer in zip(PROMPTS, answers, strict=True):
+                    assert len(answer) == 60
+                    compared = compare_outputs(own[name], prompt, answer, own_answer(own[name], prompt, answer))
+                    assert compared.equal, (name, compared)
+            second = pid(models["a"])
+            assert second != first and pid(models["b"]) == other and not is_running(first)
+            resumed = [
+                one.loaded_engine.engine.metrics.num_resumed_requests
+                for one in models.registry.entries
+                if one.loaded_engine is not None
+            ]
+            assert resumed == [len(PROMPTS), 0]
+            models["a"].last_used -= 60.0
+            await models.answer("c", PROMPTS[:1], received)
+            assert models.loaded == "bc" and not is_running(second) and is_running(other)
+            assert models["a"].num_bytes == 0
+            await models.registry.unload(models["b"])
+            assert models.loaded == "c" and not is_running(other)
+
+    run(test)
+
+
+def test_loads_that_fail_end_their_processes(folder: Path) -> None:  # noqa: F811
+    async def test() -> None:
+        models = {"large": args_of(folder / "a", 1 << 20), "nothing": args_of(folder / "x"), "b": args_of(folder / "b")}
+        async with in_processes(models, 64 << 20) as made:
+            with pytest.raises(ModelTooLargeError, match=r"large takes .* \(--models-memory\): .* are missing"):
+                await made.registry.load(made["large"])
+            with pytest.raises(ModelLoadError, match="x"):
+                await made.registry.load(made["nothing"])
+            assert made.registry.budget.taken_bytes == 0 and not any(map(is_running, made.pids))
+
+            load = asyncio.ensure_future(made.registry.load(made["b"]))
+            await until(lambda: len(made.pids) == 3, "the process")
+            await made.registry.unload(made["b"])
+            with pytest.raises(LoadCancelledError):
+                await load
+            assert made.registry.budget.taken_bytes == 0 and not any(map(is_running, made.pids))
+
+    run(test)
