@@ -73,6 +73,7 @@ class ModelInfo:
         reranker: configuration of a reranker; None for other models.
         can_generate: False for checkpoints without an LM head.
         adapter_bytes: memory for the maximum number of LoRA adapters, in bytes.
+        image_refusal: reason why prompts with images are refused; None if they are accepted.
     """
 
     name: str
@@ -96,6 +97,7 @@ class ModelInfo:
     reranker: RerankerConfig | None = None
     can_generate: bool = True
     adapter_bytes: int = 0
+    image_refusal: str | None = "the model takes text only"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +165,8 @@ class SchedulerConfig:
     max_attention_work: int = 1 << 62  # maximum number of (query row, visible key) pairs in a step
     async_scheduling: bool = False  # plan a step before the tokens of the previous step are known
     speculative: SpeculativeConfig | None = None  # settings of speculation; None without it
+    max_num_encoder_tokens: int = 0  # maximum number of image tokens that a step encodes, and that an image has
+    image_cache_tokens: int = 0  # maximum number of image tokens whose features are kept
 
     @property
     def max_sample_rows(self) -> int:
