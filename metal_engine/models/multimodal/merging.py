@@ -45,7 +45,9 @@ class ImageInput:
     """
 
     def __init__(self, model: nn.Module, step: CurrentStep, encoder: ImageEncoder) -> None:
-        embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
+        embeddings: list[nn.Module] = [
+            m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)
+        ]
         if len(embeddings) != 1:
             raise UnsupportedModelError(f"it has {len(embeddings)} embeddings, so the input of images is not known")
         if encoder.axes is not None:
