@@ -31,7 +31,7 @@ FILE = ROOT / "constraints.txt"
 EXTRAS = ("dev", "full", "gateway", "plots", "valkey")
 # Installed only by `make test-full`.
 OPTIONAL = ("full",)
-# Installed by `make test` without its dependencies, of which the project needs only those that are listed anyway.
+# Extra that `make test` installs without dependencies: the encoders run with the project's own dependencies.
 WITHOUT_DEPENDENCIES = "vision"
 HERE = dict(default_environment())
 # The other supported platform: the file is made on Linux.

@@ -33,7 +33,7 @@ INSTALL = "pip install 'metal-engine[vision]'"
 
 
 def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
-    """Return the reason why a model gets no images with these settings, before its weights are read; None if it does.
+    """Return the reason to refuse images for a model and settings, before the weights are read. None: accept images.
 
     Args:
         config: content of ``config.json``.
