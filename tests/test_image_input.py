@@ -118,12 +118,12 @@ def test_a_checkpoint_with_an_encoder(tmp_path: Path, config: dict[str, Any], op
     engine = build_engine(EngineArgs(model=str(tmp_path / "m"), **SIZES))
     model, scheduler = engine.core.config.model, engine.core.config.scheduler
     assert model.image_refusal is None
-    assert (scheduler.max_num_encoder_tokens, scheduler.image_cache_tokens) == (1024, 4096)
+    assert (scheduler.max_num_encoder_tokens, scheduler.image_cache_tokens) == (2048, 8192)
     assert model.feature_bytes == 64 * 4 * (3 if config is QWEN3_VL else 1)
     if not options.get("bits"):
         plain = sum(array.size * 4 for array in weights_of(tiny.reference).values())
         assert model.weight_bytes == plain  # in float32 on a CPU
-    assert engine.core.config.image_bytes > 4096 * model.feature_bytes
+    assert engine.core.config.image_bytes > 8192 * model.feature_bytes
     prompt = vision_prompt(tiny, PARTS)
     if not options.get("bits"):
         tiny.reference.update(tree_map(lambda a: a.astype(mx.float32), tiny.reference.parameters()))

@@ -35,7 +35,7 @@ _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
 _NO_LAYERS = AttentionLayers()
 # Smallest default of --max-num-encoder-tokens, and number of tokens whose features are kept, as a multiple of it.
-_MIN_ENCODER_TOKENS, _KEPT_IMAGES = 1024, 4
+_MIN_ENCODER_TOKENS, _KEPT_IMAGES = 2048, 4
 
 
 def resolve_config(

@@ -20,7 +20,7 @@ ASYNC_SCHEDULING: Any = setting(
 MAX_NUM_ENCODER_TOKENS: Any = setting(
     None,
     "Maximum image tokens that a step encodes, and maximum tokens of an image. Default: the tokens of a step, at least "
-    "1,024. Memory is reserved for the features of four times this number.",
+    "2,048. Memory is reserved for the features of four times this number.",
     group=SCHEDULING,
     listing=HELP_ALL,
     kind="count",

@@ -19,8 +19,8 @@ from metal_engine.models.multimodal.families import FAMILIES, ImageFamily
 class MlxVlmEncoder:
     """Encoder of a model of mlx-vlm (:class:`metal_engine.models.multimodal.encoder.ImageEncoder`).
 
-    Each model of mlx-vlm has a method that merges features into the embeddings of a prompt. The encoder calls the method
-    with a prompt that consists of one image, so the code does not depend on the parts of an architecture.
+    Each model of mlx-vlm has a method that merges features into the embeddings of a prompt. The encoder calls it with a
+    prompt that consists of one image, so the code does not depend on the parts of an architecture.
 
     Args:
         config: content of ``config.json``.
