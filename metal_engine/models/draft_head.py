@@ -231,7 +231,9 @@ class PagedDraftHead:
             rows: the rows.
             attention: attention of the backend for ``rows``.
         """
-        return self._run(token_ids, hidden, mx.array(rows.positions), rows, attention)
+        # Rotary positions for each axis are left out: a head has one axis, and its drafts are checked anyway.
+        rotary = rows.positions if rows.rotary_positions is None or rows.has_axes else rows.rotary_positions
+        return self._run(token_ids, hidden, mx.array(rotary), rows, attention)
 
     def forward_of_arrays(
         self, token_ids: mx.array, hidden: mx.array, positions: mx.array, rows: TracedRows, attention: StepAttention
