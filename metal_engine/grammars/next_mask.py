@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import llguidance
 
+# First byte of a special token in llguidance's bytes. UTF-8 has no such byte.
+_SPECIAL = b"\xff"
+
 
 def next_mask(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> bytes:
     """Return the mask of the next token: bit ``i % 8`` of byte ``i // 8`` for token ``i``.
 
     If only one text may follow, llguidance allows only the text's first token. If the text begins like a special token,
-    that is the special token, which the grammar refuses. The mask returned then has a plain token.
+    that is the special token, which the grammar refuses. The mask returned then has a plain token. llguidance also
+    reports an end-of-sequence token as refused that the grammar requires, such as the end of gpt-oss's calls.
     """
     mask = bytes(matcher.compute_bitmask())
     only = _only_token(mask)
     if only is None or matcher.is_error() or matcher.is_accepting() or matcher.validate_tokens([only]):
         return mask
+    forced = matcher.compute_ff_bytes()
+    if forced.startswith(_SPECIAL):
+        return mask
     plain = bytearray(len(mask))
-    for token in tokenizer.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))[:1]:
+    for token in tokenizer.greedy_tokenize(forced.decode(errors="ignore"))[:1]:
         plain[token // 8] = 1 << token % 8
     return bytes(plain)
 

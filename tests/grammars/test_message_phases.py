@@ -78,6 +78,7 @@ def test_calls(allowed_after: Following) -> None:
     assert allowed_after(head + "{", tools=True) == [{" ", '"'}]
     (found,) = allowed_after(f'{ANALYSIS}hm{END}{START}{head}{{"city": "Rome"', tools=True)
     assert found == set(" ,}")
+    assert allowed_after(f'{head}{{"city": "Rome"}}', tools=True) == [{"<|call|>"}]  # also an end-of-sequence token
     assert allowed_after("<|channel|>") == [{"a", "f"}]
 
 
