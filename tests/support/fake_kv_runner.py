@@ -680,7 +680,10 @@ class SchedulerHarness:
             - len(t.token_ids)
             for t in self.live
         )
-        bound = alone * self.depth + self.depth + 4 + self.runner.num_late * self.depth
+        # After a late mask, a request with recurrent states may compute all its rows again, one in each step.
+        longest = max((t.request.num_tokens for t in self.live), default=0) if self.cache_config.num_state_slots else 0
+        num_again = self.runner.num_late * (1 + longest)
+        bound = (alone + num_again) * self.depth + self.depth + 4
         if self._has_images:  # decodes go before a prompt that waits for features, and may be preempted after it
             bound *= 3
         steps = num_waits = 0
