@@ -35,10 +35,12 @@ class CallText:
     Attributes:
         starts: marks that begin a call.
         end: returns a search for the end of a call; None if calls last until the end of the output.
+        first_starts: marks that begin a call only at the beginning of the content, after white space or reasoning.
     """
 
     starts: tuple[str, ...]
     end: Callable[[], CallEndSearch] | None = field(default=None, compare=False)
+    first_starts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -154,10 +154,12 @@ class ChatAnswers:
         answers = self if structured is None else self._under(structured, may_call=calls is not None)
         if structured is None and budget is not None and self._reasons:
             answers = replace(self, has_budget=True)
+        if self.past_reasoning and calls is None:
+            budget = None  # the prompt has ended the reasoning
         reasoning = None
         if structured is not None:
             reasoning = answers._structured_reasoning(structured, budget)
-        elif calls is not None or ((budget is not None or params.stop) and not self.past_reasoning):
+        elif calls is not None or budget is not None or params.stop:
             reasoning = self._reasoning(budget, is_structured=False)
         if reasoning is not None and params.stop and self._finds_calls:
             reasoning = replace(reasoning, calls=call_text(self.format, self.plan.parsed))

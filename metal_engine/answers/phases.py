@@ -112,15 +112,20 @@ def call_text(answer_format: AnswerFormat, tools: Sequence[dict[str, Any]]) -> C
     """
     parser, syntax, bare = answer_format.tool, answer_format.syntax, answer_format.bare
     assert parser is not None
-    starts = [parser.tool_call_start]
-    if bare is not None and not bare.only_first:
-        starts += [f"{bare.before}{tool['function']['name']}{bare.after}" for tool in tools]
+    starts: tuple[str, ...] = (parser.tool_call_start,)
+    first_starts: tuple[str, ...] = ()
+    if bare is not None:
+        openings = tuple(f"{bare.before}{tool['function']['name']}{bare.after}" for tool in tools)
+        if bare.only_first:
+            first_starts = openings
+        else:
+            starts += openings
 
     def end() -> CallEnd:
         quotes = NO_QUOTES if syntax is None else syntax.quotes(tool_schemas(tools))
         return CallEnd(quotes, (parser.tool_call_end,))
 
-    return CallText(tuple(starts), end if parser.tool_call_end else None)
+    return CallText(starts, end if parser.tool_call_end else None, first_starts)
 
 
 def reasoning_phase(

@@ -212,19 +212,30 @@ def parse_safetensors_header(header: bytes, path: str) -> list[StoredTensor]:
 
 
 # Beginnings of the names of a multimodal model's tensors outside its text model, which mlx-lm leaves out.
-_OTHER_TOWERS = re.compile(
-    r"(?:model\.)?(?:vision_tower|vision_model|vision_embedder|visual|audio_tower|multi_modal_projector|mm_projector"
-    r"|embed_vision|embed_audio)\."
+_VISION = re.compile(
+    r"(?:model\.)?(?:vision_tower|vision_model|vision_encoder|vision_embedder|visual|multi_modal_projector|mm_projector"
+    r"|embed_vision)\."
 )
+_AUDIO = re.compile(r"(?:model\.)?(?:audio_tower|embed_audio)\.")
+
+
+def is_vision_tensor(name: str) -> bool:
+    """Return True if the tensor of this name belongs to an image encoder."""
+    return _VISION.match(name) is not None
 
 
 def text_tensors(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Return the tensors of the text model. The weights of vision and audio towers are never read."""
-    return [tensor for tensor in tensors if not _OTHER_TOWERS.match(tensor.name)]
+    """Return the tensors of the text model."""
+    return [tensor for tensor in tensors if not (_VISION.match(tensor.name) or _AUDIO.match(tensor.name))]
+
+
+def vision_tensors(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """Return the tensors of the image encoder."""
+    return [tensor for tensor in tensors if is_vision_tensor(tensor.name)]
 
 
 def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_bytes: int | None) -> int:
-    """Return the size of the text model's weights in memory, in bytes.
+    """Return the size of weights in memory, in bytes.
 
     Args:
         tensors: tensors as stored.
@@ -234,7 +245,7 @@ def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_
     Raises:
         ModelLoadError: the configuration has an impossible number of bits.
     """
-    stored = {tensor.name: tensor for tensor in text_tensors(tensors)}
+    stored = {tensor.name: tensor for tensor in tensors}
     if float_bytes is None:
         return sum(tensor.nbytes for tensor in stored.values())
     quantization = config.get("quantization") or config.get("quantization_config") or {}

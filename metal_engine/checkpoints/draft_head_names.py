@@ -1,8 +1,8 @@
 """Recognizes the weights of a draft head by their published names, and maps them to the names of one structure.
 
-Each family of models publishes its head under its own names. All heads have the same parts:
-norms of the embedding and the hidden state, a projection of both, blocks, and a last norm. This module maps published
-names to Qwen's, which :class:`metal_engine.models.draft_head.DraftHead` has.
+Each family of models publishes its head under its own names. Each head has two input norms (of the embedding and of the
+hidden state), a projection of both inputs, transformer blocks, and a final norm. This module maps published names to
+Qwen's, which :class:`metal_engine.models.draft_head.DraftHead` has.
 """
 
 from __future__ import annotations

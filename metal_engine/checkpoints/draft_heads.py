@@ -61,7 +61,7 @@ def last_attention_layer(model: nn.Module) -> int:
     """
     indices = [i for i, layer in enumerate(model.layers) if has_attention(layer)]
     if not indices:
-        raise UnsupportedModelError("none of its layers has attention of the usual form")
+        raise UnsupportedModelError("no layer of the model has attention of the usual form")
     return indices[-1]
 
 

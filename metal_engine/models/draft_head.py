@@ -28,7 +28,8 @@ from metal_engine.checkpoints.draft_heads import HeadWeights, embedding_table, h
 from metal_engine.checkpoints.loader import read_weights
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line
-from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.pool import StatePool
+from metal_engine.kv_cache.rows import StepRows, TracedRows
 from metal_engine.kv_cache.state import LayerState
 from metal_engine.models.cpu_ops import StepPositions, use_faster_layers
 from metal_engine.models.current_step import CurrentStep
@@ -186,6 +187,7 @@ class PagedDraftHead:
     Attributes:
         head: see above.
         state: keys and values of the head's layer.
+        pool: pool of this state alone.
     """
 
     def __init__(self, head: DraftHead, target: PagedModel) -> None:
@@ -211,6 +213,7 @@ class PagedDraftHead:
         if self.state.spec not in [state.spec for state in own_pool.states]:  # only these have been checked
             target.pool = own_pool
             raise UnsupportedModelError("the attention of its draft head differs from that of its layers")
+        self.pool = StatePool([self.state])
         self._step = CurrentStep()
         cache = layer_cache(self._step, self.state, None)
         assert isinstance(cache, LayerCache)
@@ -228,8 +231,28 @@ class PagedDraftHead:
             rows: the rows.
             attention: attention of the backend for ``rows``.
         """
+        return self._run(token_ids, hidden, mx.array(rows.positions), rows, attention)
+
+    def forward_of_arrays(
+        self, token_ids: mx.array, hidden: mx.array, positions: mx.array, rows: TracedRows, attention: StepAttention
+    ) -> tuple[mx.array, None]:
+        """Run the head with rows that are given only as arrays, for a trace that other steps will replay.
+
+        Returns:
+            Output, [N, hidden_size], and None, because a head has no other hidden states.
+        """
+        return self._run(token_ids, hidden, positions, rows, attention), None
+
+    def _run(
+        self,
+        token_ids: mx.array,
+        hidden: mx.array,
+        positions: mx.array,
+        rows: StepRows | TracedRows,
+        attention: StepAttention,
+    ) -> mx.array:
         step = self._step
-        step.rows, step.attention, step.positions = rows, attention, self._positions(rows.positions)
+        step.rows, step.attention, step.positions = rows, attention, self._positions(positions)
         try:
             embeddings = self._embedding(token_ids[:, None])
             return self.head(embeddings, hidden[:, None], self._cache.make_mask(1), self._cache)[:, 0]

@@ -55,9 +55,11 @@ class DraftModel:
 
     Attributes:
         needs_hidden: see :class:`metal_engine.runner.drafting.Drafter`.
+        replay_refusal: likewise. Its steps are never replayed.
     """
 
     needs_hidden = False
+    replay_refusal = None
 
     def __init__(
         self,
@@ -258,6 +260,9 @@ class DraftModel:
             logger.warning("the draft model has lost its KV and will recompute it")
             self._has_kv.fill(False)
             self._num_computed = dict.fromkeys(self._num_computed, 0)
+
+    def failed(self, error: Exception) -> None:
+        """Do nothing: :meth:`follow` has marked the slots that the failed step may have written."""
 
     def release(self) -> None:
         """Free the KV. Call it in the thread that ran the steps."""

@@ -51,10 +51,14 @@ class Drafter(Protocol):
 
     Attributes:
         needs_hidden: True if :meth:`follow` needs the hidden states of all rows.
+        replay_refusal: short reason why its steps are built although they could be replayed; None if there is none.
     """
 
     @property
     def needs_hidden(self) -> bool: ...
+
+    @property
+    def replay_refusal(self) -> str | None: ...
 
     def update(self, plan: SchedulerOutput) -> None:
         """Process the new and dropped requests of a plan, before its drafts."""
@@ -67,6 +71,9 @@ class Drafter(Protocol):
 
     def follow(self, step: TargetStep, tokens: mx.array | None) -> FollowedStep | None:
         """Build this drafter's work in a step, on the tokens that the step samples, [R] int32, or None."""
+
+    def failed(self, error: Exception) -> None:
+        """Handle a failed step of the target model, whose later steps are dropped."""
 
     def release(self) -> None:
         """Free the memory of the drafter. Call it in the thread that ran the steps."""

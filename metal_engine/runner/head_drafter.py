@@ -25,13 +25,16 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from metal_engine.attention.backend import AttentionBackend
+from metal_engine.attention.backend import AttentionBackend, StepAttention
 from metal_engine.device.streams import synchronize
+from metal_engine.errors import one_line
 from metal_engine.kv_cache.pool import StatePool, marker_after
+from metal_engine.kv_cache.rows import StepRows
 from metal_engine.models.draft_head import PagedDraftHead
 from metal_engine.models.paged_model import release_weights
 from metal_engine.runner.batch import RequestTable
 from metal_engine.runner.drafting import DraftTask, TargetStep, sample_drafts, wanted_drafts
+from metal_engine.runner.replay import DecodeReplay, ForwardResult, is_decode
 from metal_engine.settings.config import CacheConfig
 from metal_engine.step import Drafting, ModelOutput, SchedulerOutput
 
@@ -65,7 +68,9 @@ class HeadDrafter:
         backend: attention backend of the model.
 
     Attributes:
+        head: see above.
         needs_hidden: see :class:`metal_engine.runner.drafting.Drafter`.
+        replay: traces of the head's forwards in decode steps and for drafts; None if they are never replayed.
     """
 
     needs_hidden = True
@@ -73,8 +78,14 @@ class HeadDrafter:
     def __init__(
         self, head: PagedDraftHead, pool: StatePool, backend: AttentionBackend, cache_config: CacheConfig
     ) -> None:
-        self._head, self._pool, self._backend = head, pool, backend
+        self.head, self._pool, self._backend = head, pool, backend
         self._num_blocks = cache_config.num_blocks
+        self.replay: DecodeReplay | None = None
+        if cache_config.num_padding_blocks:
+            self.replay = DecodeReplay(
+                head, backend, padding_block=cache_config.num_blocks, steps="steps of the draft head"
+            )
+        self._num_new_traces = 0  # traces whose first forward has not completed
         self._carried: dict[str, _Carried] = {}
         self._num_idle_steps = _CARRIED_STEPS  # number of steps since drafts were requested
 
@@ -93,11 +104,66 @@ class HeadDrafter:
         self._num_idle_steps += 1
         # A step with prompts carries, too: this costs little of its time, and the prompts' requests decode next.
         is_carried = self._num_idle_steps <= _CARRIED_STEPS or rows.num_tokens > len(rows.logits_indices)
+        num_new_traces = self._num_new_traces
+        if is_decode(step.plan, rows, len(rows.logits_indices)):
+            output = self._run(next_tokens, step.hidden, rows, step.attention)
+        elif is_carried and len(rows.logits_indices):
+            output = self.head.follow(next_tokens, step.hidden, rows, step.attention, self._backend)
+        else:
+            output = self.head(next_tokens, step.hidden, rows, step.attention)
+        num_new_traces = self._num_new_traces - num_new_traces
         if is_carried and len(rows.logits_indices):
-            output = self._head.follow(next_tokens, step.hidden, rows, step.attention, self._backend)
-            return FollowedByHead(self._carried, step, output)
-        self._head(next_tokens, step.hidden, rows, step.attention)
-        return FollowedByHead(self._carried, step, None, marker_after(self._head.state.writes_done_marker()))
+            return FollowedByHead(self, step, num_new_traces, output)
+        return FollowedByHead(self, step, num_new_traces, None, marker_after(self.head.state.writes_done_marker()))
+
+    def finish_step(self, carried: dict[str, _Carried | None], num_new_traces: int) -> None:
+        """Keep or drop outputs of a step that has completed.
+
+        Args:
+            carried: new outputs by request id; None to carry no output.
+            num_new_traces: number of traces whose first forward was in the step.
+        """
+        self._num_new_traces -= num_new_traces
+        for request_id, one in carried.items():
+            self._carried.pop(request_id, None)
+            if one is not None:
+                self._carried[request_id] = one
+
+    def _run(
+        self, tokens: mx.array, hidden: mx.array, rows: StepRows, attention: StepAttention | None = None
+    ) -> mx.array:
+        """Replay or build the head's forward. Return its output, [N, hidden_size].
+
+        Args:
+            attention: attention over ``rows``; None: created if the forward is built.
+        """
+
+        def build() -> ForwardResult:
+            planned = attention or self._backend.for_step(rows)
+            output = self.head(tokens, hidden, rows, planned)
+            if self.replay is not None:
+                self.replay.learn(planned)
+            return output, None
+
+        if self.replay is None:
+            return build()[0]
+        (output, _), outcome = self.replay.forward((tokens, hidden), rows, build)
+        self._num_new_traces += outcome == "traced"
+        return output
+
+    @property
+    def replay_refusal(self) -> str | None:
+        """See :class:`metal_engine.runner.drafting.Drafter`."""
+        return None if self.replay is None else self.replay.refusal
+
+    def failed(self, error: Exception) -> None:
+        """Delete all traces. If the first forward of a trace had not completed, disable replay: it may be the cause."""
+        if self.replay is None:
+            return
+        self.replay.drop_traces()
+        num_new_traces, self._num_new_traces = self._num_new_traces, 0
+        if num_new_traces and self.replay.refusal is None:
+            self.replay.refuse(f"a step failed in which it was replayed for the first time ({one_line(error)})")
 
     # --- drafts ---
 
@@ -120,9 +186,10 @@ class HeadDrafter:
         drafting.token_ids |= {task.request_id: task.drafts for task in tasks}
         try:
             drafting.num_forwards = self._chain(table, tasks, mx.stack(outputs))
-        except Exception:
+        except Exception as error:
             self._carried.clear()
-            if not self._pool.recover_state(self._head.state):
+            self.failed(error)
+            if not self._pool.recover_state(self.head.state):
                 logger.warning("the draft head has lost its KV")
             raise
         drafting.seconds = drafting.forward_seconds = time.perf_counter() - began
@@ -136,9 +203,10 @@ class HeadDrafter:
         """
         num_forwards = 0
         while True:
-            tokens = sample_drafts(table, tasks, self._head.logits(output))
+            tokens = sample_drafts(table, tasks, self.head.logits(output))
             mx.eval(tokens, output)
             synchronize()
+            self._num_new_traces = 0
             num_forwards += 1
             for task, draft in zip(tasks, np.array(tokens).tolist(), strict=True):
                 task.take(draft, table.stop_token_ids(task.index))
@@ -157,32 +225,41 @@ class HeadDrafter:
         rows = table.rows(indices, np.array(num_tokens, np.int32) - 2, ones, ones)
         rows.validate(self._num_blocks)
         drafts = mx.array(np.array([task.drafts[-1] for task in tasks], np.int32))
-        before = self._head.state.snapshot()
+        before = self.head.state.snapshot()
         try:
-            return self._head(drafts, output, rows, self._backend.for_step(rows))
+            return self._run(drafts, output, rows)
         except BaseException:
-            self._head.state.restore(before)
+            self.head.state.restore(before)
             raise
 
     def release(self) -> None:
         """Release the head's weights. Its KV is released with the pool."""
         self._carried.clear()
-        release_weights(self._head.head)
+        if self.replay is not None:
+            self.replay.drop_traces()
+        release_weights(self.head.head)
 
 
 class FollowedByHead:
     """The head's part of a step of its model.
 
     Args:
-        carried: outputs by request id. :meth:`finish` adds the step's outputs.
+        drafter: drafter that carries the step's outputs after :meth:`finish`.
+        num_new_traces: number of traces whose first forward is in this step.
         output: the head's output at the rows that sample, [R, hidden_size]; None if it is not computed.
         written: array that is computed after the head's writes; None if ``output`` is computed.
     """
 
     def __init__(
-        self, carried: dict[str, _Carried], step: TargetStep, output: mx.array | None, written: mx.array | None = None
+        self,
+        drafter: HeadDrafter,
+        step: TargetStep,
+        num_new_traces: int,
+        output: mx.array | None,
+        written: mx.array | None = None,
     ) -> None:
-        self._carried, self._table, self._output = carried, step.table, output
+        self._drafter, self._table, self._output = drafter, step.table, output
+        self._num_new_traces = num_new_traces
         drafts, rows = step.plan.scheduled_spec_decode_tokens, step.batch.rows
         self._num_rows = {r: 1 + len(drafts.get(r, ())) for r in step.plan.sampled_req_ids}
         self._positions = rows.positions[rows.logits_indices]
@@ -196,13 +273,15 @@ class FollowedByHead:
     def finish(self, output: ModelOutput) -> None:
         """Carry the output at the row before the last known token of each request that has a new token."""
         first = 0
+        carried: dict[str, _Carried | None] = {}
         for request_id, num_rows in self._num_rows.items():
             row = first + output.num_accepted_tokens.get(request_id, 0)
             first += num_rows
-            self._carried.pop(request_id, None)
+            carried[request_id] = None
             is_void = request_id in output.late_req_ids or request_id in output.errors
             if self._output is not None and not is_void and self._table.holds(request_id):
-                self._carried[request_id] = _Carried(self._output, row, int(self._positions[row]) + 2)
+                carried[request_id] = _Carried(self._output, row, int(self._positions[row]) + 2)
+        self._drafter.finish_step(carried, self._num_new_traces)
 
 
 def _next_tokens(step: TargetStep, tokens: mx.array | None) -> mx.array:

@@ -20,6 +20,7 @@ from metal_engine.lora.layers import AdapterRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.drafting import Drafter, TargetStep
+from metal_engine.runner.features import FeatureCache
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.replay import DecodeReplay, ForwardResult, is_decode
 from metal_engine.runner.step_pooling import StepPooling
@@ -92,14 +93,20 @@ class ModelRunner:
             cache_config.block_size,
             choose_writes(page_aligned=scheduler_config.page_aligned_scheduling),
         )
+        self._features = FeatureCache(model)
         self._steps: deque[PendingStep] = deque()  # steps in flight, in order; later steps may not be dispatched yet
         self._num_state_slots = cache_config.num_state_slots
         self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
         self.replay: DecodeReplay | None = None
         self.replays = cache_config.num_padding_blocks > 0
         if self.replays:
-            sizes = {"padding_block": cache_config.num_blocks, "max_num_seqs": scheduler_config.max_num_seqs}
-            self.replay = DecodeReplay(model, backend, **sizes, needs_hidden=needs_hidden)
+            self.replay = DecodeReplay(
+                model,
+                backend,
+                padding_block=cache_config.num_blocks,
+                max_num_seqs=scheduler_config.max_num_seqs,
+                needs_hidden=needs_hidden,
+            )
         num_blocks = cache_config.num_blocks + cache_config.num_padding_blocks
         self.pool.allocate(num_blocks, cache_config.block_size, cache_config.num_state_slots)
 
@@ -145,7 +152,10 @@ class ModelRunner:
     @property
     def replay_refusal(self) -> str | None:
         """See :class:`metal_engine.step.Runner`."""
-        return None if self.replay is None else self.replay.refusal
+        if self.replay is None or self.replay.refusal is not None or self._drafter is None:
+            return None if self.replay is None else self.replay.refusal
+        refusal = self._drafter.replay_refusal
+        return None if refusal is None else f"for the draft head: {refusal}"
 
     def on_rank_lost(self, callback: Callable[[RunnerLostError], None]) -> None:
         """Ignore the callback. Only :class:`metal_engine.distributed.leader.LeaderRunner` calls it."""
@@ -187,6 +197,7 @@ class ModelRunner:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:
                 self.pool.forget_states(set(plan.kv_connector_metadata.state_loads))
+        self._features.update(plan)
         attention = self._backend.for_step(batch.rows)
         pooling, decode_forward = None, None
         if self._table.pooling:
@@ -211,6 +222,7 @@ class ModelRunner:
             mx.array(np.concatenate([sampling.logits_indices, pooling.logits_indices])),
             self._hidden_indices or (pooled if pooled.size else None),
             self._adapter_rows(batch),
+            self._features.of_step(batch.images),
         )
         of_all = None if self._hidden_indices is None else hidden
         pooling.build(hidden if of_all is None else of_all[pooled], logits[num_sampling:])
@@ -223,8 +235,10 @@ class ModelRunner:
         input_ids, adapters = self._input_ids(batch), self._adapter_rows(batch)
 
         def build() -> ForwardResult:
-            indices = mx.array(logits_indices)
-            return self._model.forward(input_ids, batch.rows, attention, indices, self._hidden_indices, adapters)
+            indices, images = mx.array(logits_indices), self._features.of_step(batch.images)
+            return self._model.forward(
+                input_ids, batch.rows, attention, indices, self._hidden_indices, adapters, images
+            )
 
         replay = self.replay
         if replay is None:
@@ -235,9 +249,9 @@ class ModelRunner:
         elif adapters is not None:
             result, outcome = build(), "adapters"
         else:
-            result, outcome = replay.forward(input_ids, batch.rows, build)
+            result, outcome = replay.forward((input_ids,), batch.rows, build)
         replay.learn(attention)
-        return result, None if outcome is None else DecodeForward(outcome, replay.refusal)
+        return result, None if outcome is None else DecodeForward(outcome, self.replay_refusal)
 
     def _adapter_rows(self, batch: PackedBatch) -> AdapterRows | None:
         slots = batch.adapter_slots[batch.rows.request_of_row] if len(batch.adapter_slots) else batch.adapter_slots
@@ -357,6 +371,8 @@ class ModelRunner:
         if self.replay is not None:
             behind = [s.decode_forward for s in self._steps if s.is_dispatched and s.decode_forward]
             self.replay.failed(step.decode_forward, behind, error)
+        if self._drafter is not None:
+            self._drafter.failed(error)
         # First release all arrays of the cache: there is no memory for two caches.
         for failed_or_void in (step, *self._steps):
             failed_or_void.release()
@@ -379,6 +395,7 @@ class ModelRunner:
         """See :meth:`metal_engine.step.Runner.release_cache`. A draft model keeps its cache."""
         synchronize()
         self.pool.release()
+        self._features.clear()
         mx.clear_cache()
         return True
 
@@ -396,6 +413,7 @@ class ModelRunner:
         if self.replay is not None:
             self.replay.drop_traces()
         self.pool.release()
+        self._features.clear()
         if self._outlives_model:
             self._model.release_weights()
             mx.clear_cache()

@@ -22,7 +22,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -36,10 +36,10 @@ from metal_engine.attention.backend import (
     size_class,
 )
 from metal_engine.errors import one_line
+from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows, TracedRows
 from metal_engine.kv_cache.segments import PADDING_SLOT, ZERO_STATE_SLOT, Segments, Slots
 from metal_engine.kv_cache.writes import TracedWrites
-from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.view_fusion import fused_views
 from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL
 from metal_engine.step import DecodeForward, DecodeOutcome, SchedulerOutput
@@ -59,6 +59,21 @@ ForwardResult = tuple[mx.array, mx.array | None]
 """Logits of a forward, [R, vocab_size], and hidden states of all rows, [N, hidden_size], or None."""
 
 
+class ReplayableModel(Protocol):
+    """A model whose decode steps can be traced: a paged model, or its draft head.
+
+    Attributes:
+        pool: states that the model reads and writes.
+    """
+
+    @property
+    def pool(self) -> StatePool: ...
+
+    @property
+    def forward_of_arrays(self) -> Callable[..., ForwardResult]:
+        """See :meth:`metal_engine.models.paged_model.PagedModel.forward_of_arrays`."""
+
+
 class DecodeReplay:
     """Traces of a model's decode steps.
 
@@ -67,8 +82,9 @@ class DecodeReplay:
     Args:
         padding_block: id of a block of the pool that no request uses, for the K and V of padding rows.
         max_num_seqs: maximum number of requests in a step. It limits padding, because there is no memory for the
-            recurrent states of more requests.
+            recurrent states of more requests. None: no limit, because no state is recurrent.
         needs_hidden: True if steps return the hidden states of all rows, too.
+        steps: name of the steps in messages.
         trace_at: see ``TRACE_AT``.
 
     Attributes:
@@ -77,12 +93,13 @@ class DecodeReplay:
 
     def __init__(
         self,
-        model: PagedModel,
+        model: ReplayableModel,
         backend: AttentionBackend,
         *,
         padding_block: int,
-        max_num_seqs: int,
+        max_num_seqs: int | None = None,
         needs_hidden: bool = False,
+        steps: str = "decode steps",
         trace_at: int = TRACE_AT,
     ) -> None:
         self._model = model
@@ -90,7 +107,8 @@ class DecodeReplay:
         self._backend = backend if isinstance(backend, ReplayableBackend) else None
         self._padding_block = padding_block
         self._max_num_seqs = max_num_seqs
-        self._hidden_indices = slice(None) if needs_hidden else None
+        self._options: dict[str, Any] = {"hidden_indices": slice(None)} if needs_hidden else {}
+        self._steps_name = steps
         self._trace_at = trace_at
         self._work_keys: Hashable | None = None if self._pool.has_tokens else ()
         self._traces: OrderedDict[Hashable, _Trace] = OrderedDict()  # least recently used first
@@ -123,12 +141,12 @@ class DecodeReplay:
             self._work_keys = attention.work_keys or None
 
     def forward(
-        self, input_ids: mx.array, rows: StepRows, build: Callable[[], ForwardResult]
+        self, inputs: tuple[mx.array, ...], rows: StepRows, build: Callable[[], ForwardResult]
     ) -> tuple[ForwardResult, DecodeOutcome]:
         """Run the forward of a step in which every row samples.
 
         Args:
-            input_ids: [N] int32.
+            inputs: arrays of the model's ``forward_of_arrays`` before the positions, [N, ...] each.
             rows: validated rows.
             build: builds the graph of the step if it is not replayed.
 
@@ -150,7 +168,7 @@ class DecodeReplay:
             self._traces.move_to_end(key)
             num_runs = self._num_runs
             try:
-                result = self._run(trace, input_ids, larger, tables, rows.num_tokens)
+                result = self._run(trace, inputs, larger, tables, rows.num_tokens)
                 return result, "replayed" if self._num_runs == num_runs else self._not_replayed()
             except Exception as error:  # noqa: BLE001  (raised again by build(), unless the trace is the cause)
                 reason = one_line(error)  # not the error itself: see below
@@ -164,7 +182,7 @@ class DecodeReplay:
             return build(), "untraced"
         trace = mx.compile(self._function(tables, larger))
         try:
-            result = self._run(trace, input_ids, larger, tables, rows.num_tokens)
+            result = self._run(trace, inputs, larger, tables, rows.num_tokens)
         except Exception as error:  # noqa: BLE001  (raised again by build(), unless tracing is the cause)
             # Do not keep the error: its traceback refers to the pool's arrays, so the next writes would copy them.
             reason = one_line(error)
@@ -204,7 +222,7 @@ class DecodeReplay:
         """Disable replay for a reason."""
         self.refusal = why
         self._traces.clear()
-        logger.warning("decode steps are built instead of replayed, which takes more time on the host: %s", why)
+        logger.warning("%s are built instead of replayed, which takes more time on the host: %s", self._steps_name, why)
 
     def _is_worth_tracing(self, key: Hashable) -> bool:
         if key in self._broken:
@@ -226,40 +244,44 @@ class DecodeReplay:
 
     def _function(self, tables: StepTables, rows: StepRows) -> _Trace:
         """Return the function to trace: a forward whose arguments are all arrays, including the pool's arrays."""
-        model, pool, attention_over, hidden_indices = self._model, self._pool, tables.attention, self._hidden_indices
+        model, pool, attention_over, options = self._model, self._pool, tables.attention, self._options
         segments = (
             Segments.alike(rows.num_requests, rows.num_tokens // rows.num_requests) if pool.is_recurrent else None
         )
         state_slots = () if segments is None else segments.writes
 
         def forward(
-            input_ids: mx.array, positions: mx.array, slots: mx.array, given: list[mx.array], arrays: list[mx.array]
+            inputs: tuple[mx.array, ...],
+            positions: mx.array,
+            slots: mx.array,
+            given: list[mx.array],
+            arrays: list[mx.array],
         ) -> tuple[ForwardResult, list[mx.array]]:
             self._num_runs += 1
             pool.attach_arrays(arrays, state_slots)
             traced = TracedRows(TracedWrites(slots), segments)
             with fused_views():
-                result = model.forward_of_arrays(input_ids, positions, traced, attention_over(given), hidden_indices)
+                result = model.forward_of_arrays(*inputs, positions, traced, attention_over(given), **options)
             return result, pool.detach_arrays(state_slots, state_slots)
 
         return forward
 
     def _run(
-        self, trace: _Trace, input_ids: mx.array, rows: StepRows, tables: StepTables, num_tokens: int
+        self, trace: _Trace, inputs: tuple[mx.array, ...], rows: StepRows, tables: StepTables, num_tokens: int
     ) -> ForwardResult:
         """Return the result of the first ``num_tokens`` rows of a padded step.
 
         On error, the pool is unchanged, except for pending recurrent states.
         """
-        missing = rows.num_tokens - input_ids.size
-        if missing:
-            input_ids = mx.concatenate([input_ids, mx.zeros((missing,), mx.int32)])
-        positions, slots = mx.array(rows.positions), mx.array(rows.slot_mapping)
+        if missing := rows.num_tokens - num_tokens:
+            inputs = tuple(mx.concatenate([x, mx.zeros((missing, *x.shape[1:]), x.dtype)]) for x in inputs)
+        rotary = rows.positions if rows.rotary_positions is None else rows.rotary_positions
+        positions, slots = mx.array(rotary), mx.array(rows.slot_mapping)
         reads, writes = _state_slots(rows) if self._pool.is_recurrent else ((), ())
         arrays = self._pool.detach_arrays(reads, writes)
         try:
             # This releases the arguments, because writes are in place only without another reference to the old arrays.
-            (logits, hidden), arrays = trace(input_ids, positions, slots, tables.arrays, arrays)
+            (logits, hidden), arrays = trace(inputs, positions, slots, tables.arrays, arrays)
         finally:
             self._pool.attach_arrays(arrays, writes)
         return logits[:num_tokens], None if hidden is None else hidden[:num_tokens]
@@ -272,12 +294,13 @@ class DecodeReplay:
 
 
 def is_decode(plan: SchedulerOutput, rows: StepRows, num_logits: int) -> bool:
-    """Return True if every row of a step samples once, and the step loads nothing into the cache.
+    """Return True if every row of a step samples once, has one position, and the step loads nothing into the cache.
 
     Args:
         num_logits: number of rows whose logits the step needs.
     """
-    return len(rows.logits_indices) == num_logits == rows.num_tokens and not plan.loads_kv
+    has_a_sample_each = len(rows.logits_indices) == num_logits == rows.num_tokens
+    return has_a_sample_each and not plan.loads_kv and not rows.has_axes
 
 
 def _compiles() -> bool:
@@ -332,6 +355,7 @@ def padded(rows: StepRows, padding_block: int, max_num_requests: int | None = No
         block_table=block_table,
         request_of_row=np.concatenate([rows.request_of_row, requests]),
         positions=np.concatenate([rows.positions, zeros]),
+        rotary_positions=None if rows.rotary_positions is None else np.concatenate([rows.rotary_positions, zeros]),
         slot_mapping=np.concatenate([rows.slot_mapping, zeros + padding_block * rows.block_size]),
         logits_indices=np.concatenate([rows.logits_indices, new_rows]),
         sample_requests=np.concatenate([rows.sample_requests, requests]),

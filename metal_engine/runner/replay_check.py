@@ -126,7 +126,7 @@ def _built(
 def _replayed(model: PagedModel, replay: DecodeReplay, input_ids: mx.array, rows: StepRows) -> np.ndarray | None:
     """Replay a step and return its logits; None if such steps are not replayed."""
     for _ in range(TRACE_AT):
-        (logits, _), outcome = replay.forward(input_ids, rows, lambda: (mx.array(0.0), None))
+        (logits, _), outcome = replay.forward((input_ids,), rows, lambda: (mx.array(0.0), None))
         if outcome in ("traced", "replayed"):
             found = np.array(logits.astype(mx.float32))
             model.pool.evaluate()

@@ -174,6 +174,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         listing=FILE,
         ge=1,
     )
+    max_num_encoder_tokens: int | None = step_args.MAX_NUM_ENCODER_TOKENS
     async_scheduling: bool | None = step_args.ASYNC_SCHEDULING
     replay_decodes: str = step_args.REPLAY_DECODES
     speculative_config: str | None = setting(

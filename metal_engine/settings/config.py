@@ -20,6 +20,10 @@ IN_FLIGHT_STATES = 3
 IN_FLIGHT_STATES_OF_DRAFTS = 3
 
 
+# Reason to refuse images if the model has no image encoder.
+TEXT_ONLY = "the model takes text only"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PoolerConfig:
     """Pooling of hidden states as the checkpoint demands it. The default is vLLM's pooling for chat models.
@@ -73,6 +77,8 @@ class ModelInfo:
         reranker: configuration of a reranker; None for other models.
         can_generate: False for checkpoints without an LM head.
         adapter_bytes: memory for the maximum number of LoRA adapters, in bytes.
+        feature_bytes: size of the features of an image token in bytes; 0 without images.
+        image_refusal: reason why prompts with images are refused; None if they are accepted.
     """
 
     name: str
@@ -96,6 +102,8 @@ class ModelInfo:
     reranker: RerankerConfig | None = None
     can_generate: bool = True
     adapter_bytes: int = 0
+    feature_bytes: int = 0
+    image_refusal: str | None = TEXT_ONLY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +171,8 @@ class SchedulerConfig:
     max_attention_work: int = 1 << 62  # maximum number of (query row, visible key) pairs in a step
     async_scheduling: bool = False  # plan a step before the tokens of the previous step are known
     speculative: SpeculativeConfig | None = None  # settings of speculation; None without it
+    max_num_encoder_tokens: int = 0  # maximum number of image tokens that a step encodes, and that an image has
+    image_cache_tokens: int = 0  # maximum number of image tokens whose features are kept
 
     @property
     def max_sample_rows(self) -> int:
@@ -272,6 +282,7 @@ class EngineConfig:
     seed: int
     attention_layers: AttentionLayers = AttentionLayers()
     step_bytes: int = 0  # measured memory of the largest step in addition to weights and KV cache
+    image_bytes: int = 0  # memory for encoding the largest image, and for the kept features of images
     step_seconds: float = field(default=0.0, compare=False)  # measured time of the largest step without a context
     draft: ModelInfo | None = None  # draft model or draft head for speculation
     command_buffers: CommandBufferLimits | None = None  # None for MLX's own limits, or without Metal
@@ -341,6 +352,6 @@ class EngineConfig:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory of MLX: weights, adapters, KV cache, recurrent states and the largest step, in bytes."""
+        """Peak memory of MLX: weights, adapters, KV cache, recurrent states, images and the largest step, in bytes."""
         weights = self.weight_bytes + self.model.adapter_bytes
-        return weights + self.kv_bytes + self.state_bytes + self.step_bytes
+        return weights + self.kv_bytes + self.state_bytes + self.image_bytes + self.step_bytes

@@ -110,7 +110,8 @@ class StopStrings:
 class StopStringsOutsideReasoning(StopStrings):
     """Finds stop strings in text with reasoning between marks. Within the reasoning, they have no effect.
 
-    Marks in tool calls and in a structured output are text.
+    The white space after the reasoning belongs to it, because the content begins without it. Marks in tool calls and in
+    a structured output are text.
 
     Args:
         root: automaton of the stop strings.
@@ -126,6 +127,8 @@ class StopStringsOutsideReasoning(StopStrings):
         self._start = reasoning.start
         self._calls = reasoning.calls
         calls = dict.fromkeys(reasoning.calls.starts if reasoning.calls is not None else (), "call")
+        # Marks that begin a call as the first text of the content. Empty once there is content or a call.
+        self._first_starts = reasoning.calls.first_starts if reasoning.calls is not None else ()
         # State -> marks that end it, each with the next state. ``begun``: the text may begin with reasoning.
         self._marks: dict[str, dict[str, str]] = {
             "begun": {reasoning.start: "reasoning"},
@@ -136,7 +139,9 @@ class StopStringsOutsideReasoning(StopStrings):
         self._state = "reasoning" if reasoning.begins_inside else "begun" if is_structured else "content"
         if reasoning.content_start:
             self._state, self._marks["reasoning"] = "reasoning", {reasoning.content_start: "structure"}
-        self._longest = max(len(mark) for marks in self._marks.values() for mark in marks)
+        every = [mark for marks in (*self._marks.values(), self._first_starts) for mark in marks]
+        self._longest = max(map(len, every))
+        self._is_after_reasoning = False  # True between the end of the reasoning and the next text
         self._tail = ""  # end of the text so far, which may be the beginning of a mark
         self._call = ""  # text of the current call so far
         self._call_end: CallEndSearch | None = None  # search for the end of the current call
@@ -154,18 +159,24 @@ class StopStringsOutsideReasoning(StopStrings):
             window = self._tail + text
             if self._state == "begun" and not self._may_begin(window.lstrip()):
                 self._state = "structure"
-            marks = self._marks[self._state]
+            marks = self._possible_marks(window)
             at, mark = min(((window.find(mark), mark) for mark in marks if mark in window), default=(-1, ""))
             end = len(text) if at < 0 else max(at + len(mark) - len(self._tail), 0)
             part, text = text[:end], text[end:]
+            if self._is_after_reasoning:
+                begun = part.lstrip()
+                shown += part[: len(part) - len(begun)]
+                part, self._is_after_reasoning = begun, not begun
             more, found = super().add(part, is_active=is_active and self._state != "reasoning")
             shown += more
             if found is not None:
                 return shown, found
             if at >= 0:
+                self._is_after_reasoning = self._state == "reasoning"
                 self._state, self._tail = marks[mark], ""
                 shown += self.flush() if self._state == "reasoning" else ""
                 if self._state == "call" and self._calls is not None:
+                    self._first_starts = ()
                     self._call, self._call_end = "", self._calls.end() if self._calls.end is not None else None
             else:
                 self._tail = window[max(len(window) - self._longest + 1, 0) :]
@@ -184,6 +195,23 @@ class StopStringsOutsideReasoning(StopStrings):
         # The end may be found late. Text after it that was searched for stop strings is not searched again.
         self._state, self._tail = "content", self._call[end:num_before]
         return max(end - num_before, 0)
+
+    def _possible_marks(self, window: str) -> dict[str, str]:
+        """Return the marks that end the current state, each with the next state.
+
+        Args:
+            window: end of the text since the last mark.
+        """
+        marks = self._marks[self._state]
+        if self._state != "content" or not self._first_starts:
+            return marks
+        begun = window.lstrip()
+        first = next((start for start in self._first_starts if begun.startswith(start)), None)
+        if first is not None:
+            return {**marks, first: "call"}
+        if not any(one.startswith(begun[: len(one)]) for one in (*marks, *self._first_starts)):
+            self._first_starts = ()
+        return marks
 
     def _may_begin(self, text: str) -> bool:
         """Return True if a text begins with reasoning, or may do so when more text arrives."""

@@ -303,7 +303,10 @@ def test_a_prompt_after_the_reasoning(prompt: str, continues: bool) -> None:
     for more in ({}, {"structured_outputs": StructuredOutputsParams(json_object=True)}, {"stop": ("a",)}):
         params = SamplingParams(**more)  # type: ignore[arg-type]
         under, applied = answers.applied_to(params, budget=0)
-        assert applied is params
+        # Only the search for stop strings needs to know reasoning that the model begins again.
+        again = OutputPhases(ReasoningPhase("<think>", "</think>", is_past=True)) if params.stop else None
+        assert applied.phases == again and not applied.has_phase_rules
+        assert params.stop or applied is params
         deltas = under.reader(incremental=True).add('{"a": "</think>"}', (), "stop")
         assert assemble(deltas).content == '{"a": "</think>"}'
 

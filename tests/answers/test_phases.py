@@ -182,6 +182,8 @@ def test_the_text_of_calls() -> None:
     body = "<function=find_trains><parameter=city></tool_call></parameter></function>"
     assert bare.end is not None and bare.end().find(f"{body}</tool_call>") == (len(body), "</tool_call>")
     assert call_text(answer_format("mistral"), TOOLS).end is None
+    first = call_text(answer_format("llama3_json"), TOOLS)
+    assert first.starts == ("<|python_tag|>",) and '{"name": "find_trains"' in first.first_starts
 
 
 def test_equal_tools_share_a_phase() -> None:

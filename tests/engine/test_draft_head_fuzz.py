@@ -123,10 +123,13 @@ def run_mixed(engine: SteppedEngine, rng: random.Random) -> dict[str, list[Reque
 def test_outputs_are_those_without_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, model = random.Random(seed), list(ALL_MODELS)[seed % len(ALL_MODELS)]
     engine = make_engine(model, MODES[seed % len(MODES)], rng)
-    if is_likely := seed % 4 != 1:
+    if seed % 4 != 1:
         draft_always(engine)
+    # Drafts use free blocks only, and the smallest pools may have none.
+    is_likely = seed % 4 != 1 and engine.core.config.cache.num_blocks > 12
     if seed % 4 != 3:
         replace_drafts(model, rng, monkeypatch)
     check_equal(run_mixed(engine, rng), model)
-    assert engine.metrics.num_draft_tokens > 10 * is_likely
-    assert seed % 4 not in (0, 2) or any(engine.metrics.num_accepted_tokens)
+    if is_likely:
+        assert engine.metrics.num_draft_tokens > 10
+        assert seed % 4 == 3 or any(engine.metrics.num_accepted_tokens)

@@ -91,16 +91,16 @@ class Fault:
     def _spoilt(self, trace: Any) -> Any:
         """Return the trace, changed so that it fails once."""
 
-        def spoilt(tokens: mx.array, *args: Any) -> Any:
+        def spoilt(inputs: tuple[mx.array, ...], *args: Any) -> Any:
             self.num_replayed += 1
             *given, arrays = args
             if self.kind == "build":  # the step is then built, which fails, too
                 raise RuntimeError("refused while replaying")
             if self.point == "tokens":
-                tokens = self._spoil(tokens).astype(tokens.dtype)
+                inputs = (self._spoil(inputs[0]).astype(inputs[0].dtype),)
             elif self.point == "cache":
                 arrays[4] = self._spoil(arrays[4])
-            (logits, hidden), written = trace(tokens, *given, arrays)
+            (logits, hidden), written = trace(inputs, *given, arrays)
             return (self._spoil(logits) if self.point == "logits" else logits, hidden), written
 
         return spoilt

@@ -93,10 +93,11 @@ def measure_in_place(
     *,
     num_blocks: int = 2048,
     num_drafts: int = 3,
+    replay: bool = False,
 ) -> int:
     """Check that writes are in place. Return the number of steps."""
     # The smallest array of a layer, such as K, takes 4 MB: much more than everything else in a step of these models.
-    cache = CacheConfig(block_size=16, num_blocks=num_blocks)
+    cache = CacheConfig(block_size=16, num_blocks=num_blocks, num_padding_blocks=int(replay))
     array_bytes = min(a.nbytes for s in paged.pool.states for a in s.spec.token_arrays.values()) * cache.num_tokens
     assert array_bytes == 4 << 20
     config = SchedulerConfig(
@@ -123,6 +124,7 @@ def measure_in_place(
     mx.reset_peak_memory()
     before = mx.get_active_memory()  # before the first step, so that memory kept by that step counts as well
     num_steps = Loop(runner, scheduler, num_ahead).run()
+    assert not replay or (runner.replay is not None and runner.replay.num_traces > 2)
     assert mx.get_active_memory() - before < array_bytes / 4
     assert mx.get_peak_memory() - before < array_bytes / 2, "a step held a second copy of a cache array"
     return num_steps
@@ -137,11 +139,12 @@ def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
 @pytest.mark.parametrize("num_drafts", [3, 0], ids=["drafts", "keys and values only"])
-def test_a_draft_head_s_writes_stay_in_place(num_drafts: int, num_ahead: int) -> None:
+@pytest.mark.parametrize("replay", [False, True], ids=["built", "replayed"])
+def test_a_draft_head_s_writes_stay_in_place(replay: bool, num_drafts: int, num_ahead: int) -> None:
     """The head follows each step, and its chains write between the steps."""
     paged = PagedModel(tiny_model())
     head = PagedDraftHead(random_head(paged.model), paged)
-    assert measure_in_place(paged, num_ahead, draft=head, num_drafts=num_drafts)
+    assert measure_in_place(paged, num_ahead, draft=head, num_drafts=num_drafts, replay=replay)
 
 
 @pytest.mark.parametrize("seed", [0, 7], ids=["accepted", "rejected"])

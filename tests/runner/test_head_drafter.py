@@ -50,6 +50,12 @@ def watch(engine: SteppedEngine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     return found
 
 
+def drafter_of(engine: SteppedEngine) -> HeadDrafter:
+    found = engine.runner._drafter  # type: ignore[attr-defined]
+    assert isinstance(found, HeadDrafter)
+    return found
+
+
 class Reference:
     """Greedy drafts of the random head of the tiny Qwen3.5, computed without a cache from float64 arrays."""
 
@@ -92,8 +98,10 @@ def reference() -> Reference:
         (GREEDY, {"num_blocks": 10, "max_num_batched_tokens": 20}),
         (GREEDY, {"ahead": True}),
         (SHARED, {"max_num_seqs": 2}),
+        (GREEDY, {"replay": True}),
+        (GREEDY, {"replay": True, "ahead": True, "max_num_batched_tokens": 13}),
     ],
-    ids=["packed", "chunked", "preempted", "ahead", "cached"],
+    ids=["packed", "chunked", "preempted", "ahead", "cached", "replayed", "replayed ahead"],
 )
 def test_drafts_are_those_of_the_reference(
     reference: Reference, requests: Requests, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -104,6 +112,8 @@ def test_drafts_are_those_of_the_reference(
     assert bool(engine.stats.num_preemptions) == ("num_blocks" in config)
     assert len(found) > 20 and max(len(drafts) for _, drafts in found) == 3
     assert max(reference.gap(known, drafts) for known, drafts in found) < 1e-4
+    replay = drafter_of(engine).replay
+    assert (replay is not None and replay.num_traces > 2 and replay.refusal is None) == ("replay" in config)
 
 
 def test_acceptance_is_that_of_the_reference(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +243,7 @@ def test_without_requested_drafts_only_kv_is_computed(monkeypatch: pytest.Monkey
     speculation, engine.scheduler.speculation = engine.scheduler.speculation, None
     for _ in range(10):
         engine.step()
-    drafter: Any = engine.runner._drafter  # type: ignore[attr-defined]
+    drafter = drafter_of(engine)
     assert found == [None] * 10 and not drafter._carried
     engine.scheduler.speculation = speculation
     outputs = [output for _ in range(2) for output in engine.step()]
@@ -301,3 +311,31 @@ def test_a_failure_costs_only_a_retry(where: str, ahead: bool, monkeypatch: pyte
             outputs.setdefault(output.request_id, []).append(output)
     check_same([outputs[str(i)] for i in range(4)], expected)
     assert engine.metrics.num_draft_tokens and token_ids(outputs["0"])
+
+
+@pytest.mark.parametrize("where", ["trace", "device"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_head_that_cannot_be_replayed_is_built(ahead: bool, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [(byte_ids(f"{i} goes on"), params(seed=i, max_tokens=24)) for i in range(4)]
+    expected = run_all(tiny_engine(), requests)
+    engine, forward, num_runs = head_engine(replay=True, ahead=ahead), PagedDraftHead.forward_of_arrays, 0
+
+    def failing(self: PagedDraftHead, *args: Any) -> tuple[mx.array, None]:
+        nonlocal num_runs
+        num_runs += 1
+        output, _ = forward(self, *args)
+        if where == "trace":
+            raise RuntimeError("injected")
+        state = self.state
+        for name, array in state.arrays.items():  # a singular matrix, which fails when MLX evaluates it
+            state.arrays[name] = array + mx.linalg.inv(mx.zeros((3, 3)), stream=mx.cpu).sum().astype(array.dtype)
+        return output, None
+
+    monkeypatch.setattr(PagedDraftHead, "forward_of_arrays", failing)
+    check_same(run_all(engine, requests), expected)
+    replay = drafter_of(engine).replay
+    assert replay is not None and replay.refusal is not None and replay.num_traces == 0 and num_runs <= 2
+    assert engine.metrics.num_failed_steps == (where == "device") and engine.metrics.num_draft_tokens
+    if where == "trace":  # the other steps are still replayed
+        assert engine.metrics.replay_refusal == f"for the draft head: {replay.refusal}"
+        assert engine.metrics.num_decode_forwards["replayed"] > 10

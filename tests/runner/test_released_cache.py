@@ -31,7 +31,7 @@ def test_outputs_are_the_same(model: str, mode: str) -> None:
     expected, num_cached = answer(engine)
     assert num_cached == 0
     again, num_cached = answer(engine)
-    assert again == expected and (num_cached > 0 or model == "recurrent")  # it keeps no checkpoint here
+    assert again == expected and (num_cached > 0 or model == "recurrent")  # this recurrent model has saved no state
     engine.core.release_memory()
     assert not runner.pool.is_allocated
     engine.core.release_memory()  # nothing is left to free

@@ -10,6 +10,7 @@ from metal_engine.request import Request
 from metal_engine.scheduling.scheduler import Scheduler
 from metal_engine.scheduling.speculation.acceptance import SourceAcceptance
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
+from metal_engine.scheduling.speculation.draft_gain import DraftGain, UnmeasuredGain
 from metal_engine.scheduling.speculation.draft_lengths import StepTimes
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import Proposer, make_proposer
@@ -143,8 +144,9 @@ def speculate(
     costs: DraftCosts | None = None,
     *,
     async_times: AsyncStepTimes | None = None,
+    gain: DraftGain | None = None,
 ) -> None:
-    """Replace the speculation of a scheduler. By default, draft rows are free."""
+    """Replace the speculation of a scheduler. By default, draft rows are free, and no gain is measured."""
     scheduler.speculation = Speculation(
         scheduler.config,
         scheduler.blocks,
@@ -153,6 +155,7 @@ def speculate(
         costs,
         states=scheduler.states,
         async_times=async_times,
+        gain=gain or UnmeasuredGain(),
     )
 
 

@@ -109,6 +109,9 @@ def tiny_engine(
         limits = {"padding_block": settings.cache.num_blocks, "max_num_seqs": settings.scheduler.max_num_seqs}
         needs_hidden = drafter is not None and drafter.needs_hidden
         runner.replay = DecodeReplay(model, backend, **limits, needs_hidden=needs_hidden, trace_at=1)
+        if isinstance(drafter, HeadDrafter):
+            padding_block = settings.cache.num_blocks
+            drafter.replay = DecodeReplay(drafter.head, backend, padding_block=padding_block, trace_at=1)
     return SteppedEngine(settings, runner, tokenizer or tiny_tokenizer(), scheduler_side, adapters)
 
 

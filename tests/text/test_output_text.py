@@ -384,6 +384,9 @@ def test_where_tokens_end(
         ("ST<r>OP</r>OP", False, None, None),
         ("STOP<r>", False, "", "STOP"),
         ("no end STOP", True, None, None),
+        ("a</r>\n\nb\n\nc", True, "a</r>\n\nb", "\n\n"),
+        ("a\n\nb", False, "a", "\n\n"),
+        ("<r>a\n\n</r>\n\n<r>\n\nb</r>\n\n", False, None, None),
     ],
 )
 def test_stop_strings_have_no_effect_within_reasoning(
@@ -406,6 +409,14 @@ def test_stop_strings_have_no_effect_within_reasoning(
         ('<call>["a</call>\n<r>STOP</r>STOP', {}, '<call>["a</call>\n<r>STOP</r>'),  # the quote has no end
         ("<bare>a<r>STOP", {}, "<bare>a<r>"),
         ("a<r>STOP</call>", {}, None),
+        # A call that may begin only as the first text of the content
+        (" {f <r>STOP", {}, " {f <r>"),
+        ("<r>STOP</r>\n{f <r>STOP", {}, "<r>STOP</r>\n{f <r>"),
+        ("{f <r></call><r>STOP</r>STOP", {}, "{f <r></call><r>STOP</r>"),
+        ("{f <r>STOP", {"calls": CallText(("<call>",), first_starts=("{f ",))}, "{f <r>"),
+        ("a{f <r>STOP", {}, None),
+        ("{g {f <r>STOP", {}, None),
+        ("<call></call>{f <r>STOP</r>STOP", {}, "<call></call>{f <r>STOP</r>"),
         # Within a structured output
         ('{"a": "<r>"} STOP', {"is_structured": True}, '{"a": "<r>"} '),
         (' \n<r>STOP</r> "<r>STOP', {"is_structured": True}, ' \n<r>STOP</r> "<r>'),
@@ -418,7 +429,7 @@ def test_marks_of_reasoning_in_calls_and_structured_outputs_are_text(
     text: str, more: dict[str, Any], shown: str | None, step: int
 ) -> None:
     is_structured = more.get("is_structured", False)
-    calls = CallText(("<call>", "<bare>"), lambda: CallEnd(JSON_QUOTES, ("</call>",)))
+    calls = CallText(("<call>", "<bare>"), lambda: CallEnd(JSON_QUOTES, ("</call>",)), first_starts=("{f ",))
     fields = {"calls": calls, **more}
     fields.pop("is_structured", None)
     found = None if shown is None else "STOP"
@@ -434,7 +445,7 @@ def check_stop_strings(
     *,
     is_structured: bool = False,
 ) -> None:
-    stops = StopStringsOutsideReasoning(stop_automaton(("STOP",)), reasoning, is_structured=is_structured)
+    stops = StopStringsOutsideReasoning(stop_automaton(("STOP", "\n\n")), reasoning, is_structured=is_structured)
     result = ""
     for i in range(0, len(text), step):
         more, stop = stops.add(text[i : i + step])

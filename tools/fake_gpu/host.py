@@ -37,8 +37,8 @@ _WARM_UP = 20
 class Ours:
     """Engine with requests in decode. As in a server, an event loop converts the outputs to text."""
 
-    def __init__(self, workload: Workload, *, replay: bool) -> None:
-        self.engine = make_engine(workload, ahead=True, replay=replay, allow_queued_dispatch=True)
+    def __init__(self, workload: Workload, *, replay: bool, has_head: bool = False) -> None:
+        self.engine = make_engine(workload, ahead=True, replay=replay, has_head=has_head, allow_queued_dispatch=True)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -143,6 +143,7 @@ def run(gpu: FakeGpu, args: argparse.Namespace) -> int:
     steppers: dict[str, Any] = {
         "built": Ours(workload, replay=False),
         "replayed": Ours(workload, replay=True),
+        "replayed, with a draft head": Ours(workload, replay=True, has_head=True),
         "mlx-lm's BatchGenerator": MlxLm(workload),
     }
     for stepper in steppers.values():

@@ -14,9 +14,11 @@ import mlx.nn as nn
 from mlx_lm.utils import _get_classes
 
 from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.models.draft_head import PagedDraftHead, new_head
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.recurrence.metal import MetalRecurrence
 from metal_engine.request import PreparedRequest
+from metal_engine.runner.head_drafter import HeadDrafter
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.config import CacheConfig
@@ -129,12 +131,15 @@ def paged_model(model: nn.Module) -> PagedModel:
         mx.array_equal = array_equal
 
 
-def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runner: Any) -> SteppedEngine:
+def make_engine(
+    workload: Workload, *, ahead: bool, replay: bool = False, has_head: bool = False, **runner: Any
+) -> SteppedEngine:
     """Return an engine with the workload's requests in decode.
 
     Args:
         ahead: value of ``--async-scheduling``.
         replay: True to replay decode steps.
+        has_head: True to give the model a draft head, which follows every step and is never asked for drafts.
         runner: arguments of :class:`ModelRunner`.
     """
     max_model_len = min(workload.prompt_len + workload.max_tokens + BLOCK_SIZE, 8192)
@@ -158,7 +163,14 @@ def make_engine(workload: Workload, *, ahead: bool, replay: bool = False, **runn
             num_state_slots=3 * settings.scheduler.max_num_seqs if model.pool.is_recurrent else 0,
         ),
     )
-    made = ModelRunner(model, MetalBackend(), settings.scheduler, settings.cache, **runner)
+    backend = MetalBackend()
+    if has_head:
+        model.hidden_problem = None  # found by comparing numbers, which the fake GPU does not compute
+        quantized_head = new_head(model.model)
+        nn.quantize(quantized_head, group_size=64, bits=4)
+        head = PagedDraftHead(quantized_head, model)
+        runner["drafter"] = HeadDrafter(head, model.pool, backend, settings.cache)
+    made = ModelRunner(model, backend, settings.scheduler, settings.cache, **runner)
     engine = SteppedEngine(settings, made, tiny_tokenizer())
     for i in range(workload.num_requests):
         engine.add_request(str(i), prepare(engine, workload, i))

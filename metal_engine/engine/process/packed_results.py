@@ -19,13 +19,15 @@ from metal_engine.errors import (
     ParameterError,
     UnsupportedModelError,
 )
+from metal_engine.grammars.compiler import GrammarRefusedError
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import RequestOutput, TokenLogprobs
 from metal_engine.scheduling.stats import SchedulerStats
 
-# Types of errors, and the attributes that are their arguments. An empty name stands for the message.
+# Types of errors, subclasses first, and the attributes that are their arguments. An empty name stands for the message.
 _ERRORS: dict[type[Exception], tuple[str, ...]] = {
+    GrammarRefusedError: ("message", "seconds"),
     ParameterError: ("name", "message"),
     AdapterError: ("", "param"),
     ConfigError: ("flag", ""),
@@ -104,7 +106,7 @@ def packed_metrics(metrics: EngineMetrics) -> MetricsSnapshot:
 
 
 # Attributes of SchedulerStats that count since the start of an engine.
-_COUNTS = ("num_preemptions", "checkpoint_hits", "checkpoint_evictions")
+_COUNTS = ("num_preemptions", "checkpoint_hits", "checkpoint_evictions", "images_encoded", "image_cache_hits")
 
 
 class MetricsTotals:
@@ -174,7 +176,7 @@ def packed_error(error: BaseException) -> list[str | None]:
     for kind, names in _ERRORS.items():
         if isinstance(error, kind):
             values = [getattr(error, name) if name else str(error) for name in names]
-            return [kind.__name__, *(value if value is None else _printable(value) for value in values)]
+            return [kind.__name__, *(value if value is None else _printable(str(value)) for value in values)]
     return ["RuntimeError", _printable(f"{type(error).__name__}: {error}")]
 
 
@@ -182,6 +184,9 @@ def unpacked_error(fields: list[str | None]) -> Exception:
     """Return the error of :func:`packed_error`. Raises WireError."""
     with checked():
         kind, *arguments = fields
+        if kind == GrammarRefusedError.__name__:
+            problem, seconds = arguments
+            return GrammarRefusedError(problem or "", float(seconds or "nan"))
         return _ERROR_TYPES[kind or ""](*arguments)
 
 

@@ -85,7 +85,7 @@ class StepTimes:
 
     def measured(self, num_rows: int, seconds: float) -> None:
         """Record the duration of a step of ``num_rows`` rows."""
-        size, seconds = _size(num_rows), max(seconds, 1e-9)
+        size, seconds = size_class_of_rows(num_rows), max(seconds, 1e-9)
         self._num_measured += 1
         known = self._sizes.get(size)
         if known is None:
@@ -129,7 +129,7 @@ class StepTimes:
         return (times + [times[-1]] * num_untried)[: most + 1]
 
 
-def _size(num_rows: int) -> int:
+def size_class_of_rows(num_rows: int) -> int:
     """Return the size class of a step: the number of rows, rounded down to 4 significant bits."""
     shift = max(0, num_rows.bit_length() - 4)
     return num_rows >> shift << shift

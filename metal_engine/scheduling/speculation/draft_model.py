@@ -35,7 +35,7 @@ class DraftModelProposer(PredictedTextProposer):
 class HeadProposer(NgramProposer):
     """Proposer of drafts by prompt lookup, or else of drafts that the draft head fills in.
 
-    A lookup is used only if it is at least as likely to be accepted, for this request, as a draft of the head.
+    A request uses a lookup if its lookups are accepted at least as often as drafts of the head.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -154,7 +154,7 @@ class HeadCosts(DraftCosts):
     """Measured costs of a draft head. The head follows each step of its model, so no KV is missing."""
 
     has_prefill = False
-    probe_fraction = 0.01  # the head's KV takes about another percent of each step
+    probe_fraction = 0.005  # the head's KV takes about another percent of each step
 
     def __init__(self) -> None:
         super().__init__()

@@ -81,6 +81,7 @@ class Proposals:
         self._max_draft_len = config.max_draft_len
         self._proposer = proposer
         self._costs = costs
+        self._allows_head = True
         self._least_gain = math.inf  # threshold of the last step with decoding requests
         self._held_up: set[str] = set()
         self._noted: dict[str, tuple[int, int]] = {}  # request id -> index of a token, and its untried draft
@@ -101,9 +102,14 @@ class Proposals:
     def _costs_are_known(self) -> bool:
         return self._costs is None or self._costs.are_known
 
-    def begin_step(self) -> None:
-        """Prepare for the proposals of a step. Called before them."""
+    def begin_step(self, *, allows_head: bool = True) -> None:
+        """Prepare for the proposals of a step. Called before them.
+
+        Args:
+            allows_head: False to return no drafts of a draft head.
+        """
         self._proposer.begin_step()
+        self._allows_head = allows_head
 
     def of(
         self, decoding: list[Request], num_sampling: int, times: list[float], num_planned: int = 1
@@ -124,6 +130,8 @@ class Proposals:
         least_of_lookups = least if self.acceptance.is_shared else least_gain(num_sampling, times)
         if times and num_planned and self._costs_are_known:
             self._least_gain = least
+        if not self._allows_head:
+            least = math.inf
         likely: list[Request] = []
         others: list[Request] = []
         for request in decoding:

@@ -20,6 +20,7 @@ from metal_engine.scheduling.limits import StepBudget, num_remaining
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
 from metal_engine.scheduling.speculation.draft_capacity import DraftCapacity, max_drafts
+from metal_engine.scheduling.speculation.draft_gain import DraftGain, UnmeasuredGain
 from metal_engine.scheduling.speculation.draft_lengths import DraftLengths, StepTimes, choose_lengths
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import Proposals, Proposer, make_costs
@@ -42,6 +43,7 @@ class Speculation:
         costs: measured costs of the drafts that the runner computes. Default: an empty record, if it computes drafts.
         states: recurrent states of running requests; None for models without recurrent layers.
         async_times: measured times of asynchronously planned steps. Default: an empty record.
+        gain: measured gain of a draft head. Default: an empty record.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Speculation:
         *,
         states: RequestStates | None = None,
         async_times: AsyncStepTimes | None = None,
+        gain: DraftGain | None = None,
     ) -> None:
         assert config.speculative is not None
         self._config = config
@@ -64,6 +67,8 @@ class Speculation:
         self._async_times = async_times if async_times is not None else AsyncStepTimes()
         self._costs = costs = costs or make_costs(config.speculative)
         self._proposals = Proposals(config.speculative, proposer, costs)
+        self._is_head = not proposer.acceptance.is_shared
+        self._gain = gain or (DraftGain() if self._is_head else UnmeasuredGain())
         self._is_probe = False  # True if the drafts of the last planned step are only a probe
         self._follows_probe = False  # True if the last step was a probe, and so its successor was not planned ahead
         self._num_plain_rows = 0  # rows of the last planned step without its drafts; 0 if it also prefills
@@ -105,7 +110,7 @@ class Speculation:
         # If every request needs its tokens on the host, no step can be planned asynchronously anyway: do not wait.
         if not is_ahead or not only_decodes or max(remaining) != 1 or most <= 0:
             return False
-        self._proposals.begin_step()
+        self._proposals.begin_step(allows_head=self._gain.may_draft(len(requests)))
         times = self._times.times(len(requests), most)
         # Step times beyond the measured sizes are assumed not to grow, so that these sizes are tried and measured.
         hoped = [*times, *(times[-1:] or [1.0]) * (1 + most - len(times))]
@@ -118,7 +123,7 @@ class Speculation:
         self._was_worth_waiting = any(limits) and (
             not times or self._beats_async(proposals, limits, requests, times, hoped)
         )
-        if not self._proposals.acceptance.is_shared:  # a draft head drafts for every request, also in vain
+        if self._is_head:  # a head always proposes drafts, even if all of them are rejected
             self._was_worth_waiting = self._was_worth_waiting and self._async_times.may_wait()
         if self._was_worth_waiting:
             return True
@@ -179,6 +184,8 @@ class Speculation:
         if self._steps:  # planned asynchronously
             self._proposals.planned_async(scheduled)
             self._async_times.planned(plan.step_id, num_rows if only_decodes else 0)
+            if only_decodes:
+                self._gain.planned(plan, len(decoding))
             self._steps.add(plan.step_id)
             return
         if self._config.async_scheduling:
@@ -188,7 +195,7 @@ class Speculation:
         if not self._config.async_scheduling or len(plan.new_requests) == len(scheduled):
             self._times.start()
         self._is_probe = False
-        self._proposals.begin_step()
+        self._proposals.begin_step(allows_head=self._gain.may_draft(len(decoding)))
         most = min(budget.tokens, self._max_sample_rows - len(plan.sampled_req_ids))
         may_have_drafts = decoding and most > 0 and budget.attention_work > 0
         times = self._times.times(num_rows, most) if may_have_drafts else []
@@ -206,6 +213,9 @@ class Speculation:
         if times and not num_drafts and (tried := self._proposals.pick_probe_request(unpaid)) is not None:
             num_drafts = self._add(plan, budget, tried, [UNKNOWN_DRAFT])
             self._is_probe = num_drafts > 0
+        is_measured = num_drafts > 0 or was_worth_waiting or not self._config.async_scheduling
+        if is_measured and only_decodes and not (self._is_probe or self._follows_probe):
+            self._gain.planned(plan, len(decoding), waited=was_worth_waiting)
         self._schedule_draft_prefill(plan, running)
         self._num_plain_rows = num_rows if only_decodes else 0
         self._times.planned(num_rows + num_drafts if only_decodes else 0)
@@ -347,6 +357,7 @@ class Speculation:
             is_slowed = self._is_probe or self._follows_probe
             added = self._added_seconds(seconds, drafting) if is_slowed else 0.0
             self._costs.measured(seconds, drafting, requests, probe_seconds=added)
+        self._gain.ended(plan.step_id, len(plan.sampled_req_ids) + sum(output.num_accepted_tokens.values()))
         self._is_probe, self._follows_probe = False, self._is_probe and self._config.async_scheduling
         if self._config.async_scheduling:
             self._async_times.ended(plan.step_id)
@@ -376,6 +387,7 @@ class Speculation:
         self._in_flight.difference_update(self._in_flight.copy() if plan is None else plan.scheduled_spec_decode_tokens)
         self._times.start()  # time the next step from now, and do not measure the step in flight
         self._async_times.failed(steps)
+        self._gain.failed()
 
     def suspend_drafts(self, request_id: str) -> None:
         """Suspend drafts of a request for the next plan: its grammar has not returned the last mask yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from metal_engine.engine.process.packed_results import (
 )
 from metal_engine.engine.step_observer import Frame, SeenRequest, StepRow, StepSegment, TableChange
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, OverloadedError, ParameterError
+from metal_engine.grammars.compiler import GrammarRefusedError
 from metal_engine.kv_transfer.stats import KVTransferStats
 from metal_engine.lora_adapter import Adapter
 from metal_engine.output_phases import CallPhase, CallText, CallTrigger, OutputPhases, ReasoningPhase, ToolArguments
@@ -361,6 +363,8 @@ def test_settings() -> None:
         ConfigError("--port", "is taken"),
         ConfigError(None, "a problem"),
         ParameterError("top_p", "must be a number"),
+        GrammarRefusedError("cannot be compiled: unsatisfiable", 0.25),
+        GrammarRefusedError("takes too long", math.inf),
         AdapterError("no room", "lora_name"),
         OverloadedError("16 others wait"),
         ModelLoadError("no such model \ud800"),

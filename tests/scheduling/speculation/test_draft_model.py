@@ -15,6 +15,7 @@ from metal_engine.sampling_params import SamplingParams
 from metal_engine.scheduling.block_manager import BlockManager
 from metal_engine.scheduling.limits import StepBudget
 from metal_engine.scheduling.speculation.async_step_times import AsyncStepTimes
+from metal_engine.scheduling.speculation.draft_gain import DraftGain
 from metal_engine.scheduling.speculation.draft_lengths import MIN_GAIN, StepTimes, choose_lengths, least_gain
 from metal_engine.scheduling.speculation.draft_model import DraftCosts
 from metal_engine.scheduling.speculation.proposals import make_proposer
@@ -103,6 +104,7 @@ def run(
     is_ahead: bool = False,
     up_seconds: float = 0.0,
     is_head: bool = False,
+    times: StepTimes | None = None,
 ) -> tuple[float, TimedDraftModel | None]:
     """Return the duration of ``num_turns`` rounds of ``num_requests`` requests. A step of n rows takes ``seconds(n)``.
 
@@ -111,6 +113,7 @@ def run(
         is_ahead: True to plan steps asynchronously. The host then takes 0.1 s for each step.
         up_seconds: initial time of the clock, and idle time between two rounds.
         is_head: True for a draft head instead of a draft model.
+        times: estimated step times. Default: measured.
     """
     config = SchedulerConfig(
         max_num_batched_tokens=128,
@@ -129,7 +132,13 @@ def run(
         draft_model = source(harness, clock, right_from, forward_seconds, forward_seconds / 10)
         harness.runner.draft_model = draft_model  # type: ignore[assignment]
         proposer, ahead = make_proposer(config.speculative), AsyncStepTimes(clock)
-        speculate(harness.scheduler, proposer, StepTimes(clock), async_times=ahead)
+        speculate(
+            harness.scheduler,
+            proposer,
+            times or StepTimes(clock),
+            async_times=ahead,
+            gain=DraftGain(clock) if is_head else None,
+        )
     execute = harness.runner.execute
 
     def timed(plan: SchedulerOutput) -> TimedStep:
@@ -212,7 +221,7 @@ def test_a_head_that_is_wrong_costs_little(num_requests: int, forward_seconds: f
     without, _ = run(num_requests, None, memory_bound, **more)
     with_drafts, head = run(num_requests, NEVER, memory_bound, forward_seconds, is_head=True, **more)
     assert with_drafts <= 1.02 * without
-    assert head is not None and head.num_forwards > 10
+    assert head is not None and head.num_forwards > 5
 
 
 @pytest.mark.parametrize(("num_requests", "forward_seconds", "most"), [(1, 0.05, 0.4), (1, 0.2, 0.5), (8, 0.05, 0.55)])
@@ -220,6 +229,16 @@ def test_a_head_that_is_right_pays(num_requests: int, forward_seconds: float, mo
     without, _ = run(num_requests, None, memory_bound)
     with_drafts, _ = run(num_requests, 0, memory_bound, forward_seconds, is_head=True)
     assert with_drafts <= most * without
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_wrong_estimates_of_step_times_cost_little(is_ahead: bool) -> None:
+    """Draft rows are estimated to take no time. A draft row takes as long as another row."""
+    more: dict[str, Any] = {"length": 500, "num_turns": 4, "is_ahead": is_ahead}
+    without, _ = run(1, None, float, **more)
+    with_drafts, head = run(1, 0, float, is_head=True, times=KnownTimes(), **more)
+    assert with_drafts <= 1.05 * without, "1.17 if the estimates alone decide"
+    assert head is not None and head.num_forwards > 5
 
 
 def test_a_head_comes_back_when_it_is_right() -> None:

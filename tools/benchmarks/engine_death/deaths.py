@@ -151,8 +151,9 @@ class Deaths:
     async def _wait(self, during_load: bool) -> None:
         """Wait for the next moment of a death.
 
-        It comes after some stream has received a part of its answer. A request gets an error if three processes die
-        while they compute it, without a token in between. So no stream may have two deaths since its last part.
+        A death comes after a stream has received a part of its answer. A request gets an error if three processes die
+        while they compute it, without a token in between. Therefore, each stream has at most one death since its last
+        part when the next death comes.
         """
         while not any(sent.times for sent in self._streams.open):
             await asyncio.sleep(_POLL_SECONDS)

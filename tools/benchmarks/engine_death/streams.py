@@ -21,7 +21,7 @@ class SentRequest:
     """Request that a client has sent.
 
     Attributes:
-        times: time at which each part of the answer arrived, in seconds of ``time.monotonic``.
+        times: arrival of each part of the answer, in seconds of ``time.monotonic``.
         num_deaths: number of deaths since the last part.
     """
 

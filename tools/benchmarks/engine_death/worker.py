@@ -17,7 +17,7 @@ from typing import Any
 
 import metal_engine.build
 
-# Environment variable: path of a file. Each process appends the times at which its load began and ended.
+# Environment variable: path of a file. Each process appends the start and the end of its load to the file.
 LOADS = "ENGINE_DEATH_LOADS"
 
 

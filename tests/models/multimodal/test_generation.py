@@ -1,0 +1,131 @@
+"""Outputs of models with images equal mlx-vlm's own, however the steps are packed."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from metal_engine.request import RequestOptions, RequestOutput
+from tests.support.demo import engine_for
+from tests.support.speculation import speculative_config
+from tests.support.vision import (
+    CONFIGS,
+    Golden,
+    TinyVision,
+    VisionPrompt,
+    gap,
+    golden,
+    merged,
+    prepared,
+    run,
+    tiny_vision,
+    vision_prompt,
+)
+from tools.fixtures.fake_engine import tiny_tokenizer
+from tools.fixtures.stepped_engine import SteppedEngine
+
+NUM_TOKENS = 12
+TOLERANCE = 1e-3
+PARTS: tuple[tuple[int | tuple[int, int, int], ...], ...] = (
+    (7, (4, 6, 1), 9),
+    (23,),
+    (3, (2, 2, 2), 2, (6, 4, 3), 11),
+    (1, (4, 6, 1), 4, (4, 6, 4), 3),
+)
+
+
+OPTIONS: tuple[dict[str, object], ...] = (
+    {"budget": 37},
+    {"replay": True, "num_blocks": 16},
+    {"budget": 512},
+    {"budget": 5},
+    {"budget": 19, "ahead": True},
+    {"budget": 40, "ahead": True, "behind": True, "replay": True},
+    {"encoder_tokens": 24, "image_cache_tokens": 30},
+)
+# Families with parts of their own in the packed step: axes, features after layers, recurrent layers.
+WHOLE = ("qwen3_vl", "qwen3_5")
+CASES = [(name, options) for name in CONFIGS for options in OPTIONS[: None if name in WHOLE else 1]]
+
+
+@cache
+def cases_of(name: str) -> tuple[list[VisionPrompt], list[Golden]]:
+    tiny = tiny_vision(name)
+    prompts = [vision_prompt(tiny, parts, seed) for seed, parts in enumerate(PARTS)]
+    return prompts, [golden(tiny, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+def make_engine(tiny: TinyVision, **options: object) -> SteppedEngine:
+    sizes = {"budget": 64, "block_size": 8, "num_blocks": 128, "max_num_seqs": 8, "vocab_size": 256}
+    return engine_for(tiny.paged, tiny_tokenizer(), **(sizes | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_outputs_equal_mlx_vlms(name: str, options: dict[str, object]) -> None:
+    prompts, expected = cases_of(name)
+    engine = make_engine(tiny_vision(name), **options)
+    outputs = run(engine, prompts, NUM_TOKENS)
+    assert max(gap(output, one) for output, one in zip(outputs, expected, strict=True)) < TOLERANCE
+    assert engine.scheduler.num_preemptions > 0 or options.get("num_blocks") is None
+
+
+def test_cached_prefixes_end_within_images() -> None:
+    """The second half of an image is computed after a cached prefix that ends within the image."""
+    tiny = tiny_vision("qwen3_vl")
+    prompt = vision_prompt(tiny, PARTS[3])
+    other_end = vision_prompt(tiny, (*PARTS[3][:3], (4, 6, 9), 3))  # differs in its last image
+    engine = make_engine(tiny, caching=True, block_size=8)
+    run(engine, [other_end], 1)
+    output = run(engine, [prompt], NUM_TOKENS)[0]
+    assert gap(output, golden(tiny, prompt, NUM_TOKENS)) < TOLERANCE
+    assert output.num_cached_tokens == 32
+    assert engine.stats.images_encoded == 3
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_staggered_requests_share_prefixes(name: str) -> None:
+    prompts, expected = cases_of(name)
+    order = [0, 3, 0, 2, 1, 3]
+    engine = make_engine(tiny_vision(name), budget=24, caching=True, num_blocks=64)
+    outputs = run(engine, [prompts[i] for i in order], NUM_TOKENS, stagger=3)
+    assert max(gap(output, expected[i]) for output, i in zip(outputs, order, strict=True)) < TOLERANCE
+    assert engine.stats.image_cache_hits > 0 and any(output.num_cached_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_step_of_decodes_is_replayed(name: str) -> None:
+    """Rotary positions that differ from the positions are an input of the trace."""
+    prompts, expected = cases_of(name)
+    engine = make_engine(tiny_vision(name), replay=True)
+    outputs = run(engine, prompts, NUM_TOKENS)
+    assert max(gap(output, one) for output, one in zip(outputs, expected, strict=True)) < TOLERANCE
+    decodes = engine.core.metrics.num_decode_forwards
+    assert decodes["replayed"] > 0 and not decodes["refused"], decodes
+
+
+def test_a_request_continues_after_its_output_so_far() -> None:
+    """The prompt's images are computed again, as after the end of an engine's process."""
+    prompts, expected = cases_of("qwen3_vl")
+    engine = make_engine(tiny_vision("qwen3_vl"), budget=20)
+    so_far = RequestOutput("r", expected[3].token_ids[:5], num_cached_tokens=0)
+    engine.core.add_request("r", prepared(engine, prompts[3], NUM_TOKENS), so_far=so_far)
+    tokens = []
+    while engine.core.has_requests:
+        tokens += [token for output in engine.core.step() for token in output.token_ids]
+    assert tokens == expected[3].token_ids[5:]
+
+
+def test_drafts_after_images() -> None:
+    """Rows of drafts have the rotary positions of output tokens. Some drafts are accepted, and some are rejected."""
+    prompts, expected = cases_of("qwen3_vl")
+    engine = make_engine(tiny_vision("qwen3_vl"), speculative=speculative_config(3))
+    tokens = expected[0].token_ids
+    predicted = (*tokens[:4], *[(token + 1) % 240 for token in tokens[4:6]], *tokens[6:])
+    request = prepared(engine, prompts[0], NUM_TOKENS)
+    engine.add_request("r", request, RequestOptions(predicted_token_ids=predicted))
+    outputs = []
+    while engine.has_requests:
+        outputs += engine.step()
+    assert gap(merged(outputs), expected[0]) < TOLERANCE
+    assert engine.core.metrics.num_draft_tokens > 0
