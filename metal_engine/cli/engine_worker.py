@@ -101,9 +101,13 @@ def _set_up(start: Start) -> tuple[PrepareFunction, BuildFunction]:
         from metal_engine.build import build_engine
 
         args = msgspec.convert(order.args, EngineArgs)
-        if order.config is not None:
+        config = order.config
+        if config is not None:
             args = _without_lost_adapters(args)
-        return build_engine(args, access, earlier=order.config)
+        if config is not None and args.num_ranks > 1:  # all ranks check the model again, and plan for the same cache
+            args = replace(args, num_gpu_blocks_override=config.cache.num_blocks, kv_cache_memory_bytes=None)
+            config = None
+        return build_engine(args, access, earlier=config)
 
     return prepare, build
 

@@ -18,7 +18,7 @@ from metal_engine.cli.logs import set_up_logging
 from metal_engine.cli.options import MODEL_HELP, NO_MODEL, command
 from metal_engine.cli.ps import ps
 from metal_engine.device.allocator import keep_freed_memory
-from metal_engine.distributed.launch import is_follower
+from metal_engine.distributed.launch import is_follower, launched_rank
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs, ServerArgs
 from metal_engine.settings.chat_args import ChatArgs
@@ -82,7 +82,8 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
     from metal_engine.server.listen import listen
 
     check_lora_dir(args, server_args)
-    args.refuse_with_ranks("--engine-process", server_args.engine_process != "never")
+    if server_args.engine_process != "never" and args.num_ranks > 1 and launched_rank() is not None:
+        raise ConfigError("--engine-process", "always does not work with a launcher, which starts each rank only once")
     names = server_args.served_model_name or (args.model,)
     if not server_args.served_model_name and (problem := problem_of_name(args.model)):
         raise ConfigError("MODEL", f"{problem} with --served-model-name")

@@ -204,7 +204,7 @@ class ServerArgs(SettingsBase):
     uds: str | None = setting(None, "Unix domain socket instead of --host and --port.", group=SERVER, listing=HELP_ALL)
     engine_process: str = setting(
         "never",
-        "Run each model's engine in a process of its own: never or always. For one machine.",
+        "Run each model's engine in a process of its own: never or always.",
         group=SERVER,
         listing=HELP_ALL,
         choices=ENGINE_PROCESSES,

@@ -37,7 +37,6 @@ WRONG = [
     (["serve", "demo", "--lora-modules", "a=./nowhere"], "nowhere is not a directory"),
     (["serve", "demo", "--enable-lora", "--lora-dir", "./nowhere"], "--lora-dir ./nowhere is not a directory"),
     (["serve", "demo", "--lora-dir", "."], "--lora-dir needs --enable-lora"),
-    (["serve", "demo", "--engine-process", "always", "--tensor-parallel-size", "2"], "remove one of the two flags"),
     (["serve", "demo", "--tokenizer", "./nowhere"], "./nowhere is not a directory (--tokenizer)"),
     (["serve", "demo", "--generation-config", "./nowhere"], "nowhere has no generation_config.json"),
     (["serve", "--models-dir", "./nowhere"], "cannot read --models-dir"),

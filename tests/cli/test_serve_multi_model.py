@@ -159,7 +159,8 @@ def test_models_in_processes_of_their_own(folder: Path) -> None:
             received = [next(lines)]
             os.kill(first, signal.SIGKILL)
             wait_until(lambda: '"restarting":true' in httpx.get(f"{url}/health").text, "the restart")
-            assert httpx.post(f"{url}/v1/completions", json={**body, "model": "org/two", "stream": False}).is_success
+            other = {**body, "model": "org/two", "stream": False}
+            assert httpx.post(f"{url}/v1/completions", json=other, timeout=60).is_success
             received += lines
         assert text_of(received) == text_of(whole)
         assert httpx.get(f"{url}/ready").status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -15,6 +16,7 @@ import pytest
 
 from metal_engine.cli import engine_worker
 from metal_engine.cli.serve_multi_model import source_of
+from metal_engine.engine.process.limits import ProcessLimits
 from metal_engine.engine.process.spawner import Spawner
 from metal_engine.engine.process.wire import Start
 from metal_engine.errors import LoadCancelledError, ModelLoadError, ModelTooLargeError
@@ -50,7 +52,7 @@ class Models:
 
     def __init__(self, models: dict[str, EngineArgs], memory_bytes: int) -> None:
         start = Start([msgspec.to_builtins(args) for args in models.values()], "warning", "text")
-        self.spawner = Spawner(engine_worker.MODULE, start, is_shared=True)
+        self.spawner = Spawner(engine_worker.MODULE, start, ProcessLimits(spare_delay=math.inf), is_shared=True)
         self.pids: list[int] = []
         spawn = self.spawner._spawn
 

@@ -66,9 +66,16 @@ class RankedServer:
         self._reader.start()
         self._is_ready.wait()
         assert self.url, "".join(self.lines)
-        followers = [pid for pid in children_of(self.process.pid) if b"metal_engine.rank_worker" in command_of(pid)]
-        self.ranks = [self.process.pid, *sorted(followers, key=_rank_of)]
+        self.ranks = self.find_ranks()
         assert len(self.ranks) == num_ranks
+
+    def find_ranks(self) -> list[int]:
+        """Return the ids of the current ranks, by rank. Rank 0 may be a process of the server."""
+        for leader in (self.process.pid, *children_of(self.process.pid)):
+            followers = [pid for pid in children_of(leader) if b"metal_engine.rank_worker" in command_of(pid)]
+            if followers:
+                return [leader, *sorted(followers, key=_rank_of)]
+        return []
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -85,6 +92,7 @@ class RankedServer:
     def stream(self, num_tokens: int, prompt: str = "Tides") -> httpx.Response:
         """Send a request and return the streaming response."""
         body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+        body["temperature"] = 0
         client = httpx.Client(timeout=120)
         request = client.build_request("POST", f"{self.url}/v1/completions", json=body)
         return client.send(request, stream=True)
@@ -119,7 +127,7 @@ class RankedServer:
 
     def kill(self) -> None:
         """Kill all running ranks and read the rest of their output."""
-        for pid in self.ranks:
+        for pid in {self.process.pid, *self.ranks}:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()

@@ -75,4 +75,5 @@ MODELS: dict[str, Callable[[Path, str], BenchmarkModel]] = {
     "hybrid": hybrid_model,
     "quantized": lambda folder, model: BenchmarkModel(model, ("--kv-cache-dtype", "int8")),
     "lora": adapted_model,
+    "ranks": lambda folder, model: BenchmarkModel(model, ("--pipeline-parallel-size", "2")),
 }
