@@ -1,4 +1,4 @@
-"""Parent of a process that forks itself for each piece of work. It is started for the first piece."""
+"""Parent of a process that forks itself for each piece of work. The process starts with the first piece."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ForkError(Exception):
     """Raised if a process cannot be started."""
 
 
-def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> bytes | None:
+def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> bytearray | None:
     """Receive the next message. Return None if the peer has closed the socket or does not answer.
 
     Args:
@@ -36,11 +36,16 @@ def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> byt
         Cancelled: the request was cancelled, and ``is_shared`` is False.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
-    message = bytearray()
-    size = LENGTH.size
+    length = _receive_bytes(channel, LENGTH.size, deadline, is_shared)
+    return None if length is None else _receive_bytes(channel, LENGTH.unpack(length)[0], deadline, is_shared)
+
+
+def _receive_bytes(channel: socket.socket, size: int, deadline: float, is_shared: bool) -> bytearray | None:
+    received, num_received = bytearray(size), 0
+    view = memoryview(received)
     poll = select.poll()
     poll.register(channel, select.POLLIN)
-    while len(message) < size:
+    while num_received < size:
         if not is_shared:
             check_cancelled()
         try:
@@ -48,15 +53,13 @@ def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> byt
                 if time.monotonic() > deadline:
                     return None
                 continue
-            part = channel.recv(size - len(message))
+            num_new = channel.recv_into(view[num_received:])
         except (OSError, ValueError):  # closed by another thread
             return None
-        if not part:
+        if not num_new:
             return None
-        message += part
-        if len(message) == LENGTH.size:
-            size = LENGTH.size + LENGTH.unpack(message)[0]
-    return bytes(message[LENGTH.size :])
+        num_received += num_new
+    return received
 
 
 class ForkingProcess:

@@ -38,7 +38,7 @@ def pack_refused(seconds: float, problem: str) -> bytes:
     return b"-%f %s" % (seconds, problem.encode())
 
 
-def unpack_compiled(answer: bytes | None) -> tuple[float, str]:
+def unpack_compiled(answer: bytes | bytearray | None) -> tuple[float, str]:
     """Parse the answer to a grammar; None stands for a missing answer.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from metal_engine.settings.args import GIB
 
@@ -56,6 +57,30 @@ class RerankerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Processing of images for a model that takes images, read from the checkpoint.
+
+    Attributes:
+        family: ``model_type`` of the checkpoint, or a name for checkpoints that share their image processing.
+        image_token_id: id of the image token. A chat template writes one per image, and the prompt has one per feature.
+        processor: fields of the checkpoint's image processor, with ``--mm-processor-kwargs`` applied.
+        patch_size: side of a patch of the image encoder in pixels.
+        merge_size: number of patches per side that are merged into one feature.
+        num_features: constant number of features of an image or of each tile; 0 if it varies.
+        max_image_tokens: maximum number of an image's tokens, as far as the image processor allows a limit; None for
+            the checkpoint's own limit.
+    """
+
+    family: str
+    image_token_id: int
+    processor: dict[str, Any] = field(default_factory=dict)
+    patch_size: int = 14
+    merge_size: int = 1
+    num_features: int = 0
+    max_image_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelInfo:
     """Facts about a loaded model that the control plane needs.
 
@@ -73,6 +98,8 @@ class ModelInfo:
         reranker: configuration of a reranker; None for other models.
         can_generate: False for checkpoints without an LM head.
         adapter_bytes: memory for the maximum number of LoRA adapters, in bytes.
+        image_refusal: reason why prompts with images are refused; None if they are accepted.
+        vision: processing of images; None for an unsupported family.
     """
 
     name: str
@@ -96,6 +123,8 @@ class ModelInfo:
     reranker: RerankerConfig | None = None
     can_generate: bool = True
     adapter_bytes: int = 0
+    image_refusal: str | None = "the model takes text only"
+    vision: VisionConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
