@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.pooling_defaults import resolve_pooling
 from metal_engine.engine.token_rules import GrammarMaker, TokenRulesMaker
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.lora_adapter import Adapter
+from metal_engine.media.processing import ImageProcessing
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest
 from metal_engine.sampling_params import SamplingParams
@@ -32,12 +35,21 @@ class RequestPreparer:
         config: configuration of the engine, with every value resolved.
         tokenizer: tokenizer of the model.
         grammars: factory of grammars; None to compile them in this process.
+
+    Attributes:
+        images: processing of images; None if the model takes no images.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, grammars: GrammarMaker | None = None) -> None:
         self.tokenizer = tokenizer
         self._config = config
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size, grammars)
+        vision = config.model.vision
+        self.images = (
+            ImageProcessing(vision, partial(tokenizer.encode, add_special_tokens=False))
+            if vision is not None and config.model.image_refusal is None
+            else None
+        )
         self._parts = PromptBoundaries(tokenizer) if config.cache.num_state_slots else None
 
     def prepare(self, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> PreparedRequest:
@@ -133,8 +145,10 @@ class RequestPreparer:
         return self._rules.rules_for(params)
 
     def close(self) -> None:
-        """End the processes that compile grammars."""
+        """End the processes that compile grammars and decode images."""
         self._rules.close()
+        if self.images is not None:
+            self.images.close()
 
     def _truncated(self, prompt_token_ids: list[int], limit: int | None, num_new_tokens: int) -> list[int]:
         """Return the last ``limit`` tokens of the prompt.

@@ -26,7 +26,7 @@ _MAX_DECODING = 2
 _MAX_WAITING = 64
 # Interval at which a waiting request checks for cancellation.
 _POLL_SECONDS = 0.02
-_TOO_MUCH = "takes more time or memory to decode than an image may"
+_TOO_MUCH = " takes more time or memory to decode than an image may"
 
 
 class ImageError(ValueError):
@@ -34,11 +34,11 @@ class ImageError(ValueError):
 
     Attributes:
         index: index of the image in the request.
-        message: description of the fault, which continues a sentence that begins with the image.
+        message: description of the fault, to append to the place of the image. Begins with a space or a colon.
     """
 
     def __init__(self, index: int, message: str) -> None:
-        super().__init__(f"image {index} {message}")
+        super().__init__(f"image {index}{message}")
         self.index = index
         self.message = message
 
@@ -134,7 +134,7 @@ def _answer(channel: socket.socket, index: int) -> dict[str, Any]:
         raise OverloadedError(f"images {message.decode()}")
     answer: dict[str, Any] = json.loads(message)
     if "error" in answer:
-        raise ImageError(answer["index"], answer["error"])
+        raise ImageError(answer["index"], f" {answer['error']}")
     return answer
 
 

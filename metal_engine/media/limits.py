@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # Maximum size of an image file in bytes, uploaded or downloaded.
 MAX_FILE_BYTES = 20 << 20
+# Maximum size of all image files of a request in bytes.
+MAX_TOTAL_BYTES = 64 << 20
 # Maximum number of pixels according to the header of a file: photos of 64 megapixels. Decoding takes 4 bytes for each.
 MAX_PIXELS = 1 << 26
 # Maximum ratio of the longer side to the shorter side.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,10 +14,13 @@ from metal_engine.images import AxesPositions, PromptImage, PromptImages
 from metal_engine.media.decoder import ImageDecoder, ImageError
 from metal_engine.media.families.base import Grid, ImageFamily
 from metal_engine.media.families.find import find_family
-from metal_engine.media.limits import MAX_INPUT_BYTES
-from metal_engine.media.sources import Detail
+from metal_engine.media.limits import MAX_IMAGES, MAX_INPUT_BYTES, MAX_TOTAL_BYTES
+from metal_engine.media.sources import Detail, ImageSource, SourceError
 from metal_engine.media.store import ImageStore, Inputs, size_of
 from metal_engine.settings.config import VisionConfig
+
+# Time after which no further image of a request is downloaded, in seconds.
+_DOWNLOAD_SECONDS = 30.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +54,53 @@ class ImageProcessing:
         self._store = ImageStore()
 
     def load(
+        self,
+        sources: Sequence[ImageSource],
+        *,
+        allowed_domains: Sequence[str] = (),
+        allows_files: bool = False,
+        wants_inputs: bool = True,
+        max_tokens: int,
+    ) -> list[LoadedImage]:
+        """Read and decode the images of a request, as :meth:`read` and :meth:`decode` do."""
+        files = self.read(sources, allowed_domains=allowed_domains, allows_files=allows_files)
+        details = [source.detail for source in sources]
+        return self.decode(files, details, wants_inputs=wants_inputs, max_tokens=max_tokens)
+
+    @staticmethod
+    def read(
+        sources: Sequence[ImageSource], *, allowed_domains: Sequence[str] = (), allows_files: bool = False
+    ) -> list[bytes]:
+        """Return the content of each image file of a request.
+
+        Args:
+            allowed_domains: hosts from which files may be downloaded.
+            allows_files: True to read files on this machine.
+
+        Raises:
+            ImageError: a file cannot be read, or the files are too large together.
+            Cancelled: the request was cancelled.
+        """
+        if len(sources) > MAX_IMAGES:
+            raise ImageError(MAX_IMAGES, f" is one too many: a request may have {MAX_IMAGES} images")
+        files: list[bytes] = []
+        num_bytes, deadline = 0, time.monotonic() + _DOWNLOAD_SECONDS
+        for i, source in enumerate(sources):
+            if time.monotonic() > deadline:
+                raise ImageError(i, f": the images of a request must be downloaded within {_DOWNLOAD_SECONDS:g} s")
+            try:
+                files.append(source.read(allowed_domains, allows_files=allows_files))
+            except SourceError as error:
+                raise ImageError(i, str(error)) from error
+            num_bytes += len(files[-1])
+            if num_bytes > MAX_TOTAL_BYTES:
+                raise ImageError(i, f" and the images before it have more than {MAX_TOTAL_BYTES >> 20} MiB")
+        return files
+
+    def decode(
         self, files: Sequence[bytes], details: Sequence[Detail], *, wants_inputs: bool, max_tokens: int
     ) -> list[LoadedImage]:
-        """Return the images of a request. Known files are not decoded again.
+        """Decode the images of a request. Known files are not decoded again.
 
         Args:
             files: contents of image files.
@@ -177,4 +225,4 @@ def _check_size(images: Sequence[LoadedImage]) -> None:
     for i, image in enumerate(images):
         num_bytes += size_of(image.inputs or {})
         if num_bytes > MAX_INPUT_BYTES:
-            raise ImageError(i, f"and the images before it have more than {MAX_INPUT_BYTES >> 20} MiB of pixels")
+            raise ImageError(i, f" and the images before it have more than {MAX_INPUT_BYTES >> 20} MiB of pixels")

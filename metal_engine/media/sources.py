@@ -42,6 +42,11 @@ class ImageSource:
     detail: Detail = "high"
     is_base64: bool = False
 
+    @property
+    def is_download(self) -> bool:
+        """True if the file comes from another server."""
+        return not self.is_base64 and self.url[:8].lower().startswith(("http://", "https://"))
+
     def read(self, allowed_domains: Sequence[str], *, allows_files: bool = False) -> bytes:
         """Return the content of the file.
 
@@ -55,13 +60,12 @@ class ImageSource:
         """
         if self.is_base64:
             return decode_base64(self.url)
-        start = self.url[:32].lower()
-        if start.startswith("data:"):
+        if self.url[:5].lower() == "data:":
             match = _DATA_URL.match(self.url)
             if match is None:
                 raise SourceError(" must be a data URL with base64, as in data:image/png;base64,iVBOR...")
             return decode_base64(self.url, match.end())
-        if start.startswith(("http://", "https://")):
+        if self.is_download:
             try:
                 return fetch(self.url, allowed_domains)
             except FetchError as error:

@@ -227,6 +227,9 @@ class ServerArgs(SettingsBase):
     allowed_hosts: tuple[str, ...] = setting(
         (), "Host names for clients of a server without a key; * allows any. Repeatable.", group=SECURITY
     )
+    allowed_media_domains: tuple[str, ...] = setting(
+        (), "Hosts from which images of requests may be downloaded. Repeatable.", group=SECURITY, listing=HELP_ALL
+    )
     max_connections: int = setting(
         0,
         "Maximum connections. 0 means 4,096, or fewer if the limit of open files is low.",
