@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from metal_engine.images import PromptImages
 from metal_engine.lora_adapter import Adapter
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams
@@ -54,6 +55,7 @@ class PreparedRequest:
         num_lasting_tokens: :attr:`Request.num_lasting_tokens`.
         num_instruction_tokens: :attr:`Request.num_instruction_tokens`.
         adapter: LoRA adapter of the request; None: no adapter.
+        images: images of the prompt; None without images.
     """
 
     prompt_token_ids: list[int]
@@ -69,6 +71,7 @@ class PreparedRequest:
     num_lasting_tokens: int = 0
     num_instruction_tokens: int = 0
     adapter: Adapter | None = None
+    images: PromptImages | None = None
 
 
 class RequestStatus(enum.Enum):
@@ -150,6 +153,7 @@ class Request:
             the content of the first user message. 0 if unknown.
         pooling_params: pooling parameters with the model's defaults filled in; None to generate.
         adapter: LoRA adapter of the request; None: no adapter.
+        images: images of the prompt; None without images.
         rules: ``sampling_params`` resolved for the model's vocabulary.
         seed: seed of this output's random draws.
         cache_salt: requests share cached prefixes only with requests that have the same salt.
@@ -180,6 +184,7 @@ class Request:
     num_instruction_tokens: int = 0
     pooling_params: PoolingParams | None = None
     adapter: Adapter | None = None
+    images: PromptImages | None = None
     cache_salt: str = ""
     block_hashes: list[bytes] = field(default_factory=list)
     so_far: InitVar[RequestOutput | None] = None

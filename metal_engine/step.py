@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
 
+from metal_engine.images import PromptImages
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import Request, TokenLogprobs
 from metal_engine.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ class NewRequestData:
         state_slots: slots of the initial recurrent state (0: zero state) and of the state that the first step writes.
         adapter_slot: slot of the request's LoRA adapter; 0: no adapter.
         stop_token_ids: tokens that end the request. No drafts follow them.
+        images: images of the prompt; None without images.
     """
 
     request_id: str
@@ -47,6 +49,7 @@ class NewRequestData:
     state_slots: tuple[int, int] = (0, 0)
     adapter_slot: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    images: PromptImages | None = None
 
     @staticmethod
     def of(request: Request, block_ids: list[int], state_slots: tuple[int, int] = (0, 0)) -> NewRequestData:
@@ -63,7 +66,16 @@ class NewRequestData:
             state_slots=state_slots,
             adapter_slot=0 if request.adapter is None else request.adapter.slot,
             stop_token_ids=request.stop_token_id_set,
+            images=request.images,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ImageToEncode:
+    """Image whose features a step computes: its content hash, and the inputs of the encoder."""
+
+    content_hash: bytes
+    inputs: Mapping[str, np.ndarray] = field(repr=False)
 
 
 @dataclass(slots=True)
@@ -107,6 +119,8 @@ class SchedulerOutput:
         dropped_req_ids: requests that the runner must drop before this step: finished, aborted or preempted. If the
             runner refused an earlier plan, it may have dropped some of them already.
         kv_connector_metadata: blocks to load and save in this step; None without KV transfer.
+        images_to_drop: content hashes of images whose features the runner must drop before this step, if it has them.
+        images_to_encode: images whose features the runner must compute in this step, and keep until they are dropped.
     """
 
     step_id: int
@@ -120,6 +134,8 @@ class SchedulerOutput:
     draft_model_req_ids: list[str] = field(default_factory=list)
     dropped_req_ids: list[str] = field(default_factory=list)
     kv_connector_metadata: KVConnectorMetadata | None = None
+    images_to_drop: list[bytes] = field(default_factory=list)
+    images_to_encode: list[ImageToEncode] = field(default_factory=list)
 
     @property
     def composition(self) -> str:

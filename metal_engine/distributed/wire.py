@@ -32,6 +32,8 @@ def encode_plan(plan: SchedulerOutput) -> bytes:
     """
     if plan.scheduled_spec_decode_tokens or plan.draft_model_req_ids or plan.kv_connector_metadata is not None:
         raise ValueError("drafts and KV stores are supported on a single rank only")
+    if plan.images_to_encode or any(one.images is not None for one in plan.new_requests):
+        raise ValueError("images are supported on a single rank only")
     scheduled = plan.num_scheduled_tokens
     content = encode(
         [

@@ -113,6 +113,7 @@ class EngineCore:
             num_instruction_tokens=prepared.num_instruction_tokens,
             pooling_params=prepared.pooling_params,
             adapter=prepared.adapter,
+            images=prepared.images,
             so_far=so_far,
             num_failures=num_failures,
         )
@@ -145,7 +146,7 @@ class EngineCore:
         self._has_released = True
         if self.runner.release_cache():
             logger.warning("memory is short: the KV cache is freed until the next request")
-            self.scheduler.prefix_cache.forget()
+            self.scheduler.forget_cached()
 
     def close(self) -> None:
         """Close the runner.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.pooling_defaults import resolve_pooling
 from metal_engine.engine.token_rules import GrammarMaker, TokenRulesMaker
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
+from metal_engine.images import PromptImages
 from metal_engine.lora_adapter import Adapter
 from metal_engine.media.processing import ImageProcessing
 from metal_engine.pooling_params import PoolingParams
@@ -24,6 +26,9 @@ from metal_engine.token_rules import NO_RULES, TokenRules
 # Sampling parameters of pooling requests: they produce one result where other requests produce a first token.
 _POOLING = SamplingParams(max_tokens=1, temperature=0.0)
 _IDS_AT_ONCE = 1 << 16  # token ids validated in one call, which holds the GIL for 3 ms
+
+# Maximum size of the encoder inputs of a prompt. They are kept as long as the request, and sent to its process.
+MAX_IMAGE_BYTES = 1 << 27
 
 
 class RequestPreparer:
@@ -52,15 +57,26 @@ class RequestPreparer:
         )
         self._parts = PromptBoundaries(tokenizer) if config.cache.num_state_slots else None
 
-    def prepare(self, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> PreparedRequest:
+    def prepare(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        cache_salt: str = "",
+        images: PromptImages | None = None,
+    ) -> PreparedRequest:
         """Validate a prompt and its parameters once, and resolve them for this model.
+
+        Args:
+            images: images of the prompt. The token ids have a token for each of their features.
 
         Raises:
             ParameterError: the model does not support the parameters, or a token id is outside its vocabulary.
             ContextLengthError: the prompt, alone or with its output, exceeds the model's context length.
-            PromptError: the model cannot generate, the prompt is empty, or the request exceeds the KV cache.
+            PromptError: the model cannot generate, the prompt is empty, the request exceeds the KV cache, or the images
+                are not supported or too large.
+            ValueError: the positions of the images do not fit the prompt.
         """
-        return self.prepare_all([prompt_token_ids], params, cache_salt)[0]
+        return self.prepare_all([prompt_token_ids], params, cache_salt, images=[images])[0]
 
     def prepare_all(
         self,
@@ -69,22 +85,28 @@ class RequestPreparer:
         cache_salt: str = "",
         rules: TokenRules | None = None,
         adapter: Adapter | None = None,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[PreparedRequest]:
         """Prepare several prompts that share sampling parameters, as :meth:`prepare` does.
 
         Resolves the parameters once, or uses ``rules`` if the caller has resolved them already.
+
+        Args:
+            images: images of each prompt; None if no prompt has images.
         """
         if not self._config.model.can_generate:
             raise PromptError(f"{self._config.model.name} has no LM head: it gives embeddings, and cannot generate")
         rules = rules or self.rules_for(params)
         stops = stop_automaton(params.stop) if params.stop else None
         prepared = []
-        for prompt in prompts:
+        for prompt, of_prompt in zip(prompts, images or [None] * len(prompts), strict=True):
             check_cancelled()
+            if of_prompt is not None:
+                self._check_images(prompt, of_prompt, params)
             kept = self._truncated(prompt, params.truncate_prompt_tokens, params.max_tokens or 1)
             max_tokens = self._max_tokens(len(kept), params)
             self._check_token_ids(kept)
-            hashes = prompt_block_hashes(kept, self._config.cache, cache_salt, adapter)
+            hashes = prompt_block_hashes(kept, self._config.cache, cache_salt, adapter, of_prompt)
             request = PreparedRequest(
                 kept,
                 params,
@@ -95,6 +117,7 @@ class RequestPreparer:
                 cache_salt=cache_salt,
                 block_hashes=hashes,
                 adapter=adapter,
+                images=of_prompt,
             )
             prepared.append(request if self._parts is None else self._parts.marked(request))
         return prepared
@@ -149,6 +172,26 @@ class RequestPreparer:
         self._rules.close()
         if self.images is not None:
             self.images.close()
+
+    def _check_images(self, prompt: list[int], images: PromptImages, params: SamplingParams) -> None:
+        """Raise as :meth:`prepare` if the images of a prompt cannot be served."""
+        if (refusal := self._config.model.image_refusal) is not None:
+            raise PromptError(f"{self._config.model.name} cannot be given images here: {refusal}")
+        if params.truncate_prompt_tokens is not None:
+            raise ParameterError("truncate_prompt_tokens", "a prompt with images cannot be truncated")
+        images.check(len(prompt))
+        if any(image.sees_itself for image in images.images):
+            raise PromptError("images whose tokens attend to each other are not supported")
+        largest, limit = max(image.num_features for image in images.images), self._config.scheduler
+        if largest > limit.max_num_encoder_tokens:
+            message = (
+                f"an image has {largest} tokens, more than --max-num-encoder-tokens {limit.max_num_encoder_tokens}"
+            )
+            raise PromptError(message)
+        num_bytes = sum(array.nbytes for image in images.images for array in image.inputs.values())
+        if num_bytes > MAX_IMAGE_BYTES:
+            message = f"the images take {num_bytes >> 20} MiB of memory together, more than {MAX_IMAGE_BYTES >> 20} MiB"
+            raise PromptError(message)
 
     def _truncated(self, prompt_token_ids: list[int], limit: int | None, num_new_tokens: int) -> list[int]:
         """Return the last ``limit`` tokens of the prompt.

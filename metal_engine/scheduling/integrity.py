@@ -14,6 +14,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     """Assert every invariant between steps; for tests and debugging."""
     scheduler.blocks.check_integrity()
     scheduler.states.check_integrity(set(scheduler.running))
+    scheduler.images.check_integrity(scheduler.running)
     scheduler.admissions.check_integrity(scheduler.running)
     not_running = {r.request_id for r in (*scheduler.admissions.waiting, *scheduler.admissions.loading.values())}
     assert not_running | scheduler.running.keys() == scheduler.requests.keys()

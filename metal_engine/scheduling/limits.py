@@ -124,7 +124,8 @@ class PrefillAllocator:
     Args:
         step: budget left by decodes. Allotted tokens are subtracted from it.
         prefills: running requests with more than one token left to compute, for :meth:`add_running`.
-        max_chunk_tokens: returns how many tokens of a request may follow a number of computed tokens in one chunk.
+        max_chunk_tokens: returns how many tokens of a request may follow a number of computed tokens in one chunk. 0 if
+            the next token is in an image that has to wait.
         take_at_once: plans a whole prompt if no prefill slot is free. Returns how many of its tokens to compute in this
             step.
 
@@ -156,10 +157,14 @@ class PrefillAllocator:
         self.num_long = sum(is_long(num_remaining(r, config), config) for r in prefills)
 
     def add_running(self) -> None:
-        """Add the running prefills whose minimum allotment fits, the longest waiting first."""
+        """Add the running prefills whose minimum allotment fits, the longest waiting first.
+
+        Prefills that wait for room for the features of an image are left out.
+        """
         left_out, self._left_out = self._left_out, []
         for request in left_out:
-            if self.fits_minimum(request, request.num_computed_tokens, num_remaining(request, self._config)):
+            num_computed, remaining = request.num_computed_tokens, num_remaining(request, self._config)
+            if self._max_chunk_tokens(request, num_computed) and self.fits_minimum(request, num_computed, remaining):
                 self._take(request)
             else:
                 self._left_out.append(request)

@@ -1,9 +1,9 @@
 """Prefix cache: finds cached blocks for the prefix of a request, and publishes the request's own full blocks.
 
-The K and V of a block depend on its tokens and on all tokens before them. A block's hash therefore covers its tokens
-and the hash of the previous block. The hash chain starts with everything else that determines K and V (model, LoRA
-adapter), and with the salt that isolates tenants. The hash is SHA-256, because a client that could construct a
-collision could read the KV of another tenant.
+The K and V of a block depend on its tokens and on all tokens before them. A block's hash therefore covers its tokens,
+the parts of images in it, and the hash of the previous block. The hash chain starts with everything else that
+determines K and V (model, LoRA adapter), and with the salt that isolates tenants. The hash is SHA-256, because a client
+that could construct a collision could read the KV of another tenant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable
 from functools import lru_cache
 from hashlib import sha256
+from itertools import pairwise
 
+import numpy as np
+
+from metal_engine.images import PromptImages
 from metal_engine.kv_transfer.scheduler_side import Missing
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import Request
@@ -36,7 +40,7 @@ def extend_block_hashes(request: Request, block_size: int, model_fingerprint: st
     """Update ``request.block_hashes`` for its current tokens. Hashes only the newly filled blocks."""
     hashes = request.block_hashes
     root = model_fingerprint, request.cache_salt, _fingerprint(request.adapter)
-    _extend(hashes, request.token_ids, block_size, root)
+    _extend(hashes, request.token_ids, block_size, root, request.images)
     return hashes
 
 
@@ -45,7 +49,11 @@ def _fingerprint(adapter: Adapter | None) -> str:
 
 
 def prompt_block_hashes(
-    prompt: list[int], config: CacheConfig, cache_salt: str, adapter: Adapter | None = None
+    prompt: list[int],
+    config: CacheConfig,
+    cache_salt: str,
+    adapter: Adapter | None = None,
+    images: PromptImages | None = None,
 ) -> list[bytes]:
     """Return the hashes of a prompt's full blocks; empty if prefix caching is disabled.
 
@@ -55,16 +63,41 @@ def prompt_block_hashes(
     hashes: list[bytes] = []
     if config.enable_prefix_caching:
         root = config.model_fingerprint, cache_salt, _fingerprint(adapter)
-        _extend(hashes, prompt, config.block_size, root)
+        _extend(hashes, prompt, config.block_size, root, images)
     return hashes
 
 
-def _extend(hashes: list[bytes], token_ids: list[int], block_size: int, root: tuple[str, str, str]) -> None:
+def _extend(
+    hashes: list[bytes], token_ids: list[int], block_size: int, root: tuple[str, str, str], images: PromptImages | None
+) -> None:
     """Append the hashes of newly filled blocks. ``root`` holds the arguments of :func:`root_hash`."""
     parent = hashes[-1] if hashes else root_hash(*root)
+    parts = {} if images is None else _image_parts(images, block_size, len(hashes))
     for end in range((len(hashes) + 1) * block_size, len(token_ids) + 1, block_size):
-        parent = sha256(parent + array("i", token_ids[end - block_size : end]).tobytes()).digest()
+        content = array("i", token_ids[end - block_size : end]).tobytes()
+        if parts:
+            content += parts.get(end // block_size - 1, b"")
+        parent = sha256(parent + content).digest()
         hashes.append(parent)
+
+
+def _image_parts(images: PromptImages, block_size: int, first_block: int) -> dict[int, bytes]:
+    """Return the parts of images in each block from ``first_block`` on, for the block's hash.
+
+    All images have the same placeholder tokens. A part names its image, its features, and their places in the block.
+    """
+    parts: dict[int, bytes] = {}
+    for image in images.images:
+        if image.stop <= first_block * block_size:
+            continue
+        blocks = image.positions // block_size
+        starts = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(blocks)]
+        for first, end in pairwise(starts):
+            block = int(blocks[first])
+            places = (image.positions[first:end] - block * block_size).tobytes()
+            part = sha256(image.content_hash).digest() + array("i", [first, end]).tobytes() + places
+            parts[block] = parts.get(block, b"") + part
+    return parts
 
 
 def _common_length(a: list[bytes], b: list[bytes]) -> int:

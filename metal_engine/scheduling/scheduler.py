@@ -12,8 +12,9 @@ from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.request import Request, RequestOutput, RequestStatus
 from metal_engine.scheduling.admission import Admissions, Candidate
 from metal_engine.scheduling.block_manager import BlockManager
+from metal_engine.scheduling.images import RequestImages
 from metal_engine.scheduling.integrity import check_integrity
-from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillAllocator, StepBudget, num_remaining
+from metal_engine.scheduling.limits import MAX_PROMPT_ROWS, PrefillAllocator, StepBudget, chunk_unit, num_remaining
 from metal_engine.scheduling.prefix_cache import PrefixCache
 from metal_engine.scheduling.recurrent_checkpoints import RequestStates
 from metal_engine.scheduling.speculation.proposals import Proposer
@@ -53,6 +54,7 @@ class Scheduler:
         self.connector = connector
         slots = StateSlots(cache_config.num_state_slots)
         self.states = RequestStates(slots, cache_config, config.max_num_seqs, connector)
+        self.images = RequestImages(config, chunk_unit(config, cache_config.block_size))
         on_publish = None if connector is None else self._save_to_store
         self.prefix_cache = PrefixCache(self.blocks, cache_config, slots, on_publish)
         self.requests: dict[str, Request] = {}
@@ -115,6 +117,7 @@ class Scheduler:
         plan = SchedulerOutput(step_id=self.num_plans)
         self.num_plans += 1
         self.states.begin_step()
+        self.images.begin_step()
         self.admissions.enqueue_loaded()
         if self.speculation is not None and self.speculation.should_wait_for_tokens(
             self.running, bool(self.admissions.waiting)
@@ -124,7 +127,7 @@ class Scheduler:
         budget = StepBudget(self.config.max_num_batched_tokens, self.config.max_attention_work, prompt_rows)
         num_preemptions = self.num_preemptions
         partial = self._schedule_decodes(plan, budget)
-        chunk_limits = self.states.max_chunk_tokens, self.states.take_at_once
+        chunk_limits = self._max_chunk_tokens, self._take_at_once
         prefills = PrefillAllocator(budget, partial, self.config, self.blocks.block_size, *chunk_limits)
         pool_is_full = self.num_preemptions > num_preemptions  # admitting now would preempt again
         if not pool_is_full and prefills.should_admit_first(self._last_admission):
@@ -144,7 +147,24 @@ class Scheduler:
             if self.connector is not None:
                 plan.kv_connector_metadata = self.connector.build_connector_meta(self.states.take_saves())
             plan.dropped_req_ids, self._dropped = self._dropped, []
+            self.images.plan(plan)
         return plan
+
+    def _max_chunk_tokens(self, request: Request, num_computed: int) -> int:
+        num_tokens = self.states.max_chunk_tokens(request, num_computed)
+        return (
+            num_tokens
+            if request.images is None
+            else min(num_tokens, self.images.max_chunk_tokens(request, num_computed))
+        )
+
+    def _take_at_once(self, request: Request, num_computed: int) -> int:
+        num_tokens = self.states.take_at_once(request, num_computed)
+        return (
+            num_tokens
+            if request.images is None
+            else min(num_tokens, self.images.max_chunk_tokens(request, num_computed))
+        )
 
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
         """Schedule decodes of running requests in order, including recomputed drafts. Return the running prefills."""
@@ -189,6 +209,8 @@ class Scheduler:
         while (candidate := self._next_candidate(prefills)) is not None:
             has_slot = prefills.num_partial < self.config.max_num_partial_prefills
             fits = prefills.fits_any if has_slot else prefills.fits
+            if not (has_slot or self.images.can_start(candidate.request, candidate.num_cached_tokens, whole=True)):
+                break
             if not fits(candidate.request, *candidate.extent) or not self._admit(plan, candidate):
                 break
             prefills.take(candidate.request, whole=not has_slot)
@@ -198,7 +220,10 @@ class Scheduler:
         """Return the request to admit next, or None if the step's budget or ``max_num_seqs`` does not allow any."""
         if prefills.step.tokens <= 0 or len(self.running) >= self.config.max_num_seqs:
             return None
-        return self.admissions.next(prefills, self.running)
+        candidate = self.admissions.next(prefills, self.running)
+        if candidate is None or self.images.can_start(candidate.request, candidate.num_cached_tokens):
+            return candidate
+        return None  # it waits for room for the features of its next image
 
     def _admit(self, plan: SchedulerOutput, candidate: Candidate) -> bool:
         """Admit a request if there are enough free blocks for all its tokens. Return True if it was admitted."""
@@ -243,6 +268,7 @@ class Scheduler:
         self.states.plan(plan, request)
         plan.num_scheduled_tokens[request.request_id] = num_tokens
         request.num_computed_tokens += num_tokens
+        self.images.computed(request)
         request.last_step = plan.step_id
         if request.num_computed_tokens == len(request.token_ids) + request.num_output_placeholders:
             done = plan.sampled_req_ids if request.pooling_params is None else plan.pooled_req_ids
@@ -280,22 +306,28 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Requeue every running request for recomputation in the same order, because all KV is lost."""
-        self.prefix_cache.forget()
+        self.forget_cached()
         for request in reversed(list(self.running.values())):
             self._preempt(request)
 
+    def forget_cached(self) -> None:
+        """Drop all cached prefixes, and all features of images."""
+        self.prefix_cache.forget()
+        self.images.forget()
+
     def failed(self, plan: SchedulerOutput | None = None) -> None:
-        """Drop all cached prefixes, and void the drafts of a step that has failed or will not run.
+        """Drop all cached prefixes and features, and void the drafts of a step that has failed or will not run.
 
         Args:
             plan: plan of the step. None: all steps in flight.
         """
-        self.prefix_cache.forget()  # the cache may contain blocks that will never be written
+        self.forget_cached()  # the cache may contain blocks that will never be written
         if self.speculation is not None:
             self.speculation.failed(plan)
 
     def refused(self, plan: SchedulerOutput) -> None:
         """Repeat the dropped ids of a plan in the next plan: the runner raised, perhaps without dropping them."""
+        self.images.refused(plan)
         self._dropped += [r for r in plan.dropped_req_ids if r not in self.held_by_runner]
 
     def cancel(self, plan: SchedulerOutput) -> None:
@@ -316,6 +348,7 @@ class Scheduler:
         """Free a request's blocks and everything that depends on them."""
         self.blocks.free(request.request_id)
         self.states.release(request)
+        self.images.release(request)
         request.num_registered_blocks = 0
         self.admissions.release_waiters(request.request_id)
         if self.connector is not None:

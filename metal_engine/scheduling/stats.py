@@ -21,6 +21,9 @@ class SchedulerStats:
         num_checkpoints: number of slots that hold a state checkpoint.
         checkpoint_hits: number of times that a request resumed from a state checkpoint.
         checkpoint_evictions: number of evicted state checkpoints.
+        images_encoded: number of images that steps have encoded.
+        image_cache_hits: number of images whose features were kept when a request needed them.
+        image_cache_tokens: number of image tokens whose features are kept.
         num_plans: number of plans so far. It grows as long as the engine works on requests.
     """
 
@@ -36,6 +39,9 @@ class SchedulerStats:
     checkpoint_hits: int = 0
     checkpoint_evictions: int = 0
     num_plans: int = 0
+    images_encoded: int = 0
+    image_cache_hits: int = 0
+    image_cache_tokens: int = 0
 
     @staticmethod
     def of(scheduler: Scheduler) -> SchedulerStats:
@@ -49,5 +55,8 @@ class SchedulerStats:
             peak_used_blocks=scheduler.blocks.peak_used_blocks,
             num_loading=num_loading,
             num_plans=scheduler.num_plans,
+            images_encoded=scheduler.images.num_encoded,
+            image_cache_hits=scheduler.images.num_hits,
+            image_cache_tokens=scheduler.images.num_kept_tokens,
             **scheduler.states.slots.stats,
         )

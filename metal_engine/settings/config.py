@@ -192,6 +192,8 @@ class SchedulerConfig:
     max_attention_work: int = 1 << 62  # maximum number of (query row, visible key) pairs in a step
     async_scheduling: bool = False  # plan a step before the tokens of the previous step are known
     speculative: SpeculativeConfig | None = None  # settings of speculation; None without it
+    max_num_encoder_tokens: int = 0  # maximum number of image tokens that a step encodes, and that an image has
+    image_cache_tokens: int = 0  # maximum number of image tokens whose features are kept
 
     @property
     def max_sample_rows(self) -> int:

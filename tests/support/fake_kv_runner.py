@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from metal_engine.images import PromptImages
 from metal_engine.kv_transfer.layout import state_key
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import MAX_FAILURES, Request, RequestOptions, RequestOutput, RequestStatus
@@ -82,6 +83,20 @@ def make_prompt(seed: int, length: int) -> list[int]:
     return [_mix(seed * 1_000_003 + position) % VOCAB_SIZE for position in range(length)]
 
 
+def fake_feature(content_hash: bytes, index: int) -> int:
+    """Return the token id that stands for a feature of an image."""
+    return _mix(int.from_bytes(content_hash[:8]) + index) % VOCAB_SIZE
+
+
+def seen_prompt(prompt: list[int], images: PromptImages | None) -> list[int]:
+    """Return a prompt with the features of its images in the place of their tokens."""
+    seen = list(prompt)
+    for image in () if images is None else images.images:
+        for index, position in enumerate(image.positions.tolist()):
+            seen[position] = fake_feature(image.content_hash, index)
+    return seen
+
+
 def expected_tokens(prompt: Iterable[int], num_tokens: int) -> list[int]:
     """Return the tokens that a request generates when it runs alone, by the closed form."""
     digest = position = 0
@@ -109,6 +124,7 @@ class _Held:
     state_slots: tuple[int, int] = (0, 0)  # slot read by the next step, slot written by it
     drafts: list[int] = field(default_factory=list)  # drafts of the step in flight
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [blocks * block_size]
+    features: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # image and index of the feature, by position
 
 
 @dataclass
@@ -149,6 +165,7 @@ class FakeKVRunner:
         self.last_step_id = -1
         self.num_late = 0
         self.draft_model: SomeRightDraftModel | None = None
+        self.features: dict[bytes, list[int]] = {}  # kept features by content hash
 
     @property
     def replay_refusal(self) -> None:
@@ -172,6 +189,12 @@ class FakeKVRunner:
         if drafting is not None:
             plan = plan.with_drafts(drafting)
         self._update_requests(plan)
+        for content_hash in plan.images_to_drop:
+            self.features.pop(content_hash, None)
+        for image in plan.images_to_encode:
+            assert image.content_hash not in self.features, "an image is encoded twice"
+            indices = range(int(image.inputs["num_features"]))
+            self.features[image.content_hash] = [fake_feature(image.content_hash, i) for i in indices]
         meta = plan.kv_connector_metadata or KVConnectorMetadata()
         for block_id, data in meta.loads.items():
             assert self.num_holders[block_id] == 1, f"block {block_id} is loaded into, and shared or free"
@@ -295,7 +318,10 @@ class FakeKVRunner:
                 assert not new.num_computed_tokens, "a prompt of which every token counts begins with a cached prefix"
             has_grammar = new.rules.grammar is not None
             token_ids, num_computed = list(new.token_ids), new.num_computed_tokens
-            self.held[new.request_id] = _Held(token_ids, [], num_computed, has_grammar, pooling, new.state_slots)
+            held = _Held(token_ids, [], num_computed, has_grammar, pooling, new.state_slots)
+            for image in () if new.images is None else new.images.images:
+                held.features |= {p: (image.content_hash, i) for i, p in enumerate(image.positions.tolist())}
+            self.held[new.request_id] = held
             self._append_blocks(new.request_id, new.block_ids)
         for request_id, block_ids in plan.new_block_ids.items():
             assert block_ids and request_id in plan.num_scheduled_tokens
@@ -327,7 +353,11 @@ class FakeKVRunner:
         values = []
         token_ids = held.token_ids + held.drafts if held.drafts else held.token_ids
         for position in range(start, stop):
-            value = _kv(token_ids[position], position, digest)
+            token_id = token_ids[position]
+            if position in held.features:
+                content_hash, index = held.features[position]
+                token_id = self.features[content_hash][index]
+            value = _kv(token_id, position, digest)
             digest = (digest + _WEIGHTS[position] * value) & _MASK64
             values.append(value)
         return values
@@ -464,6 +494,7 @@ class SchedulerHarness:
         self.plans: list[SchedulerOutput] = []
         # True if later requests may have overtaken waiting suspects. Reset when all requests have ended.
         self._was_overtaken = False
+        self._has_images = False  # features may make a request wait, so its allotments are not foreseen
         self._steps_passed_over = 0  # consecutive steps in which a request was passed over
 
     # --- requests -------------------------------------------------------------------------------------------
@@ -481,6 +512,7 @@ class SchedulerHarness:
         needs_prompt_rows: bool = False,
         needs_token_on_host: bool = False,
         pooling_type: str | None = None,
+        images: PromptImages | None = None,
     ) -> Request:
         """Queue a request. ``stop_after=n`` turns the n-th generated token into an end of sequence.
 
@@ -489,7 +521,8 @@ class SchedulerHarness:
         if pooling_type is not None:
             max_tokens, stop_after, needs_token_on_host = 1, None, False
         make_params = HostSampled if needs_token_on_host else SamplingParams
-        expected = expected_tokens(prompt, max_tokens)
+        self._has_images |= images is not None
+        expected = expected_tokens(seen_prompt(prompt, images), max_tokens)
         eos: frozenset[int] = frozenset()
         reason = "length"
         if stop_after is not None and stop_after <= max_tokens:
@@ -509,6 +542,7 @@ class SchedulerHarness:
             cache_salt=cache_salt,
             needs_prompt_rows=needs_prompt_rows,
             pooling_params=None if pooling_type is None else PoolingParams(pooling_type=pooling_type),
+            images=images,
         )
         if pooling_type is not None:
             reason = "stop"
@@ -582,7 +616,7 @@ class SchedulerHarness:
         self.check_limits(plan)
         num_preemptions = self.scheduler.num_preemptions - num_preemptions
         # The scheduler can delay a step until all tokens are known, to add drafts to it.
-        if plan.num_scheduled_tokens or not self.in_flight or not self.config.speculative:
+        if not self._has_images and (plan.num_scheduled_tokens or not self.in_flight or not self.config.speculative):
             self._check_plan(plan, before, context_lens, again, num_preemptions)
         is_idle = not plan.num_scheduled_tokens and not self.in_flight and not num_preemptions
         if is_idle and not self.scheduler.admissions.loading:
@@ -646,6 +680,8 @@ class SchedulerHarness:
             - len(t.token_ids)
             for t in self.live
         )
+        if self._has_images:
+            alone += 2 * sum(len(t.request.images.images) for t in self.live if t.request.images is not None)
         bound = alone * self.depth + self.depth + 4 + self.runner.num_late * self.depth
         steps = num_waits = 0
         while self.live and not (until is not None and until()):

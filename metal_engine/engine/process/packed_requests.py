@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from metal_engine.engine.process.packed_images import packed_images, unpacked_images
 from metal_engine.engine.process.packed_results import packed_output
 from metal_engine.engine.process.wire import Rules, Sampling, Submit, checked
 from metal_engine.lora_adapter import Adapter
@@ -87,6 +88,7 @@ def packed_request(
         num_lasting_tokens=prepared.num_lasting_tokens,
         num_instruction_tokens=prepared.num_instruction_tokens,
         adapter=None if prepared.adapter is None else prepared.adapter.slot,
+        images=packed_images(prepared.images),
         so_far=None if so_far is None else packed_output(so_far),
         num_failures=num_failures,
     )
@@ -115,6 +117,7 @@ def unpacked_request(message: Submit, grammar: Grammar | None, adapter: Adapter 
             num_lasting_tokens=message.num_lasting_tokens,
             num_instruction_tokens=message.num_instruction_tokens,
             adapter=adapter,
+            images=unpacked_images(message.images),
         )
 
 

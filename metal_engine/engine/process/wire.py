@@ -77,6 +77,30 @@ class Rules(Part):
     grammar: int | None
 
 
+class Array(Part):
+    """A NumPy array of numbers. ``dtype`` is NumPy's text for its type."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+class Image(Part):
+    """:class:`metal_engine.images.PromptImage`. ``positions`` are int32."""
+
+    positions: bytes
+    content_hash: bytes
+    inputs: dict[str, Array]
+    sees_itself: bool
+
+
+class Images(Part):
+    """:class:`metal_engine.images.PromptImages`. ``axes`` has the positions of the prompt as int32, and the delta."""
+
+    images: list[Image]
+    axes: tuple[bytes, int] | None
+
+
 class Output(Part):
     """The part of :class:`metal_engine.request.RequestOutput` that the engine fills in."""
 
@@ -148,6 +172,7 @@ class Submit(Message):
     num_lasting_tokens: int
     num_instruction_tokens: int
     adapter: int | None
+    images: Images | None
     so_far: Output | None
     num_failures: int
 

@@ -1,0 +1,207 @@
+"""Plans the computation of image features: the images that each step encodes, and the features that the runner keeps.
+
+A plan names the images to encode and the features to drop, so all ranks agree. An image is encoded as a whole before
+the first of its tokens is computed, even if a chunk ends within it. Features stay while a running request still has to
+compute tokens of the image. After that, they stay until other images need the capacity, least recently used first.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from metal_engine.images import PromptImage, PromptImages
+from metal_engine.request import Request
+from metal_engine.settings.config import SchedulerConfig
+from metal_engine.step import ImageToEncode, SchedulerOutput
+
+
+class RequestImages:
+    """Image features for the running requests.
+
+    The images of a request are claimed in order, and released when the plans have computed their tokens. A request
+    holds no image beyond the next step's tokens, so it can always advance through the images that it has claimed.
+
+    Args:
+        config: limits on encoded and kept features.
+        unit: unit of chunk sizes in tokens (:func:`metal_engine.scheduling.limits.chunk_unit`).
+
+    Attributes:
+        num_encoded: number of images that plans have encoded.
+        num_hits: number of images that were claimed while their features were kept.
+    """
+
+    def __init__(self, config: SchedulerConfig, unit: int) -> None:
+        self._max_encoded = config.max_num_encoder_tokens
+        self._capacity = config.image_cache_tokens
+        self._max_step_tokens = config.max_num_batched_tokens
+        self._unit = unit
+        self._left = self._max_encoded  # number of features that the step being planned may still encode
+        self._kept: dict[bytes, int] = {}  # numbers of features that the runner has or will have, by content hash
+        self._num_kept = 0
+        self._num_users: dict[bytes, int] = {}  # number of claims on each kept image that is claimed
+        self._unused: OrderedDict[bytes, None] = OrderedDict()  # kept images without claims, least recently used first
+        # First and end index of the images that a running request has claimed; none if it has claimed no image.
+        self._claimed: dict[str, tuple[int, int]] = {}
+        self._to_encode: dict[bytes, PromptImage] = {}
+        self._to_drop: list[bytes] = []
+        self.num_encoded = 0
+        self.num_hits = 0
+
+    @property
+    def num_kept_tokens(self) -> int:
+        """Number of kept features."""
+        return self._num_kept
+
+    def begin_step(self) -> None:
+        self._left = self._max_encoded
+
+    # --- limits of a chunk ----------------------------------------------------------------------------------
+
+    def can_start(self, request: Request, num_computed: int, *, whole: bool = False) -> bool:
+        """Return True if this step can compute the next tokens of a request, or with ``whole`` all of its tokens.
+
+        Does not claim anything.
+        """
+        if request.images is None:
+            return True
+        stop = request.num_tokens if whole else num_computed + self._unit
+        first, end = _between(request.images, num_computed, stop)
+        return self._fits(request.images.images[first:end], whole=whole)
+
+    def max_chunk_tokens(self, request: Request, num_computed: int) -> int:
+        """Claim the images in the next chunk of a running request. Return how many tokens the chunk may have.
+
+        The chunk ends before the first image whose features do not fit into this step. An image that the chunk does not
+        reach after all is still encoded in this step.
+        """
+        if request.images is None:
+            return request.num_tokens
+        first, next_end = _between(request.images, num_computed, num_computed + self._unit)
+        if not self._claim(request.request_id, request.images, first, next_end):
+            return 0
+        _, end = _between(request.images, num_computed, num_computed + self._max_step_tokens)
+        for index in range(next_end, end):
+            if not self._claim(request.request_id, request.images, index, index + 1):
+                num_tokens = request.images.images[index].start - num_computed
+                return num_tokens - num_tokens % self._unit
+        return request.num_tokens
+
+    def _fits(self, images: Iterable[PromptImage], *, whole: bool = False) -> bool:
+        """Return True if this step can encode those of the images whose features are not kept.
+
+        If they are the first images of the step, they may exceed the limit of a step together, because two images may
+        share a block. The ``whole`` of a prompt may not.
+        """
+        sizes = {image.content_hash: image.num_features for image in images}
+        num_missing = sum(size for key, size in sizes.items() if key not in self._kept)
+        if not num_missing:
+            return True
+        if num_missing > self._left and (whole or self._left < self._max_encoded):
+            return False
+        num_claimed = sum(size for key, size in self._kept.items() if key not in self._unused or key in sizes)
+        return num_claimed + num_missing <= self._capacity
+
+    # --- claims ---------------------------------------------------------------------------------------------
+
+    def _claim(self, request_id: str, images: PromptImages, first: int, end: int) -> bool:
+        """Claim the images with index ``first`` up to ``end``. Return False if they do not all fit."""
+        held_first, held_end = self._claimed.get(request_id, (first, first))
+        new = images.images[held_end:end]
+        if not new:
+            return True
+        if not self._fits(new):
+            return False
+        for image in new:
+            key = image.content_hash
+            self.num_hits += key in self._kept
+            self._unused.pop(key, None)
+            self._num_users[key] = self._num_users.get(key, 0) + 1
+        for image in new:
+            if image.content_hash not in self._kept:
+                self._encode(image)
+        self._claimed[request_id] = held_first, end
+        return True
+
+    def _encode(self, image: PromptImage) -> None:
+        while self._num_kept + image.num_features > self._capacity:
+            key, _ = self._unused.popitem(last=False)
+            self._drop(key)
+        self._kept[image.content_hash] = image.num_features
+        self._num_kept += image.num_features
+        self._left = max(0, self._left - image.num_features)
+        self._to_encode[image.content_hash] = image
+        self.num_encoded += 1
+
+    def _drop(self, key: bytes) -> None:
+        self._num_kept -= self._kept.pop(key)
+        if self._to_encode.pop(key, None) is None:
+            self._to_drop.append(key)
+        else:
+            self.num_encoded -= 1
+
+    def computed(self, request: Request) -> None:
+        """Release the images whose tokens are all computed by the plans so far."""
+        if request.images is None or request.request_id not in self._claimed:
+            return
+        images = request.images.images
+        first, end = self._claimed.pop(request.request_id)
+        while first < end and images[first].stop <= request.num_computed_tokens:
+            self._release_one(images[first].content_hash)
+            first += 1
+        if first < end:
+            self._claimed[request.request_id] = first, end
+
+    def release(self, request: Request) -> None:
+        """Release all images of a request that stops running."""
+        if request.images is not None:
+            first, end = self._claimed.pop(request.request_id, (0, 0))
+            for image in request.images.images[first:end]:
+                self._release_one(image.content_hash)
+
+    def _release_one(self, key: bytes) -> None:
+        self._num_users[key] -= 1
+        if not self._num_users[key]:
+            del self._num_users[key]
+            self._unused[key] = None
+
+    # --- plans ----------------------------------------------------------------------------------------------
+
+    def plan(self, plan: SchedulerOutput) -> None:
+        """Add the images to encode and the features to drop to a plan that will be executed."""
+        plan.images_to_encode = [ImageToEncode(key, image.inputs) for key, image in self._to_encode.items()]
+        plan.images_to_drop, self._to_drop = self._to_drop, []
+        self._to_encode = {}
+
+    def refused(self, plan: SchedulerOutput) -> None:
+        """Repeat the drops of a plan in the next plan: the runner raised, perhaps before it dropped them."""
+        self._to_drop += plan.images_to_drop
+
+    def forget(self) -> None:
+        """Drop all features and claims. After a failed step, the runner's features may be incomplete."""
+        self._to_drop += [key for key in self._kept if key not in self._to_encode]
+        for content in (self._kept, self._num_users, self._unused, self._claimed, self._to_encode):
+            content.clear()
+        self._num_kept = 0
+
+    def check_integrity(self, running: dict[str, Request]) -> None:
+        """Assert every invariant between steps; for tests and debugging."""
+        num_users: dict[bytes, int] = {}
+        for request_id, (first, end) in self._claimed.items():
+            images = running[request_id].images
+            assert images is not None and 0 <= first < end <= len(images.images)
+            assert images.images[first].stop > running[request_id].num_computed_tokens
+            for image in images.images[first:end]:
+                num_users[image.content_hash] = num_users.get(image.content_hash, 0) + 1
+        assert num_users == self._num_users
+        assert self._unused.keys() == self._kept.keys() - num_users.keys()
+        assert num_users.keys() <= self._kept.keys()
+        assert self._num_kept == sum(self._kept.values()) <= self._capacity
+        assert self._to_encode.keys() <= self._kept.keys()
+
+
+def _between(images: PromptImages, start: int, stop: int) -> tuple[int, int]:
+    """Return the range (first, end) of the images with tokens at positions from ``start`` up to ``stop``."""
+    first = bisect_right(images.images, start, key=lambda image: image.stop)
+    return first, max(first, bisect_left(images.images, stop, key=lambda image: image.start))

@@ -1,0 +1,57 @@
+"""Images of prompts survive the way to the engine's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from metal_engine.engine.process import wire
+from metal_engine.engine.process.packed_requests import packed_request, unpacked_request
+from metal_engine.images import AxesPositions, PromptImage, PromptImages
+from metal_engine.request import PreparedRequest
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.token_rules import NO_RULES
+
+
+def submitted(images: PromptImages | None) -> Any:
+    prepared = PreparedRequest([1] * 9, SamplingParams(), 4, NO_RULES, images=images)
+    return wire.decode_to_engine(wire.encode(packed_request("r", prepared, 0, None, None, 0, None)))
+
+
+def some_images() -> PromptImages:
+    pixels = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    inputs = {"pixel_values": pixels[:, ::2], "grid": np.array([[1, 2]], np.int64), "mask": np.array(True)}
+    first = PromptImage(np.array([1, 2, 4], np.int32), b"\x00\xffhash", inputs)
+    second = PromptImage(np.array([6], np.int32), b"b", {"pixel_values": np.zeros(1, np.uint8)}, sees_itself=True)
+    axes = AxesPositions(np.arange(27, dtype=np.int32).reshape(3, 9)[:, ::-1], -3)
+    return PromptImages((first, second), axes)
+
+
+def test_round_trip() -> None:
+    images = some_images()
+    found = unpacked_request(submitted(images), None, None).images
+    assert found is not None and found.axes is not None and images.axes is not None
+    assert found.axes.delta == -3 and (found.axes.prompt == images.axes.prompt).all()
+    for ours, theirs in zip(images.images, found.images, strict=True):
+        assert theirs.positions.tolist() == ours.positions.tolist() and theirs.positions.dtype == np.int32
+        assert (theirs.content_hash, theirs.sees_itself) == (ours.content_hash, ours.sees_itself)
+        assert theirs.inputs.keys() == ours.inputs.keys()
+        for name, array in ours.inputs.items():
+            assert theirs.inputs[name].dtype == array.dtype and theirs.inputs[name].tolist() == array.tolist(), name
+
+
+def test_prompts_without_images_or_axes() -> None:
+    assert unpacked_request(submitted(None), None, None).images is None
+    found = unpacked_request(submitted(PromptImages(some_images().images)), None, None).images
+    assert found is not None and found.axes is None
+
+
+@pytest.mark.parametrize("field", ["dtype", "shape", "data"])
+def test_a_broken_array_is_an_error_of_the_wire(field: str) -> None:
+    message = submitted(some_images())
+    array = message.images.images[0].inputs["pixel_values"]
+    setattr(array, field, {"dtype": "no type", "shape": [5, 7], "data": b"abc"}[field])
+    with pytest.raises(wire.WireError):
+        unpacked_request(message, None, None)

@@ -1,0 +1,245 @@
+"""Planning of images: the features that steps need, their limits, and block hashes. Random traffic with images."""
+
+from __future__ import annotations
+
+import random
+from hashlib import sha256
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, run_state_machine_as_test
+
+from metal_engine.images import PromptImage, PromptImages
+from metal_engine.scheduling.prefix_cache import prompt_block_hashes
+from metal_engine.settings.config import CacheConfig, SchedulerConfig
+from metal_engine.step import SchedulerOutput
+from tests.scheduling.test_scheduler_stateful import SchedulerMachine
+from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
+
+PLACEHOLDER = 7
+
+
+def image_at(positions: list[int], name: str) -> PromptImage:
+    content_hash = sha256(f"{name} {len(positions)}".encode()).digest()
+    return PromptImage(np.array(positions, np.int32), content_hash, {"num_features": np.array(len(positions))})
+
+
+def prompt_with(*images: PromptImage, seed: int = 0, length: int) -> list[int]:
+    prompt = make_prompt(seed, length)
+    for image in images:
+        for position in image.positions.tolist():
+            prompt[position] = PLACEHOLDER
+    return prompt
+
+
+def harness(
+    *, limit: int = 16, capacity: int = 32, budget: int = 12, num_seqs: int = 4, caching: bool = False, depth: int = 1
+) -> SchedulerHarness:
+    return SchedulerHarness(
+        SchedulerConfig(
+            max_num_batched_tokens=budget,
+            max_num_seqs=num_seqs,
+            max_model_len=400,
+            max_num_partial_prefills=2,
+            max_num_encoder_tokens=limit,
+            image_cache_tokens=capacity,
+            async_scheduling=depth > 1,
+        ),
+        CacheConfig(block_size=4, num_blocks=100, enable_prefix_caching=caching),
+        depth=depth,
+    )
+
+
+def encoded(plan: SchedulerOutput) -> list[bytes]:
+    return [image.content_hash for image in plan.images_to_encode]
+
+
+def test_an_image_is_encoded_when_a_chunk_reaches_it_and_may_be_cut() -> None:
+    h = harness(budget=6)
+    image = image_at(list(range(8, 22)), "a")
+    h.submit("r", prompt_with(image, length=30), 3, images=PromptImages((image,)))
+    assert encoded(h.step()) == []  # tokens 0 to 6
+    assert encoded(h.step()) == [image.content_hash]  # up to 12, in the image
+    h.drain()
+    assert h.scheduler.images.num_encoded == 1
+
+
+def test_a_step_encodes_no_more_than_its_limit() -> None:
+    h = harness(limit=10, capacity=40, budget=64)
+    images = [image_at(list(range(start, start + 8)), str(start)) for start in (2, 12, 24)]
+    h.submit("r", prompt_with(*images, length=40), 2, images=PromptImages(tuple(images)))
+    plans = [h.step() for _ in range(4)]
+    assert [encoded(plan) for plan in plans] == [[image.content_hash] for image in images] + [[]]
+    assert [list(plan.num_scheduled_tokens.values()) for plan in plans[:3]] == [[12], [12], [16]]
+    h.drain()
+
+
+def test_features_are_kept_until_others_need_the_capacity() -> None:
+    h = harness(limit=16, capacity=24, budget=64)
+    a, b, c = (image_at(list(range(2, 12)), name) for name in "abc")
+    plans = []
+    for i, image in enumerate((a, b, a, c, b)):  # c evicts b, which was used less recently than a
+        h.submit(f"r{i}", prompt_with(image, length=20), 1, images=PromptImages((image,)))
+        plans.append(h.step())
+    assert [encoded(plan) for plan in plans] == [
+        [a.content_hash],
+        [b.content_hash],
+        [],
+        [c.content_hash],
+        [b.content_hash],
+    ]
+    assert plans[3].images_to_drop == [b.content_hash] and plans[4].images_to_drop == [a.content_hash]
+    assert h.scheduler.stats.image_cache_hits == 1 and h.scheduler.stats.image_cache_tokens == 20
+    h.drain()
+
+
+def test_a_request_waits_while_others_hold_the_capacity() -> None:
+    """The waiting request starts when the other has computed its image. Meanwhile it takes no tokens of the budget."""
+    h = harness(limit=16, capacity=16, budget=8)
+    a, b = (image_at(list(range(16)), name) for name in "ab")
+    for name, image in (("r", a), ("s", b)):
+        h.submit(name, prompt_with(image, length=24, seed=ord(name)), 2, images=PromptImages((image,)))
+    plans = [h.step() for _ in range(3)]
+    assert [dict(plan.num_scheduled_tokens) for plan in plans[:2]] == [{"r": 8}, {"r": 8}]
+    assert plans[2].images_to_drop == [a.content_hash] and encoded(plans[2]) == [b.content_hash]
+    h.drain()
+
+
+def test_a_failed_step_drops_all_features() -> None:
+    h = harness(budget=10)
+    image = image_at(list(range(4, 16)), "a")
+    h.submit("r", prompt_with(image, length=30), 2, images=PromptImages((image,)))
+    h.schedule()
+    h.fail_oldest()
+    plan = h.step()
+    assert plan.images_to_drop == [image.content_hash] and encoded(plan) == [image.content_hash]
+    h.drain()
+
+
+def test_block_hashes_contain_the_parts_of_images() -> None:
+    config = CacheConfig(block_size=4, num_blocks=8, enable_prefix_caching=True, model_fingerprint="m")
+
+    def hashes(*images: PromptImage) -> list[bytes]:
+        prompt = prompt_with(image_at(list(range(5, 11)), "any"), length=18)  # the same tokens for all
+        return prompt_block_hashes(prompt, config, "", images=PromptImages(images) if images else None)
+
+    a, b = image_at(list(range(5, 11)), "a"), image_at(list(range(5, 11)), "b")
+    shifted, gap = image_at(list(range(6, 12)), "a"), image_at([5, 6, 7, 8, 10], "a")
+    found = [hashes(), hashes(a), hashes(b), hashes(shifted), hashes(gap)]
+    assert len({one[0] for one in found}) == 1  # nothing of an image stands in the first block
+    assert len({one[1] for one in found}) == len({one[3] for one in found}) == len(found)
+    assert hashes(a) == found[1]
+
+
+def test_images_are_not_mixed_up_by_prefix_caching() -> None:
+    h = harness(caching=True, budget=64, limit=64, capacity=64)
+    a, b = (image_at(list(range(5, 17)), name) for name in "ab")
+    for i, image in enumerate((a, b, a)):
+        h.submit(f"r{i}", prompt_with(image, length=30), 4, images=PromptImages((image,)))
+        h.drain()
+    cached = [h.tracked[f"r{i}"].request.num_cached_tokens for i in range(3)]
+    assert cached == [0, 4, 28]
+
+
+class ImageMachine(SchedulerMachine):
+    """Many prompts have images, which other prompts share, over few features and few KV blocks."""
+
+    depths = st.integers(1, 3)
+
+    @initialize(
+        data=st.data(),
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        num_blocks=st.integers(4, 40),
+        budget=st.integers(1, 64),
+        is_recurrent=st.booleans(),
+        is_aligned=st.booleans(),
+        limit=st.integers(1, 40),
+    )
+    def start_engine(  # type: ignore[override]
+        self,
+        data: st.DataObject,
+        block_size: int,
+        num_blocks: int,
+        budget: int,
+        is_recurrent: bool,
+        is_aligned: bool,
+        limit: int,
+    ) -> None:
+        depth, num_seqs = data.draw(self.depths), data.draw(st.integers(1, 6))
+        least = 2 * limit + block_size if is_aligned else limit
+        self.limit = limit
+        self.harness = SchedulerHarness(
+            SchedulerConfig(
+                max_num_batched_tokens=max(budget, block_size if is_aligned else 1),
+                max_num_seqs=num_seqs,
+                max_model_len=300,
+                max_num_partial_prefills=data.draw(st.integers(1, 3)),
+                page_aligned_scheduling=is_aligned,
+                async_scheduling=depth > 1,
+                max_num_encoder_tokens=limit,
+                image_cache_tokens=data.draw(st.integers(least, least + 40)),
+            ),
+            CacheConfig(
+                block_size=block_size,
+                num_blocks=num_blocks,
+                enable_prefix_caching=is_recurrent or data.draw(st.booleans()),
+                num_state_slots=data.draw(st.integers(num_seqs, 4 * num_seqs)) if is_recurrent else 0,
+            ),
+            depth=depth,
+        )
+        self.capacity = min(300, block_size * num_blocks + 1)
+        self.num_requests = 0
+
+    def submit(
+        self, prompt: list[int], max_tokens: int, *, stop_after: int | None = None, ignore_eos: bool = False
+    ) -> None:
+        request_id = f"r{self.num_requests}"
+        self.num_requests += 1
+        if len(prompt) + max_tokens > self.capacity:
+            return
+        images = self.images_for(random.Random(f"{prompt[0]} {self.num_requests % 3}"), len(prompt))
+        for image in images:
+            for position in image.positions.tolist():
+                prompt[position] = PLACEHOLDER
+        self.harness.submit(
+            request_id,
+            prompt,
+            max_tokens,
+            stop_after=stop_after,
+            ignore_eos=ignore_eos,
+            needs_token_on_host=self.num_requests % 4 == 0,
+            images=PromptImages(tuple(images)) if images else None,
+        )
+        self.harness.scheduler.check_integrity()
+
+    def images_for(self, rng: random.Random, length: int) -> list[PromptImage]:
+        images, position = [], rng.randint(0, 5)
+        while position < length - 1 and len(images) < 4:
+            size, gap = rng.randint(1, self.limit), rng.choice((1, 1, 2))
+            positions = list(range(position, position + size * gap, gap))
+            if positions[-1] >= length - 1:
+                break
+            images.append(image_at(positions, str(rng.randint(0, 3))))
+            position = positions[-1] + rng.choice((1, 2, 20))
+        return images
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "harness"):
+            images, runner = self.harness.scheduler.images, self.harness.runner
+            assert sum(map(len, runner.features.values())) == images.num_kept_tokens
+
+
+_SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def test_random_traffic_with_images() -> None:
+    run_state_machine_as_test(ImageMachine, settings=_SETTINGS)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_much_random_traffic_with_images() -> None:
+    run_state_machine_as_test(ImageMachine, settings=settings(_SETTINGS, max_examples=600, stateful_step_count=60))
