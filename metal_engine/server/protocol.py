@@ -145,21 +145,25 @@ class CompletionBody(GenerationBody):
         return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
+DETAILS = ("low", "high", "auto", "original")
+"""Values of an image's ``detail``."""
+
+
 class ImageURL(RequestModel):
     """Image of a content part.
 
     Attributes:
         url: ``data:`` URL, or an address that the server may download from.
-        detail: ``low`` for fewer tokens; ``high`` and ``auto`` have the same effect.
+        detail: ``low`` for fewer tokens; the other values of :data:`DETAILS` have the same effect.
     """
 
     url: str
-    detail: Literal["low", "high", "auto", "original"] | None = None
+    detail: str | None = None
     _place: str | None = PrivateAttr(None)
     _is_base64: bool = PrivateAttr(False)
 
     @classmethod
-    def placed(cls, url: str, place: str, detail: Any = None, *, is_base64: bool = False) -> ImageURL:
+    def placed(cls, url: str, place: str, detail: str | None = None, *, is_base64: bool = False) -> ImageURL:
         """Return the image of a request of another API.
 
         Args:

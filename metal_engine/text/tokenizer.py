@@ -282,7 +282,7 @@ class Tokenizer:
         self._check_length({"messages": messages, **template_kwargs})
         try:
             given = with_content_as_thinking(chat_template.plain_messages(messages), self.message_rules)
-            if self.message_rules.needs_parts:
+            if self.template_mentions("type") and self.message_rules.needs_parts:
                 given = [
                     {**one, "content": as_parts(one["content"])} if one.get("content") is not None else one
                     for one in given

@@ -45,7 +45,7 @@ def processing() -> Iterator[ImageProcessing]:
 
 def load(processing: ImageProcessing, *files: bytes, **options: object) -> list[tuple[int, ...]]:
     given = {"wants_inputs": True, "max_tokens": 1000, **options}
-    return [one.grid for one in processing.load(files, ["high"] * len(files), **given)]  # type: ignore[arg-type]
+    return [one.grid for one in processing.decode(files, ["high"] * len(files), **given)]  # type: ignore[arg-type]
 
 
 def test_known_files_are_not_decoded_again(processing: ImageProcessing, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_known_files_are_not_decoded_again(processing: ImageProcessing, monkeypa
     assert load(processing, a, b, a) == [(1, 12, 16)] * 3
     assert load(processing, a) == load(processing, b) == [(1, 12, 16)]
     assert decoded == [2]
-    assert processing.load([a], ["low"], wants_inputs=False, max_tokens=0)[0].inputs is None
+    assert processing.decode([a], ["low"], wants_inputs=False, max_tokens=0)[0].inputs is None
     assert decoded == [2, 1]
 
 
@@ -74,9 +74,9 @@ def test_detail_and_limits_bound_the_tokens(processing: ImageProcessing) -> None
 
 def test_images_beyond_the_context_are_not_decoded(processing: ImageProcessing) -> None:
     file = encoded(picture(64, 48, 4))
-    (image,) = processing.load([file], ["high"], wants_inputs=True, max_tokens=47)
+    (image,) = processing.decode([file], ["high"], wants_inputs=True, max_tokens=47)
     assert image.inputs is None
-    (image,) = processing.load([file], ["high"], wants_inputs=True, max_tokens=48)
+    (image,) = processing.decode([file], ["high"], wants_inputs=True, max_tokens=48)
     assert image.inputs is not None
 
 
@@ -168,7 +168,7 @@ def test_the_store_is_bounded() -> None:
 
 def test_images_are_inserted_where_the_template_has_them(processing: ImageProcessing) -> None:
     files = [encoded(picture(*size, 6)) for size in ((64, 48), (32, 32))]
-    images = processing.load(files, ["high"] * 2, wants_inputs=True, max_tokens=1000)
+    images = processing.decode(files, ["high"] * 2, wants_inputs=True, max_tokens=1000)
     ids, inserted = processing.insert([1, IMAGE, 2, 3, IMAGE, 4], images)
     assert ids == [1, *[IMAGE] * 48, 2, 3, *[IMAGE] * 16, 4]
     assert isinstance(inserted, PromptImages)

@@ -6,6 +6,7 @@ import base64
 import io
 import struct
 import zlib
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="10" height="10"/>'
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n"
 
 
+@cache
 def hostile_files() -> dict[str, tuple[bytes, str]]:
     """Return files that are refused, by name, each with a part of the message."""
     photo = encoded(picture(640, 480), "JPEG")

@@ -274,13 +274,15 @@ def _content(blocks: list[tuple[dict[str, Any], str]]) -> str | list[Part]:
     parts: list[Part] = []
     for block, place in blocks:
         if block["type"] == "image":
-            parts.append({"type": "image_url", "image_url": _image(block["source"], f"{place}.source")})
+            parts.append({"type": "image_url", "image_url": _image(block.get("source"), f"{place}.source")})
         else:
             parts.append({"type": "text", "text": _text([block])})
     return parts
 
 
-def _image(source: dict[str, Any], place: str) -> ImageURL:
+def _image(source: Any, place: str) -> ImageURL:
+    if not isinstance(source, dict):
+        raise ValueError("an image needs a source")
     kind = source["type"]
     if kind not in ("base64", "url"):
         raise ValueError(f"images of type {short(kind)} are not supported; send base64 or url")

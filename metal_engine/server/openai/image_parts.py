@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from metal_engine.errors import short
 from metal_engine.media.sources import ImageSource
 from metal_engine.server.errors import invalid
-from metal_engine.server.protocol import ChatMessage, ImageURL
+from metal_engine.server.protocol import DETAILS, ChatMessage, ImageURL
 from metal_engine.text.content_parts import Content, Part, joined, without_images
 from metal_engine.text.message_rules import MessageRules
 
@@ -34,6 +35,10 @@ def image_sources(messages: list[ChatMessage]) -> list[ImageSource]:
             if message.role not in _ROLES:
                 raise invalid(f": a message of the role {message.role} cannot contain images", where=place)
             if isinstance(part.image_url, ImageURL):
+                detail = part.image_url.detail
+                if detail is not None and detail not in DETAILS:
+                    problem = f" must be one of {', '.join(DETAILS)}, got {short(detail)}"
+                    raise invalid(problem, where=f"{place}.image_url.detail")
                 sources.append(part.image_url.source(f"{place}.image_url.url"))
             else:
                 sources.append(ImageSource(part.image_url, f"{place}.image_url"))
