@@ -72,9 +72,10 @@ class NewRequestData:
 
 @dataclass(frozen=True, slots=True)
 class ImageToEncode:
-    """Image whose features a step computes: its content hash, and the inputs of the encoder."""
+    """Image whose features a step computes: its content hash, number of features, and the inputs of the encoder."""
 
     content_hash: bytes
+    num_features: int
     inputs: Mapping[str, np.ndarray] = field(repr=False)
 
 

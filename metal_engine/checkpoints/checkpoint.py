@@ -212,15 +212,26 @@ def parse_safetensors_header(header: bytes, path: str) -> list[StoredTensor]:
 
 
 # Beginnings of the names of a multimodal model's tensors outside its text model, which mlx-lm leaves out.
-_OTHER_TOWERS = re.compile(
-    r"(?:model\.)?(?:vision_tower|vision_model|vision_embedder|visual|audio_tower|multi_modal_projector|mm_projector"
-    r"|embed_vision|embed_audio)\."
+_VISION = re.compile(
+    r"(?:model\.)?(?:vision_tower|vision_model|vision_encoder|vision_embedder|visual|multi_modal_projector|mm_projector"
+    r"|embed_vision)\."
 )
+_AUDIO = re.compile(r"(?:model\.)?(?:audio_tower|embed_audio)\.")
+
+
+def is_vision_tensor(name: str) -> bool:
+    """Return True if the tensor of this name belongs to an image encoder."""
+    return _VISION.match(name) is not None
 
 
 def text_tensors(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Return the tensors of the text model. The weights of vision and audio towers are never read."""
-    return [tensor for tensor in tensors if not _OTHER_TOWERS.match(tensor.name)]
+    """Return the tensors of the text model."""
+    return [tensor for tensor in tensors if not (_VISION.match(tensor.name) or _AUDIO.match(tensor.name))]
+
+
+def vision_tensors(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
+    """Return the tensors of the image encoder."""
+    return [tensor for tensor in tensors if is_vision_tensor(tensor.name)]
 
 
 def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_bytes: int | None) -> int:

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 # Sample text for a first use of the tokenizer: some tokenizers load without an error and panic when they are used.
 _TRIED_TEXT = "A text, 2 lines:\né"
-_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _load(
     divide: Divide | None,
     look: Callable[[Path], None],
 ) -> LoadedModel:
-    dtype = _DTYPES.get(args.dtype, mx.float32 if device.kind == "cpu" else None)
+    dtype = DTYPES.get(args.dtype, mx.float32 if device.kind == "cpu" else None)
     if args.revision is not None and (args.model == DEMO_MODEL or is_local(args.model)):
         logger.warning("--revision %s has no effect: %s is not from the hub", args.revision, args.model)
     found = find_model(args, device, check)
@@ -190,7 +190,7 @@ def _load_gguf(
     tokenizer = load_tokenizer(source, trust_remote_code=args.trust_remote_code)
     check_tokenizer(tokenizer)
     _announce(found, facts)
-    weight_dtype = dtype or _DTYPES[facts.dtype]
+    weight_dtype = dtype or DTYPES[facts.dtype]
     model, config = load_gguf_model(found.path, weight_dtype, dequantize=device.kind == "cpu", divide=divide)
     own_generation_config: dict[str, Any] | None = DEFAULT_SAMPLING if args.model == DEMO_MODEL else None
     sampling = checkpoint.default_sampling(_generation_config(args, own_generation_config))

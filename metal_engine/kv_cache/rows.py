@@ -54,6 +54,13 @@ class StepRows:
     state_reads: np.ndarray  # [B] slot of the request's initial recurrent state; 0: a new request
     state_writes: np.ndarray  # [B] slot of the request's new recurrent state; 0 if no layer is recurrent
     make_writes: MakeWrites
+    # Positions for rotary embeddings, [N], or [3, N] for each axis if they differ. None if they equal `positions`.
+    rotary_positions: np.ndarray | None = None
+
+    @property
+    def has_axes(self) -> bool:
+        """True if the rotary positions of some row differ between the axes."""
+        return self.rotary_positions is not None and self.rotary_positions.ndim == 2
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +118,9 @@ class StepRows:
                 raise ValueError(f"bad step: {name} is {array.dtype}, not int32")
             if array.ndim != (2 if name == "block_table" else 1):
                 raise ValueError(f"bad step: {name} has shape {array.shape}")
+        rotary = self.rotary_positions
+        if rotary is not None and rotary.shape not in ((self.num_tokens,), (3, self.num_tokens)):
+            raise ValueError(f"bad step: rotary_positions have shape {rotary.shape}")
         self._validate_segments()
         self._validate_slots(num_blocks)
         self._validate_samples()
@@ -216,6 +226,7 @@ def step_rows(
     num_samples: Sequence[int] | np.ndarray | None = None,
     state_slots: tuple[np.ndarray, np.ndarray] | None = None,
     make_writes: MakeWrites = SlotWrites,
+    rotary_positions: np.ndarray | None = None,
 ) -> StepRows:
     """Lay out a step: the rows of its requests in packing order.
 
@@ -235,6 +246,7 @@ def step_rows(
         state_slots: [B] and [B] int32, slots of the requests' initial and new recurrent states; None if no layer is
             recurrent.
         make_writes: creates the object that writes rows to their slots.
+        rotary_positions: [N] or [3, N] int32, positions for rotary embeddings; None if they equal the positions.
 
     Raises:
         ValueError: the arguments differ in length, or a block table is too short.
@@ -272,6 +284,7 @@ def step_rows(
         state_reads=reads,
         state_writes=writes,
         make_writes=make_writes,
+        rotary_positions=rotary_positions,
     )
 
 

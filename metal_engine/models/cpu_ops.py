@@ -60,20 +60,22 @@ class StepPositions(mx.array):
         self.tables: dict[tuple[object, ...], tuple[mx.array, mx.array]] = {}
 
 
-def _rotate_neighbours(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+def rotate_neighbours(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """Rotate the pairs of neighbouring numbers of x, [..., head_dim], by angles, [..., dims / 2]."""
     dims = 2 * cos.shape[-1]
     a, b = x[..., 0:dims:2], x[..., 1:dims:2]
     turned = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(*x.shape[:-1], dims)
     return mx.concatenate([turned, x[..., dims:]], axis=-1) if x.shape[-1] > dims else turned
 
 
-def _rotate_halves(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+def rotate_halves(x: mx.array, cos: mx.array, sin: mx.array) -> mx.array:
+    """Rotate the pairs of x, [..., head_dim], whose second number is dims / 2 after the first, as above."""
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return mx.concatenate([a * cos - b * sin, a * sin + b * cos, *([rest] if rest.size else [])], axis=-1)
 
 
-_rotated_neighbours, _rotated_halves = CompiledByShape(_rotate_neighbours), CompiledByShape(_rotate_halves)
+_rotated_neighbours, _rotated_halves = CompiledByShape(rotate_neighbours), CompiledByShape(rotate_halves)
 
 
 class TableRoPE(nn.RoPE):

@@ -12,6 +12,7 @@ from metal_engine.recurrence.metal import MetalRecurrence
 
 if TYPE_CHECKING:
     from metal_engine.lora.layers import AdapterRows
+    from metal_engine.models.multimodal.merging import StepImages
 
 
 class CurrentStep:
@@ -23,6 +24,7 @@ class CurrentStep:
         self.attention: StepAttention | None = None
         self.positions: mx.array | None = None  # [N]
         self.adapters: AdapterRows | None = None  # None: no row has an adapter
+        self.images: StepImages | None = None  # None: no row has features of an image
         self.logits_indices: mx.array | None = None  # [R]
         self.hidden_indices: mx.array | slice | None = None  # [P]
         self.hidden: mx.array | None = None  # [P, 1, hidden_size], rows of hidden_indices, set by the trunk

@@ -36,6 +36,9 @@ from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.current_step import CurrentStep
 from metal_engine.models.layer_cache import LayerCache, layer_cache
 from metal_engine.models.mlx_lm_patch import hidden_states_problem, patch_model
+from metal_engine.models.multimodal.axes_rope import AxesStepPositions
+from metal_engine.models.multimodal.encoder import ImageEncoder
+from metal_engine.models.multimodal.merging import ImageInput, StepImages
 from metal_engine.models.recurrent.install import install_states
 from metal_engine.models.recurrent.recording import RecordingState
 from metal_engine.models.recurrent.state_cache import StateCache
@@ -74,6 +77,7 @@ class PagedModel:
         windows: sizes of the layers' sliding windows, in tokens.
         vocab_size: number of logits of a row.
         adapters: layers with LoRA adapters, set by :meth:`adapt`; None before.
+        images: image input, set by :meth:`see`; None if the model takes text only.
         hidden_problem: reason to refuse embeddings, if the rows of ``hidden_indices`` are not hidden states; else None.
     """
 
@@ -115,6 +119,7 @@ class PagedModel:
         self.dtype = (kv_dtypes or [spec.dtype for spec in patched.specs])[0]
         self.windows, self.vocab_size = patched.windows, patched.vocab_size
         self.adapters: AdaptedLayers | None = None
+        self.images: ImageInput | None = None
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
 
     @contextmanager
@@ -171,6 +176,14 @@ class PagedModel:
         self.adapters = AdaptedLayers(chosen, self._step, max_loras, max_rank, self.dtype)
         return self.adapters
 
+    def see(self, encoder: ImageEncoder) -> None:
+        """Prepare the model for features of images. Can be called once.
+
+        Raises:
+            UnsupportedModelError: the model cannot take features.
+        """
+        self.images = ImageInput(self.model, self._step, encoder)
+
     def __call__(
         self,
         input_ids: mx.array,
@@ -178,9 +191,10 @@ class PagedModel:
         attention: StepAttention,
         logits_indices: mx.array | None = None,
         adapters: AdapterRows | None = None,
+        images: StepImages | None = None,
     ) -> mx.array:
         """Run :meth:`forward` and return only the logits."""
-        return self.forward(input_ids, rows, attention, logits_indices, adapters=adapters)[0]
+        return self.forward(input_ids, rows, attention, logits_indices, adapters=adapters, images=images)[0]
 
     def forward(
         self,
@@ -190,6 +204,7 @@ class PagedModel:
         logits_indices: mx.array | None = None,
         hidden_indices: mx.array | slice | None = None,
         adapters: AdapterRows | None = None,
+        images: StepImages | None = None,
     ) -> tuple[mx.array, mx.array | None]:
         """Run a forward pass over a packed batch.
 
@@ -201,6 +216,7 @@ class PagedModel:
             hidden_indices: rows whose hidden states are returned, [P] int32 or a slice; None for no rows. The LM head
                 does not read them.
             adapters: LoRA adapter of each row; None if no row has an adapter.
+            images: features of images; None if no row has features.
 
         Returns:
             Logits, [R, vocab_size], and the hidden states that are the LM head's input, [P, hidden_size]; None for the
@@ -208,11 +224,20 @@ class PagedModel:
         """
         step = self._step
         step.rows, step.attention = rows, attention
-        step.positions = self._positions(rows.positions)
+        step.positions = self._rotary_positions(rows)
+        step.images = images
         step.logits_indices = mx.array(rows.logits_indices) if logits_indices is None else logits_indices
         step.hidden_indices = hidden_indices
         step.adapters = adapters
         return self._run(input_ids)
+
+    def _rotary_positions(self, rows: StepRows) -> mx.array:
+        """Return the positions for the layers, [N]."""
+        if rows.rotary_positions is None:
+            return self._positions(rows.positions)
+        if rows.has_axes:
+            return AxesStepPositions(rows.positions, mx.array(rows.rotary_positions))
+        return self._positions(rows.rotary_positions)
 
     def forward_of_arrays(
         self,
@@ -224,11 +249,11 @@ class PagedModel:
     ) -> tuple[mx.array, mx.array | None]:
         """Run a forward pass whose rows are given only as arrays, for a trace that other steps will replay.
 
-        LoRA adapters are not supported.
+        LoRA adapters and images are not supported.
 
         Args:
             input_ids: token ids, [N] int32.
-            positions: positions of the rows, [N] int32.
+            positions: rotary positions of the rows, [N] int32.
             rows: writes, and segments if layers are recurrent.
             attention: attention over this step's rows.
             hidden_indices: rows whose hidden states are returned; None for no rows.
@@ -263,7 +288,7 @@ class PagedModel:
             hidden = step.hidden
         finally:
             step.rows = step.attention = step.positions = step.logits_indices = None
-            step.hidden_indices = step.hidden = step.adapters = None
+            step.hidden_indices = step.hidden = step.adapters = step.images = None
         return logits[:, 0], None if hidden is None else hidden[:, 0]
 
 

@@ -6,12 +6,13 @@ Work per token is done by NumPy operations over the whole step. Python loops run
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from metal_engine.kv_cache.rows import StepRows, all_distinct, slots_of, step_rows
 from metal_engine.kv_cache.writes import MakeWrites, SlotWrites
+from metal_engine.runner.image_rows import ImageRows, ImageTable
 from metal_engine.runner.logits_edits import RequestEdits
 from metal_engine.runner.sampler import SamplingTable
 from metal_engine.runner.step_pooling import PooledPrompt
@@ -22,7 +23,7 @@ from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 class PackedBatch:
     """Tokens and rows of one step, on the host: N tokens of B requests. R of the N rows sample.
 
-    All arrays are int32.
+    All arrays are int32. ``images`` has the rows with features of images; None if there are none.
     """
 
     input_ids: np.ndarray  # [N]
@@ -31,6 +32,7 @@ class PackedBatch:
     pending_rows: np.ndarray  # [P] packed rows whose tokens the previous step samples; 0 in `input_ids`
     pending_samples: np.ndarray  # [P] their indices among the previous step's samples
     adapter_slots: np.ndarray  # [B] LoRA slot of each request, 0: none; [0] if no request has an adapter
+    images: ImageRows | None = None
 
     def is_continued(self, num_samples: int) -> bool:
         """Return True if the step's tokens are exactly the ``num_samples`` samples of the previous step, in order."""
@@ -43,7 +45,7 @@ class PackedBatch:
         Costs a few NumPy passes over N and over the block table.
         """
         for name, array in vars(self).items():
-            if name != "rows" and (array.dtype != np.int32 or array.ndim != 1):
+            if name not in ("rows", "images") and (array.dtype != np.int32 or array.ndim != 1):
                 raise ValueError(f"bad batch: {name} is {array.dtype} of shape {array.shape}, not int32 [n]")
         self.rows.validate(num_blocks, num_state_slots)
         if len(self.input_ids) != self.rows.num_tokens:
@@ -128,6 +130,7 @@ class RequestTable:
         self.num_prompt_logprobs_requests = 0
         self._adapter_slots = np.zeros(max_num_seqs, np.int32)
         self._num_with_adapter = 0
+        self._images = ImageTable(max_num_seqs)
         self._index_of: dict[str, int] = {}
         self._free_indices = list(range(max_num_seqs - 1, -1, -1))
 
@@ -157,6 +160,7 @@ class RequestTable:
         self.num_prompt_logprobs_requests += params.prompt_logprobs is not None
         self._adapter_slots[index] = new.adapter_slot
         self._num_with_adapter += new.adapter_slot > 0
+        self._images.add(index, new.images)
         if new.pooling_params is not None:
             self.pooling[new.request_id] = PooledPrompt(new.pooling_params, new.num_prompt_tokens)
 
@@ -164,6 +168,7 @@ class RequestTable:
         index = self._index_of.pop(request_id, None)
         if index is not None:
             self._free_indices.append(index)
+            self._images.remove(index)
             self.edits.pop(index, None)
             self.without_edits.discard(index)
             self._constrained.pop(request_id, None)
@@ -339,7 +344,11 @@ class RequestTable:
         self._last_sample.fill(-1)
         self._last_sample[sample_indices] = np.arange(len(sample_indices), dtype=np.int32)
         adapter_slots = self._adapter_slots[indices if self._num_with_adapter else indices[:0]]
-        return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples, adapter_slots)
+        images = None
+        if self._images:
+            rows = replace(rows, rotary_positions=self._images.rotary_positions(indices, rows))
+            images = self._images.rows(indices, rows)
+        return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples, adapter_slots, images)
 
     def rows(
         self, indices: np.ndarray, num_computed: np.ndarray, query_lens: np.ndarray, num_samples: np.ndarray

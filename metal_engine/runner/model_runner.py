@@ -20,6 +20,7 @@ from metal_engine.lora.layers import AdapterRows
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.drafting import Drafter, TargetStep
+from metal_engine.runner.features import FeatureCache
 from metal_engine.runner.pending_step import PendingStep
 from metal_engine.runner.replay import DecodeReplay, ForwardResult, is_decode
 from metal_engine.runner.step_pooling import StepPooling
@@ -92,6 +93,7 @@ class ModelRunner:
             cache_config.block_size,
             choose_writes(page_aligned=scheduler_config.page_aligned_scheduling),
         )
+        self._features = FeatureCache(model)
         self._steps: deque[PendingStep] = deque()  # steps in flight, in order; later steps may not be dispatched yet
         self._num_state_slots = cache_config.num_state_slots
         self._num_adapter_slots = 0 if model.adapters is None else model.adapters.max_loras
@@ -187,6 +189,7 @@ class ModelRunner:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:
                 self.pool.forget_states(set(plan.kv_connector_metadata.state_loads))
+        self._features.update(plan)
         attention = self._backend.for_step(batch.rows)
         pooling, decode_forward = None, None
         if self._table.pooling:
@@ -211,6 +214,7 @@ class ModelRunner:
             mx.array(np.concatenate([sampling.logits_indices, pooling.logits_indices])),
             self._hidden_indices or (pooled if pooled.size else None),
             self._adapter_rows(batch),
+            self._features.of_step(batch.images),
         )
         of_all = None if self._hidden_indices is None else hidden
         pooling.build(hidden if of_all is None else of_all[pooled], logits[num_sampling:])
@@ -223,8 +227,10 @@ class ModelRunner:
         input_ids, adapters = self._input_ids(batch), self._adapter_rows(batch)
 
         def build() -> ForwardResult:
-            indices = mx.array(logits_indices)
-            return self._model.forward(input_ids, batch.rows, attention, indices, self._hidden_indices, adapters)
+            indices, images = mx.array(logits_indices), self._features.of_step(batch.images)
+            return self._model.forward(
+                input_ids, batch.rows, attention, indices, self._hidden_indices, adapters, images
+            )
 
         replay = self.replay
         if replay is None:
@@ -379,6 +385,7 @@ class ModelRunner:
         """See :meth:`metal_engine.step.Runner.release_cache`. A draft model keeps its cache."""
         synchronize()
         self.pool.release()
+        self._features.clear()
         mx.clear_cache()
         return True
 
@@ -396,6 +403,7 @@ class ModelRunner:
         if self.replay is not None:
             self.replay.drop_traces()
         self.pool.release()
+        self._features.clear()
         if self._outlives_model:
             self._model.release_weights()
             mx.clear_cache()

@@ -254,7 +254,8 @@ class DecodeReplay:
         missing = rows.num_tokens - input_ids.size
         if missing:
             input_ids = mx.concatenate([input_ids, mx.zeros((missing,), mx.int32)])
-        positions, slots = mx.array(rows.positions), mx.array(rows.slot_mapping)
+        rotary = rows.positions if rows.rotary_positions is None else rows.rotary_positions
+        positions, slots = mx.array(rotary), mx.array(rows.slot_mapping)
         reads, writes = _state_slots(rows) if self._pool.is_recurrent else ((), ())
         arrays = self._pool.detach_arrays(reads, writes)
         try:
@@ -272,12 +273,13 @@ class DecodeReplay:
 
 
 def is_decode(plan: SchedulerOutput, rows: StepRows, num_logits: int) -> bool:
-    """Return True if every row of a step samples once, and the step loads nothing into the cache.
+    """Return True if every row of a step samples once, has one position, and the step loads nothing into the cache.
 
     Args:
         num_logits: number of rows whose logits the step needs.
     """
-    return len(rows.logits_indices) == num_logits == rows.num_tokens and not plan.loads_kv
+    has_a_sample_each = len(rows.logits_indices) == num_logits == rows.num_tokens
+    return has_a_sample_each and not plan.loads_kv and not rows.has_axes
 
 
 def _compiles() -> bool:
@@ -332,6 +334,7 @@ def padded(rows: StepRows, padding_block: int, max_num_requests: int | None = No
         block_table=block_table,
         request_of_row=np.concatenate([rows.request_of_row, requests]),
         positions=np.concatenate([rows.positions, zeros]),
+        rotary_positions=None if rows.rotary_positions is None else np.concatenate([rows.rotary_positions, zeros]),
         slot_mapping=np.concatenate([rows.slot_mapping, zeros + padding_block * rows.block_size]),
         logits_indices=np.concatenate([rows.logits_indices, new_rows]),
         sample_requests=np.concatenate([rows.sample_requests, requests]),

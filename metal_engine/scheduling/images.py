@@ -170,7 +170,9 @@ class RequestImages:
 
     def plan(self, plan: SchedulerOutput) -> None:
         """Add the images to encode and the features to drop to a plan that will be executed."""
-        plan.images_to_encode = [ImageToEncode(key, image.inputs) for key, image in self._to_encode.items()]
+        plan.images_to_encode = [
+            ImageToEncode(key, image.num_features, image.inputs) for key, image in self._to_encode.items()
+        ]
         plan.images_to_drop, self._to_drop = self._to_drop, []
         self._to_encode = {}
 

@@ -98,6 +98,7 @@ class ModelInfo:
         reranker: configuration of a reranker; None for other models.
         can_generate: False for checkpoints without an LM head.
         adapter_bytes: memory for the maximum number of LoRA adapters, in bytes.
+        feature_bytes: size of the features of an image token in bytes; 0 without images.
         image_refusal: reason why prompts with images are refused; None if they are accepted.
         vision: processing of images; None for an unsupported family.
     """
@@ -123,6 +124,7 @@ class ModelInfo:
     reranker: RerankerConfig | None = None
     can_generate: bool = True
     adapter_bytes: int = 0
+    feature_bytes: int = 0
     image_refusal: str | None = "the model takes text only"
     vision: VisionConfig | None = None
 

@@ -23,7 +23,7 @@ PLACEHOLDER = 7
 
 def image_at(positions: list[int], name: str) -> PromptImage:
     content_hash = sha256(f"{name} {len(positions)}".encode()).digest()
-    return PromptImage(np.array(positions, np.int32), content_hash, {"num_features": np.array(len(positions))})
+    return PromptImage(np.array(positions, np.int32), content_hash, {})
 
 
 def prompt_with(*images: PromptImage, seed: int = 0, length: int) -> list[int]:

@@ -14,6 +14,7 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
+from metal_engine.checkpoints.image_encoders import TEXT_ONLY
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
@@ -112,6 +113,9 @@ def engine_for(
     speculative: SpeculativeConfig | None = None,
     draft: PagedModel | PagedDraftHead | None = None,
     adapters: AdapterRegistry | None = None,
+    encoder_tokens: int = 4096,
+    image_cache_tokens: int = 1 << 16,
+    num_partial_prefills: int | None = None,
 ) -> SteppedEngine:
     """Return an engine on a model.
 
@@ -125,6 +129,9 @@ def engine_for(
         attention: attention backend. Default: the portable backend.
         draft: draft model, or draft head of ``paged``. Default of ``speculative`` with either: four drafts per step.
         adapters: LoRA adapters that are installed in the model.
+        encoder_tokens: limit on the tokens of an image, and on the image tokens that a step encodes.
+        image_cache_tokens: number of image tokens whose features are kept.
+        num_partial_prefills: maximum number of prompts in progress. Default: 1, or 4 with a connector.
     """
     scheduler_side, runner_side = connector or (None, None)
     attention = attention or PortableBackend()
@@ -149,6 +156,7 @@ def engine_for(
             weight_bytes=0,
             kv_bytes_per_token=paged.pool.bytes_per_token,
             max_position_embeddings=8192,
+            image_refusal=TEXT_ONLY if paged.images is None else None,
         ),
         device=DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 30),
         scheduler=SchedulerConfig(
@@ -156,8 +164,10 @@ def engine_for(
             max_num_seqs=max_num_seqs,
             max_model_len=min(8192, cache.num_tokens),
             async_scheduling=ahead,
-            max_num_partial_prefills=1 if connector is None else 4,
+            max_num_partial_prefills=num_partial_prefills or (1 if connector is None else 4),
             speculative=speculative,
+            max_num_encoder_tokens=encoder_tokens,
+            image_cache_tokens=image_cache_tokens,
         ),
         cache=cache,
         attention_backend=attention.name,

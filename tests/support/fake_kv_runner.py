@@ -193,8 +193,8 @@ class FakeKVRunner:
             self.features.pop(content_hash, None)
         for image in plan.images_to_encode:
             assert image.content_hash not in self.features, "an image is encoded twice"
-            indices = range(int(image.inputs["num_features"]))
-            self.features[image.content_hash] = [fake_feature(image.content_hash, i) for i in indices]
+            features = [fake_feature(image.content_hash, i) for i in range(image.num_features)]
+            self.features[image.content_hash] = features
         meta = plan.kv_connector_metadata or KVConnectorMetadata()
         for block_id, data in meta.loads.items():
             assert self.num_holders[block_id] == 1, f"block {block_id} is loaded into, and shared or free"

@@ -1,0 +1,82 @@
+"""Gives a loaded model its image encoder, or the reason why it takes text only."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from metal_engine.checkpoints.image_encoders import TEXT_ONLY, image_refusal
+from metal_engine.errors import one_line
+
+if TYPE_CHECKING:
+    from metal_engine.checkpoints.loader import LoadedModel
+    from metal_engine.engine.device_access import DeviceAccess
+    from metal_engine.models.paged_model import PagedModel
+    from metal_engine.opening import OpenedModel
+    from metal_engine.settings.args import EngineArgs
+    from metal_engine.settings.config import ModelInfo
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of an encoder in bytes: its weights, and the features of an image token."""
+
+    weight_bytes: int
+    feature_bytes: int
+
+
+def add_image_input(
+    args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, access: DeviceAccess, *, is_checked: bool = False
+) -> ModelInfo:
+    """Load the image encoder of a model, and check that images reach the model correctly.
+
+    If that fails, the model serves text, and one line is logged.
+
+    Args:
+        is_checked: True if an earlier process has checked the same model.
+
+    Returns:
+        Facts about the model, with the encoder, or with the reason why images are refused.
+    """
+    refusal = image_refusal(loaded.config, args)
+    if refusal is None:
+        try:
+            with access.hold_device():
+                sizes = _load(args, loaded, opened.paged, is_checked=is_checked)
+        except Exception as error:
+            opened.paged.images = None
+            logger.debug("loading the image encoder of %s", loaded.name, exc_info=error)
+            refusal = f"its image encoder does not work here ({type(error).__name__}: {one_line(error)})"
+        else:
+            weight_bytes = opened.info.weight_bytes + sizes.weight_bytes
+            return replace(
+                opened.info, image_refusal=None, weight_bytes=weight_bytes, feature_bytes=sizes.feature_bytes
+            )
+    if refusal != TEXT_ONLY:
+        logger.warning("%s serves text, and refuses images: %s", loaded.name, refusal)
+    return replace(opened.info, image_refusal=refusal)
+
+
+def _load(args: EngineArgs, loaded: LoadedModel, paged: PagedModel, *, is_checked: bool) -> _Sizes:
+    import mlx.core as mx
+
+    from metal_engine.checkpoints.loader import DTYPES
+    from metal_engine.device.info import computes_on_cpu
+    from metal_engine.models.multimodal.check import check_images
+    from metal_engine.models.multimodal.loading import load_encoder_weights
+    from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
+
+    hidden_size = (loaded.config.get("text_config") or loaded.config)["hidden_size"]
+    on_cpu = computes_on_cpu()
+    dtype = DTYPES.get(args.dtype, mx.float32 if on_cpu else None)
+    encoder = MlxVlmEncoder(loaded.config, hidden_size, paged.dtype)
+    language_model = encoder.take_language_model()
+    weight_bytes = load_encoder_weights(encoder, loaded.path, loaded.config, dtype, on_cpu=on_cpu)
+    paged.see(encoder)
+    if not is_checked:
+        logger.info("checking that images reach %s correctly", loaded.name)
+        check_images(paged, encoder, language_model)
+    return _Sizes(weight_bytes, hidden_size * paged.dtype.size * (1 + encoder.num_deep_layers))

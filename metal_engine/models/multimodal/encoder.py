@@ -1,0 +1,72 @@
+"""Interface of image encoders, which compute the features of images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Features of one image.
+
+    Attributes:
+        embeddings: [F, hidden_size]; they replace the embeddings of the image's tokens.
+        by_layer: [F, hidden_size] for each of the first layers; they are added to the layer's output (deepstack).
+    """
+
+    embeddings: mx.array
+    by_layer: tuple[mx.array, ...] = ()
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.embeddings, *self.by_layer]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Assignment of rotary frequencies to the axes time, height and width (M-RoPE).
+
+    Attributes:
+        sections: number of frequencies of each axis.
+        interleaved: True if the axes alternate (Qwen3-VL). False if they follow one another (Qwen2-VL).
+    """
+
+    sections: tuple[int, int, int]
+    interleaved: bool
+
+    def of_frequencies(self, count: int) -> np.ndarray:
+        """Return the axis of each of ``count`` frequencies, [count] int32."""
+        axis = np.zeros(count, np.int32)
+        if self.interleaved:
+            for a in (1, 2):
+                axis[a : 3 * self.sections[a] : 3] = a
+        else:
+            ends = np.cumsum(self.sections)
+            axis[ends[0] : ends[1]] = 1
+            axis[ends[1] : ends[2]] = 2
+        return axis
+
+
+class ImageEncoder(Protocol):
+    """Computes features of images.
+
+    Attributes:
+        axes: axes of the text model's rotary embedding; None if it has one axis.
+        num_deep_layers: number of layers of the text model that add features to their output.
+    """
+
+    axes: Axes | None
+    num_deep_layers: int
+
+    def encode(self, inputs: Mapping[str, np.ndarray], num_features: int) -> ImageFeatures:
+        """Return the features of one image, not evaluated yet.
+
+        Args:
+            inputs: inputs by the names of the model's image processor, for one image.
+            num_features: number of the image's features.
+        """

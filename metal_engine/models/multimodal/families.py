@@ -1,0 +1,120 @@
+"""Families of image encoders in mlx-vlm: their axes, and inputs for a check and for a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from metal_engine.models.multimodal.encoder import Axes
+
+Inputs = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class SampleImage:
+    """Random inputs of an encoder for one image, and the number of its features."""
+
+    inputs: Inputs
+    num_features: int
+
+
+# Makes an image of about (rows, columns) features, from the configuration of mlx-vlm's model.
+MakeSample = Callable[[Any, int, int], SampleImage]
+
+
+@dataclass(frozen=True)
+class ImageFamily:
+    """Encoders that take the same inputs.
+
+    Attributes:
+        sample: makes a random image.
+        sections: default number of rotary frequencies of each axis (M-RoPE); None if positions have one axis.
+        interleaved: True if the axes alternate.
+    """
+
+    sample: MakeSample
+    sections: tuple[int, int, int] | None = None
+    interleaved: bool = False
+
+    def axes(self, config: Mapping[str, Any]) -> Axes | None:
+        """Return the axes of a model's rotary embedding.
+
+        Args:
+            config: content of ``config.json``.
+        """
+        if self.sections is None:
+            return None
+        text = config.get("text_config") or config
+        for name in ("rope_parameters", "rope_scaling"):
+            sections = (text.get(name) or {}).get("mrope_section")
+            if sections:
+                return Axes(tuple(sections), self.interleaved)
+        return Axes(self.sections, self.interleaved)
+
+
+def _random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+def _qwen(config: Any, rows: int, columns: int) -> SampleImage:
+    vision = config.vision_config
+    height, width = rows * vision.spatial_merge_size, columns * vision.spatial_merge_size
+    channels = getattr(vision, "in_channels", 3)
+    pixels = _random(height * width, channels * vision.temporal_patch_size * vision.patch_size**2)
+    grid = np.array([[1, height, width]], np.int32)
+    return SampleImage({"pixel_values": pixels, "image_grid_thw": grid}, rows * columns)
+
+
+def _pixtral(config: Any, rows: int, columns: int) -> SampleImage:
+    side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+    height, width = rows * side, columns * side
+    sizes = np.array([[height, width]], np.int32)
+    return SampleImage({"pixel_values": _random(1, 3, height, width), "image_sizes": sizes}, rows * columns)
+
+
+def _llava(config: Any, rows: int, columns: int) -> SampleImage:
+    """All images have the size that the encoder was trained for."""
+    vision = config.vision_config
+    num_features = (vision.image_size // vision.patch_size) ** 2
+    if config.vision_feature_select_strategy == "full":
+        num_features += 1  # with the class token
+    return SampleImage({"pixel_values": _random(1, 3, vision.image_size, vision.image_size)}, num_features)
+
+
+def _lfm2(config: Any, rows: int, columns: int) -> SampleImage:
+    vision, factor = config.vision_config, config.downsample_factor
+    height, width = rows * factor, columns * factor
+    inputs = {
+        "pixel_values": _random(1, height * width, 3 * vision.patch_size**2),
+        "spatial_shapes": np.array([[height, width]], np.int32),
+        "pixel_attention_mask": np.ones((1, height * width), np.int32),
+    }
+    return SampleImage(inputs, rows * columns)
+
+
+def _kimi(config: Any, rows: int, columns: int) -> SampleImage:
+    vision = config.vision_config
+    merge = vision.merge_kernel_size
+    height, width = rows * merge[0], columns * merge[1]
+    inputs = {
+        "pixel_values": _random(height * width, 3, vision.patch_size, vision.patch_size),
+        "image_grid_hws": np.array([[height, width]], np.int32),
+    }
+    return SampleImage(inputs, rows * columns)
+
+
+# By module of mlx_vlm.models.
+FAMILIES = {
+    "kimi_vl": ImageFamily(_kimi),
+    "lfm2_vl": ImageFamily(_lfm2),
+    "llava": ImageFamily(_llava),
+    "mistral3": ImageFamily(_pixtral),
+    "pixtral": ImageFamily(_pixtral),
+    "qwen2_vl": ImageFamily(_qwen, (16, 24, 24)),
+    "qwen2_5_vl": ImageFamily(_qwen, (16, 24, 24)),
+    "qwen3_vl": ImageFamily(_qwen, (24, 20, 20), interleaved=True),
+    "qwen3_5": ImageFamily(_qwen, (11, 11, 10), interleaved=True),
+}

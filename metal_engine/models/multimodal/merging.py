@@ -1,0 +1,82 @@
+"""Merges features of images into a packed forward: instead of embeddings, and after the first layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from metal_engine.errors import UnsupportedModelError
+from metal_engine.models.current_step import CurrentStep
+from metal_engine.models.multimodal.axes_rope import use_axes
+from metal_engine.models.multimodal.encoder import ImageEncoder
+
+
+@dataclass(frozen=True)
+class StepImages:
+    """Features of a step's rows.
+
+    Attributes:
+        rows: [V] int32, packed rows with features.
+        embeddings: [V, hidden_size].
+        by_layer: [V, hidden_size] for each of the first layers.
+    """
+
+    rows: mx.array
+    embeddings: mx.array
+    by_layer: tuple[mx.array, ...] = ()
+
+
+class ImageInput:
+    """Image input of a text model. Construction changes the model in place; steps without images compute as before.
+
+    Args:
+        model: mlx-lm model.
+        step: running step of the model.
+
+    Raises:
+        UnsupportedModelError: the model's embedding or rotary embeddings are not of a known kind.
+
+    Attributes:
+        encoder: computes the features.
+    """
+
+    def __init__(self, model: nn.Module, step: CurrentStep, encoder: ImageEncoder) -> None:
+        embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
+        if len(embeddings) != 1:
+            raise UnsupportedModelError(f"it has {len(embeddings)} embeddings, so the input of images is not known")
+        if encoder.axes is not None:
+            use_axes(model, encoder.axes)
+        embeddings[0].__class__ = _merging(type(embeddings[0]), step)
+        for index, layer in enumerate(model.layers[: encoder.num_deep_layers]):
+            layer.__class__ = _adding(type(layer), step, index)
+        self.encoder = encoder
+
+
+def _merging(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
+    """Return a class of embeddings that takes the features of the running step."""
+    call: Callable[..., mx.array] = cls.__call__
+
+    def embed(self: nn.Module, ids: mx.array) -> mx.array:
+        embedded = call(self, ids)  # [N, 1, hidden_size]
+        if step.images is not None:
+            embedded[step.images.rows, 0] = step.images.embeddings.astype(embedded.dtype)
+        return embedded
+
+    return type(cls.__name__, (cls,), {"__call__": embed})
+
+
+def _adding(cls: type[nn.Module], step: CurrentStep, index: int) -> type[nn.Module]:
+    """Return a class of layers that adds the running step's features for layer ``index`` to its output."""
+    call: Callable[..., Any] = cls.__call__
+
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hidden = call(self, *args, **kwargs)  # [N, 1, hidden_size]
+        if step.images is None:
+            return hidden
+        return hidden.at[step.images.rows, 0].add(step.images.by_layer[index].astype(hidden.dtype))
+
+    return type(cls.__name__, (cls,), {"__call__": run})

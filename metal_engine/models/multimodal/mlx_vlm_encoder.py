@@ -1,0 +1,107 @@
+"""Image encoders of mlx-vlm, without its language models."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from metal_engine.checkpoints.image_encoders import ENCODERS
+from metal_engine.models.multimodal.encoder import Axes, ImageFeatures
+from metal_engine.models.multimodal.families import FAMILIES, ImageFamily
+
+
+class MlxVlmEncoder:
+    """Encoder of a model of mlx-vlm (:class:`metal_engine.models.multimodal.encoder.ImageEncoder`).
+
+    Each model of mlx-vlm has a method that merges features into the embeddings of a prompt. It is called with a prompt
+    that consists of one image, so that nothing here depends on the parts of an architecture.
+
+    Args:
+        config: content of ``config.json``.
+        hidden_size: size of the text model's embeddings.
+        dtype: type of the text model's embeddings.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: mlx-vlm cannot create the model of this configuration.
+
+    Attributes:
+        model: model of mlx-vlm. Its weights are random until they are loaded.
+        family: inputs of the encoder.
+        image_token_id: token that stands for a feature in mlx-vlm's prompts.
+    """
+
+    def __init__(self, config: Mapping[str, Any], hidden_size: int, dtype: mx.Dtype) -> None:
+        module = ENCODERS[config["model_type"]]
+        self.family: ImageFamily = FAMILIES[module]
+        self.model = _create(module, config)
+        self.axes: Axes | None = self.family.axes(config)
+        self.num_deep_layers = len(getattr(self.model.config.vision_config, "deepstack_visual_indexes", None) or ())
+        self.image_token_id = _image_token_id(self.model.config)
+        self._hidden_size, self._dtype = hidden_size, dtype
+
+    def take_language_model(self) -> nn.Module:
+        """Return mlx-vlm's language model, and replace it by embeddings of placeholders."""
+        language_model: nn.Module = self.model.language_model
+        self.model.language_model = _Placeholders(self._hidden_size, self._dtype)
+        return language_model
+
+    @contextmanager
+    def language_model(self, language_model: nn.Module) -> Iterator[None]:
+        """Use a language model that :meth:`take_language_model` has returned, within a ``with`` block."""
+        self.model.language_model = language_model
+        try:
+            yield
+        finally:
+            self.take_language_model()
+
+    def encode(self, inputs: Mapping[str, np.ndarray], num_features: int) -> ImageFeatures:
+        """See :class:`metal_engine.models.multimodal.encoder.ImageEncoder`."""
+        given = {name: mx.array(array) for name, array in inputs.items()}
+        pixels = given.pop("pixel_values")
+        if self.num_deep_layers:  # the method evaluates these features, which would wait for the running step
+            embeddings, by_layer = self.model.vision_tower(
+                pixels.astype(self.model.vision_tower.patch_embed.proj.weight.dtype), given["image_grid_thw"]
+            )
+            return ImageFeatures(embeddings, tuple(by_layer))
+        input_ids = mx.full((1, num_features), self.image_token_id, mx.int32)
+        return ImageFeatures(self.model.get_input_embeddings(input_ids, pixels, **given).inputs_embeds[0])
+
+
+class _Placeholders:
+    """Embeddings of the tokens of images, in the place of a language model."""
+
+    def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
+        self._hidden_size, self._dtype = hidden_size, dtype
+
+    @property
+    def model(self) -> _Placeholders:
+        return self
+
+    def embed_tokens(self, input_ids: mx.array) -> mx.array:
+        return mx.zeros((*input_ids.shape, self._hidden_size), self._dtype)
+
+    def get_rope_index(self, *args: Any, **kwargs: Any) -> tuple[None, None]:
+        """Return no positions: the prompt has its own (:class:`metal_engine.images.AxesPositions`)."""
+        return None, None
+
+
+def _create(module: str, config: Mapping[str, Any]) -> Any:
+    """Return mlx-vlm's model of a configuration, with random weights that are not computed."""
+    architecture = importlib.import_module(f"mlx_vlm.models.{module}")
+    own = dict(config)
+    model_config = architecture.ModelConfig.from_dict(own)
+    for name, section in (("text_config", "TextConfig"), ("vision_config", "VisionConfig")):
+        if isinstance(value := getattr(model_config, name), dict):
+            setattr(model_config, name, getattr(architecture, section).from_dict(value))
+    return architecture.Model(model_config)
+
+
+def _image_token_id(config: Any) -> int:
+    names = ("image_token_index", "image_token_id", "media_placeholder_token_id")
+    return int(next(value for name in names if (value := getattr(config, name, None)) is not None))

@@ -1,0 +1,64 @@
+"""Features of images that the runner keeps, as the plans demand."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from metal_engine.models.multimodal.encoder import ImageFeatures
+from metal_engine.models.multimodal.merging import StepImages
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner.image_rows import ImageRows
+from metal_engine.step import SchedulerOutput
+
+
+class FeatureCache:
+    """Features of images by content hash.
+
+    The plans name the images to encode and the features to drop (``scheduling/images.py``).
+    """
+
+    def __init__(self, model: PagedModel) -> None:
+        self._model = model
+        self._features: dict[bytes, ImageFeatures] = {}
+
+    def update(self, plan: SchedulerOutput) -> None:
+        """Drop and encode the images of a plan. The device encodes while the host builds the step.
+
+        Raises:
+            ValueError: the model has no encoder, or an image has a different number of features.
+        """
+        for content_hash in plan.images_to_drop:
+            self._features.pop(content_hash, None)
+        for image in plan.images_to_encode:
+            if self._model.images is None:
+                raise ValueError("bad plan: the model has no image encoder")
+            features = self._model.images.encoder.encode(image.inputs, image.num_features)
+            if any(len(array) != image.num_features for array in features.arrays):
+                raise ValueError(f"an image has {len(features.embeddings)} features, not {image.num_features}")
+            mx.async_eval(features.arrays)
+            self._features[image.content_hash] = features
+
+    def of_step(self, images: ImageRows | None) -> StepImages | None:
+        """Return the features of a step's rows; None if no row has features.
+
+        Raises:
+            ValueError: the features are not kept.
+        """
+        if images is None:
+            return None
+        parts = []
+        for content_hash, first, end in images.sources:
+            features = self._features.get(content_hash)
+            if features is None:
+                raise ValueError("bad plan: it computes tokens of an image whose features are not kept")
+            parts.append((features, first, end))
+        embeddings = mx.concatenate([features.embeddings[first:end] for features, first, end in parts])
+        by_layer = [
+            mx.concatenate([features.by_layer[layer][first:end] for features, first, end in parts])
+            for layer in range(len(parts[0][0].by_layer))
+        ]
+        return StepImages(mx.array(images.rows), embeddings, tuple(by_layer))
+
+    def clear(self) -> None:
+        """Drop all features."""
+        self._features.clear()

@@ -1,0 +1,96 @@
+"""Images and rotary positions of the requests in the runner's table, and their rows in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from metal_engine.images import AxesPositions, PromptImages
+from metal_engine.kv_cache.rows import StepRows
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Rows of a step whose embeddings are features of images.
+
+    Attributes:
+        rows: [V] int32, packed rows.
+        sources: content hash of an image and the range (first, end) of its features, in the order of ``rows``.
+    """
+
+    rows: np.ndarray
+    sources: tuple[tuple[bytes, int, int], ...]
+
+
+class ImageTable:
+    """Images of the requests in the runner's table, by their index there.
+
+    Args:
+        size: number of indices.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._images: dict[int, PromptImages] = {}
+        self._axes: dict[int, AxesPositions] = {}
+        self._deltas = np.zeros(size, np.int32)  # offsets of the rotary positions after the prompt
+
+    def add(self, index: int, images: PromptImages | None) -> None:
+        """Add the images of a request."""
+        if images is None:
+            return
+        self._images[index] = images
+        if images.axes is not None:
+            self._axes[index] = images.axes
+            self._deltas[index] = images.axes.delta
+
+    def remove(self, index: int) -> None:
+        """Remove the images of a request, if there are any."""
+        if self._images.pop(index, None) is not None and self._axes.pop(index, None) is not None:
+            self._deltas[index] = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._images)
+
+    def rotary_positions(self, indices: np.ndarray, rows: StepRows) -> np.ndarray | None:
+        """Return rotary positions for the rows of a step, [N] int32, or [3, N] if the axes of some row differ.
+
+        None if they equal the positions.
+
+        Args:
+            indices: [B], index of each request of the step.
+        """
+        if not self._axes:
+            return None
+        positions = rows.positions + self._deltas[indices][rows.request_of_row]
+        axes = None
+        for request, index in enumerate(indices.tolist()):
+            own = self._axes.get(index)
+            start, stop = int(rows.context_lens[request]), int(rows.seq_lens[request])
+            if own is None or start >= own.prompt.shape[1]:
+                continue
+            if axes is None:
+                axes = np.repeat(positions[None], 3, axis=0)
+            axes[:, rows.cu_seqlens_q[request] : rows.cu_seqlens_q[request + 1]] = own.at(start, stop)
+        if axes is None:
+            return positions
+        return axes if (axes[1:] != axes[0]).any() else axes[0]
+
+    def rows(self, indices: np.ndarray, rows: StepRows) -> ImageRows | None:
+        """Return the rows of a step with features of images; None if there are none.
+
+        Args:
+            indices: [B], index of each request of the step.
+        """
+        found, sources = [], []
+        for request, index in enumerate(indices.tolist()):
+            images = self._images.get(index)
+            start, stop = int(rows.context_lens[request]), int(rows.seq_lens[request])
+            if images is None or start >= images.images[-1].stop:
+                continue
+            for image in images.images:
+                first, end = image.features_in(start, stop)
+                if first < end:
+                    found.append(image.positions[first:end] + (rows.cu_seqlens_q[request] - start))
+                    sources.append((image.content_hash, first, end))
+        return ImageRows(np.concatenate(found).astype(np.int32), tuple(sources)) if found else None

@@ -1,0 +1,82 @@
+"""The check at load compares a prompt with an image with mlx-vlm's forward, and notices mistakes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import _get_classes
+
+from metal_engine.errors import UnsupportedModelError
+from metal_engine.models.multimodal import check, merging
+from metal_engine.models.multimodal.check import check_images
+from metal_engine.models.multimodal.encoder import Axes, ImageFeatures
+from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
+from metal_engine.models.paged_model import PagedModel
+from tests.support.vision import CONFIGS, QWEN3_VL
+from tools.fixtures.tiny_models import spread_weights
+
+
+def parts(config: dict[str, Any]) -> tuple[PagedModel, MlxVlmEncoder, Any]:
+    mx.random.seed(2)
+    model_class, args_class = _get_classes(config)
+    text = model_class(args_class.from_dict(config))
+    spread_weights(text)
+    encoder = MlxVlmEncoder(config, 64, mx.float32)
+    language_model = encoder.take_language_model()
+    spread_weights(encoder.model)
+    return PagedModel(text), encoder, language_model
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_each_family_passes(name: str) -> None:
+    paged, encoder, language_model = parts(CONFIGS[name])
+    paged.see(encoder)
+    assert check_images(paged, encoder, language_model) < 1e-4
+
+
+def test_quantized_keys_and_values() -> None:
+    config = QWEN3_VL | {"text_config": QWEN3_VL["text_config"] | {"head_dim": 32}}
+    mx.random.seed(2)
+    model_class, args_class = _get_classes(config)
+    text = model_class(args_class.from_dict(config))
+    spread_weights(text)
+    axes = {"type": "default", "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    config = config | {"text_config": config["text_config"] | {"rope_scaling": axes}}
+    encoder = MlxVlmEncoder(config, 64, mx.float32)
+    language_model = encoder.take_language_model()
+    spread_weights(encoder.model)
+    paged = PagedModel(text, kv_cache_dtype="int8")
+    paged.see(encoder)
+    assert check_images(paged, encoder, language_model) < 1e-4
+
+
+@pytest.mark.parametrize("mutant", ["axes", "deep layers", "features", "rows"])
+def test_mistakes(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    paged, encoder, language_model = parts(QWEN3_VL)
+    if mutant == "axes":
+        encoder.axes = Axes((4, 2, 2), interleaved=False)
+    own = encoder.encode
+
+    def encode(*args: Any) -> ImageFeatures:
+        features = own(*args)
+        if mutant == "deep layers":
+            return replace(features, by_layer=features.by_layer[::-1])
+        return replace(features, embeddings=features.embeddings[::-1]) if mutant == "features" else features
+
+    monkeypatch.setattr(encoder, "encode", encode)
+    if mutant == "rows":
+        step_images = merging.StepImages
+        monkeypatch.setattr(check, "StepImages", lambda rows, *rest: step_images(rows * 0, *rest))
+    paged.see(encoder)
+    with pytest.raises(UnsupportedModelError, match="are off from mlx-vlm's"):
+        check_images(paged, encoder, language_model)
+
+
+def test_axes_that_do_not_fit() -> None:
+    paged, encoder, _ = parts(QWEN3_VL)
+    encoder.axes = Axes((4, 4, 4), interleaved=True)
+    with pytest.raises(UnsupportedModelError, match="rotary embeddings"):
+        paged.see(encoder)

@@ -1,0 +1,268 @@
+"""Tiny vision models with random weights: mlx-vlm's own, and the same weights behind the paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import sha256
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.utils import _get_classes
+
+from metal_engine.images import AxesPositions, PromptImage, PromptImages
+from metal_engine.models.multimodal.check import share_text_weights
+from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.request import PreparedRequest, RequestOutput
+from metal_engine.sampling_params import SamplingParams
+from tools.fixtures.stepped_engine import SteppedEngine
+from tools.fixtures.tiny_models import TINY_LLAMA, spread_weights
+
+VOCAB_SIZE = 256
+IMAGE_TOKEN = 251
+LLAMA = TINY_LLAMA | {"num_hidden_layers": 3, "tie_word_embeddings": False}
+_QWEN_IDS = {
+    "image_token_id": IMAGE_TOKEN,
+    "video_token_id": 253,
+    "vision_start_token_id": 250,
+    "vision_end_token_id": 252,
+    "vocab_size": VOCAB_SIZE,
+}
+_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "out_hidden_size": 64,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_position_embeddings": 64,
+}
+_QWEN_TEXT = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB_SIZE,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+QWEN3_VL: dict[str, Any] = {
+    "model_type": "qwen3_vl",
+    "text_config": _QWEN_TEXT
+    | {
+        "model_type": "qwen3_vl_text",
+        "rope_scaling": {"type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+    },
+    "vision_config": _QWEN_VISION | {"model_type": "qwen3_vl", "depth": 3, "deepstack_visual_indexes": [0, 1]},
+    **_QWEN_IDS,
+}
+QWEN3_5: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "text_config": _QWEN_TEXT
+    | {
+        "model_type": "qwen3_5_text",
+        "head_dim": 32,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "full_attention_interval": 2,
+        "rope_parameters": {
+            "type": "default",
+            "mrope_section": [2, 1, 1],
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": _QWEN_VISION | {"model_type": "qwen3_5", "deepstack_visual_indexes": []},
+    **_QWEN_IDS,
+}
+
+
+@dataclass(frozen=True)
+class TinyVision:
+    """A tiny model as mlx-vlm runs it, and behind the paged cache. Both have the same arrays.
+
+    Attributes:
+        reference: mlx-vlm's model.
+    """
+
+    config: dict[str, Any]
+    reference: Any
+    paged: PagedModel
+    encoder: MlxVlmEncoder
+
+
+@cache
+def tiny_vision(name: str) -> TinyVision:
+    """Return the tiny model of an architecture, with random weights. Tests share it."""
+    return make_tiny_vision(CONFIGS[name])
+
+
+def make_tiny_vision(config: dict[str, Any]) -> TinyVision:
+    """Return a tiny model with random weights."""
+    mx.random.seed(1)
+    model_class, args_class = _get_classes(config)
+    text = model_class(args_class.from_dict(config))
+    spread_weights(text)
+    encoder = MlxVlmEncoder(config, 64, mx.float32)
+    reference = encoder.model
+    language_model: nn.Module = reference.language_model
+    spread_weights(reference)
+    share_text_weights(language_model, text)
+    paged = PagedModel(text)
+    paged.see(encoder)
+    clone = MlxVlmEncoder(config, 64, mx.float32)
+    clone.model.update(reference.parameters())
+    encoder.take_language_model()
+    return TinyVision(config, clone.model, paged, encoder)
+
+
+@dataclass(frozen=True)
+class VisionPrompt:
+    """A prompt with images, and the inputs of mlx-vlm for it."""
+
+    token_ids: list[int]
+    images: PromptImages | None
+    inputs: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def content_hash(inputs: dict[str, np.ndarray]) -> bytes:
+    content = sha256()
+    for name, array in sorted(inputs.items()):
+        content.update(f"{name} {array.shape} {array.dtype}".encode() + array.tobytes())
+    return content.digest()
+
+
+def vision_prompt(tiny: TinyVision, parts: Sequence[int | tuple[int, int, int]], seed: int = 0) -> VisionPrompt:
+    """Return a prompt of several parts: a number of random text tokens, or an image (rows, columns, seed)."""
+    rng = np.random.default_rng(seed)
+    token_ids: list[int] = []
+    images, grids, inputs = [], [], []
+    is_qwen = tiny.encoder.axes is not None
+    for part in parts:
+        if isinstance(part, int):
+            token_ids += rng.integers(0, 240, part).tolist()
+            continue
+        rows, columns, image_seed = part
+        sample = tiny.encoder.family.sample(tiny.encoder.model.config, rows, columns)
+        pixels = np.random.default_rng(image_seed).standard_normal(sample.inputs["pixel_values"].shape, np.float32)
+        own = sample.inputs | {"pixel_values": pixels}
+        token_ids += [250] * is_qwen
+        start = len(token_ids)
+        token_ids += [IMAGE_TOKEN] * sample.num_features
+        images.append(PromptImage(np.arange(start, len(token_ids), dtype=np.int32), content_hash(own), own))
+        grids.append((start, rows, columns))
+        inputs.append(own)
+        token_ids += [252] * is_qwen
+    if not images:
+        return VisionPrompt(token_ids, None)
+    axes = axes_positions(len(token_ids), grids) if is_qwen else None
+    joined = {name: np.concatenate([one[name] for one in inputs]) for name in inputs[0]}
+    return VisionPrompt(token_ids, PromptImages(tuple(images), axes), joined)
+
+
+def axes_positions(num_tokens: int, grids: list[tuple[int, int, int]]) -> AxesPositions:
+    """Return M-RoPE positions of a prompt with images, each (first token, rows, columns)."""
+    positions, at, following = np.zeros((3, num_tokens), np.int32), 0, 0
+    for start, rows, columns in grids:
+        positions[:, at:start] = following + np.arange(start - at)
+        following += start - at
+        stop = start + rows * columns
+        positions[0, start:stop] = following
+        positions[1, start:stop] = following + np.repeat(np.arange(rows), columns)
+        positions[2, start:stop] = following + np.tile(np.arange(columns), rows)
+        following += max(rows, columns)
+        at = stop
+    positions[:, at:] = following + np.arange(num_tokens - at)
+    return AxesPositions(positions, following - at)
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Greedy output of mlx-vlm: tokens, and the logarithms of their probabilities over the vocabulary."""
+
+    token_ids: list[int]
+    logprobs: np.ndarray  # [T, vocab_size]
+
+
+def golden(tiny: TinyVision, prompt: VisionPrompt, num_tokens: int) -> Golden:
+    """Return the greedy output of mlx-vlm's own generation."""
+    from mlx_vlm.generate import generate_step
+
+    inputs = {name: mx.array(array) for name, array in prompt.inputs.items()}
+    pixels = inputs.pop("pixel_values", None)
+    for name in ("_position_ids", "_rope_deltas"):  # left over from an earlier prompt
+        if hasattr(tiny.reference.language_model, name):
+            setattr(tiny.reference.language_model, name, None)
+    steps = generate_step(
+        mx.array([prompt.token_ids]), tiny.reference, pixels, None, max_tokens=num_tokens, temperature=0.0, **inputs
+    )
+    tokens, logprobs = [], []
+    for token, of_token in steps:
+        tokens.append(int(token))
+        logprobs.append(np.array(of_token.astype(mx.float32)).reshape(-1))
+        if len(tokens) == num_tokens:
+            break
+    found = np.stack(logprobs)
+    return Golden(tokens, found - np.log(np.exp(found).sum(-1, keepdims=True)))
+
+
+def prepared(engine: SteppedEngine, prompt: VisionPrompt, num_tokens: int) -> PreparedRequest:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=3)
+    return engine.preparer.prepare(prompt.token_ids, params, images=prompt.images)
+
+
+def run(
+    engine: SteppedEngine, prompts: Sequence[VisionPrompt], num_tokens: int, *, stagger: int = 0
+) -> list[RequestOutput]:
+    """Run prompts, each ``stagger`` steps after the previous one. Return the whole output of each."""
+    outputs: dict[str, list[RequestOutput]] = {str(i): [] for i in range(len(prompts))}
+    step, arrived = 0, 0
+    while arrived < len(prompts) or engine.has_requests:
+        while arrived < len(prompts) and step >= stagger * arrived:
+            engine.add_request(str(arrived), prepared(engine, prompts[arrived], num_tokens))
+            arrived += 1
+        for output in engine.step():
+            assert output.error is None, output.error
+            outputs[output.request_id].append(output)
+        engine.scheduler.images.check_integrity(engine.scheduler.running)
+        step += 1
+        assert step < 5000
+    return [merged(parts) for parts in outputs.values()]
+
+
+def merged(parts: list[RequestOutput]) -> RequestOutput:
+    whole = RequestOutput(parts[0].request_id, num_cached_tokens=parts[0].num_cached_tokens, logprobs=[])
+    for part in parts:
+        whole.token_ids += part.token_ids
+        assert whole.logprobs is not None
+        whole.logprobs += part.logprobs or []
+    return whole
+
+
+def gap(output: RequestOutput, expected: Golden) -> float:
+    """Return the largest difference of a log probability while the tokens agree; infinite if a token differs."""
+    assert output.logprobs is not None and len(output.token_ids) == len(output.logprobs)
+    if output.token_ids != expected.token_ids:
+        return float("inf")
+    return max(
+        abs(logprob - float(expected.logprobs[i, token_id]))
+        for i, one in enumerate(output.logprobs)
+        for token_id, logprob in ((one.token_id, one.logprob), *one.top)
+    )
+
+
+CONFIGS = {"qwen3_vl": QWEN3_VL, "qwen3_5": QWEN3_5}
