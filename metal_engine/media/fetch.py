@@ -74,7 +74,7 @@ def fetch(url: str, allowed_domains: Sequence[str]) -> bytes:
 
 def _checked(url: str, allowed_domains: Sequence[str]) -> SplitResult:
     if not allowed_domains:
-        raise FetchError(f"the server downloads no images: send the image as a data URL, or start with {_FLAG}")
+        raise FetchError(f"is not downloaded: send the image as a data URL, or start the server with {_FLAG}")
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.scheme not in ("http", "https") or not host:

@@ -20,8 +20,5 @@ MAX_INPUT_BYTES = 1 << 27
 IMAGE_CPU_SECONDS = 8.0
 # Maximum growth of the process that decodes the images of a request, in bytes.
 MAX_GROWTH = 1 << 30
-# Default maximum number of a prompt's tokens for an image. With patches of 16 pixels that are merged 2 x 2, an image of
-# 1.3 megapixels has 1,280 tokens. It also applies to `detail` high and auto.
-MAX_IMAGE_TOKENS = 1280
 # Maximum number of tokens for an image with `detail` low, as far as the model's processor allows it.
 LOW_DETAIL_TOKENS = 256

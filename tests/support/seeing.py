@@ -59,7 +59,7 @@ def serve_seeing(template: str = TEMPLATE, args: ServerArgs | None = None, **opt
     """Yield a server whose model takes images."""
     with serve(config=seeing_config(**options), tokenizer=seeing_tokenizer(template), args=args) as served:
         assert served.engine.preparer.images is not None
-        served.engine.preparer.images._decoder = _decoder()
+        served.engine.preparer.images._decoder = shared_decoder()
         yield served
 
 
@@ -71,5 +71,6 @@ class _SharedDecoder(ImageDecoder):
 
 
 @cache
-def _decoder() -> ImageDecoder:
+def shared_decoder() -> ImageDecoder:
+    """Return the decoder that all tests of a process share."""
     return _SharedDecoder(VISION)
