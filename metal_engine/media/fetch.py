@@ -93,14 +93,14 @@ def _connect(parts: SplitResult, deadline: float) -> http.client.HTTPConnection:
     is_secure = parts.scheme == "https"
     port = parts.port or (443 if is_secure else 80)
     found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-    addresses = [address for *_, address in found]
-    if not all(_is_public(str(address[0])) for address in addresses):
+    addresses = [(str(address[0]), int(address[1])) for *_, address in found]
+    if not all(_is_public(address) for address, _ in addresses):
         raise FetchError(f"{parts.hostname} has an address that is not public")
     connection = http.client.HTTPConnection(parts.hostname, port, timeout=_SILENT_SECONDS)
     error: OSError | None = None
     for address in addresses:
         try:
-            raw = socket.create_connection(address[:2], timeout=min(_left(deadline), _SILENT_SECONDS))
+            raw = socket.create_connection(address, timeout=min(_left(deadline), _SILENT_SECONDS))
         except OSError as failed:
             error = failed
             continue

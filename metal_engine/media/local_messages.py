@@ -66,9 +66,8 @@ def insert_images(
 
 
 def _source(part: Mapping[str, Any], place: str) -> ImageSource:
-    given = part.get("image_url") if part["type"] == "image_url" else None
-    if part["type"] == "image":
-        given = next((part[name] for name in _FILES if part.get(name) is not None), None)
+    names = ("image_url",) if part["type"] == "image_url" else _FILES
+    given: Any = next((part[name] for name in names if part.get(name) is not None), None)
     detail = part.get("detail")
     if isinstance(given, Mapping):
         given, detail = given.get("url"), given.get("detail")
