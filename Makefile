@@ -88,6 +88,7 @@ clean:
 .venv/.installed-dev: .venv/.installed
 	@echo "Installing what the tests need into .venv"
 	@$(INSTALL) -e '.[dev]'
+	@$(INSTALL) --no-deps 'mlx-vlm>=0.7.10,<0.8'
 	@touch $@
 
 .venv/.installed-full: .venv/.installed-dev

@@ -16,6 +16,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
+from metal_engine.image_input import add_image_input
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
 from metal_engine.lora.files import open_adapter
@@ -152,10 +153,12 @@ def _assemble(
     """
     from metal_engine.device.info import device_info
     from metal_engine.runner.dispatch import choose_dispatch
+    from metal_engine.runner.encode_memory import measure_encode_bytes
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.replay_check import check_replay
 
     opened = open_model(args, loaded, choice, ranks, access, is_checked=earlier is not None)
+    opened = replace(opened, info=add_image_input(args, loaded, opened, access, is_checked=earlier is not None))
     paged = opened.paged
     with access.hold_device():
         adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
@@ -177,7 +180,10 @@ def _assemble(
             ),
             opened.attention.layers,
             drafts.info,
+            lambda num_tokens: measure_encode_bytes(paged, num_tokens),
         )
+        # The encoder of an earlier process may have worked, and the encoder of this process not.
+        config = replace(config, model=replace(config.model, image_refusal=opened.info.image_refusal))
     access.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
     config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.facts)

@@ -7,9 +7,10 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from metal_engine.checkpoints.image_encoders import TEXT_ONLY, image_refusal
+from metal_engine.checkpoints.image_encoders import image_refusal
 from metal_engine.checkpoints.image_processors import read_vision
 from metal_engine.errors import ModelLoadError, one_line
+from metal_engine.settings.config import TEXT_ONLY
 
 if TYPE_CHECKING:
     from metal_engine.checkpoints.loader import LoadedModel
@@ -74,16 +75,18 @@ def add_image_input(
 def _load(args: EngineArgs, loaded: LoadedModel, paged: PagedModel, *, is_checked: bool) -> _Sizes:
     import mlx.core as mx
 
+    from metal_engine.checkpoints.checkpoint import read_config
     from metal_engine.checkpoints.loader import DTYPES
     from metal_engine.device.info import computes_on_cpu
     from metal_engine.models.multimodal.check import check_images
     from metal_engine.models.multimodal.loading import load_encoder_weights
     from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 
-    hidden_size = (loaded.config.get("text_config") or loaded.config)["hidden_size"]
+    config = read_config(loaded.path)  # mlx-lm changes its configuration when it creates the model
+    hidden_size = (config.get("text_config") or config)["hidden_size"]
     on_cpu = computes_on_cpu()
     dtype = DTYPES.get(args.dtype, mx.float32 if on_cpu else None)
-    encoder = MlxVlmEncoder(loaded.config, hidden_size, paged.dtype)
+    encoder = MlxVlmEncoder(config, hidden_size, paged.dtype)
     language_model = encoder.take_language_model()
     weight_bytes = load_encoder_weights(encoder, loaded.path, loaded.config, dtype, on_cpu=on_cpu)
     paged.see(encoder)

@@ -31,6 +31,8 @@ FILE = ROOT / "constraints.txt"
 EXTRAS = ("dev", "full", "gateway", "plots", "valkey")
 # Installed only by `make test-full`.
 OPTIONAL = ("full",)
+# Extra that `make test` installs without dependencies: the encoders run with the project's own dependencies.
+WITHOUT_DEPENDENCIES = "vision"
 HERE = dict(default_environment())
 # The other supported platform: the file is made on Linux.
 ELSEWHERE = {"sys_platform": "darwin", "platform_system": "Darwin", "platform_machine": "arm64"}
@@ -42,6 +44,19 @@ def project_requirements(extras: tuple[str, ...] = EXTRAS) -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
     return [Requirement(line) for requirements in lists for line in requirements]
+
+
+def needed_here(extras: tuple[str, ...] = EXTRAS) -> tuple[dict[str, str], list[str]]:
+    """Resolve the project's requirements, as :func:`needed` does, and the extra that has no dependencies here."""
+    versions, missing = needed(project_requirements(extras))
+    for requirement in project_requirements((WITHOUT_DEPENDENCIES,)):
+        name = canonicalize_name(requirement.name)
+        installed = _installed(name)
+        if installed is not None:
+            versions.setdefault(name, installed[0])
+        elif name not in missing:
+            missing.append(name)
+    return versions, sorted(missing)
 
 
 def needed(requirements: list[Requirement]) -> tuple[dict[str, str], list[str]]:
@@ -112,8 +127,8 @@ def disagreements(text: str) -> Iterator[str]:
     On a platform that differs from the platform in the file, only versions are compared, because dependencies differ.
     """
     listed = dict(_PIN.findall(text))
-    versions, _ = needed(project_requirements())
-    _, missing = needed(project_requirements(tuple(extra for extra in EXTRAS if extra not in OPTIONAL)))
+    versions, _ = needed_here()
+    _, missing = needed_here(tuple(extra for extra in EXTRAS if extra not in OPTIONAL))
     yield from (f"{name} is needed and not installed" for name in missing)
     made_here = text.startswith(_head())
     for name, version in sorted(versions.items()):
@@ -136,7 +151,7 @@ def main() -> int:
         found = list(disagreements(FILE.read_text(encoding="utf-8")))
         print("\n".join([f"{FILE.name}: {line}" for line in found]) or f"{FILE.name} says what is installed")
         return 1 if found else 0
-    versions, missing = needed(project_requirements())
+    versions, missing = needed_here()
     FILE.write_text(constraints(versions), encoding="utf-8")
     print(f"{len(versions)} versions" + (f"; not installed: {', '.join(missing)}" if missing else ""))
     return 0

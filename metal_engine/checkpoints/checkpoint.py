@@ -235,7 +235,7 @@ def vision_tensors(tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
 
 
 def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_bytes: int | None) -> int:
-    """Return the size of the text model's weights in memory, in bytes.
+    """Return the size of weights in memory, in bytes.
 
     Args:
         tensors: tensors as stored.
@@ -245,7 +245,7 @@ def weight_bytes(tensors: Iterable[StoredTensor], config: dict[str, Any], float_
     Raises:
         ModelLoadError: the configuration has an impossible number of bits.
     """
-    stored = {tensor.name: tensor for tensor in text_tensors(tensors)}
+    stored = {tensor.name: tensor for tensor in tensors}
     if float_bytes is None:
         return sum(tensor.nbytes for tensor in stored.values())
     quantization = config.get("quantization") or config.get("quantization_config") or {}

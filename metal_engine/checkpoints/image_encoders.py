@@ -5,12 +5,13 @@ mlx-vlm implements the encoders. It is an optional dependency: ``pip install 'me
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import TEXT_ONLY
+from metal_engine.settings.speculative import speculative_config
 
 # Architectures whose images are supported -> their modules in mlx_vlm.models.
 ENCODERS = {
@@ -23,15 +24,16 @@ ENCODERS = {
     "qwen2_vl": "qwen2_vl",
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen3_vl": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl_moe",
     "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
 }
 _OLDEST, _TOO_NEW = (0, 7, 10), (0, 8)
 INSTALL = "pip install 'metal-engine[vision]'"
-TEXT_ONLY = "the model takes text only"
 
 
 def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
-    """Return the reason why a model gets no images with these settings, before its weights are read; None if it does.
+    """Return the reason to refuse images for a model and settings, before the weights are read. None: accept images.
 
     Args:
         config: content of ``config.json``.
@@ -45,7 +47,8 @@ def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
         return "images are not supported on several ranks"
     if args.kv_cache_dir is not None or args.kv_transfer_config is not None:
         return "images are not supported with a store of KV (--kv-cache-dir, --kv-transfer-config)"
-    if args.speculative_config is not None and json.loads(args.speculative_config).get("method") != "ngram":
+    speculative = speculative_config(args)
+    if speculative is not None and speculative.method != "ngram":
         return "images are supported only with the method ngram of --speculative-config"
     return _mlx_vlm_problem()
 

@@ -9,11 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from metal_engine.checkpoints.checkpoint import StoredTensor, check_num_layers, text_tensors, weight_bytes
+from metal_engine.checkpoints.checkpoint import (
+    StoredTensor,
+    check_num_layers,
+    text_tensors,
+    vision_tensors,
+    weight_bytes,
+)
 from metal_engine.checkpoints.draft_head_names import head_tensors
 from metal_engine.checkpoints.gguf.config import default_dtype
 from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.checkpoints.gguf.weights import loaded_bytes
+from metal_engine.checkpoints.image_encoders import image_refusal
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -62,11 +69,13 @@ def safetensors_facts(
         ModelLoadError: the configuration and the tensors do not match.
     """
     check_num_layers(config, len(tensors))
-    tensors = text_tensors(tensors)
+    tensors, encoder_tensors = text_tensors(tensors), vision_tensors(tensors)
     stored = Counter(_FLOAT_TYPES[tensor.dtype] for tensor in tensors if tensor.dtype in _FLOAT_TYPES)
     dtype = _dtype(args, device, stored.most_common(1)[0][0] if stored else "float16")
     float_bytes = _DTYPE_BYTES[dtype] if device.kind == "cpu" else None
     num_params = weight_bytes(tensors, config, 1)
+    if image_refusal(config, args) is None:
+        tensors = [*tensors, *encoder_tensors]
     num_bytes = weight_bytes(tensors, config, float_bytes)
     return CheckpointRequirements(config, num_bytes, num_params, dtype, _reading_bytes(tensors, num_bytes))
 

@@ -18,6 +18,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
     model, cache, scheduler = config.model, config.cache, config.scheduler
     named = ", ".join(names)
     states = f", recurrent states {format_size(config.state_bytes)}" if config.state_bytes else ""
+    images = f", images {format_size(config.image_bytes)}" if config.image_bytes else ""
     adapters = f", adapters {format_size(model.adapter_bytes)}" if model.adapter_bytes else ""
     before_drafts = f", {scheduler.max_num_seqs} for their states before drafts" if scheduler.speculative else ""
     unquantized = config.num_tokens_unquantized
@@ -36,7 +37,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "attention": config.attention,
         "tuning": config.attention_tuning,
         "memory": f"weights {format_size(config.weight_bytes)}{adapters}, KV cache {format_size(config.kv_bytes)}"
-        f"{states}, largest step {format_size(config.step_bytes)}; MLX holds {format_size(config.peak_bytes)} at most",
+        f"{states}{images}, largest step {format_size(config.step_bytes)}; "
+        f"MLX holds {format_size(config.peak_bytes)} at most",
         "KV cache": f"{cache.num_tokens:,} tokens{more} in {cache.num_blocks:,} blocks of {cache.block_size}; "
         f"{concurrency:.1f} requests of the maximum length at once",
         "states": f"{format_size(model.state_bytes_per_request)} a request; {cache.num_state_slots:,} slots: "

@@ -27,7 +27,8 @@ from metal_engine.token_rules import NO_RULES, TokenRules
 _POOLING = SamplingParams(max_tokens=1, temperature=0.0)
 _IDS_AT_ONCE = 1 << 16  # token ids validated in one call, which holds the GIL for 3 ms
 
-# Maximum size of the encoder inputs of a prompt. They are kept as long as the request, and sent to its process.
+# Maximum size of a prompt's encoder inputs. The request holds them until its end, and a message carries them to the
+# engine's process.
 MAX_IMAGE_BYTES = 1 << 27
 
 

@@ -160,8 +160,10 @@ class PagedModel:
         self._step.recurrence = None
 
     def release_weights(self) -> None:
-        """Release the model's weights, as :func:`release_weights` does."""
+        """Release the weights of the model and of its image encoder, as :func:`release_weights` does."""
         release_weights(self.model)
+        if self.images is not None:
+            self.images.encoder.release_weights()
 
     def adapt(self, names: Iterable[str], max_loras: int, max_rank: int) -> AdaptedLayers:
         """Prepare linear layers for LoRA adapters. Can be called once.

@@ -33,21 +33,25 @@ class ImageTable:
     def __init__(self, size: int) -> None:
         self._images: dict[int, PromptImages] = {}
         self._axes: dict[int, AxesPositions] = {}
-        self._deltas = np.zeros(size, np.int32)  # offsets of the rotary positions after the prompt
+        # By index: offset of the rotary positions after the prompt, length of a prompt with axes, and position after
+        # the last image. Requests past these positions need no work in Python.
+        self._deltas, self._axes_stops, self._image_stops = (np.zeros(size, np.int32) for _ in range(3))
 
     def add(self, index: int, images: PromptImages | None) -> None:
         """Add the images of a request."""
         if images is None:
             return
         self._images[index] = images
+        self._image_stops[index] = images.images[-1].stop
         if images.axes is not None:
             self._axes[index] = images.axes
-            self._deltas[index] = images.axes.delta
+            self._deltas[index], self._axes_stops[index] = images.axes.delta, images.axes.prompt.shape[1]
 
     def remove(self, index: int) -> None:
         """Remove the images of a request, if there are any."""
-        if self._images.pop(index, None) is not None and self._axes.pop(index, None) is not None:
-            self._deltas[index] = 0
+        if self._images.pop(index, None) is not None:
+            self._axes.pop(index, None)
+            self._deltas[index] = self._axes_stops[index] = self._image_stops[index] = 0
 
     def __bool__(self) -> bool:
         return bool(self._images)
@@ -63,17 +67,13 @@ class ImageTable:
         if not self._axes:
             return None
         positions = rows.positions + self._deltas[indices][rows.request_of_row]
-        axes = None
-        for request, index in enumerate(indices.tolist()):
-            own = self._axes.get(index)
-            start, stop = int(rows.context_lens[request]), int(rows.seq_lens[request])
-            if own is None or start >= own.prompt.shape[1]:
-                continue
-            if axes is None:
-                axes = np.repeat(positions[None], 3, axis=0)
-            axes[:, rows.cu_seqlens_q[request] : rows.cu_seqlens_q[request + 1]] = own.at(start, stop)
-        if axes is None:
+        within = np.flatnonzero(rows.context_lens < self._axes_stops[indices])
+        if not len(within):
             return positions
+        axes = np.repeat(positions[None], 3, axis=0)
+        for request in within.tolist():
+            own = self._axes[int(indices[request])].at(int(rows.context_lens[request]), int(rows.seq_lens[request]))
+            axes[:, rows.cu_seqlens_q[request] : rows.cu_seqlens_q[request + 1]] = own
         return axes if (axes[1:] != axes[0]).any() else axes[0]
 
     def rows(self, indices: np.ndarray, rows: StepRows) -> ImageRows | None:
@@ -83,12 +83,9 @@ class ImageTable:
             indices: [B], index of each request of the step.
         """
         found, sources = [], []
-        for request, index in enumerate(indices.tolist()):
-            images = self._images.get(index)
+        for request in np.flatnonzero(rows.context_lens < self._image_stops[indices]).tolist():
             start, stop = int(rows.context_lens[request]), int(rows.seq_lens[request])
-            if images is None or start >= images.images[-1].stop:
-                continue
-            for image in images.images:
+            for image in self._images[int(indices[request])].images:
                 first, end = image.features_in(start, stop)
                 if first < end:
                     found.append(image.positions[first:end] + (rows.cu_seqlens_q[request] - start))

@@ -2,7 +2,7 @@
 
 A plan names the images to encode and the features to drop, so all ranks agree. An image is encoded as a whole before
 the first of its tokens is computed, even if a chunk ends within it. Features stay while a running request still has to
-compute tokens of the image. After that, they stay until other images need the capacity, least recently used first.
+compute tokens of the image. After that, the features that were used least recently are dropped for other images.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RequestImages:
         self._num_kept = 0
         self._num_users: dict[bytes, int] = {}  # number of claims on each kept image that is claimed
         self._unused: OrderedDict[bytes, None] = OrderedDict()  # kept images without claims, least recently used first
-        # First and end index of the images that a running request has claimed; none if it has claimed no image.
+        # Range (first, end) of the images that a running request has claimed, by request id.
         self._claimed: dict[str, tuple[int, int]] = {}
         self._to_encode: dict[bytes, PromptImage] = {}
         self._to_drop: list[bytes] = []
@@ -89,10 +89,10 @@ class RequestImages:
         return request.num_tokens
 
     def _fits(self, images: Iterable[PromptImage], *, whole: bool = False) -> bool:
-        """Return True if this step can encode those of the images whose features are not kept.
+        """Return True if the features of all the images are kept, or if this step can encode the missing ones.
 
-        If they are the first images of the step, they may exceed the limit of a step together, because two images may
-        share a block. The ``whole`` of a prompt may not.
+        The first images of a step may exceed the limit of a step together, because two images may share a block. With
+        ``whole``, the limit always applies.
         """
         sizes = {image.content_hash: image.num_features for image in images}
         num_missing = sum(size for key, size in sizes.items() if key not in self._kept)

@@ -223,7 +223,7 @@ class Scheduler:
         candidate = self.admissions.next(prefills, self.running)
         if candidate is None or self.images.can_start(candidate.request, candidate.num_cached_tokens):
             return candidate
-        return None  # it waits for room for the features of its next image
+        return None  # the features of its next image do not fit yet
 
     def _admit(self, plan: SchedulerOutput, candidate: Candidate) -> bool:
         """Admit a request if there are enough free blocks for all its tokens. Return True if it was admitted."""

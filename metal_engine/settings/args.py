@@ -174,6 +174,7 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         listing=FILE,
         ge=1,
     )
+    max_num_encoder_tokens: int | None = step_args.MAX_NUM_ENCODER_TOKENS
     mm_processor_kwargs: str | None = setting(
         None,
         'Settings of the image processor, as JSON: {"max_pixels": 4000000}. Default: those of the checkpoint, with at '

@@ -21,6 +21,10 @@ IN_FLIGHT_STATES = 3
 IN_FLIGHT_STATES_OF_DRAFTS = 3
 
 
+# Reason to refuse images if the model has no image encoder.
+TEXT_ONLY = "the model takes text only"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PoolerConfig:
     """Pooling of hidden states as the checkpoint demands it. The default is vLLM's pooling for chat models.
@@ -125,7 +129,7 @@ class ModelInfo:
     can_generate: bool = True
     adapter_bytes: int = 0
     feature_bytes: int = 0
-    image_refusal: str | None = "the model takes text only"
+    image_refusal: str | None = TEXT_ONLY
     vision: VisionConfig | None = None
 
 
@@ -305,6 +309,7 @@ class EngineConfig:
     seed: int
     attention_layers: AttentionLayers = AttentionLayers()
     step_bytes: int = 0  # measured memory of the largest step in addition to weights and KV cache
+    image_bytes: int = 0  # memory for encoding the largest image, and for the kept features of images
     step_seconds: float = field(default=0.0, compare=False)  # measured time of the largest step without a context
     draft: ModelInfo | None = None  # draft model or draft head for speculation
     command_buffers: CommandBufferLimits | None = None  # None for MLX's own limits, or without Metal
@@ -374,6 +379,6 @@ class EngineConfig:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory of MLX: weights, adapters, KV cache, recurrent states and the largest step, in bytes."""
+        """Peak memory of MLX: weights, adapters, KV cache, recurrent states, images and the largest step, in bytes."""
         weights = self.weight_bytes + self.model.adapter_bytes
-        return weights + self.kv_bytes + self.state_bytes + self.step_bytes
+        return weights + self.kv_bytes + self.state_bytes + self.image_bytes + self.step_bytes

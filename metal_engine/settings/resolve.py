@@ -34,6 +34,8 @@ _ATTENTION_SECONDS = 1.0
 _CPU_SECONDS_PER_SCORE = 10e-9
 _GPU_ATTENTION_FLOPS = 2e12
 _NO_LAYERS = AttentionLayers()
+# Smallest default of --max-num-encoder-tokens, and number of tokens whose features are kept, as a multiple of it.
+_MIN_ENCODER_TOKENS, _KEPT_IMAGES = 2048, 4
 
 
 def resolve_config(
@@ -44,6 +46,7 @@ def resolve_config(
     measure_step: Callable[[int, int], int] = lambda num_tokens, num_seqs: 0,
     attention_layers: AttentionLayers = _NO_LAYERS,
     draft: ModelInfo | None = None,
+    measure_image: Callable[[int], int] = lambda num_tokens: 0,
 ) -> EngineConfig:
     """Replace every "auto" by a value for this model and device.
 
@@ -53,6 +56,8 @@ def resolve_config(
             in addition to weights and KV cache, in bytes.
         attention_layers: kernel that computes the attention of each layer.
         draft: draft model or draft head of ``--speculative-config``; None without one.
+        measure_image: function that encodes an image of a number of tokens, and returns the memory that this takes, in
+            bytes. Called only if the model takes images.
 
     Raises:
         ConfigError: the settings conflict. The message names the flag to change.
@@ -62,9 +67,14 @@ def resolve_config(
     began = time.monotonic()
     step_bytes = measure_step(scheduler.max_num_batched_tokens, scheduler.max_sample_rows)
     step_seconds = time.monotonic() - began
+    image_bytes = scheduler.image_cache_tokens * model.feature_bytes
+    if scheduler.max_num_encoder_tokens:
+        image_bytes += measure_image(scheduler.max_num_encoder_tokens)
     replay = _replay(args, attention_backend, attention_layers)
     num_padding_blocks = int(replay == REPLAYS)
-    pool = pool_size(args, _with_draft(model, draft), device, max_num_seqs, step_bytes, num_padding_blocks)
+    pool = pool_size(
+        args, _with_draft(model, draft), device, max_num_seqs, step_bytes + image_bytes, num_padding_blocks
+    )
     cache = CacheConfig(
         block_size=args.block_size,
         num_blocks=pool.num_blocks,
@@ -83,6 +93,7 @@ def resolve_config(
         attention_layers=attention_layers,
         seed=args.seed,
         step_bytes=step_bytes,
+        image_bytes=image_bytes,
         step_seconds=step_seconds,
         draft=draft,
         replay=replay,
@@ -125,6 +136,9 @@ def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: Mo
             f"({max_num_seqs} + {args.block_size}), got {budget}: decodes could always leave less than a "
             "block, so that prompts would starve",
         )
+    encoder_tokens = 0
+    if model.image_refusal is None:
+        encoder_tokens = args.max_num_encoder_tokens or max(budget, _MIN_ENCODER_TOKENS)
     return SchedulerConfig(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
@@ -137,6 +151,8 @@ def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: Mo
         max_attention_work=args.max_attention_work or _attention_work(model, device),
         async_scheduling=plans_ahead(args, device.kind),
         speculative=_speculative(args, draft),
+        max_num_encoder_tokens=encoder_tokens,
+        image_cache_tokens=_KEPT_IMAGES * encoder_tokens,
     )
 
 

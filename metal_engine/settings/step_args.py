@@ -17,6 +17,15 @@ ASYNC_SCHEDULING: Any = setting(
     group=SCHEDULING,
     listing=HELP_ALL,
 )
+MAX_NUM_ENCODER_TOKENS: Any = setting(
+    None,
+    "Maximum image tokens that a step encodes, and maximum tokens of an image. Default: the tokens of a step, at least "
+    "2,048. Memory is reserved for the features of four times this number.",
+    group=SCHEDULING,
+    listing=HELP_ALL,
+    kind="count",
+    ge=1,
+)
 REPLAY_DECODES: Any = setting(
     "auto",
     "Replay traced graphs in decode steps, which saves CPU time: always, never, or auto (on Metal).",

@@ -14,7 +14,6 @@ from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.gguf.header import read_gguf_header
 from metal_engine.checkpoints.gguf.model import load_gguf_model
 from metal_engine.checkpoints.gguf.tokenizer import gguf_eos_token_ids, load_gguf_tokenizer
-from metal_engine.checkpoints.image_encoders import TEXT_ONLY
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
@@ -26,6 +25,7 @@ from metal_engine.runner.head_drafter import HeadDrafter
 from metal_engine.runner.model_runner import ModelRunner
 from metal_engine.runner.replay import DecodeReplay
 from metal_engine.settings.config import (
+    TEXT_ONLY,
     CacheConfig,
     DeviceInfo,
     EngineConfig,

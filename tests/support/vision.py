@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -113,10 +114,7 @@ def tiny_vision(name: str) -> TinyVision:
 
 def make_tiny_vision(config: dict[str, Any]) -> TinyVision:
     """Return a tiny model with random weights."""
-    mx.random.seed(1)
-    model_class, args_class = _get_classes(config)
-    text = model_class(args_class.from_dict(config))
-    spread_weights(text)
+    text = tiny_text_model(config)
     encoder = MlxVlmEncoder(config, 64, mx.float32)
     reference = encoder.model
     language_model: nn.Module = reference.language_model
@@ -128,6 +126,16 @@ def make_tiny_vision(config: dict[str, Any]) -> TinyVision:
     clone.model.update(reference.parameters())
     encoder.take_language_model()
     return TinyVision(config, clone.model, paged, encoder)
+
+
+def tiny_text_model(config: dict[str, Any]) -> Any:
+    """Return mlx-lm's text model of a configuration, with random weights."""
+    mx.random.seed(1)
+    own = deepcopy(config)  # mlx-lm changes the configuration
+    model_class, args_class = _get_classes(own)
+    text = model_class(args_class.from_dict(own))
+    spread_weights(text)
+    return text
 
 
 @dataclass(frozen=True)
@@ -157,7 +165,7 @@ def vision_prompt(tiny: TinyVision, parts: Sequence[int | tuple[int, int, int]],
             token_ids += rng.integers(0, 240, part).tolist()
             continue
         rows, columns, image_seed = part
-        sample = tiny.encoder.family.sample(tiny.encoder.model.config, rows, columns)
+        sample = tiny.encoder.sample(rows, columns)
         pixels = np.random.default_rng(image_seed).standard_normal(sample.inputs["pixel_values"].shape, np.float32)
         own = sample.inputs | {"pixel_values": pixels}
         token_ids += [250] * is_qwen
@@ -170,8 +178,18 @@ def vision_prompt(tiny: TinyVision, parts: Sequence[int | tuple[int, int, int]],
     if not images:
         return VisionPrompt(token_ids, None)
     axes = axes_positions(len(token_ids), grids) if is_qwen else None
-    joined = {name: np.concatenate([one[name] for one in inputs]) for name in inputs[0]}
+    joined = {name: _joined([one[name] for one in inputs]) for name in inputs[0]}
     return VisionPrompt(token_ids, PromptImages(tuple(images), axes), joined)
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    """Return the inputs of several images as one array. Smaller images are padded with zeros."""
+    largest = np.max([array.shape for array in arrays], axis=0)
+    padded = [
+        np.pad(array, [(0, 0), *((0, most - size) for most, size in zip(largest[1:], array.shape[1:], strict=True))])
+        for array in arrays
+    ]
+    return np.concatenate(padded)
 
 
 def axes_positions(num_tokens: int, grids: list[tuple[int, int, int]]) -> AxesPositions:
@@ -265,4 +283,186 @@ def gap(output: RequestOutput, expected: Golden) -> float:
     )
 
 
-CONFIGS = {"qwen3_vl": QWEN3_VL, "qwen3_5": QWEN3_5}
+QWEN2_5_VL: dict[str, Any] = {
+    **_QWEN_TEXT,
+    **_QWEN_IDS,
+    "model_type": "qwen2_5_vl",
+    "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+    "vision_config": _QWEN_VISION | {"model_type": "qwen2_5_vl", "window_size": 16, "fullatt_block_indexes": [1]},
+}
+QWEN2_VL: dict[str, Any] = QWEN2_5_VL | {
+    "model_type": "qwen2_vl",
+    "vision_config": {
+        "model_type": "qwen2_vl",
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 64,
+        "num_heads": 2,
+        "patch_size": 4,
+        "mlp_ratio": 2.0,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "in_channels": 3,
+    },
+}
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "image_size": 64,
+    "rope_theta": 10000.0,
+    "num_channels": 3,
+}
+MISTRAL3: dict[str, Any] = {
+    "model_type": "mistral3",
+    "text_config": LLAMA | {"model_type": "mistral", "head_dim": 16},
+    "vision_config": _PIXTRAL,
+    "image_token_index": IMAGE_TOKEN,
+    "spatial_merge_size": 2,
+    "vocab_size": VOCAB_SIZE,
+}
+PIXTRAL: dict[str, Any] = {key: value for key, value in MISTRAL3.items() if key != "spatial_merge_size"}
+PIXTRAL["model_type"] = "pixtral"
+LLAVA: dict[str, Any] = {
+    "model_type": "llava",
+    "text_config": LLAMA,
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "num_hidden_layers": 3,
+        "intermediate_size": 64,
+        "image_size": 16,
+        "projection_dim": 32,
+        "num_channels": 3,
+    },
+    "image_token_index": IMAGE_TOKEN,
+    "vocab_size": VOCAB_SIZE,
+}
+LFM2_VL: dict[str, Any] = {
+    "model_type": "lfm2-vl",
+    "text_config": {
+        "model_type": "lfm2",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 4096,
+        "norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "conv_dim": 64,
+        "block_dim": 64,
+        "block_ff_dim": 128,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "full_attn_idxs": [2],
+        "tie_word_embeddings": True,
+        "intermediate_size": 128,
+    },
+    "vision_config": {
+        "model_type": "lfm2_vl",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "num_patches": 64,
+    },
+    "downsample_factor": 2,
+    "image_token_id": IMAGE_TOKEN,
+    "projector_hidden_size": 48,
+}
+KIMI_VL: dict[str, Any] = {
+    "model_type": "kimi_vl",
+    "text_config": {
+        "model_type": "deepseek_v3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "routed_scaling_factor": 1.0,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+    },
+    "vision_config": {
+        "model_type": "moonvit",
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "image_size": 32,
+        "patch_size": 4,
+        "num_channels": 3,
+        "intermediate_size": 64,
+        "init_pos_emb_height": 8,
+        "init_pos_emb_width": 8,
+        "spatial_merge_size": 2,
+    },
+    "media_placeholder_token_id": IMAGE_TOKEN,
+    "vocab_size": VOCAB_SIZE,
+}
+
+
+def _with_experts(config: dict[str, Any]) -> dict[str, Any]:
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    }
+    name = f"{config['model_type']}_moe"
+    text = config["text_config"] | experts | {"model_type": f"{name}_text"}
+    return config | {
+        "model_type": name,
+        "text_config": text,
+        "vision_config": config["vision_config"] | {"model_type": name},
+    }
+
+
+CONFIGS = {
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_5": QWEN3_5,
+    "qwen3_vl_moe": _with_experts(QWEN3_VL),
+    "qwen3_5_moe": _with_experts(QWEN3_5),
+    "qwen2_5_vl": QWEN2_5_VL,
+    "qwen2_vl": QWEN2_VL,
+    "mistral3": MISTRAL3,
+    "pixtral": PIXTRAL,
+    "llava": LLAVA,
+    "lfm2-vl": LFM2_VL,
+    "kimi_vl": KIMI_VL,
+}

@@ -11,7 +11,7 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from tools.constraints import FILE, ROOT, constraints, disagreements, needed, project_requirements
+from tools.constraints import FILE, ROOT, constraints, disagreements, needed, needed_here, project_requirements
 
 TEXT = FILE.read_text(encoding="utf-8")
 PINS = dict(line.split("==") for line in TEXT.splitlines() if not line.startswith("#"))
@@ -25,7 +25,7 @@ def test_exact_versions_in_order_and_nothing_else() -> None:
 
 
 def test_it_names_what_the_project_asks_for_within_its_ranges() -> None:
-    for requirement in project_requirements(("dev", "gateway", "plots", "valkey")):
+    for requirement in project_requirements(("dev", "gateway", "plots", "valkey", "vision")):
         version = PINS[requirement.name.lower().replace("_", "-")]
         assert requirement.specifier.contains(version), requirement
 
@@ -45,7 +45,7 @@ def test_requirements_are_followed_through_extras_and_markers() -> None:
 
 
 def test_what_differs_is_named() -> None:
-    versions, _ = needed(project_requirements())  # installed versions
+    versions, _ = needed_here()  # installed versions
     text = constraints(versions)
     assert list(disagreements(text)) == []
     wrong = re.sub(r"^numpy==.*$", "numpy==1.0", text, flags=re.MULTILINE)

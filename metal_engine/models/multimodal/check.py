@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
@@ -27,6 +28,7 @@ from metal_engine.models.paged_model import PagedModel
 _ROWS, _COLUMNS = 3, 4  # features of the image, if its size is free
 _NUM_BEFORE, _NUM_AFTER = 5, 6  # text tokens around the image
 _BLOCK_SIZE = 8
+_QUANTIZED = nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear
 # In half precision, rounding may route a token to another expert, as in the check of text.
 _ATTEMPTS = {mx.float32: 1, mx.float16: 3, mx.bfloat16: 3}
 
@@ -82,12 +84,10 @@ def share_text_weights(language_model: nn.Module, model: nn.Module) -> None:
     Raises:
         ValueError: the models have different weights.
     """
-    text = getattr(model, "language_model", model)
+    text = cast(nn.Module, getattr(model, "language_model", model))
     own = {name for name, _ in language_model.named_modules()}
     quantized = [
-        (name, module)
-        for name, module in text.named_modules()
-        if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding) and name in own
+        (name, module) for name, module in text.named_modules() if isinstance(module, _QUANTIZED) and name in own
     ]
     language_model.update_modules(cast(dict[str, Any], tree_unflatten(quantized)))
     weights = dict(_latent_weights(text, own))
@@ -120,7 +120,7 @@ def _prompt(encoder: MlxVlmEncoder, vocab_size: int, seed: int) -> _Prompt:
     from mlx_vlm.models.cache import make_prompt_cache
 
     model = encoder.model
-    sample = encoder.family.sample(model.config, _ROWS, _COLUMNS)
+    sample = encoder.sample(_ROWS, _COLUMNS)
     control = {value for name, value in vars(model.config).items() if name.endswith(("_token_id", "_token_index"))}
     text = [token for token in range(vocab_size) if token not in control]
     before, after = np.split(np.random.default_rng(seed).choice(text, _NUM_BEFORE + _NUM_AFTER), [_NUM_BEFORE])

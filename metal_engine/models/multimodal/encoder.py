@@ -28,6 +28,14 @@ class ImageFeatures:
 
 
 @dataclass(frozen=True)
+class SampleImage:
+    """Random inputs of an encoder for one image, and the number of its features."""
+
+    inputs: dict[str, np.ndarray]
+    num_features: int
+
+
+@dataclass(frozen=True)
 class Axes:
     """Assignment of rotary frequencies to the axes time, height and width (M-RoPE).
 
@@ -70,3 +78,9 @@ class ImageEncoder(Protocol):
             inputs: inputs by the names of the model's image processor, for one image.
             num_features: number of the image's features.
         """
+
+    def release_weights(self) -> None:
+        """Release the encoder's weights. It cannot be used afterwards."""
+
+    def sample(self, rows: int, columns: int) -> SampleImage:
+        """Return a random image of ``rows`` times ``columns`` features, or of the only size that the encoder takes."""

@@ -8,18 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_engine.models.multimodal.encoder import Axes
-
-Inputs = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class SampleImage:
-    """Random inputs of an encoder for one image, and the number of its features."""
-
-    inputs: Inputs
-    num_features: int
-
+from metal_engine.models.multimodal.encoder import Axes, SampleImage
 
 # Makes an image of about (rows, columns) features, from the configuration of mlx-vlm's model.
 MakeSample = Callable[[Any, int, int], SampleImage]
@@ -106,6 +95,10 @@ def _kimi(config: Any, rows: int, columns: int) -> SampleImage:
     return SampleImage(inputs, rows * columns)
 
 
+_QWEN2 = ImageFamily(_qwen, (16, 24, 24))
+_QWEN3_VL = ImageFamily(_qwen, (24, 20, 20), interleaved=True)
+_QWEN3_5 = ImageFamily(_qwen, (11, 11, 10), interleaved=True)
+
 # By module of mlx_vlm.models.
 FAMILIES = {
     "kimi_vl": ImageFamily(_kimi),
@@ -113,8 +106,10 @@ FAMILIES = {
     "llava": ImageFamily(_llava),
     "mistral3": ImageFamily(_pixtral),
     "pixtral": ImageFamily(_pixtral),
-    "qwen2_vl": ImageFamily(_qwen, (16, 24, 24)),
-    "qwen2_5_vl": ImageFamily(_qwen, (16, 24, 24)),
-    "qwen3_vl": ImageFamily(_qwen, (24, 20, 20), interleaved=True),
-    "qwen3_5": ImageFamily(_qwen, (11, 11, 10), interleaved=True),
+    "qwen2_vl": _QWEN2,
+    "qwen2_5_vl": _QWEN2,
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": _QWEN3_VL,
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": _QWEN3_5,
 }

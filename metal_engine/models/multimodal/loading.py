@@ -20,7 +20,7 @@ def load_encoder_weights(
 ) -> int:
     """Read the weights of an encoder whose language model has been taken. Return their size in bytes.
 
-    Quantized weights stay quantized on a GPU, as those of the text model do.
+    On a GPU, quantized weights stay quantized.
 
     Args:
         folder: directory of the checkpoint. All its safetensors files may have weights of the encoder.
@@ -35,9 +35,10 @@ def load_encoder_weights(
     if not stored:
         raise ValueError("the checkpoint has no weights of an image encoder")
     model = encoder.model
-    weights = model.sanitize(stored)
-    if hasattr(model.vision_tower, "sanitize"):
-        weights = model.vision_tower.sanitize(weights)
+    weights = stored
+    for module in (model, model.vision_tower):
+        if hasattr(module, "sanitize"):  # renames weights, and changes their layout
+            weights = module.sanitize(weights)
     if quantization := config.get("quantization") or config.get("quantization_config"):
         _quantize(model, quantization, weights)
     model.load_weights(list(weights.items()))
@@ -63,7 +64,8 @@ def _stored_weights(folder: Path) -> dict[str, mx.array]:
 
 def _quantize(model: nn.Module, quantization: dict[str, Any], weights: dict[str, mx.array]) -> None:
     """Replace the layers of a model whose stored weights are quantized."""
-    defaults = {name: quantization[name] for name in ("group_size", "bits", "mode") if name in quantization}
+    names = ("group_size", "bits", "mode")
+    defaults: dict[str, Any] = {name: quantization[name] for name in names if name in quantization}
 
     def settings(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if f"{path}.scales" not in weights or not hasattr(module, "to_quantized"):

@@ -45,9 +45,10 @@ class ImageInput:
     """
 
     def __init__(self, model: nn.Module, step: CurrentStep, encoder: ImageEncoder) -> None:
-        embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.QuantizedEmbedding)]
+        kinds = nn.Embedding | nn.QuantizedEmbedding
+        embeddings: list[nn.Module] = [module for module in model.modules() if isinstance(module, kinds)]
         if len(embeddings) != 1:
-            raise UnsupportedModelError(f"it has {len(embeddings)} embeddings, so the input of images is not known")
+            raise UnsupportedModelError(f"features of images need a model with one embedding, not {len(embeddings)}")
         if encoder.axes is not None:
             use_axes(model, encoder.axes)
         embeddings[0].__class__ = _merging(type(embeddings[0]), step)

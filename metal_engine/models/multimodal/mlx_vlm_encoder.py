@@ -12,15 +12,15 @@ import mlx.nn as nn
 import numpy as np
 
 from metal_engine.checkpoints.image_encoders import ENCODERS
-from metal_engine.models.multimodal.encoder import Axes, ImageFeatures
+from metal_engine.models.multimodal.encoder import Axes, ImageFeatures, SampleImage
 from metal_engine.models.multimodal.families import FAMILIES, ImageFamily
 
 
 class MlxVlmEncoder:
     """Encoder of a model of mlx-vlm (:class:`metal_engine.models.multimodal.encoder.ImageEncoder`).
 
-    Each model of mlx-vlm has a method that merges features into the embeddings of a prompt. It is called with a prompt
-    that consists of one image, so that nothing here depends on the parts of an architecture.
+    Each model of mlx-vlm has a method that merges features into the embeddings of a prompt. The encoder calls it with a
+    prompt that consists of one image, so the code does not depend on the parts of an architecture.
 
     Args:
         config: content of ``config.json``.
@@ -32,15 +32,14 @@ class MlxVlmEncoder:
 
     Attributes:
         model: model of mlx-vlm. Its weights are random until they are loaded.
-        family: inputs of the encoder.
         image_token_id: token that stands for a feature in mlx-vlm's prompts.
     """
 
     def __init__(self, config: Mapping[str, Any], hidden_size: int, dtype: mx.Dtype) -> None:
         module = ENCODERS[config["model_type"]]
-        self.family: ImageFamily = FAMILIES[module]
+        self._family: ImageFamily = FAMILIES[module]
         self.model = _create(module, config)
-        self.axes: Axes | None = self.family.axes(config)
+        self.axes: Axes | None = self._family.axes(config)
         self.num_deep_layers = len(getattr(self.model.config.vision_config, "deepstack_visual_indexes", None) or ())
         self.image_token_id = _image_token_id(self.model.config)
         self._hidden_size, self._dtype = hidden_size, dtype
@@ -68,9 +67,19 @@ class MlxVlmEncoder:
             embeddings, by_layer = self.model.vision_tower(
                 pixels.astype(self.model.vision_tower.patch_embed.proj.weight.dtype), given["image_grid_thw"]
             )
-            return ImageFeatures(embeddings, tuple(by_layer))
+            return ImageFeatures(embeddings.astype(self._dtype), tuple(array.astype(self._dtype) for array in by_layer))
         input_ids = mx.full((1, num_features), self.image_token_id, mx.int32)
-        return ImageFeatures(self.model.get_input_embeddings(input_ids, pixels, **given).inputs_embeds[0])
+        merged = self.model.get_input_embeddings(input_ids, pixels, **given).inputs_embeds[0]
+        return ImageFeatures(merged.astype(self._dtype))
+
+    def release_weights(self) -> None:
+        """See :class:`metal_engine.models.multimodal.encoder.ImageEncoder`."""
+        for module in self.model.modules():
+            module.clear()
+
+    def sample(self, rows: int, columns: int) -> SampleImage:
+        """See :class:`metal_engine.models.multimodal.encoder.ImageEncoder`."""
+        return self._family.sample(self.model.config, rows, columns)
 
 
 class _Placeholders:

@@ -47,7 +47,7 @@ def snapshot(engine: AsyncEngine, names: Sequence[str], requests: Sequence[SeenR
             "adapters": model.adapter_bytes,
             "kv_cache": config.kv_bytes,
             "states": config.state_bytes,
-            "step": config.step_bytes,
+            "step": config.step_bytes + config.image_bytes,
             "device": config.device.memory_bytes,
         },
         "limits": {

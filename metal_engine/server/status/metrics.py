@@ -21,6 +21,7 @@ from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.metrics import EngineMetrics, Histogram
 from metal_engine.model_pool.model_entry import ModelEntry
 from metal_engine.server.generation.models import Models, MultiModel
+from metal_engine.settings.config import TEXT_ONLY
 
 PREFIX = "metal_engine:"
 VLLM_PREFIX = "vllm:"
@@ -176,6 +177,8 @@ class _EngineReader:
         if self._engine.config.cache.num_padding_blocks:
             help_ = "Decode-only steps by forward pass: replayed, or the reason why the graph was built."
             yield self._by_label("decode_steps", help_, "forward", dict(metrics.num_decode_forwards))
+        if (refusal := self._engine.config.model.image_refusal) != TEXT_ONLY:
+            yield from self._images(refusal)
         if self._engine.config.scheduler.speculative is not None:
             yield from self._speculation(metrics)
         ended = dict(metrics.num_finished)
@@ -201,6 +204,13 @@ class _EngineReader:
             yield self._gauge("num_requests_running", "Requests in the batch.", stats.num_running, prefix)
             yield self._gauge("num_requests_waiting", "Requests in the queue.", self._engine.num_waiting, prefix)
             yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage, prefix)
+
+    def _images(self, refusal: str | None) -> Iterator[Metric]:
+        stats = self._engine.stats
+        yield self._gauge("image_input", "1 if prompts may have images, 0 if they are refused.", refusal is None)
+        yield self._counter("images_encoded", "Images whose features were computed.", stats.images_encoded)
+        help_ = "Images whose features were kept when a request needed them."
+        yield self._counter("image_cache_hits", help_, stats.image_cache_hits)
 
     def _speculation(self, metrics: EngineMetrics) -> Iterator[Metric]:
         accepted = list(metrics.num_accepted_tokens)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
-from mlx_lm.utils import _get_classes
 
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.multimodal import check, merging
@@ -15,15 +16,15 @@ from metal_engine.models.multimodal.check import check_images
 from metal_engine.models.multimodal.encoder import Axes, ImageFeatures
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 from metal_engine.models.paged_model import PagedModel
-from tests.support.vision import CONFIGS, QWEN3_VL
+from tests.support.vision import CONFIGS, QWEN3_VL, tiny_text_model
 from tools.fixtures.tiny_models import spread_weights
 
 
-def parts(config: dict[str, Any]) -> tuple[PagedModel, MlxVlmEncoder, Any]:
-    mx.random.seed(2)
-    model_class, args_class = _get_classes(config)
-    text = model_class(args_class.from_dict(config))
-    spread_weights(text)
+def parts(
+    config: dict[str, Any], change: Callable[[nn.Module], None] = lambda text: None
+) -> tuple[PagedModel, MlxVlmEncoder, Any]:
+    text = tiny_text_model(config)
+    change(text)
     encoder = MlxVlmEncoder(config, 64, mx.float32)
     language_model = encoder.take_language_model()
     spread_weights(encoder.model)
@@ -37,12 +38,23 @@ def test_each_family_passes(name: str) -> None:
     assert check_images(paged, encoder, language_model) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl", "kimi_vl"])
+def test_a_quantized_text_model(name: str) -> None:
+    """mlx-vlm's forward runs with the quantized layers of the text model, experts included."""
+
+    def divides(path: str, module: nn.Module) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+    paged, encoder, language_model = parts(
+        CONFIGS[name], lambda text: nn.quantize(text, 32, 8, class_predicate=divides)
+    )
+    paged.see(encoder)
+    assert check_images(paged, encoder, language_model) < 1e-4
+
+
 def test_quantized_keys_and_values() -> None:
     config = QWEN3_VL | {"text_config": QWEN3_VL["text_config"] | {"head_dim": 32}}
-    mx.random.seed(2)
-    model_class, args_class = _get_classes(config)
-    text = model_class(args_class.from_dict(config))
-    spread_weights(text)
+    text = tiny_text_model(config)
     axes = {"type": "default", "mrope_section": [8, 4, 4], "mrope_interleaved": True}
     config = config | {"text_config": config["text_config"] | {"rope_scaling": axes}}
     encoder = MlxVlmEncoder(config, 64, mx.float32)

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
+from metal_engine.request import RequestOptions, RequestOutput
 from tests.support.demo import engine_for
-from tests.support.vision import CONFIGS, Golden, TinyVision, VisionPrompt, gap, golden, run, tiny_vision, vision_prompt
+from tests.support.speculation import speculative_config
+from tests.support.vision import (
+    CONFIGS,
+    Golden,
+    TinyVision,
+    VisionPrompt,
+    gap,
+    golden,
+    merged,
+    prepared,
+    run,
+    tiny_vision,
+    vision_prompt,
+)
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
 
@@ -19,13 +35,23 @@ PARTS: tuple[tuple[int | tuple[int, int, int], ...], ...] = (
 )
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
-def tiny(request: pytest.FixtureRequest) -> TinyVision:
-    return tiny_vision(request.param)
+OPTIONS: tuple[dict[str, object], ...] = (
+    {"budget": 37},
+    {"replay": True, "num_blocks": 16},
+    {"budget": 512},
+    {"budget": 5},
+    {"budget": 19, "ahead": True},
+    {"budget": 40, "ahead": True, "behind": True, "replay": True},
+    {"encoder_tokens": 24, "image_cache_tokens": 30},
+)
+# Families with parts of their own in the packed step: axes, features after layers, recurrent layers.
+WHOLE = ("qwen3_vl", "qwen3_5")
+CASES = [(name, options) for name in CONFIGS for options in OPTIONS[: None if name in WHOLE else 1]]
 
 
-@pytest.fixture(scope="module")
-def cases(tiny: TinyVision) -> tuple[list[VisionPrompt], list[Golden]]:
+@cache
+def cases_of(name: str) -> tuple[list[VisionPrompt], list[Golden]]:
+    tiny = tiny_vision(name)
     prompts = [vision_prompt(tiny, parts, seed) for seed, parts in enumerate(PARTS)]
     return prompts, [golden(tiny, prompt, NUM_TOKENS) for prompt in prompts]
 
@@ -35,25 +61,10 @@ def make_engine(tiny: TinyVision, **options: object) -> SteppedEngine:
     return engine_for(tiny.paged, tiny_tokenizer(), **(sizes | options))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"budget": 512},
-        {"budget": 37},
-        {"budget": 5},
-        {"budget": 19, "ahead": True},
-        {"budget": 40, "ahead": True, "behind": True, "replay": True},
-        {"replay": True},
-        {"budget": 33, "num_blocks": 16},
-        {"encoder_tokens": 24, "image_cache_tokens": 30},
-    ],
-    ids=str,
-)
-def test_outputs_equal_mlx_vlms(
-    tiny: TinyVision, cases: tuple[list[VisionPrompt], list[Golden]], options: dict[str, object]
-) -> None:
-    prompts, expected = cases
-    engine = make_engine(tiny, **options)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_outputs_equal_mlx_vlms(name: str, options: dict[str, object]) -> None:
+    prompts, expected = cases_of(name)
+    engine = make_engine(tiny_vision(name), **options)
     outputs = run(engine, prompts, NUM_TOKENS)
     assert max(gap(output, one) for output, one in zip(outputs, expected, strict=True)) < TOLERANCE
     assert engine.scheduler.num_preemptions > 0 or options.get("num_blocks") is None
@@ -72,20 +83,49 @@ def test_cached_prefixes_end_within_images() -> None:
     assert engine.stats.images_encoded == 3
 
 
-def test_staggered_requests_share_prefixes(tiny: TinyVision, cases: tuple[list[VisionPrompt], list[Golden]]) -> None:
-    prompts, expected = cases
+@pytest.mark.parametrize("name", WHOLE)
+def test_staggered_requests_share_prefixes(name: str) -> None:
+    prompts, expected = cases_of(name)
     order = [0, 3, 0, 2, 1, 3]
-    engine = make_engine(tiny, budget=24, caching=True, num_blocks=64)
+    engine = make_engine(tiny_vision(name), budget=24, caching=True, num_blocks=64)
     outputs = run(engine, [prompts[i] for i in order], NUM_TOKENS, stagger=3)
     assert max(gap(output, expected[i]) for output, i in zip(outputs, order, strict=True)) < TOLERANCE
     assert engine.stats.image_cache_hits > 0 and any(output.num_cached_tokens for output in outputs)
 
 
-def test_a_step_of_decodes_is_replayed(tiny: TinyVision, cases: tuple[list[VisionPrompt], list[Golden]]) -> None:
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_step_of_decodes_is_replayed(name: str) -> None:
     """Rotary positions that differ from the positions are an input of the trace."""
-    prompts, expected = cases
-    engine = make_engine(tiny, replay=True)
+    prompts, expected = cases_of(name)
+    engine = make_engine(tiny_vision(name), replay=True)
     outputs = run(engine, prompts, NUM_TOKENS)
     assert max(gap(output, one) for output, one in zip(outputs, expected, strict=True)) < TOLERANCE
     decodes = engine.core.metrics.num_decode_forwards
     assert decodes["replayed"] > 0 and not decodes["refused"], decodes
+
+
+def test_a_request_continues_after_its_output_so_far() -> None:
+    """The prompt's images are computed again, as after the end of an engine's process."""
+    prompts, expected = cases_of("qwen3_vl")
+    engine = make_engine(tiny_vision("qwen3_vl"), budget=20)
+    so_far = RequestOutput("r", expected[3].token_ids[:5], num_cached_tokens=0)
+    engine.core.add_request("r", prepared(engine, prompts[3], NUM_TOKENS), so_far=so_far)
+    tokens = []
+    while engine.core.has_requests:
+        tokens += [token for output in engine.core.step() for token in output.token_ids]
+    assert tokens == expected[3].token_ids[5:]
+
+
+def test_drafts_after_images() -> None:
+    """Rows of drafts have the rotary positions of output tokens. Some drafts are accepted, and some are rejected."""
+    prompts, expected = cases_of("qwen3_vl")
+    engine = make_engine(tiny_vision("qwen3_vl"), speculative=speculative_config(3))
+    tokens = expected[0].token_ids
+    predicted = (*tokens[:4], *[(token + 1) % 240 for token in tokens[4:6]], *tokens[6:])
+    request = prepared(engine, prompts[0], NUM_TOKENS)
+    engine.add_request("r", request, RequestOptions(predicted_token_ids=predicted))
+    outputs = []
+    while engine.has_requests:
+        outputs += engine.step()
+    assert gap(merged(outputs), expected[0]) < TOLERANCE
+    assert engine.core.metrics.num_draft_tokens > 0

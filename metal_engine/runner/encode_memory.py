@@ -1,0 +1,50 @@
+"""Measures the memory of encoding the largest image, by encoding it before the cache is sized."""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import mlx.core as mx
+
+from metal_engine.device.info import computes_on_cpu
+from metal_engine.device.streams import synchronize
+from metal_engine.errors import ConfigError
+from metal_engine.models.paged_model import PagedModel
+
+# Largest image that is encoded on a CPU, where it takes seconds. The memory of larger images is extrapolated.
+_CPU_TOKENS = 256
+
+
+def measure_encode_bytes(model: PagedModel, num_tokens: int) -> int:
+    """Encode an image of about ``num_tokens`` tokens. Return MLX's peak memory during it, minus the memory in use.
+
+    Raises:
+        ConfigError: images of this model have more tokens, or the device cannot encode so large an image.
+    """
+    assert model.images is not None
+    encoder = model.images.encoder
+    measured = min(num_tokens, _CPU_TOKENS) if computes_on_cpu() else num_tokens
+    rows = isqrt(measured)
+    sample = encoder.sample(rows, measured // rows)
+    if sample.num_features > num_tokens:
+        raise ConfigError(
+            "--max-num-encoder-tokens",
+            f"{num_tokens} is less than the {sample.num_features} tokens of an image of this model",
+        )
+    mx.clear_cache()
+    synchronize()
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    try:
+        features = encoder.encode(sample.inputs, sample.num_features)
+        mx.eval(features.arrays)
+        synchronize()
+    except (MemoryError, RuntimeError) as error:  # MLX's allocator raises RuntimeError
+        raise ConfigError(
+            "--max-num-encoder-tokens",
+            f"an image of {sample.num_features} tokens cannot be encoded on this device; lower "
+            f"--max-num-encoder-tokens ({str(error).splitlines()[0]})",
+        ) from error
+    finally:
+        mx.clear_cache()
+    return (mx.get_peak_memory() - held) * max(1, num_tokens // sample.num_features)

@@ -1,0 +1,245 @@
+"""Image encoders of checkpoints on disk: read, counted, checked, or refused with the reason while text is served."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from copy import deepcopy
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.utils import quantize_model
+
+from metal_engine.build import build_engine
+from metal_engine.checkpoints import image_encoders
+from metal_engine.checkpoints.image_encoders import ENCODERS, image_refusal
+from metal_engine.engine.built_engine import BuiltEngine
+from metal_engine.errors import ConfigError, PromptError
+from metal_engine.models.multimodal import mlx_vlm_encoder
+from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
+from metal_engine.sampling_params import SamplingParams
+from metal_engine.settings.args import EngineArgs
+from tests.support.checkpoint_files import write_tokenizer
+from tests.support.vision import (
+    CONFIGS,
+    QWEN3_5,
+    QWEN3_VL,
+    TinyVision,
+    VisionPrompt,
+    golden,
+    make_tiny_vision,
+    merged,
+    tiny_vision,
+    vision_prompt,
+)
+
+SIZES: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 128, "max_num_batched_tokens": 64}
+PARTS = (7, (4, 6, 1), 9)
+
+
+def weights_of(model: nn.Module) -> dict[str, mx.array]:
+    return dict(tree_flatten(model.parameters()))
+
+
+def write_vision_checkpoint(
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    as_published: bool = False,
+    sidecar: bool = False,
+    bits: int | None = None,
+    dtype: mx.Dtype = mx.float32,
+) -> TinyVision:
+    """Write a checkpoint of mlx-vlm's form. Return the model whose weights it has.
+
+    Args:
+        as_published: use the names and the layout of Hugging Face's Qwen3-VL.
+        sidecar: store the encoder in a file of its own.
+        bits: quantize the encoder and the text model.
+    """
+    tiny = make_tiny_vision(config)
+    tiny.reference.update(tree_map(lambda a: a.astype(dtype), tiny.reference.parameters()))
+    full = deepcopy(config)
+    if bits is not None:
+        quantized, full = quantize_model(tiny.reference, full, 32, bits)
+        tiny = TinyVision(config, quantized, tiny.paged, tiny.encoder)
+    weights = weights_of(tiny.reference)
+    if as_published:
+        names = {"vision_tower.": "model.visual.", "language_model.model.": "model.language_model.",
+                 "language_model.lm_head.": "lm_head."}  # fmt: skip
+        for ours, theirs in names.items():
+            weights = {name.replace(ours, theirs, 1): array for name, array in weights.items()}
+        patches = "model.visual.patch_embed.proj.weight"
+        weights[patches] = weights[patches].transpose(0, 4, 1, 2, 3)
+    folder.mkdir(parents=True, exist_ok=True)
+    of_text = {name: array for name, array in weights.items() if "language_model." in name or "lm_head" in name}
+    of_encoder = {name: array for name, array in weights.items() if name not in of_text}
+    if sidecar:
+        mx.save_safetensors(str(folder / "vision.safetensors"), of_encoder)
+        weights = of_text
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(full))
+    write_tokenizer(folder)
+    return tiny
+
+
+def run_prompt(engine: BuiltEngine, prompt: VisionPrompt, num_tokens: int = 6) -> list[int]:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=1)
+    engine.core.add_request("r", engine.preparer.prepare(prompt.token_ids, params, images=prompt.images))
+    outputs = []
+    while engine.core.has_requests:
+        outputs += engine.core.step()
+    return merged(outputs).token_ids
+
+
+def text_prompt(engine: BuiltEngine) -> list[int]:
+    return run_prompt(engine, VisionPrompt([1, 2, 3, 4], None), 3)
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (QWEN3_VL, {}),
+        (QWEN3_VL, {"as_published": True}),
+        (QWEN3_5, {"sidecar": True}),
+        (QWEN3_VL, {"bits": 8}),
+        (QWEN3_VL, {"dtype": mx.bfloat16}),
+    ],
+    ids=["plain", "as published", "sidecar", "quantized", "half precision"],
+)
+def test_a_checkpoint_with_an_encoder(tmp_path: Path, config: dict[str, Any], options: dict[str, Any]) -> None:
+    tiny = write_vision_checkpoint(tmp_path / "m", config, **options)
+    engine = build_engine(EngineArgs(model=str(tmp_path / "m"), **SIZES))
+    model, scheduler = engine.core.config.model, engine.core.config.scheduler
+    assert model.image_refusal is None
+    assert (scheduler.max_num_encoder_tokens, scheduler.image_cache_tokens) == (2048, 8192)
+    assert model.feature_bytes == 64 * 4 * (3 if config is QWEN3_VL else 1)
+    if not options.get("bits"):
+        plain = sum(array.size * 4 for array in weights_of(tiny.reference).values())
+        assert model.weight_bytes == plain  # in float32 on a CPU
+    assert engine.core.config.image_bytes > 8192 * model.feature_bytes
+    prompt = vision_prompt(tiny, PARTS)
+    if not options.get("bits"):
+        tiny.reference.update(tree_map(lambda a: a.astype(mx.float32), tiny.reference.parameters()))
+    assert run_prompt(engine, prompt) == golden(tiny, prompt, 6).token_ids
+    assert len(text_prompt(engine)) == 3
+
+
+def refused(folder: Path, **settings: Any) -> tuple[BuiltEngine, str]:
+    engine = build_engine(EngineArgs(model=str(folder), **(SIZES | settings)))
+    refusal = engine.core.config.model.image_refusal
+    assert refusal is not None
+    assert engine.core.config.scheduler.max_num_encoder_tokens == 0 == engine.core.config.image_bytes
+    prompt = vision_prompt(tiny_vision("qwen3_vl"), PARTS)
+    with pytest.raises(PromptError, match="cannot be given images here"):
+        engine.preparer.prepare(prompt.token_ids, SamplingParams(), images=prompt.images)
+    assert len(text_prompt(engine)) == 3
+    return engine, refusal
+
+
+def another_position(self: MlxVlmEncoder, *args: Any) -> Any:
+    features = _encode(self, *args)
+    return type(features)(features.embeddings[::-1], features.by_layer)
+
+
+_encode = MlxVlmEncoder.encode
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder, patch: patch.setattr(MlxVlmEncoder, "encode", another_position), "are off from mlx-vlm's"),
+        (lambda folder, patch: without_encoder(folder), "no weights of an image encoder"),
+        (lambda folder, patch: without_encoder(folder, "vision_tower.blocks.1."), "Missing"),
+        (lambda folder, patch: patch.setattr(mlx_vlm_encoder, "_create", fail), "mlx-vlm has changed"),
+    ],
+    ids=["off", "no weights", "half of the weights", "an error of mlx-vlm"],
+)
+def test_an_encoder_that_does_not_work(
+    tmp_path: Path,
+    spoil: Callable[[Path, pytest.MonkeyPatch], None],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_vision_checkpoint(tmp_path / "m", QWEN3_VL)
+    tiny_vision("qwen3_vl")  # has a working encoder
+    spoil(tmp_path / "m", monkeypatch)
+    with caplog.at_level(logging.WARNING, logger="metal_engine.image_input"):
+        _, refusal = refused(tmp_path / "m")
+    assert reason in refusal
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "metal_engine.image_input"]
+    assert "serves text, and refuses images" in line and reason in line
+
+
+def without_encoder(folder: Path, prefix: str = "vision_tower.") -> None:
+    path = str(folder / "model.safetensors")
+    weights = {name: mx.array(array) for name, array in mx.load(path).items() if not name.startswith(prefix)}
+    mx.eval(weights)
+    mx.save_safetensors(path, weights, metadata={"format": "mlx"})
+
+
+def fail(*args: Any) -> Any:
+    raise AttributeError("mlx-vlm has changed")
+
+
+def test_settings_that_do_not_go_with_images(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path / "m", QWEN3_VL)
+    _, refusal = refused(tmp_path / "m", kv_cache_dir=str(tmp_path / "kv"))
+    assert "a store of KV" in refusal
+
+
+def test_a_limit_below_the_size_of_every_image(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path / "m", CONFIGS["llava"])
+    with pytest.raises(ConfigError, match="less than the 16 tokens of an image"):
+        build_engine(EngineArgs(model=str(tmp_path / "m"), **SIZES, max_num_encoder_tokens=15))
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "reason"),
+    [
+        ({"model_type": "llama"}, {}, "text only"),
+        ({"model_type": "qwen3_vl", "vision_config": None}, {}, "text only"),
+        ({"model_type": "gemma3", "vision_config": {}}, {}, "architecture gemma3 are not supported"),
+        ({"model_type": "qwen3_vl", "vision_config": {}}, {"tensor_parallel_size": 2}, "several ranks"),
+        (
+            {"model_type": "qwen3_vl", "vision_config": {}},
+            {"speculative_config": '{"method": "draft_model", "model": "a", "num_speculative_tokens": 2}'},
+            "the method ngram",
+        ),
+    ],
+)
+def test_reasons_before_the_weights_are_read(config: dict[str, Any], settings: dict[str, Any], reason: str) -> None:
+    assert reason in (image_refusal(config, EngineArgs(model="m", **settings)) or "")
+
+
+def test_ngram_speculation_goes_with_images() -> None:
+    speculative = '{"method": "ngram", "num_speculative_tokens": 2}'
+    config = {"model_type": "qwen3_vl", "vision_config": {}}
+    assert image_refusal(config, EngineArgs(model="m", speculative_config=speculative)) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [("0.7.10", None), ("0.7.12", None), ("0.7.9", "0.7.9 is not supported"), ("0.8.0", "0.8.0 is not supported"),
+     (None, "mlx-vlm is not installed: pip install 'metal-engine")],
+)  # fmt: skip
+def test_versions_of_mlx_vlm(found: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "mlx-vlm" and found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found or "13.0"
+
+    monkeypatch.setattr(image_encoders, "version", version)
+    refusal = image_refusal({"model_type": "qwen3_vl", "vision_config": {}}, EngineArgs(model="m"))
+    assert refusal is reason is None or (refusal is not None and reason is not None and reason in refusal)
+
+
+def test_each_encoder_has_a_family() -> None:
+    assert set(ENCODERS.values()) == mlx_vlm_encoder.FAMILIES.keys()
