@@ -182,8 +182,9 @@ def _assemble(
             drafts.info,
             lambda num_tokens: measure_encode_bytes(paged, num_tokens),
         )
-        # The encoder of an earlier process may have worked, and the encoder of this process not.
-        config = replace(config, model=replace(config.model, image_refusal=opened.info.image_refusal))
+        # The encoder may work in only one of this process and an earlier process.
+        refusal = config.model.image_refusal or opened.info.image_refusal
+        config = replace(config, model=replace(config.model, image_refusal=refusal))
     access.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
     config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.facts)

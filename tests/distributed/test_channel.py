@@ -29,7 +29,7 @@ from metal_engine.distributed.wire import decode_plan, encode_plan
 from metal_engine.errors import ConfigError
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.step import NewRequestData, RunnerLostError, SchedulerOutput
+from metal_engine.step import ImageToEncode, NewRequestData, RunnerLostError, SchedulerOutput
 
 TOKEN = bytes(range(TOKEN_BYTES))
 
@@ -175,6 +175,12 @@ def test_plans_come_through() -> None:
 def test_plans_with_drafts_are_refused() -> None:
     plan = SchedulerOutput(0, {"a": 2}, sampled_req_ids=["a"], scheduled_spec_decode_tokens={"a": [4]})
     with pytest.raises(ValueError, match="drafts"):
+        encode_plan(plan)
+
+
+def test_plans_with_images_are_refused() -> None:
+    plan = SchedulerOutput(0, {"a": 2}, images_to_encode=[ImageToEncode(b"a", 1, {})])
+    with pytest.raises(ValueError, match="images"):
         encode_plan(plan)
 
 

@@ -680,9 +680,9 @@ class SchedulerHarness:
             - len(t.token_ids)
             for t in self.live
         )
-        if self._has_images:
-            alone += 2 * sum(len(t.request.images.images) for t in self.live if t.request.images is not None)
         bound = alone * self.depth + self.depth + 4 + self.runner.num_late * self.depth
+        if self._has_images:  # decodes go before a prompt that waits for features, and may be preempted after it
+            bound *= 3
         steps = num_waits = 0
         while self.live and not (until is not None and until()):
             plan = self.step()

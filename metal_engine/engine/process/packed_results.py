@@ -104,7 +104,7 @@ def packed_metrics(metrics: EngineMetrics) -> MetricsSnapshot:
 
 
 # Attributes of SchedulerStats that count since the start of an engine.
-_COUNTS = ("num_preemptions", "checkpoint_hits", "checkpoint_evictions")
+_COUNTS = ("num_preemptions", "checkpoint_hits", "checkpoint_evictions", "images_encoded", "image_cache_hits")
 
 
 class MetricsTotals:

@@ -65,6 +65,7 @@ def test_health(served: Served) -> None:
         "kv_cache_dtype": "auto",
         "attention": "fake",
         "replay": "off",
+        "images": "refused: the model takes text only",
         "preemptions": served.engine.stats.num_preemptions,
         "failed_steps": 0,
         "unconstrained_calls": 0,
