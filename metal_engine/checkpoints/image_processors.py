@@ -78,7 +78,7 @@ def _merge_size(family: str, config: dict[str, Any], vision: dict[str, Any], pro
 
 
 def _num_features(family: str, config: dict[str, Any], vision: dict[str, Any]) -> int:
-    """Return the constant number of features of an image or a tile; 0 for a family in which it varies."""
+    """Return the constant number of features of an image or a tile; 0 if the number varies."""
     if family == "llava":
         patches = int(vision["image_size"]) // int(vision["patch_size"])
         # The feature of the class token is dropped by default.

@@ -45,7 +45,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         f"{scheduler.max_num_seqs} for requests{before_drafts}, the others for checkpoints",
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
         f"{scheduler.max_num_batched_tokens:,} tokens a step",
-        "images": _images(model),
+        "images": _images(config),
         "sampling": _sampling(model),
         "speculation": "",
         "dispatch": config.dispatch,
@@ -122,14 +122,12 @@ def _sampling(model: ModelInfo) -> str:
     return f"{text} by default. No generation_config.json is in use; set --generation-config to a folder with one"
 
 
-def _images(model: ModelInfo) -> str:
+def _images(config: EngineConfig) -> str:
     """Describe the limit of an image's tokens. Empty if the model takes no images."""
-    if model.vision is None or model.image_refusal is not None:
+    if config.vision is None:
         return ""
-    most = model.vision.max_image_tokens
-    if most is None:
-        return "as large as --mm-processor-kwargs allow"
-    return f"{most:,} tokens an image at most; larger images are reduced (--mm-processor-kwargs)"
+    limits = "--mm-processor-kwargs, --max-num-encoder-tokens"
+    return f"{config.vision.max_image_tokens:,} tokens an image at most; larger images are reduced ({limits})"
 
 
 def _ranks(ranks: tuple[RankInfo, ...]) -> str:

@@ -50,12 +50,8 @@ class RequestPreparer:
         self.tokenizer = tokenizer
         self._config = config
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size, grammars)
-        vision = config.model.vision
-        self.images = (
-            ImageProcessing(vision, partial(tokenizer.encode, add_special_tokens=False))
-            if vision is not None and config.model.image_refusal is None
-            else None
-        )
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        self.images = None if config.vision is None else ImageProcessing(config.vision, encode)
         self._parts = PromptBoundaries(tokenizer) if config.cache.num_state_slots else None
 
     def prepare(

@@ -28,7 +28,7 @@ _FLAG = "--allowed-media-domains"
 
 
 class FetchError(Exception):
-    """A file that cannot be downloaded, or must not be."""
+    """The download of a file is not allowed or has failed."""
 
 
 def fetch(url: str, allowed_domains: Sequence[str]) -> bytes:

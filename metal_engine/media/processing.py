@@ -19,7 +19,7 @@ from metal_engine.media.sources import Detail, ImageSource, SourceError
 from metal_engine.media.store import ImageStore, Inputs, size_of
 from metal_engine.settings.config import VisionConfig
 
-# Time after which no further image of a request is downloaded, in seconds.
+# Maximum time for downloading the images of a request, in seconds, except for the last download.
 _DOWNLOAD_SECONDS = 30.0
 
 

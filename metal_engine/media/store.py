@@ -34,14 +34,14 @@ class ImageStore:
         return self._num_bytes
 
     def grid(self, content_hash: bytes) -> Grid | None:
-        """Return the grid of an image; None if it is not known."""
+        """Return the grid of an image; None for an unknown image."""
         with self._lock:
             if content_hash in self._grids:
                 self._grids.move_to_end(content_hash)
             return self._grids.get(content_hash)
 
     def inputs(self, content_hash: bytes) -> Inputs | None:
-        """Return the encoder inputs of an image; None if they are not kept."""
+        """Return the encoder inputs of an image; None if they were dropped."""
         with self._lock:
             if content_hash in self._inputs:
                 self._inputs.move_to_end(content_hash)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from metal_engine.settings.args import GIB
@@ -376,6 +376,15 @@ class EngineConfig:
             num_in_flight += IN_FLIGHT_STATES_OF_DRAFTS
         num_states = 1 + self.cache.num_state_slots + num_in_flight * self.scheduler.max_num_seqs
         return num_states * self.model.state_bytes_per_request
+
+    @property
+    def vision(self) -> VisionConfig | None:
+        """Processing of images, with the limit of a step on an image's tokens; None if images are refused."""
+        vision, most = self.model.vision, self.scheduler.max_num_encoder_tokens
+        if vision is None or self.model.image_refusal is not None:
+            return None
+        own = vision.max_image_tokens
+        return replace(vision, max_image_tokens=most if own is None else min(own, most))
 
     @property
     def peak_bytes(self) -> int:

@@ -44,7 +44,7 @@ class ImageFamily(ABC):
 
     @abstractmethod
     def segments(self, grid: Grid) -> list[str | int]:
-        """Return the text that replaces the image's placeholder. A number stands for so many feature tokens."""
+        """Return the text that replaces the image's placeholder. A number is a number of feature tokens."""
 
     def num_tokens(self, grid: Grid) -> int:
         """Return the number of feature tokens of an image."""

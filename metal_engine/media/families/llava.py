@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Llava(ImageFamily):
-    """The grid has the number of features, which is the same for all images."""
+    """The grid has the number of features. All images have the same number."""
 
     @cached_property
     def _processor(self) -> Any:
