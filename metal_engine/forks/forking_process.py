@@ -36,30 +36,45 @@ def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> byt
         Cancelled: the request was cancelled, and ``is_shared`` is False.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
-    length = _receive_bytes(channel, LENGTH.size, deadline, is_shared)
-    return None if length is None else _receive_bytes(channel, LENGTH.unpack(length)[0], deadline, is_shared)
+    length = bytearray(LENGTH.size)
+    if not _fill(memoryview(length), channel, deadline, is_shared):
+        return None
+    message = bytearray(LENGTH.unpack(length)[0])
+    return message if _fill(memoryview(message), channel, deadline, is_shared) else None
 
 
-def _receive_bytes(channel: socket.socket, size: int, deadline: float, is_shared: bool) -> bytearray | None:
-    received, num_received = bytearray(size), 0
-    view = memoryview(received)
+def receive_into(view: memoryview, channel: socket.socket) -> bool:
+    """Receive the next message into a buffer of its size.
+
+    Return False as :func:`receive_patiently` returns None, or for a message of another size.
+    """
+    deadline = time.monotonic() + _WAIT_SECONDS
+    length = bytearray(LENGTH.size)
+    if not _fill(memoryview(length), channel, deadline, False) or LENGTH.unpack(length)[0] != view.nbytes:
+        return False
+    return _fill(view, channel, deadline, False)
+
+
+def _fill(view: memoryview, channel: socket.socket, deadline: float, is_shared: bool) -> bool:
+    """Receive bytes until the buffer is full. Return False if the peer has closed the socket or does not answer."""
+    num_received = 0
     poll = select.poll()
     poll.register(channel, select.POLLIN)
-    while num_received < size:
+    while num_received < view.nbytes:
         if not is_shared:
             check_cancelled()
         try:
             if not poll.poll(_POLL_MILLISECONDS):
                 if time.monotonic() > deadline:
-                    return None
+                    return False
                 continue
             num_new = channel.recv_into(view[num_received:])
         except (OSError, ValueError):  # closed by another thread
-            return None
+            return False
         if not num_new:
-            return None
+            return False
         num_received += num_new
-    return received
+    return True
 
 
 class ForkingProcess:

@@ -15,8 +15,8 @@ import numpy as np
 
 from metal_engine.cancellation import check_cancelled
 from metal_engine.errors import OverloadedError
-from metal_engine.forks.channel import framed
-from metal_engine.forks.forking_process import ForkError, ForkingProcess, receive_patiently
+from metal_engine.forks.channel import LENGTH, framed
+from metal_engine.forks.forking_process import ForkError, ForkingProcess, receive_into, receive_patiently
 from metal_engine.media.families.base import Grid
 from metal_engine.settings.config import VisionConfig
 
@@ -101,7 +101,8 @@ class ImageDecoder:
                 with contextlib.suppress(OSError):  # if the process has ended, the first answer is missing
                     channel.sendall(framed(json.dumps(asked).encode()))
                     for data in files:
-                        channel.sendall(framed(data))
+                        channel.sendall(LENGTH.pack(len(data)))  # framed() would copy the file
+                        channel.sendall(data)
                 return _answers(channel, len(files), wants_inputs, max_tokens)
         finally:
             self._permits.release()
@@ -141,8 +142,7 @@ def _answer(channel: socket.socket, index: int) -> dict[str, Any]:
 def _inputs(channel: socket.socket, index: int) -> dict[str, np.ndarray]:
     arrays = {}
     for name, kind, shape in _answer(channel, index)["arrays"]:
-        data = receive_patiently(channel)
-        if data is None:
+        arrays[name] = np.empty(shape, kind)  # not filled: zeros for 30 MB would hold the GIL for long
+        if not receive_into(arrays[name].reshape(-1).view(np.uint8).data, channel):
             raise ImageError(index, _TOO_MUCH)
-        arrays[name] = np.frombuffer(data, kind).reshape(shape)
     return arrays
