@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from metal_engine.checkpoints.image_encoders import image_refusal
-from metal_engine.errors import one_line
+from metal_engine.checkpoints.image_processors import read_vision
+from metal_engine.errors import ModelLoadError, one_line
 from metal_engine.settings.config import TEXT_ONLY
 
 if TYPE_CHECKING:
@@ -42,7 +44,12 @@ def add_image_input(
     Returns:
         Facts about the model, with the encoder, or with the reason why images are refused.
     """
-    refusal = image_refusal(loaded.config, args)
+    refusal, vision = image_refusal(loaded.config, args), None
+    if refusal is None:
+        try:
+            vision = read_vision(loaded.path, json.loads(args.mm_processor_kwargs or "{}"))
+        except ModelLoadError as error:
+            refusal = f"its image processor cannot be used: {error}"
     if refusal is None:
         try:
             with access.hold_device():
@@ -54,7 +61,11 @@ def add_image_input(
         else:
             weight_bytes = opened.info.weight_bytes + sizes.weight_bytes
             return replace(
-                opened.info, image_refusal=None, weight_bytes=weight_bytes, feature_bytes=sizes.feature_bytes
+                opened.info,
+                image_refusal=None,
+                vision=vision,
+                weight_bytes=weight_bytes,
+                feature_bytes=sizes.feature_bytes,
             )
     if refusal != TEXT_ONLY:
         logger.warning("%s serves text, and refuses images: %s", loaded.name, refusal)

@@ -28,7 +28,9 @@ from metal_engine.build import build_engine
 from metal_engine.engine.engine_client import EngineClient
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.errors import ParameterError
+from metal_engine.images import PromptImages
 from metal_engine.lora_adapter import Adapter, LoRARequest
+from metal_engine.media.local_messages import insert_images, split_images
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import SamplingParams
@@ -135,6 +137,9 @@ class LLM:
         ``text`` contains its special tokens. A structured output begins after the reasoning. The text of a tool call
         follows the tool's schema from the mark on that begins the call, if the grammar of the format is known.
 
+        Images are parts of a message's content (:func:`metal_engine.media.local_messages.split_images`): paths of files
+        or ``data:`` URLs.
+
         Args:
             sampling_params: parameters for all conversations, or one entry for each conversation.
             tools: functions that the model may call, in OpenAI's format. If the chat template takes no tools, a system
@@ -158,6 +163,7 @@ class LLM:
             conversations = [with_instructions(list(c), plan.instructions) for c in conversations]
         is_off = any(template_kwargs.get(name) is False for name in REASONING_SWITCHES)
         prompts: list[list[int]] = []
+        images: list[PromptImages | None] = []
         applied: list[tuple[ChatAnswers, SamplingParams]] = []
         # Parameters that several conversations share remain shared.
         known: dict[tuple[int, bool, bool], tuple[ChatAnswers, SamplingParams]] = {}
@@ -166,15 +172,18 @@ class LLM:
             variables = dict(template_kwargs)
             for name in filter(self.tokenizer.template_mentions, REASONING_SWITCHES if budget == 0 else ()):
                 variables.setdefault(name, False)
-            prompt = self.tokenizer.apply_chat_template(list(messages_), **variables)
+            given, sources = split_images(messages_)
+            prompt = self.tokenizer.apply_chat_template(given, **variables)
             continues = bool(template_kwargs.get("continue_final_message"))
             answers = ChatAnswers.for_prompt(answer_format, plan, prompt, self.tokenizer.decode, continues=continues)
             key = (id(params), answers.in_reasoning, answers.past_reasoning)
             if key not in known:
                 known[key] = answers.applied_to(params, budget=budget)
+            prompt, images_of_prompt = insert_images(self._preparer.images, prompt, sources, self.config)
             prompts.append(prompt)
+            images.append(images_of_prompt)
             applied.append(known[key])
-        results = self._run(prompts, [params for _, params in applied], use_tqdm, lora_request)
+        results = self._run(prompts, [params for _, params in applied], use_tqdm, lora_request, images)
         return [read_answers(result, answers) for result, (answers, _) in zip(results, applied, strict=True)]
 
     def embed(
@@ -255,15 +264,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         show_progress: bool,
         lora_request: LoRARequests,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[GenerationResult]:
         # Validate all requests before any request runs.
         each = zip(
-            prompts, self._params_for(prompts, sampling_params), self._adapters_for(prompts, lora_request), strict=True
+            prompts,
+            self._params_for(prompts, sampling_params),
+            self._adapters_for(prompts, lora_request),
+            images or [None] * len(prompts),
+            strict=True,
         )
         requests: list[PreparedRequest] = []
         for _, group in itertools.groupby(each, key=lambda one: (id(one[1]), id(one[2]))):
             same = list(group)
-            requests += self._prepared([prompt for prompt, _, _ in same], *same[0][1:])
+            requests += self._prepared([one[0] for one in same], *same[0][1:3], images=[one[3] for one in same])
         sequences = [(request, i) for request in requests for i in range(request.params.n)]
         ids = [str(next(self._ids)) for _ in sequences]
         outputs = self._collect(sequences, ids, show_progress, "Generating")
@@ -299,10 +313,14 @@ class LLM:
             raise ValueError(f"a prompt must be a text or a list of token ids: {error}") from error
 
     def _prepared(
-        self, prompts: list[list[int]], params: SamplingParams, adapter: Adapter | None = None
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        adapter: Adapter | None = None,
+        images: Sequence[PromptImages | None] | None = None,
     ) -> list[PreparedRequest]:
         """Prepare prompts that share their parameters. Raises ValueError if a prompt can never be served."""
-        return self._preparer.prepare_all(prompts, params, adapter=adapter)
+        return self._preparer.prepare_all(prompts, params, adapter=adapter, images=images)
 
     def _outputs_of(self, sequences: list[tuple[PreparedRequest, int]], ids: list[str]) -> Generator[RequestOutput]:
         """Yield outputs of several requests as they arrive. Aborts unfinished requests if the iteration ends early.

@@ -40,6 +40,15 @@ from tests.support.vision import (
 )
 
 SIZES: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 128, "max_num_batched_tokens": 64}
+# Settings of Qwen's image processor for the tiny encoders.
+PROCESSOR: dict[str, Any] = {
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 64 * 64},
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
 PARTS = (7, (4, 6, 1), 9)
 
 
@@ -85,6 +94,7 @@ def write_vision_checkpoint(
         weights = of_text
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(full))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     write_tokenizer(folder)
     return tiny
 

@@ -45,6 +45,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         f"{scheduler.max_num_seqs} for requests{before_drafts}, the others for checkpoints",
         "limits": f"{scheduler.max_model_len:,} tokens a request, {scheduler.max_num_seqs} requests at once, "
         f"{scheduler.max_num_batched_tokens:,} tokens a step",
+        "images": _images(config),
         "sampling": _sampling(model),
         "speculation": "",
         "dispatch": config.dispatch,
@@ -58,6 +59,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         )
     else:
         del facts["speculation"]
+    if not facts["images"]:
+        del facts["images"]
     if not model.can_generate:
         del facts["sampling"]
     if not config.dispatch:
@@ -117,6 +120,14 @@ def _sampling(model: ModelInfo) -> str:
     if model.default_sampling:
         return f"{text} by default, as the model recommends"
     return f"{text} by default. No generation_config.json is in use; set --generation-config to a folder with one"
+
+
+def _images(config: EngineConfig) -> str:
+    """Describe the limit of an image's tokens. Empty if the model takes no images."""
+    if config.vision is None:
+        return ""
+    limits = "--mm-processor-kwargs, --max-num-encoder-tokens"
+    return f"{config.vision.max_image_tokens:,} tokens an image at most; larger images are reduced ({limits})"
 
 
 def _ranks(ranks: tuple[RankInfo, ...]) -> str:

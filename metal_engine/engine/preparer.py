@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from metal_engine.cancellation import check_cancelled
 from metal_engine.engine.pooling_defaults import resolve_pooling
@@ -10,6 +11,7 @@ from metal_engine.engine.token_rules import GrammarMaker, TokenRulesMaker
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.images import PromptImages
 from metal_engine.lora_adapter import Adapter
+from metal_engine.media.processing import ImageProcessing
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest
 from metal_engine.sampling_params import SamplingParams
@@ -39,12 +41,17 @@ class RequestPreparer:
         config: configuration of the engine, with every value resolved.
         tokenizer: tokenizer of the model.
         grammars: factory of grammars; None to compile them in this process.
+
+    Attributes:
+        images: processing of images; None if the model takes no images.
     """
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer, grammars: GrammarMaker | None = None) -> None:
         self.tokenizer = tokenizer
         self._config = config
         self._rules = TokenRulesMaker(tokenizer, config.model.vocab_size, grammars)
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        self.images = None if config.vision is None else ImageProcessing(config.vision, encode)
         self._parts = PromptBoundaries(tokenizer) if config.cache.num_state_slots else None
 
     def prepare(
@@ -158,8 +165,10 @@ class RequestPreparer:
         return self._rules.rules_for(params)
 
     def close(self) -> None:
-        """End the processes that compile grammars."""
+        """End the processes that compile grammars and decode images."""
         self._rules.close()
+        if self.images is not None:
+            self.images.close()
 
     def _check_images(self, prompt: list[int], images: PromptImages, params: SamplingParams) -> None:
         """Raise as :meth:`prepare` if the images of a prompt cannot be served."""

@@ -16,20 +16,18 @@ from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 
+from metal_engine.forks.channel import BUFFER_BYTES, LENGTH, framed
+from metal_engine.forks.forking_process import ForkError
 from metal_engine.grammars.messages import (
-    BUFFER_BYTES,
     END,
     ERROR,
-    LENGTH,
     MASK_ALONE,
     MASK_LAST,
-    framed,
     pack_step,
     unpack_compiled,
     unpack_end,
     unpack_masks,
 )
-from metal_engine.grammars.tokenizer_process import GrammarProcessError
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +119,7 @@ class CompiledGrammar:
         """Start a new process, which compiles the grammar again. Its first answer is about the compilation."""
         try:
             self._set_channel(self._reopen())
-        except GrammarProcessError:
+        except ForkError:
             self._is_open = False
             return
         self._asked.appendleft(_COMPILING)

@@ -24,10 +24,11 @@ from typing import Any
 
 from metal_engine.cancellation import Cancelled, check_cancelled
 from metal_engine.errors import OverloadedError, ParameterError
+from metal_engine.forks.channel import framed
+from metal_engine.forks.forking_process import ForkError, ForkingProcess, receive_patiently
 from metal_engine.grammars.call_grammar import CallGrammar, faulty_arguments
 from metal_engine.grammars.compiled import CompiledGrammar
-from metal_engine.grammars.messages import framed, unpack_compiled
-from metal_engine.grammars.tokenizer_process import GrammarProcessError, TokenizerProcess, receive_patiently
+from metal_engine.grammars.messages import unpack_compiled
 from metal_engine.sampling_params import StructuredOutputsParams
 from metal_engine.text.tokenizer import Tokenizer
 
@@ -92,7 +93,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         eos_token_ids = sorted(i for i in tokenizer.eos_token_ids if i < vocab_size)
-        self._process = TokenizerProcess(tokenizer.serialized, vocab_size, eos_token_ids)
+        options = json.dumps({"n_vocab": vocab_size, "eos_token": eos_token_ids}).encode()
+        self._process = ForkingProcess("metal_engine.grammars.process", [options, tokenizer.serialized])
         self._vocab_size = vocab_size
         self._permits = threading.Semaphore(_MAX_COMPILING)
         self._background = ThreadPoolExecutor(_MAX_COMPILING, thread_name_prefix="call-grammars")
@@ -245,7 +247,7 @@ class GrammarCompiler:
                 raise ParameterError("structured_outputs", message)
         try:
             channel = self._process.connect()
-        except GrammarProcessError as error:
+        except ForkError as error:
             self._check_wanted()
             logger.error("structured output is refused: the process for it cannot be started: %s", error)
             message = f"cannot be served: the process that compiles grammars cannot be started: {error}"

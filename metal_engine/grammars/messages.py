@@ -1,8 +1,8 @@
 """Message format between the engine and a grammar's process, over a stream socket. Little-endian throughout.
 
-A message is its length followed by its bytes. The engine's first message is the grammar as JSON. The answer is the
-compile time, or the reason of a refusal (:func:`unpack_compiled`). After that, the engine sends a message for each
-output that continues (:func:`pack_step`). The answers arrive in the same order: a state byte, then the masks
+Messages are framed (:mod:`metal_engine.forks.channel`). The engine's first message is the grammar as JSON. The answer
+is the compile time, or the reason of a refusal (:func:`unpack_compiled`). After that, the engine sends a message for
+each output that continues (:func:`pack_step`). The answers arrive in the same order: a state byte, then the masks
 (:func:`pack_masks`) or the error.
 """
 
@@ -13,9 +13,8 @@ import struct
 from array import array
 from collections.abc import Sequence
 
-# Size of a socket's buffer, enough for a dozen masks, so that a process rarely waits for the engine to read.
-BUFFER_BYTES = 1 << 18
-LENGTH = struct.Struct("<I")
+from metal_engine.forks.channel import LENGTH
+
 # Output id; True if the output ends; number of drafts, which are the last of the following tokens.
 _STEP = struct.Struct("<I?I")
 
@@ -29,11 +28,6 @@ _STEP = struct.Struct("<I?I")
 MASK, ERROR, MASK_LAST, MASK_ALONE, END = b"m", b"e", b"l", b"a", b"."
 
 
-def framed(message: bytes) -> bytes:
-    """Return a message with its length, as sent over the socket."""
-    return LENGTH.pack(len(message)) + message
-
-
 def pack_compiled(seconds: float) -> bytes:
     """Return the answer for a grammar that was compiled in ``seconds`` of CPU time."""
     return b"+%f" % seconds
@@ -44,7 +38,7 @@ def pack_refused(seconds: float, problem: str) -> bytes:
     return b"-%f %s" % (seconds, problem.encode())
 
 
-def unpack_compiled(answer: bytes | None) -> tuple[float, str]:
+def unpack_compiled(answer: bytes | bytearray | None) -> tuple[float, str]:
     """Parse the answer to a grammar; None stands for a missing answer.
 
     Returns:

@@ -30,24 +30,22 @@ import contextlib
 import gc
 import json
 import os
-import resource
-import select
 import signal
 import socket
 import sys
-import threading
 import time
 
 import llguidance
 
-from metal_engine.grammars.channel import Fork, receive, serve
+from metal_engine.forks.channel import Fork, framed, receive, serve
+from metal_engine.forks.limits import Growth, Monitor
+from metal_engine.forks.serving import serve_forks
 from metal_engine.grammars.error_lines import compile_problem, first_line
 from metal_engine.grammars.messages import (
     ERROR,
     MASK,
     MASK_ALONE,
     MASK_LAST,
-    framed,
     pack_compiled,
     pack_end,
     pack_masks,
@@ -67,7 +65,6 @@ BURST_CPU_SECONDS = 0.1
 DRAFTS_BURST_CPU_SECONDS = 0.02
 # Growth of a process in bytes from which new outputs use a new process.
 _MUCH_GROWTH = MAX_GROWTH // 2
-_MONITOR_SECONDS = 0.005
 # Limits in llguidance's own units. 20,000 units of the first two, or some 1,000 of the third, take about a millisecond
 # at worst. Exceeding them ends a single output with a message. Exceeding a CPU time limit ends the process.
 _LIMITS = llguidance.LLParserLimits(
@@ -82,45 +79,6 @@ _LIMITS = llguidance.LLParserLimits(
 
 class EffortError(Exception):
     """Raised if the masks of a grammar exceed their CPU time limit."""
-
-
-class Growth:
-    """Growth of this process since it was forked.
-
-    On Linux, this is the growth of its resident private memory. Pages of libraries do not count, because the system may
-    evict them from an idle process and load them again. On other systems, it is the growth of the peak memory.
-    """
-
-    def __init__(self) -> None:
-        self._before = self._size()
-
-    def _size(self) -> int:
-        if sys.platform != "linux":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        with open("/proc/self/statm", "rb") as file:
-            _, resident, of_files, *_ = map(int, file.read().split())
-        return (resident - of_files) * resource.getpagesize()
-
-    @property
-    def num_bytes(self) -> int:
-        return self._size() - self._before
-
-
-class _Monitor(threading.Thread):
-    """Thread that ends the process if it grows too much, or if the peer has closed the socket."""
-
-    def __init__(self, channel: socket.socket, growth: Growth) -> None:
-        super().__init__(daemon=True)
-        self._channel = channel
-        self._growth = growth
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        poll = select.poll()
-        poll.register(self._channel, 0)  # hang-ups and errors are always reported
-        while not self.done.wait(_MONITOR_SECONDS):
-            if self._growth.num_bytes > MAX_GROWTH or poll.poll(0):
-                os._exit(1)
 
 
 class GrammarServer:
@@ -321,7 +279,7 @@ def serve_grammar(channel: socket.socket, tokenizer: llguidance.LLTokenizer) -> 
     """Compile the grammar received from a socket, then serve its outputs until the socket closes."""
     gc.freeze()  # a garbage collection would copy the parent's pages, which costs CPU time and memory
     growth = Growth()
-    monitor = _Monitor(channel, growth)
+    monitor = Monitor(channel, growth, MAX_GROWTH)
     wanted = receive(channel)
     monitor.start()
     started = time.process_time()
@@ -346,33 +304,13 @@ def main(control: socket.socket) -> None:
     The first message has the number of logits and the end-of-sequence ids, the second the tokenizer's JSON. The answer
     is empty if the tokenizer was loaded, and the reason of the failure otherwise.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped automatically
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     options = json.loads(receive(control))
     try:
         tokenizer = llguidance.LLTokenizer(receive(control).decode(), **options)
     except (ValueError, TypeError) as error:
         control.sendall(framed(str(error).encode() or b"unknown"))
         return
-    control.sendall(framed(b""))
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # the engine has stopped reading it
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not message:
-            return
-        with socket.socket(fileno=descriptors[0]) as channel:
-            try:
-                is_fork = os.fork() == 0
-            except OSError as error:
-                channel.sendall(framed(f"cannot be served: no process can be started for it: {error}".encode()))
-                continue
-            if is_fork:
-                try:
-                    control.close()
-                    serve_grammar(channel, tokenizer)
-                finally:
-                    os._exit(0)  # on any error, the closed socket notifies the engine
+    serve_forks(control, lambda channel: serve_grammar(channel, tokenizer))
 
 
 if __name__ == "__main__":

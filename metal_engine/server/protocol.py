@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 from pydantic.json_schema import SkipJsonSchema
 from typing_extensions import TypedDict  # typing's own TypedDict works with pydantic only from Python 3.12 on
 
+from metal_engine.media.sources import Detail, ImageSource
 from metal_engine.server.json_parts import Placeholder
 from metal_engine.server.large_bodies import IN_PIECES
 from metal_engine.server.usage import Usage
@@ -144,9 +145,45 @@ class CompletionBody(GenerationBody):
         return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
+DETAILS = ("low", "high", "auto", "original")
+"""Values of an image's ``detail``."""
+
+
+class ImageURL(RequestModel):
+    """Image of a content part.
+
+    Attributes:
+        url: ``data:`` URL, or an address that the server may download from.
+        detail: ``low`` for fewer tokens; the other values of :data:`DETAILS` have the same effect.
+    """
+
+    url: str
+    detail: str | None = None
+    _place: str | None = PrivateAttr(None)
+    _is_base64: bool = PrivateAttr(False)
+
+    @classmethod
+    def placed(cls, url: str, place: str, detail: str | None = None, *, is_base64: bool = False) -> ImageURL:
+        """Return the image of a request of another API.
+
+        Args:
+            url: URL, or base64 data if ``is_base64`` is True.
+            place: path of the field in that request, for error messages.
+        """
+        image = cls(url=url, detail=detail)
+        image._place, image._is_base64 = place, is_base64
+        return image
+
+    def source(self, default_place: str) -> ImageSource:
+        """Return the place of the file. ``default_place`` is the path of :attr:`url` in a chat request."""
+        detail: Detail = "low" if self.detail == "low" else "high"
+        return ImageSource(self.url, self._place or default_place, detail, self._is_base64)
+
+
 class ContentPart(RequestModel):
     type: str
     text: str | None = None
+    image_url: str | ImageURL | None = None
 
 
 class ChatMessage(RequestModel):

@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from metal_engine.server.errors import invalid, invalid_prompt, model_not_loaded, validated
+from metal_engine.server.generation.images import with_image_tokens
 from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.json_parts import JSONParts, Placeholder, array
@@ -118,7 +119,9 @@ def _tokenized(served: ServedModel, body: TokenizeBody) -> bytes:
     else:
         conversation = validated(ChatCompletionBody, {"messages": body.messages, **(body.model_extra or {})})
         served.parameters.check(conversation)
-        (tokens,) = ChatEndpoint(served).tokenize(conversation, tokenizer)
+        endpoint = ChatEndpoint(served)
+        (tokens,) = endpoint.tokenize(conversation, tokenizer)
+        tokens = with_image_tokens(served, endpoint.image_sources(conversation), tokens)
     strs: list[str] | None = None
     if body.return_token_strs:
         if len(tokens) > MAX_TEXTS:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 
 class PromptTokensDetails(BaseModel):
-    """Cached prompt tokens. ``kv_store_tokens`` counts the tokens from a KV store. The KV cache had the others."""
+    """Cached prompt tokens, and tokens of images.
+
+    ``kv_store_tokens`` counts the cached tokens from a KV store. The KV cache had the others. Without images,
+    ``image_tokens`` is absent.
+    """
 
     cached_tokens: int = 0
     kv_store_tokens: int = 0
+    image_tokens: int | None = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class CompletionTokensDetails(BaseModel):

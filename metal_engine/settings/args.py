@@ -175,6 +175,14 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
         ge=1,
     )
     max_num_encoder_tokens: int | None = step_args.MAX_NUM_ENCODER_TOKENS
+    mm_processor_kwargs: str | None = setting(
+        None,
+        'Settings of the image processor, as JSON: {"max_pixels": 4000000}. Default: those of the checkpoint, with at '
+        "most 1,280 tokens for an image.",
+        group=MODEL,
+        listing=HELP_ALL,
+        kind="json",
+    )
     async_scheduling: bool | None = step_args.ASYNC_SCHEDULING
     replay_decodes: str = step_args.REPLAY_DECODES
     speculative_config: str | None = setting(
@@ -186,13 +194,23 @@ class EngineArgs(LoRAArgs, rank_args.RankArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.speculative_config, dict):  # format of vLLM's LLM
-            object.__setattr__(self, "speculative_config", json.dumps(self.speculative_config))
+        for name in ("speculative_config", "mm_processor_kwargs"):
+            if isinstance(value := getattr(self, name), dict):  # format of vLLM's LLM
+                object.__setattr__(self, name, json.dumps(value))
+        if self.mm_processor_kwargs is not None and not _is_object(self.mm_processor_kwargs):
+            raise ConfigError("--mm-processor-kwargs", f"must be a JSON object, got {self.mm_processor_kwargs!r}")
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
                 "--max-long-partial-prefills",
                 f"{self.max_long_partial_prefills} exceeds --max-num-partial-prefills {self.max_num_partial_prefills}",
             )
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,6 +245,9 @@ class ServerArgs(SettingsBase):
     )
     allowed_hosts: tuple[str, ...] = setting(
         (), "Host names for clients of a server without a key; * allows any. Repeatable.", group=SECURITY
+    )
+    allowed_media_domains: tuple[str, ...] = setting(
+        (), "Hosts from which images of requests may be downloaded. Repeatable.", group=SECURITY, listing=HELP_ALL
     )
     max_connections: int = setting(
         0,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from metal_engine.settings.args import GIB
 
@@ -60,6 +61,30 @@ class RerankerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Processing of images for a model that takes images, read from the checkpoint.
+
+    Attributes:
+        family: ``model_type`` of the checkpoint, or a name for checkpoints that share their image processing.
+        image_token_id: id of the image token. A chat template writes one per image, and the prompt has one per feature.
+        processor: fields of the checkpoint's image processor, with ``--mm-processor-kwargs`` applied.
+        patch_size: side of a patch of the image encoder in pixels.
+        merge_size: number of patches per side that are merged into one feature.
+        num_features: constant number of features of an image or of each tile; 0 if it varies.
+        max_image_tokens: maximum number of an image's tokens, as far as the image processor allows a limit; None for
+            the checkpoint's own limit.
+    """
+
+    family: str
+    image_token_id: int
+    processor: dict[str, Any] = field(default_factory=dict)
+    patch_size: int = 14
+    merge_size: int = 1
+    num_features: int = 0
+    max_image_tokens: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelInfo:
     """Facts about a loaded model that the control plane needs.
 
@@ -79,6 +104,7 @@ class ModelInfo:
         adapter_bytes: memory for the maximum number of LoRA adapters, in bytes.
         feature_bytes: size of the features of an image token in bytes; 0 without images.
         image_refusal: reason why prompts with images are refused; None if they are accepted.
+        vision: processing of images; None for an unsupported family.
     """
 
     name: str
@@ -104,6 +130,7 @@ class ModelInfo:
     adapter_bytes: int = 0
     feature_bytes: int = 0
     image_refusal: str | None = TEXT_ONLY
+    vision: VisionConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,6 +376,15 @@ class EngineConfig:
             num_in_flight += IN_FLIGHT_STATES_OF_DRAFTS
         num_states = 1 + self.cache.num_state_slots + num_in_flight * self.scheduler.max_num_seqs
         return num_states * self.model.state_bytes_per_request
+
+    @property
+    def vision(self) -> VisionConfig | None:
+        """Processing of images, with the limit of a step on an image's tokens; None if images are refused."""
+        vision, most = self.model.vision, self.scheduler.max_num_encoder_tokens
+        if vision is None or self.model.image_refusal is not None:
+            return None
+        own = vision.max_image_tokens
+        return replace(vision, max_image_tokens=most if own is None else min(own, most))
 
     @property
     def peak_bytes(self) -> int:

@@ -7,6 +7,10 @@ from functools import cached_property
 
 from metal_engine.text.chat_template import Message
 
+_TEXT = "text of a part"
+# Text of a list that a template writes without looking into it.
+_LIST = "'type'"
+
 
 class MessageRules:
     """Rules of a chat template, found by rendering test conversations on first use.
@@ -45,6 +49,38 @@ class MessageRules:
         function = {"name": "function", "arguments": {}}
         message = {"role": "assistant", "thinking": "thinking", "tool_calls": [{"id": "call", "function": function}]}
         return self._renders({**message, "content": ""}) and not self._renders({**message, "content": "content"})
+
+    @cached_property
+    def needs_parts(self) -> bool:
+        """True if the template leaves out contents that are texts, and writes the text parts of lists."""
+        return not self._takes("user") and self._writes_text([{"type": "text", "text": _TEXT}])
+
+    @cached_property
+    def takes_tool_images(self) -> bool:
+        """True if the template writes images in the results of calls."""
+        text = [{"type": "text", "text": _TEXT}]
+        with_image = self._rendered_result([*text, {"type": "image"}])
+        return with_image is not None and _LIST not in with_image and with_image != self._rendered_result(text)
+
+    def _rendered_result(self, content: list[dict[str, str]]) -> str | None:
+        """Return a conversation with the result of a call; None if the template refuses it."""
+        call = {"id": "call", "type": "function", "function": {"name": "function", "arguments": {}}}
+        messages: list[Message] = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call", "name": "function", "content": content},
+        ]
+        try:
+            return self._render(messages)
+        except ValueError:
+            return None
+
+    def _writes_text(self, content: list[dict[str, str]]) -> bool:
+        try:
+            text = self._render([{"role": "user", "content": content}])
+        except ValueError:
+            return False
+        return _TEXT in text and _LIST not in text
 
     def _renders(self, answer: Message) -> bool:
         """Return True if the template accepts an answer to a question."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from metal_engine.sizes import parts
 from metal_engine.text import chat_template
+from metal_engine.text.content_parts import as_parts
 from metal_engine.text.control_tokens import ControlTokens
 from metal_engine.text.detokenizer import Detokenizer
 from metal_engine.text.infilling import Infilling
@@ -281,6 +282,11 @@ class Tokenizer:
         self._check_length({"messages": messages, **template_kwargs})
         try:
             given = with_content_as_thinking(chat_template.plain_messages(messages), self.message_rules)
+            if self.template_mentions("type") and self.message_rules.needs_parts:
+                given = [
+                    {**one, "content": as_parts(one["content"])} if one.get("content") is not None else one
+                    for one in given
+                ]
             variables = chat_template.plain_variables(template_kwargs)
             # The template writes its own BOS, so none is added here.
             if self._allow_special_tokens:

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from metal_engine.cli.banner import print_banner, startup_facts
 from metal_engine.settings.config import AttentionLayers, RankInfo
+from tests.support.seeing import seeing_config
 from tools.fixtures.fake_engine import fake_config
 
 URL = "http://127.0.0.1:8000"
@@ -97,3 +98,11 @@ def test_ranks_are_told_with_what_each_has() -> None:
         "2; 0 on a: 30 layers, weights 1.00 GiB (at most 2.00 GiB to read them); "
         "1 on a: 30 layers, weights 1.00 GiB (at most 2.00 GiB to read them)"
     )
+
+
+def test_the_limit_of_images_is_shown() -> None:
+    config = seeing_config()
+    assert "64 tokens an image at most" in startup_facts(config, "http://a", ("fake",))["images"]
+    smaller = dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, max_num_encoder_tokens=32))
+    assert "32 tokens an image at most" in startup_facts(smaller, "http://a", ("fake",))["images"]
+    assert "images" not in startup_facts(fake_config(), "http://a", ("fake",))

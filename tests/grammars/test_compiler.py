@@ -18,12 +18,12 @@ import pytest
 
 from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.errors import OverloadedError, ParameterError
+from metal_engine.forks.channel import framed, receive
 from metal_engine.grammars import compiled as compiled_module
 from metal_engine.grammars import compiler as compiler_module
-from metal_engine.grammars.channel import receive
 from metal_engine.grammars.compiled import CompiledGrammar
 from metal_engine.grammars.compiler import GrammarCompiler
-from metal_engine.grammars.messages import MASK, framed, pack_masks, unpack_step
+from metal_engine.grammars.messages import MASK, pack_masks, unpack_step
 from metal_engine.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.grammars.hostile import PATTERNS, cubic, descendants
 from tests.support.serving import wait_until

@@ -14,13 +14,12 @@ from typing import Any
 import llguidance
 import pytest
 
+from metal_engine.forks.channel import framed, receive
 from metal_engine.grammars import process
-from metal_engine.grammars.channel import receive
 from metal_engine.grammars.messages import (
     ERROR,
     MASK,
     MASK_ALONE,
-    framed,
     pack_masks,
     pack_step,
     unpack_compiled,

@@ -10,9 +10,10 @@ from metal_engine.errors import short
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.large_bodies import dumps
 from metal_engine.server.openai.conversation import checked_tools
-from metal_engine.server.protocol import ChatCompletionBody, LongList, RequestModel
+from metal_engine.server.protocol import ChatCompletionBody, ImageURL, LongList, RequestModel
 
 Message = dict[str, Any]
+Part = dict[str, Any]
 
 
 class AnthropicMessage(RequestModel):
@@ -225,7 +226,7 @@ def _messages(body: CountTokensBody) -> list[Message]:
         raise invalid("messages[0].role: the first message is not a system message: that is system", param="messages")
     for i, message in enumerate(body.messages):
         try:
-            messages += _TURNS[message.role](message.content)
+            messages += _TURNS[message.role](message.content, f"messages[{i}].content")
         except (KeyError, TypeError, ValueError) as error:
             raise invalid(f"messages[{i}].content: {_problem(error)}", param="messages") from error
     return messages
@@ -235,31 +236,68 @@ def _problem(error: Exception) -> str:
     return str(error) if isinstance(error, ValueError) else f"a field is missing or of the wrong type: {error}"
 
 
-def _user_turn(content: str | list[dict[str, Any]]) -> list[Message]:
+def _user_turn(content: str | list[dict[str, Any]], place: str) -> list[Message]:
     """Convert a user turn. Tool results come first, as separate messages, because chat templates expect that."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     results: list[Message] = []
-    texts: list[dict[str, Any]] = []
-    for block in content:
+    blocks: list[tuple[dict[str, Any], str]] = []  # text and images, each with its path
+    for i, block in enumerate(content):
+        block_place = f"{place}[{i}]"
         if block["type"] == "tool_result":
-            text = _text(block.get("content") or "")
+            result = _result(block.get("content") or "", block_place)
             if block.get("is_error"):
-                text = f"Error: {text}"
-            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
+                result = _with_error(result)
+            results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": result})
         else:
-            texts.append(block)
-    if not texts and results:
+            blocks.append((block, block_place))
+    if not blocks and results:
         return results
-    return [*results, {"role": "user", "content": _text(texts)}]
+    return [*results, {"role": "user", "content": _content(blocks)}]
 
 
-def _system_turn(content: str | list[dict[str, Any]]) -> list[Message]:
+def _result(content: str | list[dict[str, Any]], place: str) -> str | list[Part]:
+    if isinstance(content, str):
+        return content
+    return _content([(block, f"{place}.content[{i}]") for i, block in enumerate(content)])
+
+
+def _with_error(content: str | list[Part]) -> str | list[Part]:
+    """Return the content of the result of a failed call."""
+    return f"Error: {content}" if isinstance(content, str) else [{"type": "text", "text": "Error:"}, *content]
+
+
+def _content(blocks: list[tuple[dict[str, Any], str]]) -> str | list[Part]:
+    """Convert blocks, each with its path in the request, to a text, or to parts if there are images."""
+    if all(block["type"] != "image" for block, _ in blocks):
+        return _text([block for block, _ in blocks])
+    parts: list[Part] = []
+    for block, place in blocks:
+        if block["type"] == "image":
+            parts.append({"type": "image_url", "image_url": _image(block.get("source"), f"{place}.source")})
+        else:
+            parts.append({"type": "text", "text": _text([block])})
+    return parts
+
+
+def _image(source: Any, place: str) -> ImageURL:
+    if not isinstance(source, dict):
+        raise ValueError("an image needs a source")
+    kind = source["type"]
+    if kind not in ("base64", "url"):
+        raise ValueError(f"images of type {short(kind)} are not supported; send base64 or url")
+    field = "data" if kind == "base64" else "url"
+    if not isinstance(source[field], str):
+        raise ValueError(f"an image's {field} must be a string")
+    return ImageURL.placed(source[field], f"{place}.{field}", is_base64=kind == "base64")
+
+
+def _system_turn(content: str | list[dict[str, Any]], place: str) -> list[Message]:
     """Convert an instruction inside the conversation, as Claude Code sends it."""
     return [{"role": "system", "content": _text(content)}]
 
 
-def _assistant_turn(content: str | list[dict[str, Any]]) -> list[Message]:
+def _assistant_turn(content: str | list[dict[str, Any]], place: str) -> list[Message]:
     if isinstance(content, str):
         return [{"role": "assistant", "content": content}]
     turn: Message = {"role": "assistant"}
@@ -290,7 +328,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
     texts = []
     for block in content:
         if block["type"] != "text":
-            raise ValueError(f"blocks of type {short(block['type'])} are not supported here; the model takes text only")
+            raise ValueError(f"blocks of type {short(block['type'])} are not supported here; send text")
         texts.append(block["text"])
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("a text block's text must be a string")

@@ -11,6 +11,7 @@ from metal_engine.server.anthropic import protocol
 from metal_engine.server.anthropic.messages import MessagesEndpoint
 from metal_engine.server.errors import anthropic_error, renaming
 from metal_engine.server.generation.answerer import EVENTS, Answerer, LateErrors
+from metal_engine.server.generation.images import with_image_tokens
 from metal_engine.server.generation.models import Models
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.generation.streaming import named_sse
@@ -39,5 +40,7 @@ def add_anthropic_routes(app: FastAPI, models: Models, answer: Answerer) -> None
 def _count_tokens(served: ServedModel, body: protocol.CountTokensBody) -> protocol.TokenCount:
     chat = protocol.to_chat(body)
     served.parameters.check(chat)
-    (prompt,) = MessagesEndpoint(served).tokenize(chat, served.tokenizer_beyond_context)
+    endpoint = MessagesEndpoint(served)
+    (prompt,) = endpoint.tokenize(chat, served.tokenizer_beyond_context)
+    prompt = with_image_tokens(served, endpoint.image_sources(chat), prompt)
     return protocol.TokenCount(input_tokens=len(prompt))

@@ -254,6 +254,7 @@ class Generation:
         details = PromptTokensDetails(
             cached_tokens=sum(choice.latest.num_cached_tokens for choice in firsts),
             kv_store_tokens=sum(choice.latest.num_external_tokens for choice in firsts),
+            image_tokens=self._num_image_tokens,
         )
         completion_details = CompletionTokensDetails(
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices)
@@ -272,6 +273,12 @@ class Generation:
             prompt_tokens_details=details,
             completion_tokens_details=completion_details,
         )
+
+    @property
+    def _num_image_tokens(self) -> int | None:
+        """Number of prompt tokens that stand for images; None without images."""
+        counts = [request.images.num_features for request in self.requests if request.images is not None]
+        return sum(counts) if counts else None
 
     @property
     def kv_handover(self) -> KVTransferHandover | None:

@@ -51,6 +51,7 @@ def served_model(
         auto_tool_choice=args.enable_auto_tool_choice,
         tool_grammar=args.tool_grammar,
         any_name=ANY_NAME in names,
+        allowed_media_domains=args.allowed_media_domains,
         notices=notices or Notices(),
     )
 

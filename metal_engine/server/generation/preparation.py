@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -14,12 +14,16 @@ from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.answers.chat_answers import AnswerReader
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.errors import ContextLengthError, OverloadedError, ParameterError, PromptError
+from metal_engine.images import PromptImages
 from metal_engine.lora_adapter import Adapter
+from metal_engine.media.processing import LoadedImage
+from metal_engine.media.sources import ImageSource
 from metal_engine.request import PreparedRequest, RequestOptions
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import APIError, beyond_context, engine_dead, invalid, model_not_found
 from metal_engine.server.generation.admission import Admission, overloaded
 from metal_engine.server.generation.generation import MAX_LOGPROB_ENTRIES, ChoiceOutput, Generation
+from metal_engine.server.generation.images import load_images
 from metal_engine.server.generation.logprobs import num_entries
 from metal_engine.server.generation.parameters import ParameterPolicy
 from metal_engine.server.generation.sampling import parameter_error, sampling_params
@@ -58,6 +62,7 @@ class ServedModel:
     Attributes:
         names: names of the model. Responses contain the first one.
         any_name: True if the model also serves requests with any other name.
+        allowed_media_domains: hosts from which images may be downloaded.
         adapter: LoRA adapter that requests use; None to use the model alone.
     """
 
@@ -70,6 +75,7 @@ class ServedModel:
     auto_tool_choice: bool = True
     tool_grammar: str = "auto"
     any_name: bool = False
+    allowed_media_domains: tuple[str, ...] = ()
     adapter: Adapter | None = None
     notices: Notices = field(default_factory=Notices)
 
@@ -111,6 +117,13 @@ class Endpoint(ABC, Generic[BodyT]):
     """True if the response can contain more than one output for a prompt."""
     stream_media_type = EVENT_STREAM
     """Media type of a stream. Only event streams get keep-alive comments."""
+
+    def image_sources(self, body: BodyT) -> list[ImageSource]:
+        """Return the images of the prompt, in order. Raises APIError for a malformed image.
+
+        An endpoint with images has one prompt, with a placeholder for each image.
+        """
+        return []
 
     @abstractmethod
     def tokenize(self, body: BodyT, tokenizer: Tokenizer) -> list[list[int]]:
@@ -194,7 +207,8 @@ async def prepare(
     if engine.error is not None:
         raise engine_dead(engine.error)
     # Long prompts, many parameters and large grammars take long, so this work must not block the event loop.
-    preparation, weight = _Preparation(served, endpoint, body), Weight.of(num_bytes)
+    images = await load_images(served, endpoint.image_sources(body), num_bytes)
+    preparation, weight = _Preparation(served, endpoint, body, images), Weight.of(num_bytes)
     await served.workers.run(weight, preparation.begin)
     if preparation.needs_grammar:
         await served.workers.run(Weight.COMPILING, preparation.compile)
@@ -242,10 +256,14 @@ class _Preparation(Generic[BodyT]):
         echoes: texts of the prompts, if the client wants them back. Valid after the last step.
     """
 
-    def __init__(self, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT) -> None:
+    def __init__(
+        self, served: ServedModel, endpoint: Endpoint[BodyT], body: BodyT, images: Sequence[LoadedImage]
+    ) -> None:
         self._served = served
         self._endpoint = endpoint
         self._body = body
+        self._images = images
+        self._inserted: list[PromptImages] | None = None  # images of the prompt
         self._prompts: list[list[int]] = []
         self._params: SamplingParams  # set in `begin`
         self._rules: TokenRules | None = None
@@ -287,7 +305,12 @@ class _Preparation(Generic[BodyT]):
         tokenizer = served.tokenizer_beyond_context
         if body.truncate_prompt_tokens is None:
             tokenizer = served.engine.tokenizer.limited(config.scheduler.max_model_len)
+        if self._images and body.truncate_prompt_tokens is not None:
+            raise invalid(" cannot be used with images", where="truncate_prompt_tokens")
         self._prompts = endpoint.tokenize(body, tokenizer)
+        if self._images:
+            with self._errors_as_api_errors():
+                self._insert_images()
         if config.scheduler.speculative is not None:
             self.predicted_token_ids = endpoint.predicted(body, tokenizer)
         if len(self._prompts) * params.n > MAX_SEQUENCES:
@@ -299,6 +322,13 @@ class _Preparation(Generic[BodyT]):
         self.needs_grammar = self._params.structured_outputs is not None
         if not self.needs_grammar:
             self.finish()
+
+    def _insert_images(self) -> None:
+        processing = self._served.engine.preparer.images
+        assert processing is not None
+        (prompt,) = self._prompts
+        whole, inserted = processing.insert(prompt, self._images)
+        self._prompts, self._inserted = [whole], [inserted]
 
     def compile(self) -> None:
         """Compile the grammar."""
@@ -315,7 +345,9 @@ class _Preparation(Generic[BodyT]):
         body, params, engine = self._body, self._params, self._served.engine
         with self._errors_as_api_errors():
             salt, adapter = body.cache_salt or "", self._served.adapter
-            self.requests = engine.preparer.prepare_all(self._prompts, params, salt, self._rules, adapter)
+            self.requests = engine.preparer.prepare_all(
+                self._prompts, params, salt, self._rules, adapter, self._inserted
+            )
         prompts = [request.prompt_token_ids for request in self.requests]
         num_tokens = sum(map(len, prompts)) * params.n
         if num_tokens > MAX_PROMPT_TOKENS:

@@ -11,7 +11,7 @@ from metal_engine.server.errors import invalid, validated
 from metal_engine.server.generation.preparation import ServedModel
 from metal_engine.server.large_bodies import TooComplexError, dumps
 from metal_engine.server.ollama.protocol import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage
-from metal_engine.server.protocol import ChatCompletionBody, CompletionBody
+from metal_engine.server.protocol import ChatCompletionBody, CompletionBody, ImageURL
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ _SETTLED = frozenset(
         "mirostat_tau", "mirostat_eta", "draft_num_predict",
     }
 )  # fmt: skip
+# Starts of images that are not base64 data. Ollama itself takes only base64.
+_URLS = ("data:", "http://", "https://")
 _LEVELS = ("low", "medium", "high")
 
 # Maps a field of the converted request to the field of Ollama's request that it is made from.
@@ -84,14 +86,15 @@ class RequestReader:
         """
         if body.template:
             raise invalid(" is not supported: the model's own is used; or send the whole prompt, raw", where="template")
-        if body.images:
-            raise invalid(" are not supported; the model takes text only", where="images")
         fields = self._common(body)
         if not (body.raw or body.suffix):
             system = [{"role": "system", "content": body.system}] if body.system else []
-            fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
+            fields["messages"] = [
+                *system,
+                {"role": "user", "content": _content(body.prompt or "", body.images, "images")},
+            ]
             return validated(ChatCompletionBody, {**(body.model_extra or {}), **fields, **_thinking(served, body)})
-        for name in ("system", "think"):
+        for name in ("system", "think", "images"):
             if getattr(body, name):
                 raise invalid(" needs the chat template, which raw and suffix leave out", where=name)
         fields |= {"prompt": body.prompt or "", "suffix": body.suffix}
@@ -159,14 +162,22 @@ def _taken(messages: list[OllamaMessage]) -> Iterator[OllamaMessage]:
         yield messages.pop()
 
 
+def _content(text: str, images: list[str] | None, place: str) -> Any:
+    """Return the content of a message of a chat: its images, then its text."""
+    if not images:
+        return text
+    placed = [
+        ImageURL.placed(data, f"{place}[{i}]", is_base64=not data.startswith(_URLS)) for i, data in enumerate(images)
+    ]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": image} for image in placed]
+    return [*parts, {"type": "text", "text": text}] if text else parts
+
+
 def _message(i: int, message: OllamaMessage) -> dict[str, Any]:
-    if message.images:
-        problem = " are not supported; the model takes text only"
-        raise invalid(problem, where=f"messages[{i}].images")
     made: dict[str, Any] = {
         **(message.model_extra or {}),
         "role": message.role,
-        "content": message.content or "",
+        "content": _content(message.content or "", message.images, f"messages[{i}].images"),
         "reasoning": message.thinking,
         "name": message.tool_name,
         "tool_call_id": message.tool_call_id,

@@ -13,9 +13,11 @@ from metal_engine.answers.deltas import AnswerDelta, assemble
 from metal_engine.answers.tool_faults import faulty_tool
 from metal_engine.answers.tool_plan import ToolPlan, plan_tools
 from metal_engine.errors import ParameterError
+from metal_engine.media.sources import ImageSource
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.server.errors import invalid, invalid_prompt
 from metal_engine.server.generation.preparation import Endpoint, ServedModel
+from metal_engine.server.openai.image_parts import image_sources
 from metal_engine.server.openai.message_order import in_accepted_order
 from metal_engine.server.openai.reasoning_options import ReasoningOptions
 from metal_engine.server.openai.template_messages import (
@@ -111,6 +113,9 @@ class Conversation(Endpoint[ChatCompletionBody]):
         self._budget: int | None = None  # maximum number of tokens of the reasoning
         self._answers: ChatAnswers
         self._given: tuple[ChatAnswers, SamplingParams]  # before `adjust`
+
+    def image_sources(self, body: ChatCompletionBody) -> list[ImageSource]:
+        return image_sources(body.messages)
 
     def tokenize(self, body: ChatCompletionBody, tokenizer: Tokenizer) -> list[list[int]]:
         plan = self._tool_plan(body, tokenizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from metal_engine.text.content_parts import Content, joined
 from metal_engine.text.message_rules import MessageRules
 
 Message = dict[str, Any]
@@ -16,11 +17,11 @@ def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Mess
     earlier messages remain a prefix of the next turn, and the prefix cache still matches.
 
     Args:
-        messages: result of ``template_messages``, whose contents are texts.
+        messages: result of ``template_messages``, whose system messages have texts.
         rules: rules of the chat template.
     """
     ordered: list[Message] = []
-    joined: dict[int, list[str]] = {}  # index in `ordered` -> texts of the message and those joined to it
+    together: dict[int, list[Content]] = {}  # index in `ordered` -> contents of the message and those joined to it
     is_changed, is_leading = False, True
     for message in messages:
         last = ordered[-1]["role"] if ordered else None
@@ -32,10 +33,10 @@ def in_accepted_order(messages: list[Message], rules: MessageRules) -> list[Mess
         if message["role"] != last or not _joins(last, is_leading, rules):
             ordered.append(message)
         else:
-            joined.setdefault(len(ordered) - 1, [ordered[-1]["content"]]).append(message["content"])
-    for place, contents in joined.items():
-        ordered[place] = {**ordered[place], "content": "\n\n".join(contents)}
-    return ordered if is_changed or joined else messages
+            together.setdefault(len(ordered) - 1, [ordered[-1]["content"]]).append(message["content"])
+    for place, contents in together.items():
+        ordered[place] = {**ordered[place], "content": joined(contents, "\n\n")}
+    return ordered if is_changed or together else messages
 
 
 def _joins(role: str, is_leading: bool, rules: MessageRules) -> bool:

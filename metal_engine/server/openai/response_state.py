@@ -148,9 +148,11 @@ class ResponseState:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
+    details = usage.prompt_tokens_details
+    images = {} if details.image_tokens is None else {"image_tokens": details.image_tokens}
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+        "input_tokens_details": {"cached_tokens": details.cached_tokens, **images},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": usage.completion_tokens_details.model_dump(),
         "total_tokens": usage.total_tokens,

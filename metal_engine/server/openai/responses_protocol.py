@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid, validated
 from metal_engine.server.openai.input_items import Item, complete_items
-from metal_engine.server.protocol import ChatCompletionBody, LongDict, LongList, ReasoningBody, RequestModel
+from metal_engine.server.protocol import ChatCompletionBody, ImageURL, LongDict, LongList, ReasoningBody, RequestModel
 
 Message = dict[str, Any]
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -235,12 +235,12 @@ def input_messages(given: str | list[Item], earlier: Sequence[Item] = ()) -> lis
         raise invalid("input must not be empty", param="input")
     messages: list[Message] = []
     for item in earlier:
-        _add_item(messages, item)
+        _add_item(messages, item, "previous_response_id")
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     for i, item in enumerate(given):
         try:
-            _add_item(messages, item)
+            _add_item(messages, item, f"input[{i}]")
         except (KeyError, TypeError, AttributeError) as error:
             raise invalid(f"input[{i}] lacks or mistypes a field: {error}", param="input") from error
         except ValueError as error:
@@ -248,21 +248,22 @@ def input_messages(given: str | list[Item], earlier: Sequence[Item] = ()) -> lis
     return messages
 
 
-def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
+def _add_item(messages: list[Message], item: dict[str, Any], place: str) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        text = _text(item["content"])
         if item["role"] == "assistant":
             turn = _assistant(messages, fresh="content")
-            turn["content"] = text
+            turn["content"] = _text(item["content"])
         else:
-            messages.append({"role": item["role"], "content": text})
+            messages.append({"role": item["role"], "content": _content(item["content"], f"{place}.content")})
     elif kind == "function_call":
         function = {"name": full_name(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
         turn = _assistant(messages)
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     elif kind == "function_call_output":
-        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": _text(item["output"])})
+        messages.append(
+            {"role": "tool", "tool_call_id": item["call_id"], "content": _content(item["output"], f"{place}.output")}
+        )
     elif kind == "reasoning":
         text = _text(item.get("content") or []) or _text(item.get("summary") or [])
         if text:
@@ -283,7 +284,25 @@ def _assistant(messages: list[Message], fresh: str | None = None) -> Message:
     return last
 
 
+_IMAGE = "input_image"
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
+
+
+def _content(content: Any, place: str) -> Any:
+    """Return the content of a message that may have images: a text, or parts of a chat."""
+    if isinstance(content, str) or not any(part["type"] == _IMAGE for part in content):
+        return _text(content)
+    parts: list[dict[str, Any]] = []
+    for i, part in enumerate(content):
+        if part["type"] != _IMAGE:
+            parts.append({"type": "text", "text": _text([part])})
+            continue
+        url = part.get("image_url")
+        if not isinstance(url, str):
+            raise ValueError("an input_image needs image_url, a string; file_id is not supported")
+        image = ImageURL.placed(url, f"{place}[{i}].image_url", part.get("detail"))
+        parts.append({"type": "image_url", "image_url": image})
+    return parts
 
 
 def _text(content: Any) -> str:
@@ -292,6 +311,6 @@ def _text(content: Any) -> str:
     texts = []
     for part in content:
         if part["type"] not in _TEXT_PARTS:
-            raise ValueError(f"content of type {short(part['type'])} is not supported; the model takes text only")
+            raise ValueError(f"content of type {short(part['type'])} is not supported here")
         texts.append(part["refusal" if part["type"] == "refusal" else "text"])
     return "\n".join(texts)

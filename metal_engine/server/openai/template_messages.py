@@ -10,9 +10,11 @@ from metal_engine.answers.tool_prompts import with_instructions, written_calls, 
 from metal_engine.errors import short
 from metal_engine.server.errors import invalid
 from metal_engine.server.large_bodies import TextsDecoder, TooComplexError, dumps
+from metal_engine.server.openai.image_parts import without_tool_images
 from metal_engine.server.openai.reasoning_options import ReasoningOptions
 from metal_engine.server.protocol import ChatCompletionBody, ChatMessage, ContentPart
 from metal_engine.text.chat_template import REASONING_SWITCHES, RESERVED_NAMES
+from metal_engine.text.content_parts import IMAGE, Content, Part, joined, text_part, without_images
 from metal_engine.text.tokenizer import Tokenizer
 
 # Chat templates were written before OpenAI renamed the system role for newer models.
@@ -37,7 +39,7 @@ def template_messages(
         parser: parser of the model's own format of calls, if there is one.
 
     Raises:
-        APIError: status 400, for content that is not text, or a call without a name that has to become text.
+        APIError: status 400, for unsupported content, or a call without a name that has to become text.
     """
     as_text = any(message.role == "tool" or message.tool_calls for message in messages) and not (
         tokenizer.template_takes_tools or tokenizer.template_mentions("tool_calls")
@@ -46,6 +48,7 @@ def template_messages(
     result = [_template_message(i, message, arguments) for i, message in enumerate(messages)]
     if as_text:
         result = _with_calls_as_text(result, parser)
+    result = without_tool_images(result, tokenizer.message_rules)
     if instructions is not None:
         return with_instructions(result, instructions)
     return result
@@ -107,20 +110,26 @@ def _with_calls_as_text(messages: list[dict[str, Any]], parser: ToolParser | Non
     roles.
     """
     result: list[dict[str, Any]] = []
-    results: list[str] = []
+    results: list[Content] = []
     for i, message in enumerate(messages):
         if message["role"] == "tool":
-            results.append(written_result(message["content"]))
+            results.append(_written_result(message["content"]))
             continue
         if results and message["role"] == "user":
-            message["content"] = "\n".join([*results, message["content"]])
+            message["content"] = joined([*results, message["content"]], "\n")
         elif results:
-            result.append({"role": "user", "content": "\n".join(results)})
+            result.append({"role": "user", "content": joined(results, "\n")})
         results = []
         if calls := message.pop("tool_calls", None):
             message["content"] = written_calls(message["content"], _written(i, calls), parser)
         result.append(message)
-    return [*result, {"role": "user", "content": "\n".join(results)}] if results else result
+    return [*result, {"role": "user", "content": joined(results, "\n")}] if results else result
+
+
+def _written_result(content: Content) -> Content:
+    """Return the result of a call for a user message. Images follow its text."""
+    text, images = without_images(content)
+    return joined([written_result(text), images], "") if images else written_result(text)
 
 
 def _written(index: int, calls: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -142,14 +151,14 @@ def _template_message(index: int, message: ChatMessage, arguments: TextsDecoder 
     """Convert one message. With a decoder, the arguments of calls become objects.
 
     Raises:
-        APIError: status 400, for content that is not text.
+        APIError: status 400, for unsupported content.
     """
     if message.content is None and message.role != "assistant":
         raise invalid(f" is required for the role {message.role}", where=f"messages[{index}].content")
     # Templates concatenate content, so a missing content becomes an empty text (a message that only calls tools).
     result: dict[str, Any] = {
         "role": _TEMPLATE_ROLES.get(message.role, message.role),
-        "content": _text(index, message.content or ""),
+        "content": _content(index, message.content or ""),
     }
     result |= message.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
     reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
@@ -162,19 +171,28 @@ def _template_message(index: int, message: ChatMessage, arguments: TextsDecoder 
     return result
 
 
-def _text(index: int, content: str | list[ContentPart]) -> str:
+def _content(index: int, content: str | list[ContentPart]) -> Content:
+    """Return the content of a message: one text, or parts if there are images. Consecutive texts are joined."""
     if isinstance(content, str):
         return content
-    texts = []
+    parts: list[Part] = []
     for i, part in enumerate(content):
         place = f"messages[{index}].content[{i}]"
+        if part.type == "image_url":
+            parts.append(IMAGE)
+            continue
         if part.type != "text":
-            problem = f": content of type {short(part.type)} is not supported; the model takes text only"
+            problem = f": content of type {short(part.type)} is not supported; send text and images (image_url)"
             raise invalid(problem, where=place)
         if part.text is None:
             raise invalid(" is required", where=f"{place}.text")
-        texts.append(part.text)
-    return "\n".join(texts)  # same separator as vLLM
+        if parts and parts[-1]["type"] == "text":
+            parts[-1] = text_part(f"{parts[-1]['text']}\n{part.text}")  # same separator as vLLM
+        else:
+            parts.append(text_part(part.text))
+    if IMAGE in parts:
+        return parts
+    return parts[0]["text"] if parts else ""
 
 
 def _tool_call(call: dict[str, Any], decoder: TextsDecoder) -> dict[str, Any]:

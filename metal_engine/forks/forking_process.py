@@ -1,9 +1,8 @@
-"""Engine side of the process that has loaded the tokenizer, which is started for the first grammar."""
+"""Parent of a process that forks itself for each piece of work. The process starts with the first piece."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import socket
@@ -15,20 +14,19 @@ import weakref
 from collections.abc import Sequence
 
 from metal_engine.cancellation import check_cancelled
-from metal_engine.grammars.messages import BUFFER_BYTES, LENGTH, framed
+from metal_engine.forks.channel import BUFFER_BYTES, LENGTH, framed
 
-_MODULE = "metal_engine.grammars.process"
 # Interval at which a waiting request checks for cancellation.
 _POLL_MILLISECONDS = 20
 # Maximum wait for an answer. Its CPU time has a limit of a few seconds, but the machine may be very busy.
 _WAIT_SECONDS = 60.0
 
 
-class GrammarProcessError(Exception):
-    """Raised if a process for grammars cannot be started."""
+class ForkError(Exception):
+    """Raised if a process cannot be started."""
 
 
-def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> bytes | None:
+def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> bytearray | None:
     """Receive the next message. Return None if the peer has closed the socket or does not answer.
 
     Args:
@@ -38,50 +36,68 @@ def receive_patiently(channel: socket.socket, *, is_shared: bool = False) -> byt
         Cancelled: the request was cancelled, and ``is_shared`` is False.
     """
     deadline = time.monotonic() + _WAIT_SECONDS
-    message = bytearray()
-    size = LENGTH.size
+    length = bytearray(LENGTH.size)
+    if not _fill(memoryview(length), channel, deadline, is_shared):
+        return None
+    message = bytearray(LENGTH.unpack(length)[0])
+    return message if _fill(memoryview(message), channel, deadline, is_shared) else None
+
+
+def receive_into(view: memoryview, channel: socket.socket) -> bool:
+    """Receive the next message into a buffer of its size.
+
+    Return False as :func:`receive_patiently` returns None, or for a message of another size.
+    """
+    deadline = time.monotonic() + _WAIT_SECONDS
+    length = bytearray(LENGTH.size)
+    if not _fill(memoryview(length), channel, deadline, False) or LENGTH.unpack(length)[0] != view.nbytes:
+        return False
+    return _fill(view, channel, deadline, False)
+
+
+def _fill(view: memoryview, channel: socket.socket, deadline: float, is_shared: bool) -> bool:
+    """Receive bytes until the buffer is full. Return False if the peer has closed the socket or does not answer."""
+    num_received = 0
     poll = select.poll()
     poll.register(channel, select.POLLIN)
-    while len(message) < size:
+    while num_received < view.nbytes:
         if not is_shared:
             check_cancelled()
         try:
             if not poll.poll(_POLL_MILLISECONDS):
                 if time.monotonic() > deadline:
-                    return None
+                    return False
                 continue
-            part = channel.recv(size - len(message))
+            num_new = channel.recv_into(view[num_received:])
         except (OSError, ValueError):  # closed by another thread
-            return None
-        if not part:
-            return None
-        message += part
-        if len(message) == LENGTH.size:
-            size = LENGTH.size + LENGTH.unpack(message)[0]
-    return bytes(message[LENGTH.size :])
+            return False
+        if not num_new:
+            return False
+        num_received += num_new
+    return True
 
 
-class TokenizerProcess:
-    """Starts a process for each grammar by forking a process that has loaded the tokenizer. Thread-safe.
+class ForkingProcess:
+    """Process that prepares expensive state once, and forks for each socket that it receives. Thread-safe.
 
     Args:
-        tokenizer_json: tokenizer as serialized by the Hugging Face library.
-        vocab_size: number of logits.
-        eos_token_ids: end-of-sequence ids below ``vocab_size``.
+        module: module to run with ``python -m``. It calls :func:`metal_engine.forks.serving.serve_forks`.
+        messages: first messages to the process. It answers with an empty message if it is ready, and with the reason of
+            the failure otherwise.
     """
 
-    def __init__(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer_json = tokenizer_json
-        self._options = json.dumps({"n_vocab": vocab_size, "eos_token": list(eos_token_ids)}).encode()
+    def __init__(self, module: str, messages: Sequence[bytes]) -> None:
+        self._module = module
+        self._messages = messages
         self._control: socket.socket | None = None
         self._end: weakref.finalize | None = None
         self._lock = threading.Lock()
 
     def connect(self) -> socket.socket:
-        """Return a socket to a new process, which waits for its grammar.
+        """Return a socket to a new fork, which waits for its first message.
 
         Raises:
-            GrammarProcessError: the process cannot be started.
+            ForkError: the process cannot be started.
         """
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
@@ -92,7 +108,7 @@ class TokenizerProcess:
                     self._start()
                     assert self._control is not None
                     if not self._hand_over(self._control, theirs):
-                        raise GrammarProcessError("the process ended at once")
+                        raise ForkError("the process ended at once")
             except BaseException:
                 ours.close()
                 raise
@@ -114,7 +130,7 @@ class TokenizerProcess:
             with theirs:
                 # Starts a new interpreter: a fork would inherit the locks of other threads, and MLX.
                 process = subprocess.Popen(
-                    [sys.executable, "-m", _MODULE, str(theirs.fileno())],
+                    [sys.executable, "-m", self._module, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
@@ -124,25 +140,22 @@ class TokenizerProcess:
                 )
         except (OSError, ValueError, TypeError) as error:
             ours.close()
-            raise GrammarProcessError(str(error)) from error
+            raise ForkError(str(error)) from error
         assert process.stderr is not None
         with process.stderr as stderr:
             self._end = end = weakref.finalize(self, _end_process, ours, process)
             with contextlib.suppress(OSError):  # if the process has ended, the answer below is None
-                ours.sendall(framed(self._options) + framed(self._tokenizer_json))
+                ours.sendall(b"".join(map(framed, self._messages)))
             answer = receive_patiently(ours, is_shared=True)
             if answer != b"":
                 end()
                 last_line = stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
                 reason = answer.decode() if answer else last_line or f"it ended with status {process.returncode}"
-                raise GrammarProcessError(reason)
+                raise ForkError(reason)
         self._control = ours
 
     def close(self) -> None:
-        """End the process and abort calls that wait for it.
-
-        Processes of single grammars end when they become unused.
-        """
+        """End the process and abort calls that wait for it. Its forks end when their sockets are closed."""
         end, self._control = self._end, None
         if end is not None:
             end()

@@ -1,12 +1,20 @@
-"""Message transport of a grammar's process: framed messages over a socket, in this process and in a fork of it."""
+"""Framed messages over a stream socket: the length (little-endian), then the bytes. Also forks that answer them."""
 
 from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Callable
 
-from metal_engine.grammars.messages import LENGTH, framed
+LENGTH = struct.Struct("<I")
+# Size of a socket's buffer, enough for a dozen masks of a grammar, so that a process rarely waits for its peer to read.
+BUFFER_BYTES = 1 << 18
+
+
+def framed(message: bytes) -> bytes:
+    """Return a message with its length, as sent over the socket."""
+    return LENGTH.pack(len(message)) + message
 
 
 def receive(channel: socket.socket) -> bytes:

@@ -1,0 +1,89 @@
+"""Reads the configuration of a checkpoint's image processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from metal_engine.checkpoints.files import read_json
+from metal_engine.errors import ModelLoadError
+from metal_engine.settings.config import VisionConfig
+
+# Default maximum number of a prompt's tokens for an image. With patches of 16 pixels that are merged 2 x 2, an image of
+# 1.3 megapixels has 1,280 tokens.
+MAX_IMAGE_TOKENS = 1280
+# Fields of the configuration that have the id of the image token.
+_IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+# Settings of LFM2-VL that conversions for MLX turn off, because their first processor had no tiles.
+_TILES = ("do_image_splitting", "min_tiles", "max_tiles", "use_thumbnail")
+
+
+def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
+    """Return the processing of images for a checkpoint with an image encoder.
+
+    Args:
+        folder: directory of the checkpoint.
+        overrides: fields of ``--mm-processor-kwargs``. With any, the default limit of an image's tokens is not applied.
+
+    Raises:
+        ModelLoadError: a file or a field is missing.
+    """
+    config = read_json(folder / "config.json")
+    family, vision = str(config.get("model_type")), config.get("vision_config") or {}
+    if family == "llava" and vision.get("model_type") == "pixtral":
+        family = "pixtral"
+    token_id = next((config[name] for name in _IMAGE_TOKENS if config.get(name) is not None), None)
+    if token_id is None:
+        raise ModelLoadError("config.json has no image_token_id")
+    processor = _processor(folder)
+    if family in ("lfm2_vl", "lfm2-vl"):
+        processor = {name: value for name, value in processor.items() if name not in _TILES}
+    processor |= overrides
+    patch = vision.get("patch_size", processor.get("patch_size", 14))
+    return VisionConfig(
+        family=family,
+        image_token_id=int(token_id),
+        processor=processor,
+        patch_size=patch if isinstance(patch, int) else int(patch["height"]),
+        merge_size=_merge_size(family, config, vision, processor),
+        num_features=_num_features(family, config, vision),
+        max_image_tokens=None if overrides else MAX_IMAGE_TOKENS,
+    )
+
+
+def _processor(folder: Path) -> dict[str, Any]:
+    """Return the fields of the image processor, from either file that may contain them."""
+    found: dict[str, Any] = {}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            own = content.get("image_processor")
+            if isinstance(own, dict):
+                found |= own
+            elif name == "preprocessor_config.json":
+                found |= content
+    if not found:
+        raise ModelLoadError("preprocessor_config.json is missing")
+    return found
+
+
+def _merge_size(family: str, config: dict[str, Any], vision: dict[str, Any], processor: dict[str, Any]) -> int:
+    if family == "mistral3":
+        return int(config.get("spatial_merge_size", 2))
+    if family == "kimi_vl":
+        return int((vision.get("merge_kernel_size") or processor.get("merge_kernel_size") or [2])[0])
+    if family == "pixtral":
+        return 1
+    return int(vision.get("spatial_merge_size") or processor.get("merge_size") or 1)
+
+
+def _num_features(family: str, config: dict[str, Any], vision: dict[str, Any]) -> int:
+    """Return the constant number of features of an image or a tile; 0 if the number varies."""
+    if family == "llava":
+        patches = int(vision["image_size"]) // int(vision["patch_size"])
+        # The feature of the class token is dropped by default.
+        return patches**2 + (config.get("vision_feature_select_strategy", "default") == "full")
+    if family in ("idefics3", "smolvlm"):
+        patches = int(vision["image_size"]) // int(vision["patch_size"])
+        return patches**2 // int(config.get("scale_factor", 2)) ** 2
+    return 0

@@ -1,0 +1,40 @@
+"""Child side of a process that forks itself for each piece of work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from metal_engine.forks.channel import framed
+
+
+def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -> None:
+    """Fork for each socket received from ``control``, until it is closed. Report first that the process is ready.
+
+    Args:
+        work: does the work of a fork. Its argument is the received socket.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks are reaped automatically
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    control.sendall(framed(b""))
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stderr.fileno())  # the parent has stopped reading it
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        with socket.socket(fileno=descriptors[0]) as channel:
+            try:
+                is_fork = os.fork() == 0
+            except OSError as error:
+                channel.sendall(framed(f"cannot be served: no process can be started for it: {error}".encode()))
+                continue
+            if is_fork:
+                try:
+                    control.close()
+                    work(channel)
+                finally:
+                    os._exit(0)  # on any error, the closed socket notifies the parent

@@ -1,0 +1,76 @@
+"""Kimi-VL: patches of the image in its own size, cropped or padded to whole features.
+
+The checkpoints' image processor is their own code, so its steps are here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from metal_engine.media.families.base import Grid, ImageFamily
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+# Number of patches that position embeddings exist for, per side.
+_MAX_PATCHES = 512
+_MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+class KimiVL(ImageFamily):
+    """The grid has the numbers of patches in height and width."""
+
+    @property
+    def _side(self) -> int:
+        """Side of the square of pixels that becomes one feature."""
+        return self.vision.patch_size * self.vision.merge_size
+
+    def _scaled(self, width: int, height: int) -> tuple[int, int]:
+        """Return the size of the image within the limit of patches."""
+        patch, most = self.vision.patch_size, int(self.vision.processor.get("in_token_limit", 4096))
+        if self.max_tokens is not None:
+            most = min(most, self.max_tokens * self.vision.merge_size**2)
+        num_patches = (width // patch) * (height // patch)
+        if num_patches <= most:
+            return width, height
+        scale = math.sqrt(most / num_patches)
+        return int(width * scale), int(height * scale)
+
+    def _whole(self, length: int) -> int:
+        """Return the length of a side of whole features."""
+        if self.vision.processor.get("pad_input", False):
+            return math.ceil(length / self._side) * self._side
+        return length // self._side * self._side
+
+    def grid(self, width: int, height: int) -> Grid:
+        columns, rows = (self._whole(length) // self.vision.patch_size for length in self._scaled(width, height))
+        if not rows or not columns:
+            raise ValueError(f"each side must have at least {self._side} pixels")
+        if max(rows, columns) >= _MAX_PATCHES:
+            raise ValueError(f"each side may have {_MAX_PATCHES - 1} patches")
+        return rows, columns
+
+    def inputs(self, image: Image.Image) -> tuple[Grid, dict[str, np.ndarray]]:
+        from PIL.Image import Resampling
+
+        grid, patch = self.grid(image.width, image.height), self.vision.patch_size
+        size = self._scaled(image.width, image.height)
+        if size != image.size:
+            image = image.resize(size, Resampling.BICUBIC)
+        height, width = (length * patch for length in grid)
+        left, top = max((image.width - width) // 2, 0), max((image.height - height) // 2, 0)
+        image = image.crop((left, top, left + width, top + height))  # beyond its sides, the image is black
+        mean, std = (
+            np.array(self.vision.processor.get(name, default), np.float32)
+            for name, default in (("image_mean", _MEAN), ("image_std", _STD))
+        )
+        array = (np.asarray(image, np.float32) / 255 - mean) / std
+        patches = array.reshape(grid[0], patch, grid[1], patch, 3).transpose(0, 2, 4, 1, 3)
+        pixels = np.ascontiguousarray(patches).reshape(-1, 3, patch, patch)
+        return grid, {"pixel_values": pixels, "image_grid_hws": np.array([grid], np.int32)}
+
+    def segments(self, grid: Grid) -> list[str | int]:
+        return [grid[0] * grid[1] // self.vision.merge_size**2]

@@ -1,0 +1,24 @@
+"""Limits on the images of requests. A request that exceeds one of them is refused with status 400."""
+
+from __future__ import annotations
+
+# Maximum size of an image file in bytes, uploaded or downloaded.
+MAX_FILE_BYTES = 20 << 20
+# Maximum size of all image files of a request in bytes.
+MAX_TOTAL_BYTES = 64 << 20
+# Maximum number of pixels according to the header of a file: photos of 64 megapixels. Decoding takes 4 bytes for each.
+MAX_PIXELS = 1 << 26
+# Maximum ratio of the longer side to the shorter side.
+MAX_ASPECT_RATIO = 200
+# Images with more pixels are reduced by a whole factor while they are decoded, to limit time and memory.
+REDUCED_PIXELS = 1 << 24
+# Maximum number of images of a request.
+MAX_IMAGES = 256
+# Maximum size of the processed pixels of a request in bytes. They stay in memory until the encoder has computed them.
+MAX_INPUT_BYTES = 1 << 27
+# CPU time for opening, decoding and processing an image, in seconds.
+IMAGE_CPU_SECONDS = 8.0
+# Maximum growth of the process that decodes the images of a request, in bytes.
+MAX_GROWTH = 1 << 30
+# Maximum number of tokens for an image with `detail` low, as far as the model's processor allows it.
+LOW_DETAIL_TOKENS = 256

@@ -1,0 +1,76 @@
+"""Finds the images in the messages of a local caller, who may name files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from metal_engine.images import PromptImages
+from metal_engine.media.decoder import ImageError
+from metal_engine.media.processing import ImageProcessing
+from metal_engine.media.sources import ImageSource
+from metal_engine.settings.config import EngineConfig
+
+Message = dict[str, Any]
+# Names under which callers of `transformers` give the file of a part of the type image.
+_FILES = ("image", "url", "path")
+
+
+def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[ImageSource]]:
+    """Return the messages for a chat template, and their images in order.
+
+    An image is a part ``{"type": "image_url", "image_url": {"url": ...}}``, or ``{"type": "image", "image": ...}`` as
+    in ``transformers``. The file is a path, or a URL.
+
+    Raises:
+        ValueError: a part has no image.
+    """
+    result: list[Message] = []
+    sources: list[ImageSource] = []
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            parts = []
+            for j, part in enumerate(content):
+                is_image = isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+                if is_image:
+                    sources.append(_source(part, f"messages[{i}].content[{j}]"))
+                parts.append({"type": "image"} if is_image else part)
+            message = {**message, "content": parts}
+        result.append(message)
+    return result, sources
+
+
+def insert_images(
+    processing: ImageProcessing | None, prompt: list[int], sources: Sequence[ImageSource], config: EngineConfig
+) -> tuple[list[int], PromptImages | None]:
+    """Return the token ids of a prompt with its images, and the images.
+
+    Args:
+        processing: processing of the model's images; None if the model takes no images.
+        prompt: token ids with a placeholder for each image.
+
+    Raises:
+        ValueError: an image cannot be used.
+    """
+    if not sources:
+        return prompt, None
+    if processing is None:
+        raise ValueError(f"{sources[0].place}: images are not supported: {config.model.image_refusal}")
+    try:
+        images = processing.load(sources, allows_files=True, max_tokens=config.scheduler.max_model_len)
+    except ImageError as error:
+        raise ValueError(f"{sources[error.index].place}{error.message}") from error
+    return processing.insert(prompt, images)
+
+
+def _source(part: Mapping[str, Any], place: str) -> ImageSource:
+    names = ("image_url",) if part["type"] == "image_url" else _FILES
+    given: Any = next((part[name] for name in names if part.get(name) is not None), None)
+    detail = part.get("detail")
+    if isinstance(given, Mapping):
+        given, detail = given.get("url"), given.get("detail")
+    if not isinstance(given, str | os.PathLike):
+        raise ValueError(f"{place} has no image: it needs the path or the URL of a file")
+    return ImageSource(os.fspath(given), place, "low" if detail == "low" else "high")

@@ -1,0 +1,228 @@
+"""Images of requests for one model: from their files to the placeholders in the prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from metal_engine.errors import PromptError
+from metal_engine.images import AxesPositions, PromptImage, PromptImages
+from metal_engine.media.decoder import ImageDecoder, ImageError
+from metal_engine.media.families.base import Grid, ImageFamily
+from metal_engine.media.families.find import find_family
+from metal_engine.media.limits import MAX_IMAGES, MAX_INPUT_BYTES, MAX_TOTAL_BYTES
+from metal_engine.media.sources import Detail, ImageSource, SourceError
+from metal_engine.media.store import ImageStore, Inputs, size_of
+from metal_engine.settings.config import VisionConfig
+
+# Maximum time for downloading the images of a request, in seconds, except for the last download.
+_DOWNLOAD_SECONDS = 30.0
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedImage:
+    """An image whose tokens are known.
+
+    Attributes:
+        content_hash: hash of the file and its detail.
+        grid: numbers that determine the image's tokens.
+        inputs: inputs of the encoder; None if they were not requested, or the images have too many tokens.
+    """
+
+    content_hash: bytes
+    grid: Grid
+    inputs: Inputs | None
+
+
+class ImageProcessing:
+    """Loads images and inserts them into prompts. Thread-safe.
+
+    Args:
+        vision: configuration of the model.
+        encode: encodes a text within a prompt to token ids.
+    """
+
+    def __init__(self, vision: VisionConfig, encode: Callable[[str], list[int]]) -> None:
+        self._family: ImageFamily = find_family(vision, vision.max_image_tokens)
+        self._image_token_id = vision.image_token_id
+        self._encode = encode
+        self._decoder = ImageDecoder(vision)
+        self._store = ImageStore()
+
+    def load(
+        self,
+        sources: Sequence[ImageSource],
+        *,
+        allowed_domains: Sequence[str] = (),
+        allows_files: bool = False,
+        wants_inputs: bool = True,
+        max_tokens: int,
+    ) -> list[LoadedImage]:
+        """Read and decode the images of a request, as :meth:`read` and :meth:`decode` do."""
+        files = self.read(sources, allowed_domains=allowed_domains, allows_files=allows_files)
+        details = [source.detail for source in sources]
+        return self.decode(files, details, wants_inputs=wants_inputs, max_tokens=max_tokens)
+
+    @staticmethod
+    def read(
+        sources: Sequence[ImageSource], *, allowed_domains: Sequence[str] = (), allows_files: bool = False
+    ) -> list[bytes]:
+        """Return the content of each image file of a request.
+
+        Args:
+            allowed_domains: hosts from which files may be downloaded.
+            allows_files: True to read files on this machine.
+
+        Raises:
+            ImageError: a file cannot be read, or the files are too large together.
+            Cancelled: the request was cancelled.
+        """
+        if len(sources) > MAX_IMAGES:
+            raise ImageError(MAX_IMAGES, f" is one too many: a request may have {MAX_IMAGES} images")
+        files: list[bytes] = []
+        num_bytes, deadline = 0, time.monotonic() + _DOWNLOAD_SECONDS
+        for i, source in enumerate(sources):
+            if time.monotonic() > deadline:
+                raise ImageError(i, f": the images of a request must be downloaded within {_DOWNLOAD_SECONDS:g} s")
+            try:
+                files.append(source.read(allowed_domains, allows_files=allows_files))
+            except SourceError as error:
+                raise ImageError(i, str(error)) from error
+            num_bytes += len(files[-1])
+            if num_bytes > MAX_TOTAL_BYTES:
+                raise ImageError(i, f" and the images before it have more than {MAX_TOTAL_BYTES >> 20} MiB")
+        return files
+
+    def decode(
+        self, files: Sequence[bytes], details: Sequence[Detail], *, wants_inputs: bool, max_tokens: int
+    ) -> list[LoadedImage]:
+        """Decode the images of a request. Known files are not decoded again.
+
+        Args:
+            files: contents of image files.
+            wants_inputs: False if only the tokens of the images are needed.
+            max_tokens: maximum number of tokens of all images. If they have more, no image has inputs.
+
+        Raises:
+            ImageError: an image cannot be used.
+            OverloadedError: too many requests with images wait, or no process can be started.
+            Cancelled: the request was cancelled.
+        """
+        hashes = [_content_hash(data, detail) for data, detail in zip(files, details, strict=True)]
+        found: dict[bytes, LoadedImage] = {}
+        missing: dict[bytes, int] = {}  # hash -> index of the first image with it
+        for i, content_hash in enumerate(hashes):
+            grid, inputs = self._store.grid(content_hash), self._store.inputs(content_hash)
+            if grid is None or (wants_inputs and inputs is None):
+                missing.setdefault(content_hash, i)
+            else:
+                found[content_hash] = LoadedImage(content_hash, grid, inputs)
+        if missing:
+            places = list(missing.values())
+            num_known = sum(self._family.num_tokens(found[one].grid) for one in hashes if one in found)
+            try:
+                decoded = self._decoder.decode(
+                    [files[i] for i in places],
+                    [details[i] for i in places],
+                    wants_inputs=wants_inputs,
+                    max_tokens=max_tokens - num_known,
+                )
+            except ImageError as error:
+                raise ImageError(places[error.index], error.message) from error
+            for content_hash, one in zip(missing, decoded, strict=True):
+                self._store.add(content_hash, one.grid, one.inputs)
+                found[content_hash] = LoadedImage(content_hash, one.grid, one.inputs)
+        images = [found[content_hash] for content_hash in hashes]
+        if wants_inputs:
+            _check_size(images)
+        return images
+
+    def insert(self, token_ids: list[int], images: Sequence[LoadedImage]) -> tuple[list[int], PromptImages]:
+        """Replace the placeholders of a prompt by the tokens of its images.
+
+        Args:
+            token_ids: prompt with one placeholder for each image.
+            images: images in the order of their placeholders.
+
+        Returns:
+            Token ids of the prompt, and its images. Images without inputs have no entries in ``inputs``.
+
+        Raises:
+            PromptError: the prompt has another number of placeholders.
+        """
+        given = np.array(token_ids, np.int64)
+        places = np.flatnonzero(given == self._image_token_id)
+        if len(places) != len(images):
+            raise PromptError(
+                f"the chat template wrote {len(places)} images instead of {len(images)}: the model takes no images in "
+                "some of these messages"
+            )
+        pieces, inserted, start, num_tokens = [], [], 0, 0
+        spans: list[tuple[int, Grid]] = []  # position of the first feature, and grid
+        for place, image in zip(places.tolist(), images, strict=True):
+            ids, features = self._tokens(image.grid)
+            num_tokens += place - start
+            inserted.append(
+                PromptImage((features + num_tokens).astype(np.int32), image.content_hash, dict(image.inputs or {}))
+            )
+            spans.append((num_tokens + int(features[0]), image.grid))
+            pieces += [given[start:place], ids]
+            num_tokens += len(ids)
+            start = place + 1
+        pieces.append(given[start:])
+        whole = np.concatenate(pieces)
+        axes = self._axes(len(whole), spans) if self._family.has_axes else None
+        return whole.tolist(), PromptImages(tuple(inserted), axes)
+
+    def _tokens(self, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+        """Return the token ids that replace a placeholder, and the indices of the feature tokens among them."""
+        ids: list[np.ndarray] = []
+        for segment in self._family.segments(grid):
+            if isinstance(segment, int):
+                ids.append(np.full(segment, self._image_token_id, np.int64))
+            else:
+                ids.append(np.array(self._encode(segment), np.int64))
+        whole = np.concatenate(ids)
+        return whole, np.flatnonzero(whole == self._image_token_id)
+
+    def _axes(self, num_tokens: int, spans: list[tuple[int, Grid]]) -> AxesPositions:
+        """Return the positions of a prompt's tokens in time, height and width.
+
+        The tokens of an image have the position of its first token, plus their places in the image. The text after it
+        continues at the largest position of the image plus 1.
+        """
+        positions = np.empty((3, num_tokens), np.int32)
+        at = following = 0
+        for start, grid in spans:
+            positions[:, at:start] = np.arange(following, following + start - at)
+            following += start - at
+            lengths = self._family.axes(grid)
+            places = np.indices(lengths).reshape(3, -1)
+            at = start + places.shape[1]
+            positions[:, start:at] = following + places
+            following += max(lengths)
+        positions[:, at:] = np.arange(following, following + num_tokens - at)
+        return AxesPositions(positions, following - at)
+
+    def close(self) -> None:
+        """End the process that decodes images."""
+        self._decoder.close()
+
+
+def _content_hash(data: bytes, detail: Detail) -> bytes:
+    hasher = hashlib.sha256(detail.encode())
+    hasher.update(data)
+    return hasher.digest()
+
+
+def _check_size(images: Sequence[LoadedImage]) -> None:
+    """Raise ImageError at the image from which on the inputs of a prompt are too large."""
+    num_bytes = 0
+    for i, image in enumerate(images):
+        num_bytes += size_of(image.inputs or {})
+        if num_bytes > MAX_INPUT_BYTES:
+            raise ImageError(i, f" and the images before it have more than {MAX_INPUT_BYTES >> 20} MiB of pixels")

@@ -1,0 +1,51 @@
+"""Contents of chat messages in the format of chat templates: a text, or a list of text and image parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+Part = dict[str, Any]
+Content = str | list[Part]
+
+IMAGE: Part = {"type": "image"}
+
+
+def text_part(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+def joined(contents: Iterable[Content], separator: str) -> Content:
+    """Join contents with a separator. The result is a text if all contents are texts."""
+    given = list(contents)
+    if all(isinstance(content, str) for content in given):
+        return separator.join(given)  # type: ignore[arg-type]
+    parts: list[Part] = []
+    for i, content in enumerate(given):
+        if i and separator:
+            parts.append(text_part(separator))
+        parts += [text_part(content)] if isinstance(content, str) else content
+    return _merged(parts)
+
+
+def without_images(content: Content) -> tuple[str, list[Part]]:
+    """Return the text of a content, and its images."""
+    if isinstance(content, str):
+        return content, []
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    return "".join(texts), [part for part in content if part["type"] == "image"]
+
+
+def as_parts(content: Content) -> list[Part]:
+    return [text_part(content)] if isinstance(content, str) else content
+
+
+def _merged(parts: list[Part]) -> list[Part]:
+    """Merge consecutive text parts, because some chat templates write something between parts."""
+    merged: list[Part] = []
+    for part in parts:
+        if part["type"] == "text" and merged and merged[-1]["type"] == "text":
+            merged[-1] = text_part(merged[-1]["text"] + part["text"])
+        else:
+            merged.append(part)
+    return merged

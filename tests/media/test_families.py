@@ -1,0 +1,302 @@
+"""Token ids, positions and encoder inputs equal those of the models' own processors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from metal_engine.images import PromptImages
+from metal_engine.media.families.base import ImageFamily
+from metal_engine.media.families.find import FAMILIES, find_family
+from metal_engine.media.processing import ImageProcessing, LoadedImage
+from metal_engine.settings.config import VisionConfig
+from metal_engine.text.tokenizer import Tokenizer
+from tests.support.image_files import picture
+from tools.fixtures.fake_engine import tiny_tokenizer
+
+# Sizes: both orientations, sizes to be enlarged, reduced and rounded, and a narrow one.
+SIZES = [(64, 48), (48, 64), (20, 12), (300, 200), (131, 397), (64, 64), (400, 25)]
+
+
+def tokenizer(*marks: str) -> PreTrainedTokenizerFast:
+    backend = tiny_tokenizer().hf_tokenizer.backend_tokenizer
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+
+
+Golden = Callable[[str, list[Image.Image]], dict[str, np.ndarray]]
+
+
+class Case:
+    """Image processing of a tiny checkpoint, and the model's own processor.
+
+    Attributes:
+        marker: text of an image in a prompt.
+    """
+
+    def __init__(self, hf: PreTrainedTokenizerFast, image: str, marker: str, golden: Golden, **vision: Any) -> None:
+        self.hf, self.marker, self.golden = hf, marker, golden
+        self.vision = VisionConfig(image_token_id=hf.convert_tokens_to_ids(image), **vision)
+        self.family: ImageFamily = find_family(self.vision, None)
+        self._tokenizer = Tokenizer(hf)
+
+    def load(self, images: list[Image.Image]) -> list[LoadedImage]:
+        loaded = []
+        for i, one in enumerate(images):
+            grid, inputs = self.family.inputs(one)
+            assert grid == tuple(self.family.grid(*one.size))
+            loaded.append(LoadedImage(bytes([i]), grid, inputs))
+        return loaded
+
+    def prompt(self, text: str, images: list[LoadedImage]) -> tuple[list[int], PromptImages]:
+        def encode(segment: str) -> list[int]:
+            return self._tokenizer.encode(segment, add_special_tokens=False)
+
+        return ImageProcessing(self.vision, encode).insert(encode(text), images)
+
+
+def arrays(found: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value) for name, value in found.items() if not name.startswith("_")}
+
+
+def qwen3_vl() -> Case:
+    module = pytest.importorskip("mlx_vlm.models.qwen3_vl.processing_qwen3_vl")
+    hf = tokenizer("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+    own = module.Qwen3VLImageProcessor(patch_size=4, min_pixels=8 * 8, max_pixels=64 * 64)
+    processor = module.Qwen3VLProcessor(own, hf, module.Qwen3VLVideoProcessor(patch_size=4), chat_template=None)
+    return Case(
+        hf,
+        "<|image_pad|>",
+        "<|vision_start|><|image_pad|><|vision_end|>",
+        lambda text, images: arrays(processor(text=[text], images=images, return_tensors="np")),
+        family="qwen3_vl",
+        processor={
+            "patch_size": 4,
+            "merge_size": 2,
+            "temporal_patch_size": 2,
+            "size": {"shortest_edge": 64, "longest_edge": 64 * 64},
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
+        },
+        patch_size=4,
+        merge_size=2,
+    )
+
+
+def qwen2_5_vl() -> Case:
+    """The settings of older checkpoints: limits of pixels instead of a size."""
+    module = pytest.importorskip("mlx_vlm.models.qwen3_vl.processing_qwen3_vl")
+    case = qwen3_vl()
+    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+    own = module.Qwen3VLImageProcessor(patch_size=4, min_pixels=256, max_pixels=2048, image_mean=mean, image_std=std)
+    processor = module.Qwen3VLProcessor(own, case.hf, module.Qwen3VLVideoProcessor(patch_size=4), chat_template=None)
+    return Case(
+        case.hf,
+        "<|image_pad|>",
+        case.marker,
+        lambda text, images: arrays(processor(text=[text], images=images, return_tensors="np")),
+        family="qwen2_5_vl",
+        processor={"patch_size": 4, "min_pixels": 256, "max_pixels": 2048, "image_mean": mean, "image_std": std},
+        patch_size=4,
+        merge_size=2,
+    )
+
+
+def llava() -> Case:
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.llava.processing_llava import LlavaProcessor
+
+    settings = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    hf = tokenizer("<image>")
+    own = CLIPImageProcessorPil(**settings)
+    options = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    processor = LlavaProcessor(own, hf, patch_size=4, **options)
+    return Case(
+        hf,
+        "<image>",
+        "<image>",
+        lambda text, images: arrays(processor(text=[text], images=images, return_tensors="np")),
+        family="llava",
+        processor={"image_processor_type": "CLIPImageProcessor", **settings},
+        num_features=64,
+    )
+
+
+def mistral3() -> Case:
+    module = pytest.importorskip("mlx_vlm.models.mistral3.processing_mistral3")
+    hf = tokenizer("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+    own = module.PixtralImageProcessor(size={"longest_edge": 64}, patch_size=4)
+    processor = module.Mistral3Processor(own, hf, patch_size=4, spatial_merge_size=2)
+    return Case(
+        hf,
+        "[IMG]",
+        "[IMG]",
+        lambda text, images: arrays(processor(text=[text], images=images, return_tensors="np")),
+        family="mistral3",
+        processor={"size": {"longest_edge": 64}, "patch_size": 4},
+        patch_size=4,
+        merge_size=2,
+    )
+
+
+def idefics3() -> Case:
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+
+    settings = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
+    rows = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+    hf = tokenizer("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *rows)
+    processor = Idefics3Processor(Idefics3ImageProcessorPil(**settings), hf, image_seq_len=16)
+    return Case(
+        hf,
+        "<image>",
+        "<image>",
+        lambda text, images: arrays(processor(text=[text], images=[images], return_tensors="np")),
+        family="idefics3",
+        processor=settings,
+        num_features=16,
+    )
+
+
+def lfm2_vl() -> Case:
+    module = pytest.importorskip("mlx_vlm.models.lfm2_vl.processing_lfm2_vl")
+    rows = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)]
+    hf = tokenizer("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>", *rows)
+    settings = {
+        "encoder_patch_size": 4, "downsample_factor": 2, "min_image_tokens": 4, "max_image_tokens": 16,
+        "tile_size": 32, "resample": 2, "max_tiles": 6,
+    }  # fmt: skip
+    processor = module.Lfm2VlProcessor(module.Lfm2VlNumpyImageProcessor(**settings), hf)
+    return Case(
+        hf,
+        "<image>",
+        "<image>",
+        lambda text, images: arrays(processor(text=[text], images=[images], return_tensors="np")),
+        family="lfm2_vl",
+        processor=settings,
+    )
+
+
+def kimi_vl(pad_input: bool = False) -> Case:
+    module = pytest.importorskip("mlx_vlm.models.kimi_vl.processing_kimi_vl")
+    hf = tokenizer("<|media_start|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>")
+    settings = {"patch_size": 4, "in_token_limit": 256, "pad_input": pad_input}
+    own = module.KimiVLImageProcessor(**settings)
+    processor = module.KimiVLProcessor(own, hf)
+    return Case(
+        hf,
+        "<|media_pad|>",
+        "<|media_start|>image<|media_content|><|media_pad|><|media_end|>",
+        lambda text, images: arrays(processor(text=[text], images=images)),
+        family="kimi_vl",
+        processor=settings,
+        patch_size=4,
+        merge_size=2,
+    )
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    one.__name__: one for one in (qwen3_vl, qwen2_5_vl, llava, mistral3, idefics3, lfm2_vl, kimi_vl)
+} | {"padded kimi_vl": lambda: kimi_vl(pad_input=True)}
+# Names that the golden processors give to arrays besides the inputs of the encoder.
+NO_INPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "image_token_id", "image_rows", "image_cols"}
+
+
+def check_inputs(golden: dict[str, np.ndarray], loaded: LoadedImage) -> None:
+    assert loaded.inputs is not None
+    for name, array in loaded.inputs.items():
+        expected = golden[name]
+        if name == "pixel_values":
+            assert array.dtype == np.float32
+            np.testing.assert_allclose(array.reshape(expected.shape), expected, rtol=0, atol=2e-6)
+        else:
+            assert np.array_equal(array.reshape(expected.shape), expected), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_image_equals_the_models_processor(name: str) -> None:
+    case = CASES[name]()
+    for seed, size in enumerate(SIZES):
+        one = picture(*size, seed)
+        text = f"what?\n{case.marker}\nthe"
+        golden = case.golden(text, [one])
+        (loaded,) = case.load([one])
+        ids, _ = case.prompt(text, [loaded])
+        assert ids == golden["input_ids"][0].tolist(), size
+        check_inputs(golden, loaded)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_several_images_equal_the_models_processor(name: str) -> None:
+    case = CASES[name]()
+    images = [picture(*size, seed) for seed, size in enumerate([(64, 48), (40, 88), (64, 48)])]
+    text = f"{case.marker}one{case.marker}{case.marker} and more"
+    loaded = case.load(images)
+    ids, inserted = case.prompt(text, loaded)
+    assert ids == case.golden(text, images)["input_ids"][0].tolist()
+    inserted.check(len(ids))
+    assert all(ids[at] == case.vision.image_token_id for one in inserted.images for at in one.positions)
+    assert sum(one.num_features for one in inserted.images) == ids.count(case.vision.image_token_id)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl"])
+def test_axes_equal_the_models_positions(name: str) -> None:
+    language = pytest.importorskip(f"mlx_vlm.models.{name}.language")
+    config = pytest.importorskip(f"mlx_vlm.models.{name}.config")
+    import mlx.core as mx
+
+    case = CASES[name]()
+    hf = case.hf
+    marks = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+    }
+    ids_of_marks = {field: hf.convert_tokens_to_ids(mark) for field, mark in marks.items()}
+
+    class Model:
+        """The fields that the computation of positions reads."""
+
+        vision = type("Vision", (), {"spatial_merge_size": 2})
+        config = type("Config", (), {**ids_of_marks, "vision_config": vision})
+
+    for sizes in ([(64, 48)], [(40, 88), (300, 200), (20, 12)]):
+        images = [picture(*size, seed) for seed, size in enumerate(sizes)]
+        text = "begin" + "".join(f"{case.marker}text{i}" for i in range(len(images)))
+        loaded = case.load(images)
+        ids, inserted = case.prompt(text, loaded)
+        grids = mx.array([one.grid for one in loaded])
+        positions, delta = language.LanguageModel.get_rope_index(Model(), mx.array([ids]), grids)
+        assert inserted.axes is not None
+        assert np.array_equal(inserted.axes.prompt, np.array(positions)[:, 0])
+        assert inserted.axes.delta == int(np.array(delta).item())
+    assert config is not None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_limits_bound_the_tokens(name: str) -> None:
+    case = CASES[name]()
+    for most in (20, 40, 100):
+        family = find_family(case.vision, most)
+        for size in SIZES:
+            grid = tuple(family.grid(*size))
+            found, _ = family.inputs(picture(*size))
+            assert found == grid
+            if name not in (
+                "llava",
+                "idefics3",
+                "padded kimi_vl",
+            ):  # one size, whole tiles, and padding beyond the limit
+                assert family.num_tokens(grid) <= most
+
+
+def test_every_family_is_tested() -> None:
+    tested = {CASES[name]().vision.family for name in CASES}
+    alike = {"qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "pixtral", "smolvlm", "lfm2-vl"}
+    assert tested | alike == FAMILIES

@@ -1,0 +1,137 @@
+"""Downloads reach only allowed hosts with public addresses, and are bounded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from metal_engine.media import fetch as module
+from metal_engine.media.fetch import FetchError, fetch
+
+HOST = "localhost"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/slow":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+            for i in range(1000):
+                time.sleep(0.02)
+                self.wfile.write(b"X-Header-%d: 1\r\n" % i)
+            return
+        target = {"/other": "http://example.org/", "/again": "/again", "/file": "file:///etc/passwd", "/to": "/a?b=c"}
+        if self.path in target:
+            self.send_response(302)
+            self.send_header("Location", target[self.path])
+            self.end_headers()
+            return
+        self.send_response(404 if self.path == "/none" else 200)
+        size = {"/large": 10**9, "/short": 10}.get(self.path)
+        if size is not None:
+            self.send_header("Content-Length", str(size))
+        self.end_headers()
+        if self.path == "/endless":
+            while True:
+                self.wfile.write(bytes(1 << 16))
+        self.wfile.write(self.path.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer((HOST, 0), _Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://{HOST}:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let downloads reach addresses of this machine."""
+    monkeypatch.setattr(module, "_is_public", lambda address: True)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_files_are_downloaded(url: str) -> None:
+    assert fetch(f"{url}/a?b=c", [HOST]) == b"/a?b=c"
+    assert fetch(f"{url}/to#part", ["other", "LOCALHOST"]) == b"/a?b=c"
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("/none", "status 404"),
+        ("/other", "example.org is not one of --allowed-media-domains"),
+        ("/file", "is not an http or https URL"),
+        ("/again", "redirects"),
+        ("/large", "20 MiB"),
+        ("/endless", "20 MiB"),
+        ("/short", "incomplete|IncompleteRead"),
+        ("/a b", "escaped"),
+    ],
+)
+def test_failures_are_reported(url: str, path: str, problem: str) -> None:
+    with pytest.raises(FetchError, match=problem):
+        fetch(url + path, [HOST])
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_a_slow_answer_is_cut(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SECONDS", 0.3)
+    started = time.monotonic()
+    with pytest.raises(FetchError):
+        fetch(f"{url}/slow", [HOST])
+    assert time.monotonic() - started < 10
+
+
+def test_private_addresses_are_refused(url: str) -> None:
+    with pytest.raises(FetchError, match="not public"):
+        fetch(f"{url}/a", [HOST])
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("http://example.org/a", "is not one of"),
+        ("http://localhost.example.org/", "is not one of"),
+        ("http://localhost@example.org/", "user name"),
+        ("http://user:password@localhost/", "user name"),
+        ("http:///a", "is not an http"),
+        ("http://localhost:99999/", "downloaded"),
+    ],
+)
+def test_urls_are_checked(url: str, problem: str) -> None:
+    with pytest.raises(FetchError, match=problem):
+        fetch(url, [HOST])
+
+
+def test_nothing_is_downloaded_by_default(url: str) -> None:
+    with pytest.raises(FetchError, match="data URL"):
+        fetch(url, [])
+
+
+@pytest.mark.parametrize(
+    ("address", "is_public"),
+    [
+        ("8.8.8.8", True),
+        ("2606:4700::1111", True),
+        *((one, False) for one in ("127.0.0.1", "10.1.2.3", "192.168.0.1", "169.254.169.254", "0.0.0.0", "100.64.0.1")),
+        *(
+            (one, False)
+            for one in ("::1", "fe80::1%eth0", "fd00::1", "::ffff:10.0.0.1", "64:ff9b::10.0.0.1", "224.0.0.1")
+        ),
+        ("64:ff9b::8.8.8.8", True),
+    ],
+)
+def test_public_addresses(address: str, is_public: bool) -> None:
+    assert module._is_public(address) is is_public

@@ -1,0 +1,354 @@
+"""Images of requests in all APIs: from the request to the engine's prompt."""
+
+from __future__ import annotations
+
+import base64
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from metal_engine.images import PromptImages
+from metal_engine.media.processing import ImageProcessing
+from metal_engine.request import PreparedRequest
+from metal_engine.settings.args import ServerArgs
+from tests.support.image_files import data_url, encoded, hostile_files, picture
+from tests.support.seeing import END, IMAGE, START, serve_seeing
+from tests.support.serving import MODEL, Served
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
+# Files of 48 and of 16 tokens.
+A, B = encoded(picture(64, 48, 1)), encoded(picture(32, 32, 2), "JPEG")
+URL_A, URL_B = data_url(A), data_url(B, "image/jpeg")
+
+
+@pytest.fixture(scope="module")
+def _server() -> Iterator[Served]:
+    with serve_seeing() as served:
+        yield served
+
+
+@pytest.fixture
+def seeing(_server: Served) -> Iterator[Served]:
+    yield _server
+    _server.wait_until_idle()
+
+
+@pytest.fixture
+def prepared(_server: Served, monkeypatch: pytest.MonkeyPatch) -> list[PreparedRequest]:
+    """Return the list of requests that the server has prepared."""
+    requests: list[PreparedRequest] = []
+    prepare = _server.engine.preparer.prepare_all
+
+    def recorded(*args: Any) -> list[PreparedRequest]:
+        requests.extend(found := prepare(*args))
+        return found
+
+    monkeypatch.setattr(_server.engine.preparer, "prepare_all", recorded)
+    return requests
+
+
+def text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def image(url: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, **fields}}
+
+
+def user(*content: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(content)}
+
+
+def tokens(served: Served, *turns: tuple[str, list[str | int]]) -> list[int]:
+    """Return the prompt of a conversation. A number stands for the tokens of an image."""
+    ids: list[int] = []
+    encode = served.tokenizer.encode
+    for role, content in turns:
+        ids += encode(f"<|im_start|>{role}\n")
+        for part in content:
+            ids += encode(part) if isinstance(part, str) else [START, *[IMAGE] * part, END]
+        ids += encode("<|im_end|>\n")
+    return ids + encode("<|im_start|>assistant\n")
+
+
+def seen(request: PreparedRequest) -> PromptImages:
+    assert request.images is not None
+    return request.images
+
+
+def test_images_stand_between_texts(seeing: Served, prepared: list[PreparedRequest]) -> None:
+    messages = [
+        user(text("see "), image(URL_A), text(" and "), image(URL_B, detail="high"), text("?")),
+        {"role": "assistant", "content": "yes"},
+        user(image(URL_B, detail="auto"), text("again")),
+    ]
+    answer = seeing.post(CHAT, {"messages": messages, "max_tokens": 3}).json()
+    (request,) = prepared
+    expected = tokens(seeing, ("user", ["see ", 48, " and ", 16, "?"]), ("assistant", ["yes"]), ("user", [16, "again"]))
+    assert request.prompt_token_ids == expected
+    first, second, third = seen(request).images
+    assert [one.num_features for one in (first, second, third)] == [48, 16, 16]
+    assert all(expected[position] == IMAGE for one in (first, second, third) for position in one.positions)
+    assert second.content_hash == third.content_hash != first.content_hash
+    assert first.inputs["pixel_values"].shape == (192, 96)
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == len(expected)
+    assert usage["prompt_tokens_details"]["image_tokens"] == 80
+
+
+def test_prompts_without_images_are_as_before(seeing: Served, prepared: list[PreparedRequest]) -> None:
+    answer = seeing.post(CHAT, {"messages": [user(text("a <|image_pad|>"), text("b"))], "max_tokens": 1}).json()
+    (request,) = prepared
+    assert request.images is None and IMAGE not in request.prompt_token_ids
+    assert "image_tokens" not in answer["usage"]["prompt_tokens_details"]
+
+
+def test_marks_in_texts_stay_text(seeing: Served, prepared: list[PreparedRequest]) -> None:
+    content = user(text("<|vision_start|><|image_pad|><|vision_end|>"), image(URL_A))
+    assert seeing.post(CHAT, {"messages": [content], "max_tokens": 1}).status_code == 200
+    assert prepared[0].prompt_token_ids.count(IMAGE) == 48
+
+
+def test_low_detail_takes_fewer_tokens() -> None:
+    from tests.support.seeing import VISION
+
+    with serve_seeing(max_model_len=4096, num_blocks=1024) as served:
+        large = data_url(encoded(picture(1600, 1200, 3)))
+        counts = {}
+        for detail in ("low", "high", "auto", "original", None):
+            body = {"messages": [user(image(large, **({"detail": detail} if detail else {})))]}
+            counts[detail] = served.post("/tokenize", body).json()["tokens"].count(IMAGE)
+        assert counts["high"] == counts["auto"] == counts["original"] == counts[None]
+        assert VISION.max_image_tokens is not None and counts["high"] <= VISION.max_image_tokens
+        served.wait_until_idle()
+
+
+def test_responses(seeing: Served, prepared: list[PreparedRequest]) -> None:
+    items = [
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "what?"}, {"type": "input_image", "image_url": URL_A}],
+        },
+        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"},
+        {
+            "type": "function_call_output",
+            "call_id": "1",
+            "output": [{"type": "input_image", "image_url": URL_B, "detail": "low"}],
+        },
+    ]
+    answer = seeing.post(RESPONSES, {"input": items, "max_output_tokens": 2}).json()
+    assert answer["usage"]["input_tokens_details"]["image_tokens"] == 64
+    follow = {"input": "more", "previous_response_id": answer["id"], "max_output_tokens": 2}
+    assert seeing.post(RESPONSES, follow).json()["usage"]["input_tokens_details"]["image_tokens"] == 64
+    assert [one.num_features for one in seen(prepared[1]).images] == [48, 16]
+    item = {"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}
+    assert "image_url" in seeing.post(RESPONSES, {"input": [item]}).json()["error"]["message"]
+
+
+def test_anthropic(seeing: Served, prepared: list[PreparedRequest]) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(A).decode()}
+    messages = [
+        {"role": "user", "content": [{"type": "image", "source": source}, text("what?")]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]},
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "1",
+                    "content": [text("seen"), {"type": "image", "source": {"type": "url", "url": URL_B}}],
+                },
+                text("and now?"),
+            ],
+        },
+    ]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 2}
+    assert seeing.post(MESSAGES, body).status_code == 200
+    (request,) = prepared
+    decoded = seeing.tokenizer.decode(request.prompt_token_ids).replace("<|image_pad|>", ".")
+    dots = [len(part) for part in decoded.replace("<|vision_end|>", "<|vision_start|>").split("<|vision_start|>")[1::2]]
+    assert dots == [48, 16] and "<|im_start|>tool\nseen<|vision_start|>" in decoded
+    count = seeing.post(f"{MESSAGES}/count_tokens", {"model": MODEL, "messages": messages}).json()
+    assert count == {"input_tokens": len(request.prompt_token_ids)}
+
+
+def test_ollama(seeing: Served, prepared: list[PreparedRequest]) -> None:
+    images = [base64.b64encode(A).decode(), URL_B]
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi", "images": images}], "stream": False}
+    assert seeing.post(OLLAMA_CHAT, {**chat, "options": {"num_predict": 2}}).status_code == 200
+    generate = {"model": MODEL, "prompt": "hi", "images": images, "stream": False, "options": {"num_predict": 2}}
+    assert seeing.post(OLLAMA_GENERATE, generate).status_code == 200
+    expected = tokens(seeing, ("user", [48, 16, "hi"]))
+    assert [request.prompt_token_ids for request in prepared] == [expected] * 2
+
+
+def test_images_of_results_move_if_the_template_ignores_them() -> None:
+    """Without roles for calls, results become user texts. With them, images follow in a user message."""
+    plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    plain += "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
+    plain += "{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    only_text = "{% if m.role == 'tool' %}{{ m.content if m.content is string else m.content[0].text }}"
+    only_text += "{{ m.tool_calls }}{% elif m.content is string %}"
+    texts_only = plain.replace("{% if m.content is string %}", only_text)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        user(text("do it")),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [text("done"), image(URL_A)]},
+    ]
+    for template, expected in (
+        (plain, "<|im_start|>user\n<tool_response>\ndone\n</tool_response><|vision_start|>"),
+        (texts_only, "tool\ndone<|im_end|>\n<|im_start|>user\nImages in the results of the calls:\n<|vision_start|>"),
+    ):
+        with serve_seeing(template) as served:
+            for more in ([], [user(text("and?"), image(URL_B))]):
+                answer = served.post("/tokenize", {"messages": [*messages, *more]}).json()
+                written = served.tokenizer.decode(answer["tokens"])
+                assert expected in written, written
+                assert answer["tokens"].count(IMAGE) == 48 + 16 * len(more)
+            served.wait_until_idle()
+
+
+BAD = {
+    "no image": ({"type": "image_url"}, "messages[1].content[1].image_url is required"),
+    "text": (image("hello"), "messages[1].content[1].image_url.url must be a data URL"),
+    "base64": (image("data:image/png;base64,a!b"), "messages[1].content[1].image_url.url is not valid base64"),
+    "local file": (image("file:///etc/passwd"), "messages[1].content[1].image_url.url must be a data URL"),
+    "download": (image("http://example.org/a.png"), "--allowed-media-domains"),
+    "detail": (image(URL_A, detail="some"), "messages[1].content[1].image_url.detail must be one of low"),
+    "audio": ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "'input_audio' is not supported"),
+    "video": ({"type": "video_url", "video_url": {"url": "data:,"}}, "'video_url' is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", [*BAD, *hostile_files()])
+def test_errors_name_the_image(seeing: Served, name: str) -> None:
+    if name in BAD:
+        part, problem = BAD[name]
+    else:
+        data, reason = hostile_files()[name]
+        part, problem = image(data_url(data)), reason
+    body = {"messages": [user(image(URL_A)), user(text("hi"), part)], "max_tokens": 1}
+    response = seeing.post(CHAT, body)
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"] == "messages", response.text
+    assert problem in error["message"] and "messages[1].content[1]" in error["message"]
+
+
+def test_other_apis_name_their_own_fields(seeing: Served) -> None:
+    wrong = "data:image/png;base64,aGVsbG8="
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGVsbG8="}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        (
+            MESSAGES,
+            {"messages": [user(text("a"), block)], "max_tokens": 1},
+            "messages[0].content[1].source.data is not",
+        ),
+        (
+            MESSAGES,
+            {"messages": [user(result)], "max_tokens": 1},
+            "messages[0].content[0].content[0].source.data is not",
+        ),
+        (
+            RESPONSES,
+            {"input": [user({"type": "input_image", "image_url": wrong})]},
+            "input[0].content[0].image_url is not",
+        ),
+        (OLLAMA_CHAT, {"messages": [{"role": "user", "images": ["aGVsbG8="]}]}, "messages[0].images[0] is not"),
+        (OLLAMA_GENERATE, {"prompt": "a", "images": [base64.b64encode(A).decode(), "aGVsbG8="]}, "images[1] is not"),
+        (
+            CHAT,
+            {"messages": [user({"type": "image_url", "image_url": wrong})]},
+            "messages[0].content[0].image_url is not",
+        ),
+    ]
+    for path, body, problem in cases:
+        response = seeing.post(path, {"model": MODEL, **body})
+        assert response.status_code == 400 and problem in response.text, response.text
+
+
+def test_roles_without_images(seeing: Served) -> None:
+    for role in ("system", "assistant"):
+        messages = [{"role": role, "content": [image(URL_A)]}, user(text("a"))]
+        response = seeing.post(CHAT, {"messages": messages})
+        assert response.status_code == 400 and f"role {role}" in response.text
+
+
+def test_the_context_is_checked_after_expansion(seeing: Served) -> None:
+    body = {"messages": [user(*[image(URL_A)] * 11)], "max_tokens": 1}
+    response = seeing.post(CHAT, body)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+    response = seeing.post(CHAT, {"messages": [user(image(URL_A))], "max_tokens": 480})
+    assert "context" in response.json()["error"]["message"]
+
+
+def test_images_cannot_be_truncated(seeing: Served) -> None:
+    response = seeing.post(CHAT, {"messages": [user(image(URL_A))], "truncate_prompt_tokens": 10})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_a_conversation_decodes_its_images_once(
+    seeing: Served, prepared: list[PreparedRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = data_url(encoded(picture(64, 48, 9)))
+    messages = [user(image(own), text("turn"))]
+    assert seeing.post(CHAT, {"messages": messages, "max_tokens": 1}).status_code == 200
+    processing = seeing.engine.preparer.images
+    assert isinstance(processing, ImageProcessing)
+    monkeypatch.setattr(processing._decoder, "decode", None)
+    for _ in range(2):
+        messages += [{"role": "assistant", "content": "answer"}, user(text("more"))]
+        answer = seeing.post(CHAT, {"messages": messages, "max_tokens": 1}).json()
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 48
+    arrays = [seen(request).images[0].inputs["pixel_values"] for request in prepared]
+    assert all(array is arrays[0] for array in arrays)
+
+
+def test_several_outputs_share_the_images(seeing: Served, prepared: list[PreparedRequest]) -> None:
+    body = {"messages": [user(image(URL_A))], "max_tokens": 2, "n": 3}
+    answer = seeing.post(CHAT, body).json()
+    assert len(answer["choices"]) == 3 and len(prepared) == 1
+    assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 48
+
+
+def test_a_template_without_images_is_named() -> None:
+    with serve_seeing("{% for m in messages %}{{ m.content[0].text }}{% endfor %}") as served:
+        response = served.post(CHAT, {"messages": [user(text("a"), image(URL_A))]})
+        assert response.status_code == 400 and "wrote 0 images instead of 1" in response.text
+        served.wait_until_idle()
+
+
+def test_downloads_need_allowed_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    from metal_engine.media import sources
+
+    asked: list[tuple[str, Any]] = []
+    monkeypatch.setattr(sources, "fetch", lambda url, allowed: asked.append((url, allowed)) or A)
+    with serve_seeing(args=ServerArgs(shutdown_timeout=1, allowed_media_domains=("example.org",))) as served:
+        url = "https://example.org/a.png"
+        answer = served.post(CHAT, {"messages": [user(image(url))], "max_tokens": 1}).json()
+        assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 48
+        assert asked == [(url, ("example.org",))]
+        served.wait_until_idle()
+
+
+def test_files_are_handled_outside_the_event_loop(seeing: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    for name in ("read", "decode"):
+        method = getattr(ImageProcessing, name)
+
+        def recorded(*args: Any, method: Any = method, **options: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return method(*args, **options)
+
+        monkeypatch.setattr(ImageProcessing, name, staticmethod(recorded) if name == "read" else recorded)
+    photo = np.random.default_rng(0).integers(0, 256, (1200, 1600, 3), dtype=np.uint8)
+    large = data_url(encoded(Image.fromarray(photo)))
+    assert len(large) > 7 << 20
+    assert seeing.post(CHAT, {"messages": [user(image(large))], "max_tokens": 1}).status_code == 200
+    assert threads[0].startswith("heavy-work") and threads[1].startswith("compiling-work") and len(threads) == 2
