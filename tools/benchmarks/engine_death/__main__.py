@@ -1,7 +1,7 @@
 """Kills the process of a server's engine at random moments under requests: no answer may be lost or different.
 
     python -m tools.benchmarks.engine_death [--deaths 50] [--streams 16 64] [--kinds kill abort hang error]
-    python -m tools.benchmarks.engine_death --models attention hybrid quantized lora
+    python -m tools.benchmarks.engine_death --models attention hybrid quantized lora ranks
     python -m tools.benchmarks.engine_death --model MODEL --serve-args "--max-num-seqs 32"
 
 A real server runs with `--engine-process always`. Streams of all APIs (log probabilities, several outputs, tools,

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 # Fields that differ between two answers to a request, that each event of a stream repeats, or that depend on the cache.
+# Ranks of unlikely tokens depend on rounding. Their log probabilities are compared.
 _IGNORED = {
     *("id", "item_id", "call_id", "response_id", "sequence_number", "object", "role", "model", "type", "obfuscation"),
-    *("created", "created_at", "completed_at", "total_duration", "load_duration"),
+    *("created", "created_at", "completed_at", "total_duration", "load_duration", "rank"),
     *("prompt_eval_duration", "eval_duration", "cached_tokens", "prompt_tokens_details", "input_tokens_details"),
     *("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"),
 }  # fmt: skip

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from metal_engine.checkpoints.demo import fetch_demo_model
 from metal_engine.checkpoints.known_config import known_config
@@ -55,8 +56,7 @@ def adapted_model(folder: Path, model: str) -> BenchmarkModel:
     load_optimized_blas()
     from tools.fixtures.lora_adapters import products_for, write_peft
 
-    config = known_config(EngineArgs(model=model))
-    assert config is not None
+    config = _config_of(model)
     hidden, num_heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // num_heads
     sizes = {"q_proj": num_heads * head_dim, "v_proj": config["num_key_value_heads"] * head_dim}
@@ -69,11 +69,24 @@ def adapted_model(folder: Path, model: str) -> BenchmarkModel:
     return BenchmarkModel(model, tuple(modules), names)
 
 
+def ranked_model(folder: Path, model: str) -> BenchmarkModel:
+    """Use the smallest number of ranks that divides the KV heads: 3 for the demo model."""
+    num_kv_heads = _config_of(model)["num_key_value_heads"]
+    num_ranks = next(size for size in range(2, num_kv_heads + 1) if num_kv_heads % size == 0)
+    return BenchmarkModel(model, ("--tensor-parallel-size", str(num_ranks)))
+
+
+def _config_of(model: str) -> dict[str, Any]:
+    config = known_config(EngineArgs(model=model))
+    assert config is not None
+    return config
+
+
 # Functions of an empty folder and the model that was asked for.
 MODELS: dict[str, Callable[[Path, str], BenchmarkModel]] = {
     "attention": lambda folder, model: BenchmarkModel(model),
     "hybrid": hybrid_model,
     "quantized": lambda folder, model: BenchmarkModel(model, ("--kv-cache-dtype", "int8")),
     "lora": adapted_model,
-    "ranks": lambda folder, model: BenchmarkModel(model, ("--pipeline-parallel-size", "2")),
+    "ranks": ranked_model,
 }
