@@ -11,6 +11,7 @@ from metal_engine.engine.token_rules import GrammarMaker, TokenRulesMaker
 from metal_engine.errors import ContextLengthError, ParameterError, PromptError
 from metal_engine.images import PromptImages
 from metal_engine.lora_adapter import Adapter
+from metal_engine.media.limits import MAX_INPUT_BYTES
 from metal_engine.media.processing import ImageProcessing
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest
@@ -29,7 +30,7 @@ _IDS_AT_ONCE = 1 << 16  # token ids validated in one call, which holds the GIL f
 
 # Maximum size of a prompt's encoder inputs. The request holds them until its end, and a message carries them to the
 # engine's process.
-MAX_IMAGE_BYTES = 1 << 27
+MAX_IMAGE_BYTES = MAX_INPUT_BYTES
 
 
 class RequestPreparer:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import socket
 import threading
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from metal_engine.errors import OverloadedError
 from metal_engine.forks.channel import LENGTH, framed
 from metal_engine.forks.forking_process import ForkError, ForkingProcess, receive_into, receive_patiently
 from metal_engine.media.families.base import Grid
+from metal_engine.media.limits import MAX_LIVE_BYTES
 from metal_engine.settings.config import VisionConfig
 
 # Maximum number of requests whose images are decoded at once. Each takes one core.
@@ -68,6 +71,7 @@ class ImageDecoder:
         self._permits = threading.Semaphore(_MAX_DECODING)
         self._lock = threading.Lock()
         self._num_waiting = 0
+        self._counts: deque[int] = deque([0])  # their sum is the size of the inputs in use
 
     def decode(
         self, files: Sequence[bytes], details: Sequence[str], *, wants_inputs: bool, max_tokens: int
@@ -82,10 +86,12 @@ class ImageDecoder:
 
         Raises:
             ImageError: an image cannot be used.
-            OverloadedError: too many requests with images wait, or no process can be started.
+            OverloadedError: too many requests with images wait or run, or no process can be started.
             Cancelled: the request was cancelled.
         """
         with self._lock:
+            if self.num_live_bytes > MAX_LIVE_BYTES:
+                raise OverloadedError(f"the images of other requests take {self.num_live_bytes >> 20} MiB of memory")
             if self._num_waiting >= _MAX_WAITING:
                 raise OverloadedError(f"{self._num_waiting} other requests wait for their images to be decoded")
             self._num_waiting += 1
@@ -103,9 +109,24 @@ class ImageDecoder:
                     for data in files:
                         channel.sendall(LENGTH.pack(len(data)))  # framed() would copy the file
                         channel.sendall(data)
-                return _answers(channel, len(files), wants_inputs, max_tokens)
+                decoded = _answers(channel, len(files), wants_inputs, max_tokens)
         finally:
             self._permits.release()
+        for image in decoded:
+            for array in (image.inputs or {}).values():
+                self._count(array.nbytes)
+                weakref.finalize(array, self._count, -array.nbytes)
+        return decoded
+
+    def _count(self, num_bytes: int) -> None:
+        self._counts.append(num_bytes)
+
+    @property
+    def num_live_bytes(self) -> int:
+        """Size of all inputs that are still in use, in bytes."""
+        while len(self._counts) > 1:  # appending is atomic, so arrays may be freed in any thread
+            self._counts.append(self._counts.popleft() + self._counts.popleft())
+        return self._counts[0]
 
     def _connect(self) -> socket.socket:
         try:

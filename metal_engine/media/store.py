@@ -9,11 +9,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from metal_engine.media.families.base import Grid
+from metal_engine.media.limits import MAX_INPUT_BYTES
 
 # Maximum number of images whose grids are kept. Each takes some hundred bytes.
 _MAX_GRIDS = 1 << 12
-# Maximum size of the inputs that are kept, in bytes. A prompt's images have at most half of it.
-_MAX_INPUT_BYTES = 1 << 28
+# Maximum size of the inputs that are kept, in bytes: the images of the largest conversation.
+_MAX_INPUT_BYTES = MAX_INPUT_BYTES
 
 Inputs = Mapping[str, np.ndarray]
 

@@ -1,4 +1,4 @@
-"""Checkpoints with vision or audio weights: text works from them, and only the text model's weights count."""
+"""Checkpoints with vision or audio weights: text works from them. Weights count if the engine reads them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mlx_lm.utils import quantize_model
 
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints import checkpoint
+from metal_engine.checkpoints.image_encoders import image_refusal
 from metal_engine.checkpoints.loader import load
 from metal_engine.checkpoints.requirements import safetensors_facts
 from metal_engine.models.check import check_paged_model
@@ -126,6 +127,9 @@ def check(folder: Path, original: Any, tolerance: float) -> None:
     check_paged_model(PagedModel(loaded.model), PortableBackend(), VOCAB_SIZE)
     num_bytes = sum(array.nbytes for _, array in tree_flatten(original.parameters()))
     tensors = list(checkpoint.stored_tensors(checkpoint.weight_files(folder)))
-    facts = safetensors_facts(checkpoint.read_config(folder), tensors, EngineArgs(model=str(folder)), METAL)
+    config = checkpoint.read_config(folder)
+    facts = safetensors_facts(config, tensors, EngineArgs(model=str(folder)), METAL)
+    if image_refusal(config, EngineArgs(model=str(folder))) is None:
+        num_bytes += sum(tensor.nbytes for tensor in checkpoint.vision_tensors(tensors))
     # On Metal, the weights keep their type, so reading them takes no further memory.
     assert (facts.weight_bytes, facts.reading_bytes) == (num_bytes, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -14,8 +15,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from metal_engine.errors import OverloadedError
 from metal_engine.forks.channel import framed, receive
 from metal_engine.images import PromptImages
+from metal_engine.media import decoder as decoder_module
 from metal_engine.media import process
 from metal_engine.media.decoder import ImageDecoder, ImageError
 from metal_engine.media.families.find import find_family
@@ -23,6 +26,7 @@ from metal_engine.media.processing import ImageProcessing
 from metal_engine.media.store import ImageStore
 from metal_engine.settings.config import VisionConfig
 from tests.support.image_files import encoded, hostile_files, picture, png
+from tests.support.seeing import shared_decoder
 
 IMAGE = 7
 VISION = VisionConfig(
@@ -133,8 +137,6 @@ def test_a_process_that_grows_too_much_is_ended(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_end_of_a_process_is_an_error_of_its_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    from metal_engine.media import decoder
-
     class Ending:
         def connect(self) -> socket.socket:
             ours, theirs = socket.socketpair()
@@ -148,10 +150,25 @@ def test_the_end_of_a_process_is_an_error_of_its_image(monkeypatch: pytest.Monke
             threading.Thread(target=answer).start()
             return ours
 
-    monkeypatch.setattr(decoder, "ForkingProcess", lambda *_: Ending())
+    monkeypatch.setattr(decoder_module, "ForkingProcess", lambda *_: Ending())
     with pytest.raises(ImageError, match="more time or memory") as caught:
         ImageDecoder(VISION).decode([b"a", b"b"], ["high"] * 2, wants_inputs=True, max_tokens=100)
     assert caught.value.index == 1
+
+
+def test_the_inputs_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = shared_decoder()
+    before = decoder.num_live_bytes
+    file = encoded(picture(64, 48, 7))
+    images = decoder.decode([file], ["high"], wants_inputs=True, max_tokens=1000)
+    assert decoder.num_live_bytes == before + 192 * 96 * 4 + 12
+    monkeypatch.setattr(decoder_module, "MAX_LIVE_BYTES", before)
+    with pytest.raises(OverloadedError, match="MiB of memory"):
+        decoder.decode([file], ["high"], wants_inputs=True, max_tokens=1000)
+    del images
+    gc.collect()
+    assert decoder.num_live_bytes == before
+    decoder.decode([file], ["high"], wants_inputs=True, max_tokens=1000)
 
 
 def test_the_store_is_bounded() -> None:

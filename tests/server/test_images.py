@@ -310,6 +310,13 @@ def test_a_conversation_decodes_its_images_once(
     assert all(array is arrays[0] for array in arrays)
 
 
+def test_the_number_of_images_is_limited(seeing: Served) -> None:
+    response = seeing.post(CHAT, {"messages": [user(*[image("data:")] * 300)]})
+    assert response.status_code == 400 and "messages[0].content[256].image_url.url is one too many" in response.text
+    response = seeing.post(OLLAMA_CHAT, {"model": MODEL, "messages": [{"role": "user", "images": ["aGk="] * 5000}]})
+    assert response.status_code == 400 and "messages[0].images[256] is one too many" in response.text
+
+
 def test_several_outputs_share_the_images(seeing: Served, prepared: list[PreparedRequest]) -> None:
     body = {"messages": [user(image(URL_A))], "max_tokens": 2, "n": 3}
     answer = seeing.post(CHAT, body).json()

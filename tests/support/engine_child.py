@@ -100,6 +100,13 @@ def tiny(template: str = "", **config: Any) -> Any:
     return tiny_engine(tokenizer=tokenizer(template) if template else None, **config)
 
 
+def seeing(name: str) -> Any:
+    """Return an engine on the tiny vision model of an architecture."""
+    from tests.support.vision import make_engine, tiny_vision
+
+    return make_engine(tiny_vision(name))
+
+
 def keeping(what: str) -> Any:
     """Return an engine on a tiny model that keeps more than KV between steps."""
     from tests.support.speculation import draft_model_config, speculative_config

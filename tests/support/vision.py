@@ -20,6 +20,8 @@ from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import SamplingParams
+from tests.support.demo import engine_for
+from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import TINY_LLAMA, spread_weights
 
@@ -236,6 +238,12 @@ def golden(tiny: TinyVision, prompt: VisionPrompt, num_tokens: int) -> Golden:
             break
     found = np.stack(logprobs)
     return Golden(tokens, found - np.log(np.exp(found).sum(-1, keepdims=True)))
+
+
+def make_engine(tiny: TinyVision, **options: object) -> SteppedEngine:
+    """Return an engine on a tiny model. Takes the options of :func:`tests.support.demo.engine_for`."""
+    sizes = {"budget": 64, "block_size": 8, "num_blocks": 128, "max_num_seqs": 8, "vocab_size": 256}
+    return engine_for(tiny.paged, tiny_tokenizer(), **(sizes | options))  # type: ignore[arg-type]
 
 
 def prepared(engine: SteppedEngine, prompt: VisionPrompt, num_tokens: int) -> PreparedRequest:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,8 @@ from metal_engine.images import AxesPositions, PromptImage, PromptImages
 from metal_engine.request import PreparedRequest
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.token_rules import NO_RULES
+from tests.support.engine_child import pid_of, started
+from tests.support.vision import golden, tiny_vision, vision_prompt
 
 
 def submitted(images: PromptImages | None) -> Any:
@@ -55,3 +60,27 @@ def test_a_broken_array_is_an_error_of_the_wire(field: str) -> None:
     setattr(array, field, {"dtype": "no type", "shape": [5, 7], "data": b"abc"}[field])
     with pytest.raises(wire.WireError):
         unpacked_request(message, None, None)
+
+
+def test_an_engine_in_a_process_of_its_own_gets_images() -> None:
+    """Its process is killed in the middle of the output. The next process encodes the images again."""
+    tiny = tiny_vision("qwen3_vl")
+    prompt = vision_prompt(tiny, (3, (2, 2, 2), 2, (6, 4, 3), 11))
+    engine = started("seeing", name="qwen3_vl", max_restarts=1)
+
+    async def run() -> list[int]:
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        prepared = await asyncio.to_thread(engine.preparer.prepare, prompt.token_ids, params, images=prompt.images)
+        tokens: list[int] = []
+        async for output in engine.generate("r", prepared):
+            assert output.error is None, output.error
+            if not tokens:
+                os.kill(pid_of(engine), signal.SIGKILL)
+            tokens += output.token_ids
+        return tokens
+
+    try:
+        assert asyncio.run(run()) == golden(tiny, prompt, 40).token_ids
+        assert engine.metrics.num_resumed_requests == 1 and engine.stats.images_encoded >= 2
+    finally:
+        engine.shutdown()

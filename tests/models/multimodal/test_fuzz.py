@@ -11,8 +11,18 @@ import pytest
 from metal_engine.request import RequestOutput
 from metal_engine.runner.features import FeatureCache
 from metal_engine.step import SchedulerOutput
-from tests.models.multimodal.test_generation import PARTS, TOLERANCE, WHOLE, make_engine
-from tests.support.vision import Golden, VisionPrompt, gap, golden, merged, prepared, tiny_vision, vision_prompt
+from tests.models.multimodal.test_generation import PARTS, TOLERANCE, WHOLE
+from tests.support.vision import (
+    Golden,
+    VisionPrompt,
+    gap,
+    golden,
+    make_engine,
+    merged,
+    prepared,
+    tiny_vision,
+    vision_prompt,
+)
 
 NUM_TOKENS = 8
 # The last prompt shares its beginning with the first, its image included.

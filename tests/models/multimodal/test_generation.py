@@ -7,23 +7,20 @@ from functools import cache
 import pytest
 
 from metal_engine.request import RequestOptions, RequestOutput
-from tests.support.demo import engine_for
 from tests.support.speculation import speculative_config
 from tests.support.vision import (
     CONFIGS,
     Golden,
-    TinyVision,
     VisionPrompt,
     gap,
     golden,
+    make_engine,
     merged,
     prepared,
     run,
     tiny_vision,
     vision_prompt,
 )
-from tools.fixtures.fake_engine import tiny_tokenizer
-from tools.fixtures.stepped_engine import SteppedEngine
 
 NUM_TOKENS = 12
 TOLERANCE = 1e-3
@@ -54,11 +51,6 @@ def cases_of(name: str) -> tuple[list[VisionPrompt], list[Golden]]:
     tiny = tiny_vision(name)
     prompts = [vision_prompt(tiny, parts, seed) for seed, parts in enumerate(PARTS)]
     return prompts, [golden(tiny, prompt, NUM_TOKENS) for prompt in prompts]
-
-
-def make_engine(tiny: TinyVision, **options: object) -> SteppedEngine:
-    sizes = {"budget": 64, "block_size": 8, "num_blocks": 128, "max_num_seqs": 8, "vocab_size": 256}
-    return engine_for(tiny.paged, tiny_tokenizer(), **(sizes | options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)

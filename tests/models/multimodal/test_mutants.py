@@ -11,8 +11,18 @@ from metal_engine.images import AxesPositions, PromptImage
 from metal_engine.models.multimodal.encoder import ImageFeatures
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 from metal_engine.scheduling import prefix_cache
-from tests.models.multimodal.test_generation import NUM_TOKENS, TOLERANCE, make_engine
-from tests.support.vision import TinyVision, VisionPrompt, content_hash, gap, golden, run, tiny_vision, vision_prompt
+from tests.models.multimodal.test_generation import NUM_TOKENS, TOLERANCE
+from tests.support.vision import (
+    TinyVision,
+    VisionPrompt,
+    content_hash,
+    gap,
+    golden,
+    make_engine,
+    run,
+    tiny_vision,
+    vision_prompt,
+)
 
 PARTS = ((7, (4, 6, 1), 9), (3, (2, 2, 2), 2, (6, 4, 3), 11))
 
