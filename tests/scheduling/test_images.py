@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 
 from metal_engine.images import PromptImage, PromptImages
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
@@ -107,6 +107,31 @@ def test_a_request_waits_while_others_hold_the_capacity() -> None:
     h.drain()
 
 
+def test_a_request_without_features_is_not_admitted() -> None:
+    """It would have no tokens in the step, although the budget has some left."""
+    h = harness(limit=16, capacity=16, budget=40)
+    a, b = (image_at(list(range(16)), name) for name in "ab")
+    for name, image in (("r", a), ("s", b)):
+        h.submit(name, prompt_with(image, length=24, seed=ord(name)), 2, images=PromptImages((image,)))
+    plan = h.step()
+    assert dict(plan.num_scheduled_tokens) == {"r": 24} and [new.request_id for new in plan.new_requests] == ["r"]
+    h.drain()
+
+
+def test_drops_of_a_refused_plan_are_repeated() -> None:
+    """The runner may have raised before it dropped the features."""
+    h = harness(limit=16, capacity=16, budget=64)
+    a, b = (image_at(list(range(2, 12)), name) for name in "ab")
+    h.submit("r", prompt_with(a, length=20), 1, images=PromptImages((a,)))
+    h.step()
+    h.submit("s", prompt_with(b, length=20), 1, images=PromptImages((b,)))
+    plan = h.scheduler.schedule()
+    assert plan.images_to_drop == [a.content_hash] and encoded(plan) == [b.content_hash]
+    h.scheduler.refused(plan)
+    h.scheduler.cancel(plan)
+    assert h.scheduler.schedule().images_to_drop == [a.content_hash, b.content_hash]
+
+
 def test_a_failed_step_drops_all_features() -> None:
     h = harness(budget=10)
     image = image_at(list(range(4, 16)), "a")
@@ -152,7 +177,7 @@ class ImageMachine(SchedulerMachine):
         data=st.data(),
         block_size=st.sampled_from([1, 2, 4, 8]),
         num_blocks=st.integers(4, 40),
-        budget=st.integers(1, 64),
+        budget=st.integers(1, 8) | st.integers(1, 64),
         is_recurrent=st.booleans(),
         is_aligned=st.booleans(),
         limit=st.integers(1, 40),
@@ -179,7 +204,7 @@ class ImageMachine(SchedulerMachine):
                 page_aligned_scheduling=is_aligned,
                 async_scheduling=depth > 1,
                 max_num_encoder_tokens=limit,
-                image_cache_tokens=data.draw(st.integers(least, least + 40)),
+                image_cache_tokens=least + data.draw(st.sampled_from([0, 0, 5, 40])),
             ),
             CacheConfig(
                 block_size=block_size,
@@ -189,6 +214,7 @@ class ImageMachine(SchedulerMachine):
             ),
             depth=depth,
         )
+        self.unit = block_size if is_aligned else 1
         self.capacity = min(300, block_size * num_blocks + 1)
         self.num_requests = 0
 
@@ -199,7 +225,9 @@ class ImageMachine(SchedulerMachine):
         self.num_requests += 1
         if len(prompt) + max_tokens > self.capacity:
             return
-        images = self.images_for(random.Random(f"{prompt[0]} {self.num_requests % 3}"), len(prompt))
+        # Prompts of the same length have the same tokens, and one of three sets of images.
+        places, contents = random.Random(prompt[0]), random.Random(self.num_requests % 3)
+        images = self.images_for(places, contents, len(prompt))
         for image in images:
             for position in image.positions.tolist():
                 prompt[position] = PLACEHOLDER
@@ -214,16 +242,23 @@ class ImageMachine(SchedulerMachine):
         )
         self.harness.scheduler.check_integrity()
 
-    def images_for(self, rng: random.Random, length: int) -> list[PromptImage]:
-        images, position = [], rng.randint(0, 5)
+    def images_for(self, places: random.Random, contents: random.Random, length: int) -> list[PromptImage]:
+        images, position = [], places.randint(0, 5)
         while position < length - 1 and len(images) < 4:
-            size, gap = rng.randint(1, self.limit), rng.choice((1, 1, 2))
+            size, gap = places.randint(1, self.limit), places.choice((1, 1, 2))
             positions = list(range(position, position + size * gap, gap))
             if positions[-1] >= length - 1:
                 break
-            images.append(image_at(positions, str(rng.randint(0, 3))))
-            position = positions[-1] + rng.choice((1, 2, 20))
+            images.append(image_at(positions, str(contents.randint(0, 3))))
+            position = positions[-1] + places.choice((1, 2, 20))
         return images
+
+    @invariant()
+    def no_step_encodes_too_much(self) -> None:
+        if not hasattr(self, "harness") or not self.harness.plans:
+            return
+        sizes = [image.num_features for image in self.harness.plans[-1].images_to_encode]
+        assert sum(sizes) <= self.limit or (self.unit > 1 and sum(sizes) <= 2 * self.limit + self.unit)
 
     def teardown(self) -> None:
         super().teardown()

@@ -98,6 +98,8 @@ def run_one(name: str, seed: int, given: list[tuple[VisionPrompt, Golden]]) -> N
             engine.scheduler.images.check_integrity(engine.scheduler.running)
             step += 1
             assert step < 3000, "requests wait forever"
+    kept = engine.core.runner._features._features.keys()
+    assert kept <= engine.scheduler.images._kept.keys() | set(engine.scheduler.images._to_drop), "features leaked"
     for request_id, outputs in parts.items():
         assert gap(merged(outputs), given[which[request_id]][1]) < TOLERANCE, f"{name}, seed {seed}: {request_id}"
 
