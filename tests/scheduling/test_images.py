@@ -267,7 +267,7 @@ class ImageMachine(SchedulerMachine):
             assert sum(map(len, runner.features.values())) == images.num_kept_tokens
 
 
-_SETTINGS = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+_SETTINGS = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def test_random_traffic_with_images() -> None:
