@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
+from mlx_vlm.models.qwen3_5.config import TextConfig
+from mlx_vlm.speculative.drafters.qwen3_5_mtp.config import Qwen3_5MTPConfig
+from mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp import Qwen3_5MTPDraftModel
 
 from metal_engine.models.draft_head import PagedDraftHead
 from metal_engine.pooling_params import PoolingParams
@@ -88,6 +93,18 @@ class Reference:
 @pytest.fixture(scope="module")
 def reference() -> Reference:
     return Reference()
+
+
+def test_a_head_computes_what_mlx_vlm_computes(reference: Reference) -> None:
+    args = reference.text.args
+    names = {field.name for field in fields(TextConfig)}
+    text_config = TextConfig(**{name: value for name, value in vars(args).items() if name in names})
+    theirs = Qwen3_5MTPDraftModel(Qwen3_5MTPConfig(text_config=text_config))
+    theirs.load_weights(tree_flatten(reference.head.parameters()))  # the names are the same, too
+    embeddings, hidden = mx.random.normal((2, 1, 9, args.hidden_size))
+    ours = reference.head(embeddings, hidden, mask="causal")
+    expected = theirs._forward_hidden(embeddings, hidden, None, mx.arange(9)[None])
+    assert mx.allclose(ours, expected, rtol=1e-5, atol=1e-5) and mx.abs(expected).max() > 1
 
 
 @pytest.mark.parametrize(
