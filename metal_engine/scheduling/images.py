@@ -21,7 +21,7 @@ class RequestImages:
     """Image features for the running requests.
 
     The images of a request are claimed in order, and released when the plans have computed their tokens. A request
-    holds no image beyond the next step's tokens, so it can always advance through the images that it has claimed.
+    holds no image beyond the next step's tokens. A request that must wait for features holds no image at all.
 
     Args:
         config: limits on encoded and kept features.
@@ -80,6 +80,7 @@ class RequestImages:
             return request.num_tokens
         first, next_end = _between(request.images, num_computed, num_computed + self._unit)
         if not self._claim(request.request_id, request.images, first, next_end):
+            self.release(request)  # two requests that each hold an image and need another would wait forever
             return 0
         _, end = _between(request.images, num_computed, num_computed + self._max_step_tokens)
         for index in range(next_end, end):
@@ -154,7 +155,7 @@ class RequestImages:
             self._claimed[request.request_id] = first, end
 
     def release(self, request: Request) -> None:
-        """Release all images of a request that stops running."""
+        """Release all images of a request."""
         if request.images is not None:
             first, end = self._claimed.pop(request.request_id, (0, 0))
             for image in request.images.images[first:end]:

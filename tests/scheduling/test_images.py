@@ -107,6 +107,26 @@ def test_a_request_waits_while_others_hold_the_capacity() -> None:
     h.drain()
 
 
+def test_requests_that_each_need_another_image_do_not_wait_for_each_other() -> None:
+    """A block spans two images of a request. Two requests have each computed a part of their first image."""
+    config = SchedulerConfig(
+        max_num_batched_tokens=4,
+        max_num_seqs=2,
+        max_model_len=100,
+        max_num_partial_prefills=2,
+        page_aligned_scheduling=True,
+        max_num_encoder_tokens=8,
+        image_cache_tokens=20,  # the least that a block with two images needs
+    )
+    h = SchedulerHarness(config, CacheConfig(block_size=4, num_blocks=50, enable_prefix_caching=False))
+    for name in "ab":
+        images = tuple(image_at(list(range(start, start + 8)), f"{name} {start}") for start in (2, 10))
+        h.submit(name, prompt_with(*images, length=24, seed=ord(name)), 2, images=PromptImages(images))
+    plans = [h.step() for _ in range(4)]
+    assert sorted(request_id for plan in plans for request_id in plan.num_scheduled_tokens) == ["a", "a", "b", "b"]
+    h.drain()
+
+
 def test_a_request_without_features_is_not_admitted() -> None:
     """It would have no tokens in the step, although the budget has some left."""
     h = harness(limit=16, capacity=16, budget=40)
@@ -268,12 +288,10 @@ class ImageMachine(SchedulerMachine):
 
 
 _SETTINGS = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
-# The same examples in each run. Random examples, in the long test, find requests that never end (a known fault).
-_SHORT = settings(_SETTINGS, derandomize=True, database=None)
 
 
 def test_random_traffic_with_images() -> None:
-    run_state_machine_as_test(ImageMachine, settings=_SHORT)
+    run_state_machine_as_test(ImageMachine, settings=_SETTINGS)
 
 
 @pytest.mark.full

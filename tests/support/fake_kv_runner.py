@@ -668,7 +668,8 @@ class SchedulerHarness:
         """Step until all requests are done, within a bound. Return the number of steps.
 
         The first request in order advances in every step, except while it waits for a step in flight or for its place
-        in the rotation. The bound is therefore the sum of the steps of each request alone.
+        in the rotation. The bound is therefore the sum of the steps of each request alone. With images, it is twice the
+        sum.
         """
         # Chunks are cut at state checkpoints: twice in a prompt, and at intervals.
         num_cuts = 3 if self.cache_config.num_state_slots else 0
@@ -684,6 +685,8 @@ class SchedulerHarness:
         longest = max((t.request.num_tokens for t in self.live), default=0) if self.cache_config.num_state_slots else 0
         num_again = self.runner.num_late * (1 + longest)
         bound = (alone + num_again) * self.depth + self.depth + 4
+        if any(t.request.images is not None for t in self.live):
+            bound *= 2  # the first request may wait for the features of a request that is then preempted
         if self._has_images:  # decodes go before a prompt that waits for features, and may be preempted after it
             bound *= 3
         steps = num_waits = 0
