@@ -120,7 +120,7 @@ class SchedulerOutput:
         dropped_req_ids: requests that the runner must drop before this step: finished, aborted or preempted. If the
             runner refused an earlier plan, it may have dropped some of them already.
         kv_connector_metadata: blocks to load and save in this step; None without KV transfer.
-        images_to_drop: content hashes of images. The runner must drop their features before this step, if it has any.
+        images_to_drop: content hashes of images. The runner drops the features of these images before this step.
         images_to_encode: images whose features the runner must compute in this step, and keep until they are dropped.
     """
 

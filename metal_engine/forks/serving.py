@@ -30,7 +30,7 @@ def serve_forks(control: socket.socket, work: Callable[[socket.socket], None]) -
             try:
                 is_fork = os.fork() == 0
             except OSError as error:
-                channel.sendall(framed(f"cannot be served: no process can be started for it: {error}".encode()))
+                channel.sendall(framed(f"cannot be served, because no process can be started: {error}".encode()))
                 continue
             if is_fork:
                 try:

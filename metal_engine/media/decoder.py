@@ -29,7 +29,7 @@ _MAX_DECODING = 2
 _MAX_WAITING = 64
 # Interval at which a waiting request checks for cancellation.
 _POLL_SECONDS = 0.02
-_TOO_MUCH = " takes more time or memory to decode than an image may"
+_TOO_MUCH = " exceeds the limits on time and memory for decoding"
 
 
 class ImageError(ValueError):

@@ -14,7 +14,7 @@ MAX_ASPECT_RATIO = 200
 REDUCED_PIXELS = 1 << 24
 # Maximum number of images of a request.
 MAX_IMAGES = 256
-# Maximum size of the processed pixels of a request in bytes. They stay in memory as long as the request. An image of
+# Maximum size of the processed pixels of a request in bytes. The request holds these pixels until its end. An image of
 # 1.3 megapixels takes up to 31 MB.
 MAX_INPUT_BYTES = 1 << 29
 # Size of the processed pixels of all requests in bytes from which on further requests with new images get 503.

@@ -22,6 +22,7 @@ import json
 import signal
 import socket
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -82,29 +83,28 @@ def _serve(channel: socket.socket, families: list[ImageFamily], files: list[byte
             channel.sendall(np.ascontiguousarray(array).data.cast("B"))
 
 
-def _grid(index: int, family: ImageFamily, data: bytes) -> Grid:
+@contextlib.contextmanager
+def _work_on(index: int) -> Iterator[None]:
+    """Limit the CPU time of the work on an image, and raise its errors as :class:`_Refused`."""
     signal.setitimer(signal.ITIMER_PROF, IMAGE_CPU_SECONDS)
     try:
-        image = open_image(data)
-        return tuple(map(int, family.grid(*displayed_size(image))))
+        yield
     except ImageFileError as error:
         raise _Refused(index, str(error)) from error
     except ValueError as error:
         raise _Refused(index, f"is refused by the model's image processor: {error}") from error
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _grid(index: int, family: ImageFamily, data: bytes) -> Grid:
+    with _work_on(index):
+        return tuple(map(int, family.grid(*displayed_size(open_image(data)))))
 
 
 def _inputs(index: int, family: ImageFamily, data: bytes, grid: Grid) -> dict[str, np.ndarray]:
-    signal.setitimer(signal.ITIMER_PROF, IMAGE_CPU_SECONDS)
-    try:
+    with _work_on(index):
         found, arrays = family.inputs(decoded(open_image(data)))
-    except ImageFileError as error:
-        raise _Refused(index, str(error)) from error
-    except ValueError as error:
-        raise _Refused(index, f"is refused by the model's image processor: {error}") from error
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
     if found != grid:
         raise RuntimeError(f"the image processor made the grid {found} instead of {grid}")
     return arrays

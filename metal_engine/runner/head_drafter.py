@@ -163,7 +163,7 @@ class HeadDrafter:
         self.replay.drop_traces()
         num_new_traces, self._num_new_traces = self._num_new_traces, 0
         if num_new_traces and self.replay.refusal is None:
-            self.replay.refuse(f"a step failed in which it was replayed for the first time ({one_line(error)})")
+            self.replay.refuse(f"its first replay was part of a step that failed ({one_line(error)})")
 
     # --- drafts ---
 

@@ -2,7 +2,7 @@
 
 A plan names the images to encode and the features to drop, so all ranks agree. An image is encoded as a whole before
 the first of its tokens is computed, even if a chunk ends within it. Features stay while a running request still has to
-compute tokens of the image. After that, the features that were used least recently are dropped for other images.
+compute tokens of the image. Later, the least recently used features are dropped for other images.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RequestImages:
         return request.num_tokens
 
     def _fits(self, images: Iterable[PromptImage], *, whole: bool = False) -> bool:
-        """Return True if the features of all the images are kept, or if this step can encode the missing ones.
+        """Return True if this step can encode the missing features of some images.
 
         The first images of a step may exceed the limit of a step together, because two images may share a block. With
         ``whole``, the limit always applies.

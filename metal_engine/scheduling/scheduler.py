@@ -151,20 +151,12 @@ class Scheduler:
         return plan
 
     def _max_chunk_tokens(self, request: Request, num_computed: int) -> int:
-        num_tokens = self.states.max_chunk_tokens(request, num_computed)
-        return (
-            num_tokens
-            if request.images is None
-            else min(num_tokens, self.images.max_chunk_tokens(request, num_computed))
-        )
+        limits = self.states.max_chunk_tokens, self.images.max_chunk_tokens
+        return min(limit(request, num_computed) for limit in limits)
 
     def _take_at_once(self, request: Request, num_computed: int) -> int:
-        num_tokens = self.states.take_at_once(request, num_computed)
-        return (
-            num_tokens
-            if request.images is None
-            else min(num_tokens, self.images.max_chunk_tokens(request, num_computed))
-        )
+        limits = self.states.take_at_once, self.images.max_chunk_tokens
+        return min(limit(request, num_computed) for limit in limits)
 
     def _schedule_decodes(self, plan: SchedulerOutput, budget: StepBudget) -> list[Request]:
         """Schedule decodes of running requests in order, including recomputed drafts. Return the running prefills."""

@@ -151,7 +151,7 @@ def test_the_end_of_a_process_is_an_error_of_its_image(monkeypatch: pytest.Monke
             return ours
 
     monkeypatch.setattr(decoder_module, "ForkingProcess", lambda *_: Ending())
-    with pytest.raises(ImageError, match="more time or memory") as caught:
+    with pytest.raises(ImageError, match="limits on time and memory") as caught:
         ImageDecoder(VISION).decode([b"a", b"b"], ["high"] * 2, wants_inputs=True, max_tokens=100)
     assert caught.value.index == 1
 

@@ -114,7 +114,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_one_dies_and_others_go_on(folder: Path, own: dict[str, Any]) -> None:  # noqa: F811
-    """Answers in flight survive. A third model takes the place of the least recently used one, whose process ends."""
+    """Answers in flight survive. A third model ends the process of the least recently used model."""
 
     async def test() -> None:
         async with in_processes({name: args_of(folder / name) for name in "abc"}) as models:

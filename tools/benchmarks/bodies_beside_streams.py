@@ -3,9 +3,9 @@
     python -m tools.benchmarks.bodies_beside_streams
     python -m tools.benchmarks.bodies_beside_streams --model FOLDER --streams 64 --clients 3 --rounds 4
 
-Two servers of the same model run, one for each value of ``--engine-process``. In turns, each generates some streams,
-first alone, then while clients post bodies of 15.7 MB, one after another. The prompt of such a body is longer than the
-context, so the answer is an error. Tokens are counted by the servers.
+Two servers of the same model run, one for each value of ``--engine-process``, and take turns. A server generates some
+streams, first alone, then beside clients that post bodies of 15.7 MB. The prompt of such a body is longer than the
+context, so the answer is an error. The servers count the tokens.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Spawner:
         return device
 
     def close(self) -> None:
-        """Kill the spare process. No process is started after that, and all others have ended."""
+        """Kill the spare process. Call it when all other processes have ended; no further process can be started."""
         self._thread.shutdown()
         if self.spare is not None:
             self.spare.kill()

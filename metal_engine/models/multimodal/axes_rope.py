@@ -1,6 +1,6 @@
 """Rotary embeddings whose frequencies take their positions from three axes: time, height and width (M-RoPE).
 
-The text models of mlx-lm have one axis, which is the same without images. Only steps with tokens of images, or with
+The text models of mlx-lm have one axis. Without images, all axes are equal. Only steps with tokens of images, or with
 text whose axes differ, have :class:`AxesPositions`.
 """
 

@@ -26,7 +26,7 @@ _HELD_UP = 2.0
 _BURST = 8
 # Lengths of pauses in steps: to measure the rate without drafts, and after bursts that were too slow.
 _MEASURING_PAUSE, _FIRST_PAUSE, _LONGEST_PAUSE = 8, 32, 512
-# Number of bursts in a row without a pause, after which the rate without drafts is measured again.
+# After this number of bursts without a pause, the rate without drafts is measured again.
 _MAX_BURSTS = 128
 
 
@@ -105,8 +105,8 @@ class DraftGain:
 
         Args:
             plan: plan with its drafts. Steps with lookups alone are not measured.
-            waited: True if the plan waited for tokens because drafts were expected. The wait is then measured as a cost
-                of drafts, also if the plan has none.
+            waited: True if the plan waited for tokens because drafts were expected. The wait counts as a cost of
+                drafts, even if the plan has no drafts.
         """
         drafts = plan.scheduled_spec_decode_tokens.values()
         has_drafts = any(one[0] == UNKNOWN_DRAFT for one in drafts)
@@ -131,7 +131,13 @@ class DraftGain:
 
 
 class UnmeasuredGain(DraftGain):
-    """Gain of drafts that never pause."""
+    """Gain of drafts that never pause. Nothing is measured."""
 
     def may_draft(self, num_requests: int) -> bool:
         return True
+
+    def planned(self, plan: SchedulerOutput, num_requests: int, *, waited: bool = False) -> None:
+        pass
+
+    def ended(self, step_id: int, num_tokens: int) -> None:
+        pass

@@ -21,7 +21,7 @@ def image_sources(messages: list[ChatMessage]) -> list[ImageSource]:
     """Return the images of a chat in order, up to the first one beyond the limit. Takes at most some milliseconds.
 
     Raises:
-        APIError: status 400, for a part without an image, or an image in a message of another role.
+        APIError: status 400: a part has no image, or the role of the message allows no images.
     """
     sources: list[ImageSource] = []
     for i, message in enumerate(messages):

@@ -110,8 +110,8 @@ def test_answers_are_whole_and_equal(build: str, options: dict[str, Any]) -> Non
             assert (ours.pooled is None) == (theirs.pooled is None)
             if ours.pooled is not None and theirs.pooled is not None:
                 assert abs(ours.pooled - theirs.pooled).max() < 1e-4
-        # Metrics continue. A process sends them every 0.1 s, so the ends just before its death are missing, as are ends
-        # by stop strings that it has not been told.
+        # Metrics continue. A process sends metrics every 0.1 s, so the ends of the last 0.1 s are missing. Ends by stop
+        # strings can be missing, too.
         after = engine.metrics.num_finished
         assert all(after[reason] >= number for reason, number in before.items())
         num_ends = sum(not end.stop_reason for end in undisturbed)
