@@ -49,7 +49,7 @@ def pull_only_head(name: HubName, download_dir: str | None) -> Path | None:
     """Download a repository that has a draft head and no model. Return its folder.
 
     Returns:
-        The folder. None if the repository also has a model, or has no weights, or if the download fails.
+        The folder. None if the hub cannot be reached, or if the repository has a model or no weights.
     """
     if is_offline():
         return None
