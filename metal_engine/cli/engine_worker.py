@@ -17,7 +17,7 @@ import msgspec
 from metal_engine.checkpoints.mlx_import import import_mlx
 from metal_engine.checkpoints.tokenizer import load_tokenizer
 from metal_engine.cli.logs import set_up_logging
-from metal_engine.device.allocator import keep_freed_memory
+from metal_engine.device.allocator import give_back_freed_memory, keep_freed_memory
 from metal_engine.device.info import device_info
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
@@ -86,13 +86,13 @@ def _tokenizer_of(args: EngineArgs, ready: Ready) -> Tokenizer:
 
 def _set_up(start: Start) -> tuple[PrepareFunction, BuildFunction]:
     set_up_logging(start.log_level, start.log_format)
-    keep_freed_memory()
     models = msgspec.convert(start.models, list[EngineArgs])
 
     def prepare() -> DeviceInfo:
         blas = import_mlx(*models)
         for name in _MODULES:
             importlib.import_module(f"metal_engine.{name}")
+        give_back_freed_memory()  # a spare process waits for long
         return device_info(blas)
 
     def build(order: Build, access: DeviceAccess) -> BuiltEngine:
@@ -119,4 +119,5 @@ def _without_lost_adapters(args: EngineArgs) -> EngineArgs:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # before the first thread
     serve_engine(int(sys.argv[1]), _set_up)

@@ -11,7 +11,7 @@ from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.engine_process import EngineProcess
 from metal_engine.engine.process.hang_monitor import HangMonitor
-from metal_engine.engine.process.limits import NUM_FIRST_PLANS, RESTART_SECONDS, ProcessLimits
+from metal_engine.engine.process.limits import BUSY_DELAY_SECONDS, NUM_FIRST_PLANS, RESTART_SECONDS, ProcessLimits
 from metal_engine.engine.process.spawner import Spawner
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
@@ -78,7 +78,7 @@ class EngineProcesses:
             self._monitor.progressed()
         if before.num_plans < NUM_FIRST_PLANS <= now.num_plans:
             self._limit_steps(are_first=False)
-        if time.monotonic() > self._spare_time:
+        if time.monotonic() > self._spare_time + (BUSY_DELAY_SECONDS if has_requests else 0.0):
             self._spare_time = math.inf
             self._spawner.prepare_spare()
 

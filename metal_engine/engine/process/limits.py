@@ -12,6 +12,8 @@ NUM_FIRST_PLANS = 32
 _STEP_FACTOR = 10.0
 _FIRST_STEPS_FACTOR = 10.0
 _LOAD_FACTOR = 4.0
+# How much longer an engine that has requests waits for its spare process.
+BUSY_DELAY_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class ProcessLimits:
         step_seconds: minimum time after which a process that computes no step is killed. The time is longer for the
             first steps, and for models with slow steps.
         load_seconds: minimum time after which a new process that loads the model again is killed.
-        spare_delay: time from the start of an engine to the start of its spare process.
+        spare_delay: time from the start of an engine to the start of its spare process, whose imports take a second of
+            a core. While the engine has requests, the time is longer by :data:`BUSY_DELAY_SECONDS`.
     """
 
     max_restarts: int = 10
