@@ -221,7 +221,7 @@ def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:
     if _shares_picks(config):
         raise UnsupportedModelError(
             f"{args.model}: most layers attend to the keys that another layer's index picks (indexer_types), while "
-            f"mlx-lm's {config['model_type']} needs an index in each layer"
+            f"mlx-lm's {config['model_type']} needs an index in each layer (mlx-lm issues 1418 and 1453)"
         )
 
 

@@ -11,7 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from metal_engine.errors import UnsupportedModelError, one_line
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec
+from metal_engine.kv_cache.spec import IndexSpec, KVSpec, LatentSpec, RecurrentSpec
+from metal_engine.models.indexer import indexers
 from metal_engine.models.layer_cache import RecordingCache
 from metal_engine.models.mlx_lm_patch import Recorder, recorded
 from metal_engine.models.recurrent.recording import RecordingState
@@ -69,6 +70,8 @@ def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedMode
     whole = UnshardedModelInfo(len(before), get_total_parameters(model))
     try:
         model.shard(group)
+        for indexer in indexers(model):
+            indexer.ranks = group
         after = recorded(model)
     except (*_CANNOT, UnsupportedModelError) as error:
         # The failure may concern something else than heads, such as the columns of a matrix.
@@ -87,7 +90,7 @@ def _is_shard(whole: Recorder, shard: Recorder, size: int) -> bool:
     match whole.spec, shard.spec:
         case RecurrentSpec(), RecurrentSpec():
             return shard.spec.bytes_per_request * size == whole.spec.bytes_per_request
-        case LatentSpec(), LatentSpec():  # all heads share the latents
+        case (LatentSpec(), LatentSpec()) | (IndexSpec(), IndexSpec()):  # all heads share the latents and the index
             kept = shard.spec == whole.spec
         case KVSpec(), KVSpec():
             widths = (shard.spec.head_dim, shard.spec.v_head_dim)

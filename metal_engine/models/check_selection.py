@@ -1,0 +1,162 @@
+"""Compares, during the check at load, the keys that indexes select with those that mlx-lm's own indexes select.
+
+Each layer selects fewer keys than the check's requests have, on both sides. In half precision, two keys may have nearly
+equal scores, and either may be selected. The layers after it then compute other numbers on both sides, and a comparison
+of logits alone would refuse the model. Each layer is therefore judged on its own:
+
+- mlx-lm's index selects keys from the input of its own layer. Keys that only one side selects must have nearly equal
+  scores.
+- mlx-lm's layer then attends to the keys that the packed step has selected. Logits differ only by rounding, as in other
+  models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.deepseek_v32 import Indexer
+
+from metal_engine.attention.indexed import KeySelection
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.models.indexer import IndexCache, IndexOwner, PagedIndexer, indexers
+from metal_engine.models.paged_model import PagedModel
+
+_TOP_K = 8  # at most half of the tokens of each request of the check
+# Largest difference between scores of keys that only one side selects, relative to the size of the row's scores.
+TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 0.25}
+
+
+class SelectionCheck:
+    """Selections of packed steps, and their comparison with mlx-lm's own selections.
+
+    Args:
+        paged: model to check.
+
+    Attributes:
+        worst: largest difference between scores of keys that only one side selects, relative to the size of the row's
+            scores. Infinite if a row selects too few or too many keys, or keys that it may not see.
+    """
+
+    def __init__(self, paged: PagedModel) -> None:
+        self._caches = [cache for cache in paged.layer_caches if isinstance(cache, IndexCache)]
+        # For each index: (first block of a request, position of a row) -> positions of its selected keys.
+        self._selected: list[dict[tuple[int, int], np.ndarray]] = [{} for _ in self._caches]
+        self._dtype = paged.dtype
+        self.worst = 0.0
+
+    @property
+    def is_same(self) -> bool:
+        """True if both sides select the same keys, except keys with nearly equal scores."""
+        return self.worst <= TOLERANCE[self._dtype]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the selections of packed steps within a ``with`` block, instead of earlier ones."""
+        for cache, selected in zip(self._caches, self._selected, strict=True):
+            selected.clear()
+            cache.observe = partial(_record, selected)
+        self.worst = 0.0
+        try:
+            yield
+        finally:
+            for cache in self._caches:
+                cache.observe = None
+
+    def own_cache(self, cache: IndexCache, own: Any, first_block: int) -> IndexOwner:
+        """Return the cache with which mlx-lm's index of a layer runs for one request. It compares the selections.
+
+        Args:
+            cache: cache of the index in packed steps.
+            own: new cache of mlx-lm.
+            first_block: first block of the request in packed steps.
+        """
+        return _ComparingCache(self, self._selected[self._caches.index(cache)], own, first_block)
+
+
+class _ComparingCache(IndexOwner):
+    """mlx-lm's own cache of an index, with the selections of packed steps for the same request."""
+
+    def __init__(
+        self, check: SelectionCheck, selected: dict[tuple[int, int], np.ndarray], own: Any, first_block: int
+    ) -> None:
+        self._check, self._selected, self._own, self._first_block = check, selected, own, first_block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def select(self, indexer: PagedIndexer, x: mx.array, qr: mx.array, mask: Any) -> mx.array | None:
+        """Run mlx-lm's index over a whole prompt. Return the keys that the packed steps have selected.
+
+        Returns:
+            Positions, [1, 1, L, top_k]; None if mlx-lm's index selects nothing.
+        """
+        own = Indexer.__call__(indexer, x, qr, mask, self._own)
+        if own is None:
+            return None
+        top_k, num_rows = own.shape[-1], x.shape[1]
+        rows = np.arange(num_rows)
+        is_visible = rows <= rows[:, None]
+        is_own = np.zeros((num_rows, num_rows), bool)
+        np.put_along_axis(is_own, np.array(own[0, 0]).astype(np.int64), values=True, axis=1)
+        is_own &= is_visible
+        is_ours = np.zeros_like(is_own)
+        result = np.repeat(rows[:, None], top_k, axis=1)  # padding: a row sees its own key
+        for row in rows.tolist():
+            # A request with few keys selects nothing and attends to all of them.
+            keys = self._selected.get((self._first_block, row), np.arange(row + 1))[:top_k]
+            is_ours[row, keys] = True
+            result[row, : len(keys)] = keys
+        if (is_ours & ~is_visible).any() or (is_ours.sum(1) != is_own.sum(1)).any():
+            self._check.worst = np.inf
+            return own
+        scores, sizes = _scores(*indexer.keys_and_queries(x, qr, 0))
+        is_different = is_own != is_ours
+        largest = np.where(is_different, scores, -np.inf).max(1)
+        smallest = np.where(is_different, scores, np.inf).min(1)
+        apart = np.where(is_different.any(1), largest - smallest, 0) / np.where(is_visible, sizes, 1e-30).max(1)
+        self._check.worst = max(self._check.worst, float(apart.max()))
+        return mx.array(result[None, None].astype(np.uint32))
+
+
+def _scores(keys: mx.array, queries: mx.array, weights: mx.array) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scores of all keys for each row, and the sizes of the scores.
+
+    Rounding errors of a score grow with its size: the length of the vector of the heads' products, with their weights.
+    A score itself can be 0 because all products are negative.
+
+    Args:
+        keys, queries, weights: result of :meth:`PagedIndexer.keys_and_queries`.
+
+    Returns:
+        Two arrays, [L, L] float32.
+    """
+    products = queries[0].astype(mx.float32) @ keys[0].astype(mx.float32).T  # [H, L, L]
+    by_head = weights[0].astype(mx.float32).T[..., None] * mx.stack([mx.maximum(products, 0), products])
+    return np.array(by_head[0].sum(0)), np.array(mx.linalg.norm(by_head[1], axis=0))
+
+
+@contextmanager
+def small_selection(paged: PagedModel) -> Iterator[None]:
+    """Let all indexes of a model select few keys within a ``with`` block, in packed steps and in mlx-lm's own pass."""
+    own = [(indexer, indexer.index_topk) for indexer in indexers(paged.model)]
+    for indexer, top_k in own:
+        indexer.index_topk = min(top_k, _TOP_K)
+    try:
+        yield
+    finally:
+        for indexer, top_k in own:
+            indexer.index_topk = top_k
+
+
+def _record(selected: dict[tuple[int, int], np.ndarray], rows: StepRows, selection: KeySelection | None) -> None:
+    if selection is None:
+        return
+    first_blocks = rows.block_table[rows.request_of_row, 0].tolist()
+    for first_block, position, keys in zip(first_blocks, rows.positions.tolist(), selection.by_row(), strict=True):
+        if keys.max() >= 0:  # otherwise the row attends to all keys
+            selected[first_block, position] = keys[keys >= 0]
