@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -129,6 +130,19 @@ def test_the_measured_step_selects_keys(monkeypatch: pytest.MonkeyPatch) -> None
         for longest in (None, 64)
     ]
     assert taken[0] > taken[1] + 64 * 64 * 4
+
+
+def test_all_ranks_use_the_selection_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = PagedModel(random_model(config_of()))
+    index, *_ = indexer.indexers(paged.model)
+    own = mx.array([[3, 1, -1]])
+    assert index.common(own) is own
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda array, group: array)
+    summands: list[list[int]] = []
+    for rank in range(2):
+        index.ranks = SimpleNamespace(rank=lambda rank=rank: rank)
+        summands += index.common(own).tolist()
+    assert summands == [[3, 1, -1], [0, 0, 0]]
 
 
 def test_a_store_of_kv_contains_the_index_keys(tmp_path: Path) -> None:
