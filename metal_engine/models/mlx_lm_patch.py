@@ -25,6 +25,8 @@ from metal_engine.models.current_step import CurrentStep
 from metal_engine.models.indexer import patch_indexers
 from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionOwner, OwnedKeys, RecordingCache
 from metal_engine.models.namespaces import replace_namespaces
+from metal_engine.models.recurrent.convolved_keys import patch_convolved_keys
+from metal_engine.models.recurrent.ngrams import patch_ngrams
 from metal_engine.models.recurrent.recording import CallTrace, RecordingState
 from metal_engine.models.recurrent.recurrences import REPLACEMENTS as RECURRENCES
 from metal_engine.models.softcap import patch_softcapped_layers
@@ -94,8 +96,7 @@ def patch_model(model: nn.Module, step: CurrentStep) -> PatchedModel:
         _replace_functions(model, cpu_ops.REPLACEMENTS)
         cpu_ops.use_faster_layers(model)
     _replace_functions(model, RECURRENCES)
-    replace_namespaces(model)
-    patch_indexers(model)
+    _patch_modules(model)
     patched = _record(model)
     if not all(map(_is_used, patched.recorders)) and patch_softcapped_layers(model):
         patched = _record(model)
@@ -128,9 +129,16 @@ def recorded(model: nn.Module) -> list[Recorder]:
     """
     _recorders(model, CallTrace())
     _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _patched_attention)])
+    _patch_modules(model)
+    return _record(model).recorders
+
+
+def _patch_modules(model: nn.Module) -> None:
+    """Patch the modules that need more than mlx-lm's attention function and recurrences."""
     replace_namespaces(model)
     patch_indexers(model)
-    return _record(model).recorders
+    patch_ngrams(model)
+    patch_convolved_keys(model)
 
 
 def _is_used(recorder: Recorder) -> bool:

@@ -14,7 +14,7 @@ from metal_engine.sampling_params import SamplingParams
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.fake_engine import VOCAB_SIZE
 
-REPLAYED = ["afm7", "gpt_bigcode", "iquestloopcoder", "llama4", "plamo", "plamo2"]
+REPLAYED = ["afm7", "baichuan_m1", "gpt_bigcode", "iquestloopcoder", "llama4", "longcat_flash_ngram", "plamo", "plamo2"]
 ARCHITECTURES = [*REPLAYED, "deepseek_v32", "glm_moe_dsa"]
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)

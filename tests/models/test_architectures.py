@@ -249,7 +249,7 @@ def test_the_check_notices_a_wrong_chunk_of_8192(monkeypatch: pytest.MonkeyPatch
 def test_the_table_covers_what_differs() -> None:
     """The comparison is only meaningful if windows are crossed, and if some layers have sinks and latents."""
     assert len(SUPPORTED) >= 30
-    assert len(UNSUPPORTED) >= 6
+    assert len(UNSUPPORTED) >= 3
     opened = {t: PagedModel(random_model(configuration(t))) for t in ("gpt_oss", "gemma3_text", "deepseek_v3")}
     assert opened["gpt_oss"].windows == opened["gemma3_text"].windows == {6}
     assert max(LENGTHS) > 3 * 6

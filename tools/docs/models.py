@@ -77,12 +77,10 @@ output for the original checkpoint.
 - **End of output**: the tokens that the file names, and the usual end-of-turn tokens among its control tokens.
 """
 _REFUSED = {
-    "baichuan_m1": "convolves keys and values with those of the token before",
     "deepseek_v41": "caches windows, groups of compressed keys and candidates, in a cache of its own",
-    "longcat_flash_ngram": "stores the last tokens to look up n-grams",
     "minimax_m3_vl": "each row attends only to the blocks that an index of its own picks",
     "olmo": "multiplies queries and keys in its own code, which needs the package `ai2-olmo`; OLMo 2 and 3 run",
-    "phi3small": "attends to blocks in a pattern of its own",
+    "phi3small": "attends to blocks in a pattern of its own; in mlx-lm, a prompt's token also sees later tokens",
 }
 # GGUF architecture -> (models as users name them, remarks). The rest of the table comes from the engine's own data.
 _GGUF_MODELS = {

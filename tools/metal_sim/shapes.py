@@ -91,6 +91,7 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "afm7": ("16/2x128",),
     "afmoe": ("8/2x128 32/4x128 48/8x128 | full window",),
     "apertus": ("32/8x128 64/8x128",),
+    "baichuan_m1": ("32/8x128 | full window",),  # a common shape: the published heads are not known here
     "bailing_hybrid": (_LATENT,),
     "bailing_moe": ("16/4x128 64/8x128",),
     "bailing_moe_linear": ("16/4x128 32/4x128",),
@@ -101,6 +102,7 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "deepseek": ("16/16x128",),
     "deepseek_v2": ("16/16x192:128 128/128x192:128",),
     "deepseek_v3": (_LATENT,),
+    "deepseek_v32": (_LATENT,),
     "dots1": ("32/32x128",),
     "ernie4_5": ("16/2x128",),
     "ernie4_5_moe": ("20/4x128 64/8x128",),
@@ -120,6 +122,7 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "glm4": ("32/2x128 48/2x128 48/8x128",),
     "glm4_moe": ("96/8x128",),
     "glm4_moe_lite": (_LATENT,),
+    "glm_moe_dsa": (_LATENT,),
     "gpt2": ("12/12x64",),
     "gpt_bigcode": ("16/1x128 32/1x128 48/1x128",),
     "gpt_neox": ("8/8x64 4/4x32 16/16x128 32/32x80 64/64x96 8/8x256",),
@@ -149,6 +152,7 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "llama4": ("40/8x128",),
     "llama4_text": ("40/8x128 24/6x64",),
     "longcat_flash": (_LATENT,),
+    "longcat_flash_ngram": (_LATENT,),
     "mellum": ("32/4x128 | full window",),
     "mimo": ("32/8x128",),
     "mimo_v2_flash": ("64/4x192:128", "64/8x192:128 | window+sinks"),
@@ -207,6 +211,7 @@ ATTENTION: dict[str, tuple[str, ...]] = {
 # model_type -> recurrent layers. Architectures whose recurrences use mlx-lm's own functions have only their
 # convolutions here, if any.
 RECURRENT: dict[str, tuple[Layer, ...]] = {
+    "baichuan_m1": (),
     "bailing_hybrid": (),
     "bailing_moe_linear": (),
     "bailing_moe_v3": (GatedDelta(16, 16, 128, 128, vector_gate=True), Convolution(4, bias=False)),
@@ -224,6 +229,7 @@ RECURRENT: dict[str, tuple[Layer, ...]] = {
     "lfm2": (Convolution(3, bias=False),),
     "lfm2-vl": (Convolution(3, bias=False),),
     "lfm2_moe": (Convolution(3, bias=False),),
+    "longcat_flash_ngram": (),
     "mamba": (Convolution(4, bias=True),),
     "mamba2": (Mamba2(24, 1, 64, 128), Mamba2(80, 1, 64, 128), Mamba2(128, 8, 64, 128), Convolution(4, bias=True)),
     "nemotron_h": (Mamba2(128, 8, 64, 128), Mamba2(128, 8, 80, 128), Mamba2(64, 8, 64, 128), Convolution(4, bias=True)),
