@@ -83,7 +83,7 @@ class StepAttention(Protocol):
         ``window`` w: the query at position p sees keys p - w + 1 ... p. ``softcap`` c: scores become
         c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value. ``chunk``
         c: the query at position p sees no key before the largest multiple of c that is at most p. ``selection``: the
-        keys to which rows attend, in layers without the options above. None stands for all keys.
+        keys to which rows attend, in layers without the options above. None if rows attend to all keys.
 
         For latents, only the first ``latent_dim`` columns of the result are the output. The caller drops the others.
         """

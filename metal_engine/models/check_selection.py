@@ -107,7 +107,7 @@ class _ComparingCache(IndexOwner):
         is_ours = np.zeros_like(is_own)
         result = np.repeat(rows[:, None], top_k, axis=1)  # padding: a row sees its own key
         for row in rows.tolist():
-            # A request with few keys selects nothing and attends to all of them.
+            # The rows of a request with few keys attend to all keys.
             keys = self._selected.get((self._first_block, row), np.arange(row + 1))[:top_k]
             is_ours[row, keys] = True
             result[row, : len(keys)] = keys

@@ -124,7 +124,7 @@ def test_index_keys_are_stored_and_counted_and_never_quantized() -> None:
 
 
 def test_the_measured_step_selects_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a context, a step of 64 tokens would not."""
+    """Rows select keys only if requests have a context: the step itself has 64 tokens."""
     taken = [
         measure_step_bytes(PagedModel(random_model(config_of(top_k=64))), PortableBackend(), 16, longest, 64, 4)
         for longest in (None, 64)
