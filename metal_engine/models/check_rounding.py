@@ -130,7 +130,7 @@ class _Attention:
     softcap: float | None
     sinks: mx.array | None  # [Hq]
     chunk: int | None
-    selected: np.ndarray | None  # [R, top_k] positions of the keys that rows attend to, -1 for none; None for all keys
+    selected: np.ndarray | None  # [R, G, K] positions of the keys that rows attend to, -1 for none; None for all keys
 
     def over(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Compute attention over keys and values of all tokens, [S, Hkv, D or Dv] float32, and its expected error.
@@ -153,7 +153,7 @@ class _Attention:
         if self.chunk is not None:
             mask &= seen >= positions // self.chunk * self.chunk
         if self.selected is not None:
-            mask &= (seen == self.selected[..., None]).any(axis=1)
+            mask = mask & (seen == self.selected[..., None]).any(axis=2).swapaxes(0, 1)[:, None]  # [G, 1, R, S]
         scores = mx.where(mx.array(mask), scores, -mx.inf)
         if self.sinks is not None:
             sinks = self.sinks.astype(mx.float32).reshape(num_kv_heads, num_heads // num_kv_heads, 1, 1)

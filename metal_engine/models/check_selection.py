@@ -19,14 +19,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.deepseek_v32 import Indexer
 
-from metal_engine.attention.indexed import KeySelection
+from metal_engine.attention.indexed import KeySelection, SelectionSize
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.models.indexer import IndexCache, IndexOwner, PagedIndexer, indexers
+from metal_engine.models.indexer import IndexCache, IndexOwner, PagedIndex, Projections, indexers
 from metal_engine.models.paged_model import PagedModel
 
-_TOP_K = 8  # at most half of the tokens of each request of the check
 # Largest difference between scores of keys that only one side selects, relative to the size of the row's scores.
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 0.25}
 
@@ -89,68 +87,73 @@ class _ComparingCache(IndexOwner):
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
-    def select(self, indexer: PagedIndexer, x: mx.array, qr: mx.array, mask: Any) -> mx.array | None:
-        """Run mlx-lm's index over a whole prompt. Return the keys that the packed steps have selected.
-
-        Returns:
-            Positions, [1, 1, L, top_k]; None if mlx-lm's index selects nothing.
-        """
-        own = Indexer.__call__(indexer, x, qr, mask, self._own)
+    def select(self, index: PagedIndex, x: mx.array, qr: mx.array | None, mask: Any) -> mx.array | None:
+        """Run mlx-lm's index over a whole prompt. Return the keys that the packed steps have selected."""
+        own = index.own_selection(x, qr, mask, self._own)
         if own is None:
             return None
-        top_k, num_rows = own.shape[-1], x.shape[1]
-        rows = np.arange(num_rows)
-        is_visible = rows <= rows[:, None]
-        is_own = np.zeros((num_rows, num_rows), bool)
-        np.put_along_axis(is_own, np.array(own[0, 0]).astype(np.int64), values=True, axis=1)
-        is_own &= is_visible
-        is_ours = np.zeros_like(is_own)
-        result = np.repeat(rows[:, None], top_k, axis=1)  # padding: a row sees its own key
+        rows = np.arange(x.shape[1])
+        is_visible = np.broadcast_to(rows <= rows[:, None], own.shape)
+        ours = np.zeros_like(own)
         for row in rows.tolist():
-            # The rows of a request with few keys attend to all keys.
-            keys = self._selected.get((self._first_block, row), np.arange(row + 1))[:top_k]
-            is_ours[row, keys] = True
-            result[row, : len(keys)] = keys
-        if (is_ours & ~is_visible).any() or (is_ours.sum(1) != is_own.sum(1)).any():
+            selected = self._selected.get((self._first_block, row))
+            if selected is None:  # the rows of a request with few keys attend to all keys
+                ours[:, row, : min(row + 1, index.size.num_keys)] = True
+                continue
+            for group, keys in enumerate(selected):
+                ours[group, row, keys[keys >= 0]] = True
+        own &= is_visible
+        if (ours & ~is_visible).any() or (ours.sum(-1) != own.sum(-1)).any():
             self._check.worst = np.inf
-            return own
-        scores, sizes = _scores(*indexer.keys_and_queries(x, qr, 0))
-        is_different = is_own != is_ours
-        largest = np.where(is_different, scores, -np.inf).max(1)
-        smallest = np.where(is_different, scores, np.inf).min(1)
-        apart = np.where(is_different.any(1), largest - smallest, 0) / np.where(is_visible, sizes, 1e-30).max(1)
+            return index.result(own)
+        scores, sizes = _scores(index.project(x, qr, 0), index.size)
+        is_different = own != ours
+        largest = np.where(is_different, scores, -np.inf).max(-1)
+        smallest = np.where(is_different, scores, np.inf).min(-1)
+        differs = is_different.any(-1)
+        apart = np.where(differs, largest - smallest, 0) / np.where(is_visible, sizes, 1e-30).max(-1)
         self._check.worst = max(self._check.worst, float(apart.max()))
-        return mx.array(result[None, None].astype(np.uint32))
+        return index.result(ours)
 
 
-def _scores(keys: mx.array, queries: mx.array, weights: mx.array) -> tuple[np.ndarray, np.ndarray]:
+def _scores(projections: Projections, size: SelectionSize) -> tuple[np.ndarray, np.ndarray]:
     """Return the scores of all keys for each row, and the sizes of the scores.
 
     Rounding errors of a score grow with its size: the length of the vector of the heads' products, with their weights.
-    A score itself can be 0 because all products are negative.
-
-    Args:
-        keys, queries, weights: result of :meth:`PagedIndexer.keys_and_queries`.
+    A score itself can be 0 because all products are negative. A key's score is the largest visible one of its block.
 
     Returns:
-        Two arrays, [L, L] float32.
+        Two arrays, [G, L, L] float32.
     """
+    keys, queries, weights = projections
     products = queries[0].astype(mx.float32) @ keys[0].astype(mx.float32).T  # [H, L, L]
+    if weights is None:
+        return _of_blocks(np.array(products), size), np.abs(np.array(products))
     by_head = weights[0].astype(mx.float32).T[..., None] * mx.stack([mx.maximum(products, 0), products])
-    return np.array(by_head[0].sum(0)), np.array(mx.linalg.norm(by_head[1], axis=0))
+    return np.array(by_head[0].sum(0, keepdims=True)), np.array(mx.linalg.norm(by_head[1], axis=0, keepdims=True))
+
+
+def _of_blocks(products: np.ndarray, size: SelectionSize) -> np.ndarray:
+    """Return the score of each key's block for each row, [H, L, L]."""
+    rows = np.arange(products.shape[1])
+    blocks = rows // size.block_size
+    scores = np.where(rows <= rows[:, None], products, np.finfo(np.float32).min)
+    of_blocks = np.maximum.reduceat(scores, np.arange(0, len(rows), size.block_size), axis=-1)[..., blocks]
+    is_local = (blocks <= blocks[:, None]) & (blocks > blocks[:, None] - size.num_local)
+    return np.where(is_local, np.finfo(np.float32).max, of_blocks)
 
 
 @contextmanager
 def small_selection(paged: PagedModel) -> Iterator[None]:
     """Let all indexes of a model select few keys within a ``with`` block, in packed steps and in mlx-lm's own pass."""
-    own = [(indexer, indexer.index_topk) for indexer in indexers(paged.model)]
-    for indexer, top_k in own:
-        indexer.index_topk = min(top_k, _TOP_K)
+    own = [(index, name, getattr(index, name)) for index in indexers(paged.model) for name in index.small]
+    for index, name, value in own:
+        setattr(index, name, min(value, index.small[name]))
     try:
         yield
     finally:
-        for indexer, top_k in own:
-            indexer.index_topk = top_k
+        for index, name, value in own:
+            setattr(index, name, value)
 
 
 def _record(selected: dict[tuple[int, int], np.ndarray], rows: StepRows, selection: KeySelection | None) -> None:
@@ -159,4 +162,4 @@ def _record(selected: dict[tuple[int, int], np.ndarray], rows: StepRows, selecti
     first_blocks = rows.block_table[rows.request_of_row, 0].tolist()
     for first_block, position, keys in zip(first_blocks, rows.positions.tolist(), selection.by_row(), strict=True):
         if keys.max() >= 0:  # otherwise the row attends to all keys
-            selected[first_block, position] = keys[keys >= 0]
+            selected[first_block, position] = keys

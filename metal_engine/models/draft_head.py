@@ -192,7 +192,7 @@ class PagedDraftHead:
 
     Attributes:
         head: see above.
-        pool: pool of the head's states: keys and values of its layer, and keys of the layer's index if it has one.
+        pool: pool of the head's states: keys and values, and also index keys if the head's layer has an index.
     """
 
     def __init__(self, head: DraftHead, target: PagedModel) -> None:

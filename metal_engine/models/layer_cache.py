@@ -21,7 +21,7 @@ from metal_engine.kv_cache.spec import IndexSpec, KVSpec, LatentSpec, StateSpec
 from metal_engine.kv_cache.state import IndexState, KVState, LayerState
 from metal_engine.models.cache_tree import CacheGroup, CacheTree
 from metal_engine.models.current_step import CurrentStep
-from metal_engine.models.indexer import IndexCache, IndexOwner, PagedIndexer
+from metal_engine.models.indexer import IndexCache, IndexOwner, PagedIndex
 from metal_engine.models.recurrent.state_cache import StateCache
 
 Attention = Callable[..., mx.array]
@@ -315,9 +315,9 @@ class RecordingCache(ConcatenateKVCache, AttendingCache, IndexOwner):
         keys, values = super().update_and_fetch(keys, values)
         return OwnedKeys(keys, self), values
 
-    def select(self, indexer: PagedIndexer, x: mx.array, qr: mx.array, mask: Any) -> None:
+    def select(self, index: PagedIndex, x: mx.array, qr: mx.array | None, mask: Any) -> None:
         """Store the keys of an index, and select nothing: a recorded run has few tokens."""
-        keys, _, _ = indexer.keys_and_queries(x, qr, self.offset)
+        keys = index.project(x, qr, self.offset).keys
         self.update_and_fetch(keys[:, None], keys[:, None])
         self.spec = IndexSpec(keys.shape[-1], keys.dtype)
         self.num_reads += 1

@@ -103,7 +103,7 @@ class PagedModel:
         by_recorder = dict(zip(map(id, patched.recorders), self.layer_caches, strict=True))
         self._caches = map_caches(lambda recorder: by_recorder[id(recorder)], patched.caches)
         link_indexes(self._caches)
-        self.index_top_k = max((indexer.index_topk for indexer in indexers(model)), default=None)
+        self.index_top_k = max((index.size.num_keys for index in indexers(model)), default=None)
         self.hidden_problem: str | None = None
         if not is_sketch:
             pairs = zip(patched.recorders, self.layer_caches, strict=True)

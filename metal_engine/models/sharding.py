@@ -71,7 +71,7 @@ def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedMode
     try:
         model.shard(group)
         for indexer in indexers(model):
-            indexer.ranks = group
+            indexer.ranks = group if indexer.can_share else None
         after = recorded(model)
     except (*_CANNOT, UnsupportedModelError) as error:
         # The failure may concern something else than heads, such as the columns of a matrix.
@@ -89,6 +89,8 @@ def _is_shard(whole: Recorder, shard: Recorder, size: int) -> bool:
     """Return True if a layer of the shard has one of ``size`` equal parts of the whole layer's state and heads."""
     match whole.spec, shard.spec:
         case RecurrentSpec(), RecurrentSpec():
+            if not mx.issubdtype(whole.spec.dtype, mx.floating):  # earlier token ids, which all ranks store
+                return shard.spec == whole.spec
             return shard.spec.bytes_per_request * size == whole.spec.bytes_per_request
         case (LatentSpec(), LatentSpec()) | (IndexSpec(), IndexSpec()):  # all heads share the latents and the index
             kept = shard.spec == whole.spec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from metal_engine.attention import indexed
-from metal_engine.attention.indexed import IndexQueries, largest, plan_selection, select_keys
+from metal_engine.attention.indexed import IndexQueries, SelectionSize, largest, plan_selection, select_keys
 from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
@@ -40,7 +40,9 @@ class IndexedStep:
     index_state: IndexState
 
     @classmethod
-    def random(cls, segments: list[tuple[int, int]], seed: int = 0, **sizes: Any) -> IndexedStep:
+    def random(
+        cls, segments: list[tuple[int, int]], seed: int = 0, blocks: SelectionSize | None = None, **sizes: Any
+    ) -> IndexedStep:
         packed = make_step(segments, block_size=8, seed=seed, **sizes)
         rows, rng = packed.rows, np.random.default_rng(seed)
         state = IndexState(IndexSpec(5, mx.float32))
@@ -51,35 +53,46 @@ class IndexedStep:
         state.allocate(num_slots // 8, 8)
         state.restore(StateSnapshot({"index_keys": mx.array(keys)}))
         queries, weights = rng.standard_normal((rows.num_tokens, 2, 5)), rng.standard_normal((rows.num_tokens, 2))
-        index = IndexQueries(mx.array(queries.astype(np.float32)), mx.array(weights.astype(np.float32)), TOP_K)
+        index = IndexQueries(
+            mx.array(queries.astype(np.float32)), mx.array(weights.astype(np.float32)), SelectionSize(TOP_K)
+        )
         return cls(packed, index, state)
 
     def attend(self, backend: Any, limits: Limits | None = None) -> np.ndarray:
         rows = self.packed.rows
-        plan = plan_selection(rows, TOP_K, self.index.dims, limits)
+        plan = plan_selection(rows, self.index.size.num_keys, self.index.dims, limits)
         selection = None if plan is None else select_keys(plan, self.index, self.index_state)
         out = backend.for_step(rows).attend(self.packed.q, self.packed.state, scale=SCALE, selection=selection)
         return np.array(out)[..., : self.packed.latent_dim]
 
-    def selected(self, row: int) -> np.ndarray:
-        """Return the positions that a row attends to."""
-        rows = self.packed.rows
+    def selected(self, row: int, head: int = 0) -> np.ndarray:
+        """Return the positions that a row attends to, for one KV head."""
+        rows, size = self.packed.rows, self.index.size
         num_keys = int(rows.positions[row]) + 1
         slots = rows.slots(int(rows.request_of_row[row]), np.arange(num_keys))
         keys, query = np.array(self.index_state.arrays["index_keys"])[slots], np.array(self.index.queries)[row]
-        scores = np.array(self.index.weights)[row] @ np.maximum(query.astype(np.float64) @ keys.T, 0)
-        return np.sort(np.lexsort((np.arange(num_keys), -scores))[:TOP_K])
+        products = query.astype(np.float64) @ keys.T
+        if self.index.weights is not None:
+            scores = np.array(self.index.weights)[row] @ np.maximum(products, 0)
+            return np.sort(np.lexsort((np.arange(num_keys), -scores))[:TOP_K])
+        blocks = np.split(products[head], range(size.block_size, num_keys, size.block_size))
+        scores = np.array([block.max() for block in blocks])
+        scores[len(scores) - size.num_local :] = np.inf
+        best = np.argsort(-scores, kind="stable")[: size.top_k]
+        return np.flatnonzero(np.isin(np.arange(num_keys) // size.block_size, best))
 
     def reference(self) -> np.ndarray:
         rows, state = self.packed.rows, self.packed.state
         keys, values = (np.array(array).astype(np.float64) for array in (state.keys, state.values))
         outputs = []
         for row, q in enumerate(np.array(self.packed.q).astype(np.float64)):
-            slots = rows.slots(int(rows.request_of_row[row]), self.selected(row))
-            group = len(q) // keys.shape[1]
-            k, v = (np.repeat(array[slots], group, axis=1) for array in (keys, values[..., : self.packed.latent_dim]))
-            weights = np.exp(np.einsum("hd,khd->hk", q, k) * SCALE)
-            outputs.append(np.einsum("hk,khd->hd", weights / weights.sum(1, keepdims=True), v))
+            group, heads = len(q) // keys.shape[1], []
+            for head in range(keys.shape[1]):
+                slots = rows.slots(int(rows.request_of_row[row]), self.selected(row, head))
+                k, v = keys[slots, head], values[slots, head, : self.packed.latent_dim]
+                weights = np.exp(q[head * group : (head + 1) * group] @ k.T * SCALE)
+                heads.append(weights / weights.sum(1, keepdims=True) @ v)
+            outputs.append(np.concatenate(heads))
         return np.array(outputs)
 
 
@@ -97,6 +110,13 @@ def test_rows_attend_to_the_keys_with_the_largest_scores(sizes: str, limits: str
     for seed in range(3):
         step = IndexedStep.random(SEGMENTS, seed, **SIZES[sizes])
         assert gap(step.attend(PortableBackend(), LIMITS[limits]), step.reference()) < 2e-5
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("blocks", [SelectionSize(3, 4, 1), SelectionSize(2, 7, 2), SelectionSize(5, 3, 0)], ids=str)
+def test_each_kv_head_attends_to_blocks_of_its_own(blocks: SelectionSize, limits: str) -> None:
+    step = IndexedStep.random(SEGMENTS, blocks=blocks, **SIZES["two KV heads"])
+    assert gap(step.attend(PortableBackend(), LIMITS[limits]), step.reference()) < 2e-5
 
 
 def test_scores_of_zero_decide_in_these_steps() -> None:
@@ -184,7 +204,7 @@ def test_memory_does_not_grow_with_the_context() -> None:
         state = IndexState(IndexSpec(8, mx.float32))
         state.allocate(len(packed.state.keys) // 16, 16)
         queries = mx.random.normal((256, index_heads, 8))
-        index = IndexQueries(queries, mx.ones((256, index_heads)), top_k)
+        index = IndexQueries(queries, mx.ones((256, index_heads)), SelectionSize(top_k))
         mx.eval(queries, packed.q, packed.k_cache)
         plan = plan_selection(rows, top_k, index.dims)
         assert plan is not None
@@ -215,4 +235,3 @@ def test_layers_share_one_plan_of_the_other_rows() -> None:
     assert plan_selection(step.packed.rows, 1000, step.index.dims) is None
     alone = plan_selection(step.packed.alone(4).rows, TOP_K, step.index.dims)
     assert alone is not None and alone.others is None
-    assert replace(step.index, top_k=3).dims == step.index.dims

@@ -15,7 +15,7 @@ from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, toke
 from tools.fixtures.fake_engine import VOCAB_SIZE
 
 REPLAYED = ["afm7", "baichuan_m1", "gpt_bigcode", "iquestloopcoder", "llama4", "longcat_flash_ngram", "plamo", "plamo2"]
-ARCHITECTURES = [*REPLAYED, "deepseek_v32", "glm_moe_dsa"]
+ARCHITECTURES = [*REPLAYED, "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"]
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 # Longer than the windows and chunks of the tiny configurations. The requests end in different steps.

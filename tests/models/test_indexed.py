@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from metal_engine.attention import indexed
-from metal_engine.attention.indexed import IndexQueries, KeySelection
+from metal_engine.attention.indexed import IndexQueries, KeySelection, SelectionSize
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import TracedRows, step_rows
@@ -46,6 +46,22 @@ def config_of(top_k: int = 8, **fields: Any) -> dict[str, Any]:
     return {**configuration("deepseek_v32"), "index_topk": top_k, **fields}
 
 
+def config_of_blocks(top_k: int, block_size: int, **fields: Any) -> dict[str, Any]:
+    config = configuration("minimax_m3_vl")
+    sizes = {"index_topk_blocks": top_k, "index_block_size": block_size}
+    return {**config, "text_config": {**config["text_config"], **sizes, **fields}}
+
+
+CONFIGS = {
+    "1": config_of(1),
+    "8": config_of(8),
+    "64": config_of(64),
+    "more than all keys": config_of(1000),
+    "2 blocks": config_of_blocks(2, 5),
+    "16 blocks": config_of_blocks(16, 4),
+}
+
+
 def mlx_lms_tokens(config: dict[str, Any]) -> list[list[int]]:
     model = tiny_reference(architecture=config)
     outputs = []
@@ -68,9 +84,9 @@ def tokens_of(engine: Any) -> list[list[int]]:
     return [token_ids(outputs) for outputs in run_all(engine, [(prompt, GREEDY) for prompt in PROMPTS])]
 
 
-@pytest.mark.parametrize("top_k", [1, 8, 64, 1000])
-def test_tokens_with_contexts_far_beyond_the_selection(top_k: int) -> None:
-    config = config_of(top_k)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_with_contexts_far_beyond_the_selection(name: str) -> None:
+    config = CONFIGS[name]
     expected = mlx_lms_tokens(config)
     engine = engine_of(config, max_num_batched_tokens=61)
     assert tokens_of(engine) == expected
@@ -169,6 +185,10 @@ def half_precision(seed: int, dtype: mx.Dtype = mx.bfloat16, num_heads: int = 16
     return PagedModel(random_model(config_of(2048, n_routed_experts=None, index_n_heads=num_heads), seed, dtype))
 
 
+def half_precision_of_blocks(seed: int, dtype: mx.Dtype) -> PagedModel:
+    return PagedModel(random_model(config_of_blocks(16, 128, moe_layer_freq=[0] * 4), seed, dtype))
+
+
 FULL = pytest.mark.full
 
 
@@ -178,7 +198,14 @@ def test_no_random_model_in_half_precision_is_refused(num_heads: int) -> None:
     for seed in range(30):
         paged = half_precision(seed, num_heads=num_heads)
         check(paged)
-        assert {module.index_topk for module in indexer.indexers(paged.model)} == {2048}
+        assert {index.size.num_keys for index in indexer.indexers(paged.model)} == {2048}
+
+
+def test_no_random_model_with_blocks_is_refused_in_half_precision() -> None:
+    for seed in range(30):
+        paged = half_precision_of_blocks(seed, mx.bfloat16)
+        check(paged)
+        assert {index.size for index in indexer.indexers(paged.model)} == {SelectionSize(16, 128, 1)}
 
 
 def _patched(name: str, function: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -221,14 +248,13 @@ def _weights_without_signs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _positions_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys_and_queries = indexer.PagedIndexer.keys_and_queries
+    for kind in (indexer.PagedIndexer, indexer.PagedBlockAttention):
+        project = kind.project
 
-    def off(self: Any, x: mx.array, qr: mx.array, offset: Any) -> Any:
-        keys, _, weights = keys_and_queries(self, x, qr, offset)
-        _, queries, _ = keys_and_queries(self, x, qr, offset + 3)
-        return keys, queries, weights
+        def off(self: Any, x: mx.array, qr: mx.array, offset: Any, project: Any = project) -> Any:
+            return project(self, x, qr, offset)._replace(queries=project(self, x, qr, offset + 3).queries)
 
-    monkeypatch.setattr(indexer.PagedIndexer, "keys_and_queries", off)
+        monkeypatch.setattr(kind, "project", off)
 
 
 def _latents_of_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +290,22 @@ def test_a_wrong_selection_is_refused(
     mistake: str, dtype: mx.Dtype, num_models: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = [half_precision(seed, dtype) for seed in range(num_models)]
+    MISTAKES[mistake](monkeypatch)
+    for paged in models:
+        with pytest.raises(UnsupportedModelError, match=r"index selects other keys|logits .* are off"):
+            check(paged)
+
+
+# A layer selects blocks by the signs of its products, and two blocks of four keys.
+MISTAKES_OF_BLOCKS = [name for name in MISTAKES if name not in ("weights without signs", "latents of other keys")]
+
+
+@pytest.mark.parametrize(("dtype", "num_models"), [(mx.float32, 3), pytest.param(mx.bfloat16, 30, marks=FULL)])
+@pytest.mark.parametrize("mistake", MISTAKES_OF_BLOCKS)
+def test_a_wrong_selection_of_blocks_is_refused(
+    mistake: str, dtype: mx.Dtype, num_models: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [half_precision_of_blocks(seed, dtype) for seed in range(num_models)]
     MISTAKES[mistake](monkeypatch)
     for paged in models:
         with pytest.raises(UnsupportedModelError, match=r"index selects other keys|logits .* are off"):

@@ -78,7 +78,6 @@ output for the original checkpoint.
 """
 _REFUSED = {
     "deepseek_v41": "caches windows, groups of compressed keys and candidates, in a cache of its own",
-    "minimax_m3_vl": "each row attends only to the blocks that an index of its own picks",
     "olmo": "multiplies queries and keys in its own code, which needs the package `ai2-olmo`; OLMo 2 and 3 run",
     "phi3small": "attends to blocks in a pattern of its own; in mlx-lm, a prompt's token also sees later tokens",
 }

@@ -159,6 +159,7 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "minicpm": ("36/36x64 24/8x64 16/2x64 32/2x128",),
     "minicpm3": ("40/40x96:64",),
     "minimax": ("48/8x128",),
+    "minimax_m3_vl": ("64/4x128",),
     "ministral3": ("32/8x128",),
     "mistral": (_MISTRAL,),
     "mistral3": (f"{_MISTRAL} | full window",),
