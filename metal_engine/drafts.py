@@ -216,7 +216,6 @@ def _load_head(
     from mlx_lm.utils import get_total_parameters
 
     from metal_engine.checkpoints.draft_heads import read_head
-    from metal_engine.kv_cache.spec import unquantized
     from metal_engine.models.draft_head import PagedDraftHead, load_head
 
     paged = opened.paged
@@ -224,17 +223,15 @@ def _load_head(
         weights = read_head(place, target.model)
         head = load_head(target.model, weights, paged.dtype, dequantize=device.kind == "cpu")
         paged_head = PagedDraftHead(head, paged)
-    spec = paged_head.state.spec
     weights_of_head: Any = tree_flatten(head.parameters())
-    is_quantized = opened.info.unquantized_kv_bytes_per_token is not None
     info = replace(
         opened.info,
         name=name,
         num_layers=1,
         num_params=get_total_parameters(head),
         weight_bytes=sum(array.nbytes for _, array in weights_of_head),
-        kv_bytes_per_token=spec.bytes_per_token,
-        unquantized_kv_bytes_per_token=unquantized(spec).bytes_per_token if is_quantized else None,
+        kv_bytes_per_token=paged_head.pool.bytes_per_token,
+        unquantized_kv_bytes_per_token=paged_head.pool.unquantized_bytes_per_token,
         state_bytes_per_request=0,
     )
 

@@ -94,6 +94,11 @@ def open_model(
                 )
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise cannot_run(args.model, loaded.config, error) from error
+    if paged.index_top_k is not None:
+        logger.info(
+            "MLX's operations select %d keys for each token, and attend to them, in contexts of more tokens",
+            paged.index_top_k,
+        )
     return OpenedModel(paged, info, attention)
 
 

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from metal_engine.attention.indexed import KeySelection
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import AttentionSpec
 from metal_engine.kv_cache.state import KVState
@@ -75,12 +76,14 @@ class StepAttention(Protocol):
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [num_heads]
         chunk: int | None = None,
+        selection: KeySelection | None = None,
     ) -> mx.array:  # [N, num_heads, v_head_dim], dtype of q
         """Compute attention of every packed row over its request's K and V, including those written in this step.
 
         ``window`` w: the query at position p sees keys p - w + 1 ... p. ``softcap`` c: scores become
         c * tanh(scores / c). ``sinks``: one logit per head that takes part in the softmax and adds no value. ``chunk``
-        c: the query at position p sees no key before the largest multiple of c that is at most p.
+        c: the query at position p sees no key before the largest multiple of c that is at most p. ``selection``: the
+        keys to which rows attend, in layers without the options above. None if rows attend to all keys.
 
         For latents, only the first ``latent_dim`` columns of the result are the output. The caller drops the others.
         """

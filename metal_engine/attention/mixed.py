@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionBackend, AttentionKind, StepAttention
+from metal_engine.attention.indexed import KeySelection
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import KVState
 
@@ -29,11 +31,13 @@ class MixedStep:
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
         chunk: int | None = None,
+        selection: KeySelection | None = None,
     ) -> mx.array:  # [N, Hq, Dv], dtype of q
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`."""
         is_portable = AttentionKind.of(q, state, window, softcap, sinks) in self.on_portable
         step = self.portable if is_portable else self.metal
-        return step.attend(q, state, scale=scale, window=window, softcap=softcap, sinks=sinks, chunk=chunk)
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
+        return step.attend(q, state, scale=scale, selection=selection, **options)
 
 
 @dataclass

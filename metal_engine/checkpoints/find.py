@@ -36,6 +36,7 @@ from metal_engine.checkpoints.named_paths import check_model_name
 from metal_engine.checkpoints.names import DEMO_MODEL, HubName, parse_hub_name
 from metal_engine.checkpoints.pooling_config import check_causal
 from metal_engine.checkpoints.requirements import Check, check_memory, safetensors_facts
+from metal_engine.checkpoints.shared_indexes import check_indexes
 from metal_engine.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -218,18 +219,4 @@ def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:
         raise UnsupportedModelError(
             f"{args.model}: mlx-lm has no architecture {config['model_type']!r}, or a package that it needs is missing"
         ) from error
-    if _shares_picks(config):
-        raise UnsupportedModelError(
-            f"{args.model}: most layers attend to the keys that another layer's index picks (indexer_types), while "
-            f"mlx-lm's {config['model_type']} needs an index in each layer"
-        )
-
-
-def _shares_picks(config: dict[str, Any]) -> bool:
-    """Return True if some layers have no index of their own and use the picks of an earlier layer, as in GLM-5.2.
-
-    mlx-lm creates an index in every layer, and such a checkpoint has no weights for most of them.
-    """
-    types, every = config.get("indexer_types"), config.get("index_topk_freq")
-    has_shared = isinstance(types, list) and any(kind != "full" for kind in types)
-    return has_shared or bool(config.get("index_topk_pattern")) or (isinstance(every, int) and every > 1)
+    check_indexes(args.model, config)

@@ -21,6 +21,7 @@ from metal_engine.checkpoints.gguf.config import default_dtype
 from metal_engine.checkpoints.gguf.header import GgufHeader
 from metal_engine.checkpoints.gguf.weights import loaded_bytes
 from metal_engine.checkpoints.image_encoders import image_refusal
+from metal_engine.checkpoints.shared_indexes import check_indexes
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import DeviceInfo
@@ -67,8 +68,10 @@ def safetensors_facts(
 
     Raises:
         ModelLoadError: the configuration and the tensors do not match.
+        UnsupportedModelError: layers share the keys that an index selects.
     """
     check_num_layers(config, len(tensors))
+    check_indexes(args.model, config, (tensor.name for tensor in tensors))
     tensors, encoder_tensors = text_tensors(tensors), vision_tensors(tensors)
     stored = Counter(_FLOAT_TYPES[tensor.dtype] for tensor in tensors if tensor.dtype in _FLOAT_TYPES)
     dtype = _dtype(args, device, stored.most_common(1)[0][0] if stored else "float16")

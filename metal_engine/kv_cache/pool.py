@@ -13,8 +13,16 @@ from metal_engine.device.streams import synchronize
 from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.recurrent import PendingByArray, RecurrentState
 from metal_engine.kv_cache.segments import Slots
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec, QuantizedKVSpec, RecurrentSpec, StateSpec, unquantized
-from metal_engine.kv_cache.state import KVState, LatentState, LayerState, StateSnapshot
+from metal_engine.kv_cache.spec import (
+    IndexSpec,
+    KVSpec,
+    LatentSpec,
+    QuantizedKVSpec,
+    RecurrentSpec,
+    StateSpec,
+    unquantized,
+)
+from metal_engine.kv_cache.state import IndexState, KVState, LatentState, LayerState, StateSnapshot
 from metal_engine.step import KVCacheLostError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +38,8 @@ def make_state(spec: StateSpec) -> LayerState:
             return KVState(spec)
         case LatentSpec():
             return LatentState(spec)
+        case IndexSpec():
+            return IndexState(spec)
         case QuantizedKVSpec():
             return QuantizedKVState(spec)
         case RecurrentSpec():
@@ -51,6 +61,7 @@ class StatePool:
 
     Attributes:
         is_recurrent: True if a layer carries a state from token to token.
+        has_index: True if a layer attends only to the keys that an index selects.
     """
 
     def __init__(self, states: Iterable[LayerState]) -> None:
@@ -62,6 +73,7 @@ class StatePool:
         self._of_requests = [(state, name) for state in self._recurrent for name in state.spec.request_arrays]
         self._size = (0, 1, 0)  # number of blocks, tokens of a block, number of state slots
         self.is_recurrent = self.bytes_per_request > 0
+        self.has_index = any(isinstance(state, IndexState) for state in self.states)
 
     @classmethod
     def of(cls, specs: Iterable[StateSpec]) -> StatePool:

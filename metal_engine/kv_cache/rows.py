@@ -103,6 +103,17 @@ class StepRows:
             make_writes=self.make_writes,
         )
 
+    def of_requests(self, requests: np.ndarray) -> StepRows:
+        """Return the rows of some requests, given by their indices in order, laid out as a step."""
+        return step_rows(
+            self.block_table[requests],
+            self.context_lens[requests],
+            self.query_lens[requests],
+            self.block_size,
+            state_slots=(self.state_reads[requests], self.state_writes[requests]),
+            make_writes=self.make_writes,
+        )
+
     def slots(self, requests: np.ndarray | int, positions: np.ndarray | int) -> np.ndarray:
         """Return the slots of positions of this step's requests. Both index arrays broadcast."""
         return slots_of(self.block_table, requests, positions, self.block_size)

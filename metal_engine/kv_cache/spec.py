@@ -113,6 +113,21 @@ class LatentSpec(StateSpec):
         return f"latent {self.latent_dim} + {self.rope_dim}"
 
 
+@dataclass(frozen=True)
+class IndexSpec(StateSpec):
+    """Keys of an index: one vector per token. The index selects the tokens to which its layer attends.
+
+    Index keys are never quantized.
+    """
+
+    head_dim: int
+    dtype: mx.Dtype
+
+    @property
+    def token_arrays(self) -> Mapping[str, ArraySpec]:
+        return {"index_keys": ArraySpec((self.head_dim,), self.dtype)}
+
+
 # --kv-cache-dtype -> bits per number.
 _BITS = {"int8": 8, "int4": 4}
 # Possible group sizes, best first. mx.quantize supports both.

@@ -1,4 +1,6 @@
-"""State of one layer as arrays: plain keys and values, or latents (MLA). ``quantized`` stores them in fewer bits.
+"""State of one layer as arrays: plain keys and values, latents (MLA), or keys of an index.
+
+``quantized`` stores keys and values, or latents, in fewer bits.
 
 Each class owns its arrays, writes a step's rows to them, and returns them by name. Outside this package, only attention
 backends, which read a state, depend on its contents.
@@ -12,7 +14,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from metal_engine.kv_cache.spec import AttentionSpec, LatentSpec, StateSpec
+from metal_engine.kv_cache.spec import AttentionSpec, IndexSpec, LatentSpec, StateSpec
 from metal_engine.kv_cache.writes import HasWrites
 
 
@@ -176,6 +178,16 @@ class LatentState(KVState):
     def read_tokens(self, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
         keys = _token_rows(self.keys, slots)
         return keys, keys
+
+
+class IndexState(TokenState):
+    """Keys of one layer's index: ``index_keys`` [num_slots, head_dim]."""
+
+    spec: IndexSpec
+
+    def read(self, slots: mx.array) -> mx.array:
+        """Return the index keys of tokens, [*slots.shape, head_dim] float32."""
+        return self.arrays["index_keys"][slots].astype(mx.float32)
 
 
 def _gather_heads(array: mx.array, head_rows: mx.array) -> mx.array:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionKind
+from metal_engine.attention.indexed import KeySelection
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.state import KVState
@@ -30,6 +31,7 @@ class _RecordingAttention:
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [num_heads]
         chunk: int | None = None,
+        selection: KeySelection | None = None,
     ) -> mx.array:  # [N, num_heads, v_head_dim]
         self.kinds.append(AttentionKind.of(q, state, window, softcap, sinks))
         return mx.zeros((*q.shape[:2], state.spec.v_head_dim), q.dtype)

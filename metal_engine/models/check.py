@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import get_total_parameters
@@ -25,6 +24,8 @@ from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.check_chunks import small_chunks
 from metal_engine.models.check_rounding import ComparingBackend, with_recording_states
+from metal_engine.models.check_selection import SelectionCheck, small_selection
+from metal_engine.models.indexer import IndexCache
 from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionOwner, OwnedKeys
 from metal_engine.models.paged_model import PagedModel, forward_error
 
@@ -61,7 +62,8 @@ def check_paged_model(
     The requests are a little longer than a block. The first request is longer if that crosses a sliding window at
     little cost. The chunks have unequal lengths and the requests' blocks interleave, so that positions, slots, block
     tables and the causal edge all matter. If layers attend within chunks of the context, both sides run with short
-    chunks (:mod:`metal_engine.models.check_chunks`). Leaves ``paged`` without a cache.
+    chunks (:mod:`metal_engine.models.check_chunks`). If layers have an index, both sides select few keys, and each
+    layer's selection is compared (:mod:`metal_engine.models.check_selection`). Leaves ``paged`` without a cache.
 
     If K and V are quantized, this comparison uses unquantized K and V and the portable backend, which allows tight
     bounds. A second run with quantized K and V and ``backend`` compares the attention of each layer
@@ -79,12 +81,12 @@ def check_paged_model(
         Largest difference of a logit, relative to the largest logit.
 
     Raises:
-        UnsupportedModelError: the logits differ, attention over quantized K and V differs, or a layer did not
-            write once and attend at least once in every step.
+        UnsupportedModelError: the logits or the selected keys differ, attention over quantized K and V differs, or a
+            layer did not write once and attend at least once in every step.
         UnsupportedAttentionError: the backend does not support the model's shape.
     """
     block_size = min(block_size, _MAX_BLOCK_SIZE)
-    with small_chunks(paged):
+    with small_chunks(paged), small_selection(paged):
         if paged.kv_bits is None:
             return _check_logits(paged, backend, vocab_size, block_size, agree)
         with paged.over(paged.pool.unquantized()):
@@ -129,12 +131,18 @@ class _Requests:
 def _check_logits(
     paged: PagedModel, backend: AttentionBackend, vocab_size: int, block_size: int, agree: Agree
 ) -> float:
+    selection = SelectionCheck(paged)
     for seed in range(_ATTEMPTS[paged.dtype]):
         requests = _Requests.of(paged, vocab_size, block_size, seed, agree)
-        gap = _largest_gap(paged, _run(paged, backend, requests), requests)
+        with selection.recording():
+            logits = _run(paged, backend, requests)
+        gap = _largest_gap(paged, logits, requests, selection)
+        is_off = not gap <= LOGITS_TOLERANCE[paged.dtype] or not selection.is_same
         # All ranks try again, or no rank: a rank that continued alone would wait for the others forever.
-        if not agree("logits that are off", int(not gap <= LOGITS_TOLERANCE[paged.dtype])):
+        if not agree("logits that are off", int(is_off)):
             return gap
+    if not selection.is_same:
+        raise UnsupportedModelError("its index selects other keys through the paged cache than in mlx-lm's own pass")
     raise UnsupportedModelError(
         f"its logits through the paged cache are off from mlx-lm's own by {gap:.1g} of their size"
     )
@@ -164,11 +172,11 @@ def _run(paged: PagedModel, backend: AttentionBackend, requests: _Requests) -> l
     return logits
 
 
-def _largest_gap(paged: PagedModel, logits: list[np.ndarray], requests: _Requests) -> float:
+def _largest_gap(paged: PagedModel, logits: list[np.ndarray], requests: _Requests, selection: SelectionCheck) -> float:
     """Return the largest difference from mlx-lm's own logits, relative to their size. NaN if a logit is NaN."""
     gaps = []
     for request, tokens in enumerate(requests.tokens):
-        own = _own_logits(paged.model, mx.array(tokens))
+        own = _own_logits(paged, mx.array(tokens), selection, int(requests.block_table[request, 0]))
         for found, ranges in zip(logits, requests.ranges, strict=True):
             expected = np.array(own[ranges[request][1] - 1].astype(mx.float32))
             scale = np.abs(expected).max()
@@ -238,10 +246,19 @@ def _in_float32(part: Any) -> Any:
     return part.astype(mx.float32) if isinstance(part, mx.array) and part.dtype != mx.bool_ else part
 
 
-def _own_logits(model: nn.Module, tokens: mx.array) -> mx.array:
-    """Return the logits of a prompt, [T] int32, from a patched model's own forward pass: [T, vocab_size]."""
+def _own_logits(paged: PagedModel, tokens: mx.array, selection: SelectionCheck, first_block: int) -> mx.array:
+    """Return the logits of a prompt, [T] int32, from a patched model's own forward pass: [T, vocab_size].
+
+    Args:
+        selection: compares the keys that indexes select with those of the packed steps.
+        first_block: first block of the request in the packed steps.
+    """
+    packed = iter(paged.layer_caches)
 
     def exact(cache: Any) -> Any:
+        layer = next(packed)
+        if isinstance(layer, IndexCache):
+            return selection.own_cache(layer, cache, first_block)
         return _ExactCache(cache) if type(cache) in (KVCache, RotatingKVCache, ChunkedKVCache) else cache
 
-    return model(tokens[None], cache=map_caches(exact, make_prompt_cache(model)))[0]
+    return paged.model(tokens[None], cache=map_caches(exact, make_prompt_cache(paged.model)))[0]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, StepAttention
+from metal_engine.attention.indexed import KeySelection
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.quantized import QuantizedKVState
@@ -100,15 +102,19 @@ class _ComparingStep:
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
         chunk: int | None = None,
+        selection: KeySelection | None = None,
     ) -> mx.array:
         """Compute attention. Raises UnsupportedModelError if the result is not attention over rounded K and V."""
-        out = self.inner.attend(q, state, scale=scale, window=window, softcap=softcap, sinks=sinks, chunk=chunk)
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
+        out = self.inner.attend(q, state, scale=scale, selection=selection, **options)
+        selected = None if selection is None else selection.by_row()
         assert isinstance(state, RecordingKVState)
         parts = zip(self.rows.block_table[:, 0].tolist(), self.rows.cu_seqlens_q[1:].tolist(), strict=True)
         for request, (first_block, end) in enumerate(parts):
             query_len, seq_len = int(self.rows.query_lens[request]), int(self.rows.seq_lens[request])
             rows = slice(end - min(query_len, _NUM_ROWS), end)
-            attention = _Attention(q[rows], seq_len, scale, window, softcap, sinks, chunk)
+            keys = selected[rows] if selected is not None and (selected[end - 1] >= 0).any() else None
+            attention = _Attention(q[rows], seq_len, scale, selected=keys, **options)
             _compare(out[rows], attention, state, state.recorded[first_block], query_len)
         return out
 
@@ -124,6 +130,7 @@ class _Attention:
     softcap: float | None
     sinks: mx.array | None  # [Hq]
     chunk: int | None
+    selected: np.ndarray | None  # [R, G, K] positions of the keys that rows attend to, -1 for none; None for all keys
 
     def over(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Compute attention over keys and values of all tokens, [S, Hkv, D or Dv] float32, and its expected error.
@@ -145,6 +152,8 @@ class _Attention:
             mask &= seen > positions - self.window
         if self.chunk is not None:
             mask &= seen >= positions // self.chunk * self.chunk
+        if self.selected is not None:
+            mask = mask & (seen == self.selected[..., None]).any(axis=2).swapaxes(0, 1)[:, None]  # [G, 1, R, S]
         scores = mx.where(mx.array(mask), scores, -mx.inf)
         if self.sinks is not None:
             sinks = self.sinks.astype(mx.float32).reshape(num_kv_heads, num_heads // num_kv_heads, 1, 1)

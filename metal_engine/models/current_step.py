@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 
 from metal_engine.attention.backend import StepAttention
+from metal_engine.attention.indexed import SelectionPlan
+from metal_engine.attention.portable.groups import Dims
 from metal_engine.kv_cache.rows import StepRows, TracedRows
 from metal_engine.recurrence.metal import MetalRecurrence
 
@@ -28,4 +30,6 @@ class CurrentStep:
         self.logits_indices: mx.array | None = None  # [R]
         self.hidden_indices: mx.array | slice | None = None  # [P]
         self.hidden: mx.array | None = None  # [P, 1, hidden_size], rows of hidden_indices, set by the trunk
+        # By top-k and dimensions of an index; None: no request of this step has more keys.
+        self.selection_plans: dict[tuple[int, Dims], SelectionPlan | None] = {}
         self.given: mx.array | None = None  # [R, 1, hidden_size], output of the trunk, which then does not run

@@ -30,10 +30,11 @@ from metal_engine.device.info import computes_on_cpu
 from metal_engine.errors import ModelLoadError, UnsupportedModelError, one_line
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows, TracedRows
-from metal_engine.kv_cache.state import LayerState
+from metal_engine.models.cache_tree import CacheGroup
 from metal_engine.models.cpu_ops import StepPositions, use_faster_layers
 from metal_engine.models.current_step import CurrentStep
-from metal_engine.models.layer_cache import LayerCache, RecordingCache, layer_cache
+from metal_engine.models.indexer import indexers, patch_indexers
+from metal_engine.models.layer_cache import LayerCache, RecordingCache, layer_cache, link_indexes
 from metal_engine.models.paged_model import PagedModel
 
 # Names of the norms' epsilon in mlx-lm's arguments.
@@ -174,20 +175,24 @@ def _quantization(path: str, module: nn.Module, arrays: dict[str, mx.array]) -> 
     return {"group_size": num_inputs // scales.shape[-1], "bits": 32 * weight.shape[-1] // num_inputs}
 
 
+def _one_or_group(caches: Sequence[Any]) -> Any:
+    """Return a layer's caches as mlx-lm expects them: the only cache, or a group."""
+    return caches[0] if len(caches) == 1 else CacheGroup(caches)
+
+
 class PagedDraftHead:
-    """Draft head that runs packed rows. Its state is the last state of its model's pool.
+    """Draft head that runs packed rows. Its states are the last states of its model's pool.
 
     Args:
         head: head with the weights of a checkpoint.
-        target: model of the head. Its pool gets a state for the head, so it must not be allocated yet.
+        target: model of the head. Its pool gets the head's states, so it must not be allocated yet.
 
     Raises:
         UnsupportedModelError: the head cannot run beside this model.
 
     Attributes:
         head: see above.
-        state: keys and values of the head's layer.
-        pool: pool of this state alone.
+        pool: pool of the head's states: keys and values, and also index keys if the head's layer has an index.
     """
 
     def __init__(self, head: DraftHead, target: PagedModel) -> None:
@@ -197,27 +202,33 @@ class PagedDraftHead:
         self._embedding = embedding_table(target.model)
         if computes_on_cpu():
             use_faster_layers(head)
-        recorder, hidden = RecordingCache(), mx.zeros((2, head.norm.weight.size), target.dtype)
+        patch_indexers(head)
+        recorders, hidden = [RecordingCache()], mx.zeros((2, head.norm.weight.size), target.dtype)
+        if indexers(head):
+            recorders.append(RecordingCache())
         try:
-            output = head(self._embedding(mx.array([[0], [1]])), hidden[:, None], recorder.make_mask(1), recorder)
+            mask, cache = recorders[0].make_mask(1), _one_or_group(recorders)
+            output = head(self._embedding(mx.array([[0], [1]])), hidden[:, None], mask, cache)
             target.logits_of(output[:, 0])
         except Exception as error:
             problem = f"{type(error).__name__}: {one_line(error)}"
             raise UnsupportedModelError(
                 f"its draft head does not run on the output of its trunk ({problem})"
             ) from error
-        if recorder.spec is None or not recorder.num_reads:
+        specs = [recorder.spec for recorder in recorders if recorder.spec is not None and recorder.num_reads]
+        if len(specs) < len(recorders):
             raise UnsupportedModelError("its draft head computes attention in a way of its own")
         own_pool = target.pool
-        self.state: LayerState = target.add_state(recorder.spec)
-        if self.state.spec not in [state.spec for state in own_pool.states]:  # only these have been checked
+        self.pool = StatePool([target.add_state(spec) for spec in specs])
+        checked = [state.spec for state in own_pool.states]
+        if any(state.spec not in checked for state in self.pool.states):
             target.pool = own_pool
             raise UnsupportedModelError("the attention of its draft head differs from that of its layers")
-        self.pool = StatePool([self.state])
         self._step = CurrentStep()
-        cache = layer_cache(self._step, self.state, None)
-        assert isinstance(cache, LayerCache)
-        self._cache = cache
+        caches = [layer_cache(self._step, state, None) for state in self.pool.states]
+        assert isinstance(caches[0], LayerCache)
+        self._attention, self._cache = caches[0], _one_or_group(caches)
+        link_indexes([self._cache])
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
 
     def __call__(self, token_ids: mx.array, hidden: mx.array, rows: StepRows, attention: StepAttention) -> mx.array:
@@ -257,9 +268,10 @@ class PagedDraftHead:
         step.rows, step.attention, step.positions = rows, attention, self._positions(positions)
         try:
             embeddings = self._embedding(token_ids[:, None])
-            return self.head(embeddings, hidden[:, None], self._cache.make_mask(1), self._cache)[:, 0]
+            return self.head(embeddings, hidden[:, None], self._attention.make_mask(1), self._cache)[:, 0]
         finally:
             step.rows = step.attention = step.positions = None
+            step.selection_plans = {}
 
     def follow(
         self, token_ids: mx.array, hidden: mx.array, rows: StepRows, attention: StepAttention, backend: AttentionBackend

@@ -15,6 +15,7 @@ from metal_engine.checkpoints.checkpoint import context_length
 from metal_engine.checkpoints.loader import Divide, LoadedModel
 from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.errors import UnsupportedModelError
+from metal_engine.kv_cache.state import IndexState
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.config import ModelInfo
 
@@ -95,11 +96,12 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
         name=name,
         model_type=config["model_type"],
         vocab_size=paged.vocab_size,
-        num_layers=len(paged.pool.states),
+        num_layers=sum(not isinstance(state, IndexState) for state in paged.pool.states),
         kv_dtype=paged.pool.kv_dtype,
         kv_bytes_per_token=paged.pool.bytes_per_token,
         unquantized_kv_bytes_per_token=paged.pool.unquantized_bytes_per_token,
         state_bytes_per_request=paged.pool.bytes_per_request,
+        has_index=paged.pool.has_index,
         max_position_embeddings=_context_length(text_config, paged.model),
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,

@@ -17,9 +17,11 @@ from mlx_lm.models.cache import ConcatenateKVCache
 
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.recurrent import RecurrentState
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec, StateSpec
-from metal_engine.kv_cache.state import KVState, LayerState
+from metal_engine.kv_cache.spec import IndexSpec, KVSpec, LatentSpec, StateSpec
+from metal_engine.kv_cache.state import IndexState, KVState, LayerState
+from metal_engine.models.cache_tree import CacheGroup, CacheTree
 from metal_engine.models.current_step import CurrentStep
+from metal_engine.models.indexer import IndexCache, IndexOwner, PagedIndex
 from metal_engine.models.recurrent.state_cache import StateCache
 
 Attention = Callable[..., mx.array]
@@ -103,6 +105,7 @@ class LayerCache(AttendingCache):
 
     Attributes:
         state: state that stores keys and values.
+        index: cache of the index that selects the keys to which rows attend; None for all keys.
         num_writes: number of times that the layer stored K and V, for the check at load.
         num_reads: number of times that the layer attended, for the check at load.
     """
@@ -110,6 +113,7 @@ class LayerCache(AttendingCache):
     def __init__(self, step: CurrentStep, state: KVState) -> None:
         self._step = step
         self.state = state
+        self.index: IndexCache | None = None
         self.num_writes = 0
         self.num_reads = 0
 
@@ -158,6 +162,9 @@ class LayerCache(AttendingCache):
         self.num_reads += 1
         if not isinstance(call.mask, AttentionMask):
             raise UnsupportedModelError(f"its attention gets a mask of its own ({type(call.mask).__name__})")
+        selection = None if self.index is None else self.index.take()
+        if selection is not None and any((call.mask.window, call.mask.chunk, call.softcap, call.sinks is not None)):
+            raise UnsupportedModelError("it selects keys by an index in layers with a window, chunks, softcap or sinks")
         is_tiled, num_kv_heads = isinstance(call.keys, TiledKeys), self.state.spec.num_kv_heads
         queries = call.queries.squeeze(2)
         if is_tiled:
@@ -170,6 +177,7 @@ class LayerCache(AttendingCache):
             softcap=call.softcap,
             sinks=call.sinks,
             chunk=call.mask.chunk,
+            selection=selection,
         )
         if is_tiled:
             out = _transpose_heads(out, num_kv_heads)
@@ -251,11 +259,23 @@ class LatentLayerCache(LayerCache):
         return out[..., : self.state.spec.latent_dim]
 
 
-def layer_cache(step: CurrentStep, state: LayerState, chunk: int | None) -> LayerCache | StateCache:
+def link_indexes(caches: CacheTree) -> None:
+    """Let the caches of layers with an index take its selections. Such a layer has a group of two caches."""
+    for group in caches:
+        if isinstance(group, CacheGroup):
+            index = next((cache for cache in group.caches if isinstance(cache, IndexCache)), None)
+            for cache in group.caches:
+                if isinstance(cache, LayerCache):
+                    cache.index = index
+
+
+def layer_cache(step: CurrentStep, state: LayerState, chunk: int | None) -> LayerCache | IndexCache | StateCache:
     """Return the cache through which mlx-lm's layer uses a state. ``chunk``: see :class:`RecordingCache`."""
     match state:
         case RecurrentState():
             return StateCache(step, state)
+        case IndexState():
+            return IndexCache(step, state)
         case KVState() if chunk is not None:
             return ChunkedLayerCache(step, state, chunk)
         case KVState():
@@ -265,7 +285,7 @@ def layer_cache(step: CurrentStep, state: LayerState, chunk: int | None) -> Laye
             raise TypeError(f"there is no mlx-lm cache for a {type(state).__name__}")
 
 
-class RecordingCache(ConcatenateKVCache, AttendingCache):
+class RecordingCache(ConcatenateKVCache, AttendingCache, IndexOwner):
     """An ordinary cache that records how its layer uses it.
 
     Args:
@@ -294,6 +314,13 @@ class RecordingCache(ConcatenateKVCache, AttendingCache):
         self.spec = KVSpec(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         keys, values = super().update_and_fetch(keys, values)
         return OwnedKeys(keys, self), values
+
+    def select(self, index: PagedIndex, x: mx.array, qr: mx.array | None, mask: Any) -> None:
+        """Store the keys of an index, and select nothing: a recorded run has few tokens."""
+        keys = index.project(x, qr, self.offset).keys
+        self.update_and_fetch(keys[:, None], keys[:, None])
+        self.spec = IndexSpec(keys.shape[-1], keys.dtype)
+        self.num_reads += 1
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         keys, values = super().keys_and_values()

@@ -20,10 +20,13 @@ from metal_engine.device.info import computes_on_cpu
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.spec import StateSpec
 from metal_engine.models import cpu_ops
-from metal_engine.models.cache_tree import CacheTree, leaves, map_caches
+from metal_engine.models.cache_tree import CacheGroup, CacheTree, leaves, map_caches
 from metal_engine.models.current_step import CurrentStep
+from metal_engine.models.indexer import patch_indexers
 from metal_engine.models.layer_cache import Attention, AttentionCall, AttentionOwner, OwnedKeys, RecordingCache
 from metal_engine.models.namespaces import replace_namespaces
+from metal_engine.models.recurrent.convolved_keys import patch_convolved_keys
+from metal_engine.models.recurrent.ngrams import patch_ngrams
 from metal_engine.models.recurrent.recording import CallTrace, RecordingState
 from metal_engine.models.recurrent.recurrences import REPLACEMENTS as RECURRENCES
 from metal_engine.models.softcap import patch_softcapped_layers
@@ -93,7 +96,7 @@ def patch_model(model: nn.Module, step: CurrentStep) -> PatchedModel:
         _replace_functions(model, cpu_ops.REPLACEMENTS)
         cpu_ops.use_faster_layers(model)
     _replace_functions(model, RECURRENCES)
-    replace_namespaces(model)
+    _patch_modules(model)
     patched = _record(model)
     if not all(map(_is_used, patched.recorders)) and patch_softcapped_layers(model):
         patched = _record(model)
@@ -126,8 +129,16 @@ def recorded(model: nn.Module) -> list[Recorder]:
     """
     _recorders(model, CallTrace())
     _replace_functions(model, [(mlx_lm_base.scaled_dot_product_attention, _patched_attention)])
-    replace_namespaces(model)
+    _patch_modules(model)
     return _record(model).recorders
+
+
+def _patch_modules(model: nn.Module) -> None:
+    """Patch the modules that need more than mlx-lm's attention function and recurrences."""
+    replace_namespaces(model)
+    patch_indexers(model)
+    patch_ngrams(model)
+    patch_convolved_keys(model)
 
 
 def _is_used(recorder: Recorder) -> bool:
@@ -165,6 +176,8 @@ def _patch_attention(original: Attention) -> Attention:
     ) -> mx.array:
         # A layer may attend over the keys of another layer, with its own cache or without a cache.
         owner = keys.owner if isinstance(keys, OwnedKeys) else cache
+        if isinstance(owner, CacheGroup):
+            owner = next((one for one in owner.caches if isinstance(one, AttentionOwner)), owner)
         if isinstance(owner, AttentionOwner):
             return owner.attend(AttentionCall(queries, keys, values, scale, mask, sinks), original)
         return original(queries, keys, values, cache, scale, mask, sinks)

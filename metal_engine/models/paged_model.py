@@ -34,7 +34,8 @@ from metal_engine.lora.layers import AdaptedLayers, AdapterRows
 from metal_engine.models.cache_tree import map_caches
 from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.current_step import CurrentStep
-from metal_engine.models.layer_cache import LayerCache, layer_cache
+from metal_engine.models.indexer import indexers
+from metal_engine.models.layer_cache import LayerCache, layer_cache, link_indexes
 from metal_engine.models.mlx_lm_patch import hidden_states_problem, patch_model
 from metal_engine.models.multimodal.axes_rope import AxesStepPositions
 from metal_engine.models.multimodal.encoder import ImageEncoder
@@ -78,6 +79,7 @@ class PagedModel:
         vocab_size: number of logits of a row.
         adapters: layers with LoRA adapters, set by :meth:`adapt`; None before.
         images: image input, set by :meth:`see`; None if the model takes text only.
+        index_top_k: largest number of keys that an index selects for a row; None if no layer has an index.
         hidden_problem: reason to refuse embeddings, if the rows of ``hidden_indices`` are not hidden states; else None.
     """
 
@@ -100,6 +102,8 @@ class PagedModel:
         ]
         by_recorder = dict(zip(map(id, patched.recorders), self.layer_caches, strict=True))
         self._caches = map_caches(lambda recorder: by_recorder[id(recorder)], patched.caches)
+        link_indexes(self._caches)
+        self.index_top_k = max((index.size.num_keys for index in indexers(model)), default=None)
         self.hidden_problem: str | None = None
         if not is_sketch:
             pairs = zip(patched.recorders, self.layer_caches, strict=True)
@@ -291,6 +295,7 @@ class PagedModel:
         finally:
             step.rows = step.attention = step.positions = step.logits_indices = None
             step.hidden_indices = step.hidden = step.adapters = step.images = None
+            step.selection_plans = {}
         return logits[:, 0], None if hidden is None else hidden[:, 0]
 
 

@@ -11,7 +11,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from metal_engine.errors import UnsupportedModelError, one_line
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec, RecurrentSpec
+from metal_engine.kv_cache.spec import IndexSpec, KVSpec, LatentSpec, RecurrentSpec
+from metal_engine.models.indexer import indexers
 from metal_engine.models.layer_cache import RecordingCache
 from metal_engine.models.mlx_lm_patch import Recorder, recorded
 from metal_engine.models.recurrent.recording import RecordingState
@@ -69,6 +70,8 @@ def divide_heads(model: nn.Module, group: mx.distributed.Group) -> UnshardedMode
     whole = UnshardedModelInfo(len(before), get_total_parameters(model))
     try:
         model.shard(group)
+        for indexer in indexers(model):
+            indexer.ranks = group if indexer.can_share else None
         after = recorded(model)
     except (*_CANNOT, UnsupportedModelError) as error:
         # The failure may concern something else than heads, such as the columns of a matrix.
@@ -86,8 +89,10 @@ def _is_shard(whole: Recorder, shard: Recorder, size: int) -> bool:
     """Return True if a layer of the shard has one of ``size`` equal parts of the whole layer's state and heads."""
     match whole.spec, shard.spec:
         case RecurrentSpec(), RecurrentSpec():
+            if not mx.issubdtype(whole.spec.dtype, mx.floating):  # earlier token ids, which all ranks store
+                return shard.spec == whole.spec
             return shard.spec.bytes_per_request * size == whole.spec.bytes_per_request
-        case LatentSpec(), LatentSpec():  # all heads share the latents
+        case (LatentSpec(), LatentSpec()) | (IndexSpec(), IndexSpec()):  # all heads share the latents and the index
             kept = shard.spec == whole.spec
         case KVSpec(), KVSpec():
             widths = (shard.spec.head_dim, shard.spec.v_head_dim)

@@ -28,7 +28,7 @@ import numpy as np
 from metal_engine.attention.backend import AttentionBackend, StepAttention
 from metal_engine.device.streams import synchronize
 from metal_engine.errors import one_line
-from metal_engine.kv_cache.pool import StatePool, marker_after
+from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.models.draft_head import PagedDraftHead
 from metal_engine.models.paged_model import release_weights
@@ -114,7 +114,7 @@ class HeadDrafter:
         num_new_traces = self._num_new_traces - num_new_traces
         if is_carried and len(rows.logits_indices):
             return FollowedByHead(self, step, num_new_traces, output)
-        return FollowedByHead(self, step, num_new_traces, None, marker_after(self.head.state.writes_done_marker()))
+        return FollowedByHead(self, step, num_new_traces, None, self.head.pool.writes_done_marker())
 
     def finish_step(self, carried: dict[str, _Carried | None], num_new_traces: int) -> None:
         """Keep or drop outputs of a step that has completed.
@@ -189,7 +189,8 @@ class HeadDrafter:
         except Exception as error:
             self._carried.clear()
             self.failed(error)
-            if not self._pool.recover_state(self.head.state):
+            recovered = [self._pool.recover_state(state) for state in self.head.pool.states]
+            if not all(recovered):
                 logger.warning("the draft head has lost its KV")
             raise
         drafting.seconds = drafting.forward_seconds = time.perf_counter() - began
@@ -225,11 +226,11 @@ class HeadDrafter:
         rows = table.rows(indices, np.array(num_tokens, np.int32) - 2, ones, ones)
         rows.validate(self._num_blocks)
         drafts = mx.array(np.array([task.drafts[-1] for task in tasks], np.int32))
-        before = self.head.state.snapshot()
+        before = self.head.pool.snapshot()
         try:
             return self._run(drafts, output, rows)
         except BaseException:
-            self.head.state.restore(before)
+            self.head.pool.restore(before)
             raise
 
     def release(self) -> None:

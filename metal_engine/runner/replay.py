@@ -41,7 +41,7 @@ from metal_engine.kv_cache.rows import StepRows, TracedRows
 from metal_engine.kv_cache.segments import PADDING_SLOT, ZERO_STATE_SLOT, Segments, Slots
 from metal_engine.kv_cache.writes import TracedWrites
 from metal_engine.runner.view_fusion import fused_views
-from metal_engine.settings.config import NO_REPLAY_WITHOUT_KERNEL
+from metal_engine.settings.config import NO_REPLAY_WITH_INDEX, NO_REPLAY_WITHOUT_KERNEL
 from metal_engine.step import DecodeForward, DecodeOutcome, SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,8 @@ class DecodeReplay:
         self.refusal = self._refusal_of_model()
 
     def _refusal_of_model(self) -> str | None:
+        if self._pool.has_index:
+            return NO_REPLAY_WITH_INDEX
         return NO_REPLAY_WITHOUT_KERNEL if self._backend is None else None
 
     def reset_traces(self) -> None:

@@ -21,6 +21,8 @@ from metal_engine.sampling_params import SamplingParams
 # far MLX schedules operations ahead of the computation. It varies most with very short operations.
 _SMALL_BYTES = 16 << 20
 _NUM_SMALL_RUNS = 5
+# Tokens of each request's context for each key that an index selects.
+_CONTEXT_FACTOR = 4
 
 
 def measure_step_bytes(
@@ -36,9 +38,10 @@ def measure_step_bytes(
 ) -> int:
     """Run a step of ``num_tokens`` tokens, of ``num_seqs`` requests that all sample, and measure MLX's peak memory.
 
-    The first requests get as many tokens as possible, and the remaining requests one token each. Sampling uses top-p,
-    the expensive path. The step also serves as a warm-up that compiles kernels. A small step is run several times, and
-    the largest result counts. Leaves ``model`` without a cache.
+    The first requests get as many tokens as possible, and the remaining requests one token each. If layers have an
+    index, all requests also have a context, so that their rows select keys. Sampling uses top-p, the expensive path.
+    The step also serves as a warm-up that compiles kernels. A small step is run several times, and the largest result
+    counts. Leaves ``model`` without a cache.
 
     Args:
         max_positions: maximum length of a request; None: no limit.
@@ -61,10 +64,13 @@ def measure_step_bytes(
     ends = np.cumsum(num_blocks)
     # Each request's blocks in order; padding repeats the last block.
     column = np.minimum(np.arange(num_blocks.max()), num_blocks[:, None] - 1)
-    block_table = ((ends - num_blocks)[:, None] + column).astype(np.int32)
+    # All contexts are in the last block, to which the step writes nothing.
+    num_context_blocks = _num_context_blocks(model, block_size, max_positions, int(seq_lens[0]))
+    context = np.full((num_seqs, num_context_blocks), ends[-1])
+    block_table = np.hstack([context, (ends - num_blocks)[:, None] + column]).astype(np.int32)
     make_writes = choose_writes(page_aligned=False)
     slots = np.arange(1, num_seqs + 1, dtype=np.int32)
-    contexts = np.zeros_like(seq_lens)
+    contexts = np.full_like(seq_lens, num_context_blocks * block_size)
     state_slots = np.zeros_like(slots), slots
     rows = step_rows(block_table, contexts, seq_lens, block_size, state_slots=state_slots, make_writes=make_writes)
 
@@ -72,7 +78,7 @@ def measure_step_bytes(
     for index in range(num_seqs):
         sampling.set(index, SamplingParams(temperature=1.0, top_p=0.9), seed=index)
     try:
-        model.pool.allocate(int(ends[-1]), block_size, num_seqs)
+        model.pool.allocate(int(ends[-1]) + min(1, num_context_blocks), block_size, num_seqs)
         synchronize()
         held, taken = mx.get_active_memory(), 0
         for _ in range(_NUM_SMALL_RUNS):
@@ -89,6 +95,19 @@ def measure_step_bytes(
     finally:
         model.pool.release()
         mx.clear_cache()
+
+
+def _num_context_blocks(model: PagedModel, block_size: int, max_positions: int | None, num_tokens: int) -> int:
+    """Return the number of blocks of the context before a request of ``num_tokens`` tokens, so that rows select keys.
+
+    With several times as many keys as a row selects, the arrays of a selection have their largest size.
+    """
+    if model.index_top_k is None:
+        return 0
+    longest = _CONTEXT_FACTOR * model.index_top_k
+    if max_positions is not None:
+        longest = min(longest, max_positions - num_tokens)
+    return max(0, longest) // block_size
 
 
 def _run_step(

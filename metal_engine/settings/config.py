@@ -11,8 +11,9 @@ from metal_engine.settings.args import GIB
 MARGIN_BYTES = GIB // 4
 # Value of :attr:`EngineConfig.replay` if decode steps are replayed.
 REPLAYS = "on"
-# Reason why a model's decode steps are not replayed.
+# Reasons why a model's decode steps are not replayed.
 NO_REPLAY_WITHOUT_KERNEL = "the kernel does not compute all of its attention"
+NO_REPLAY_WITH_INDEX = "its layers attend to keys that an index selects"
 # Number of recurrent states that a step holds for each request, in addition to its slots: the initial state, the final
 # state, and a copy for reordering requests.
 IN_FLIGHT_STATES = 3
@@ -94,6 +95,7 @@ class ModelInfo:
         kv_dtype: type in which K and V are stored, such as ``bfloat16`` or ``int8``.
         unquantized_kv_bytes_per_token: size of K and V without quantization, in bytes; None if they are not quantized.
         state_bytes_per_request: size of a request's recurrent states in bytes, independent of its length.
+        has_index: True if a layer attends only to the keys that an index selects.
         max_position_embeddings: context length for which the checkpoint was trained, in tokens, if known.
         num_heads: number of query heads of a layer.
         default_sampling: recommended sampling parameters of the checkpoint, for requests without parameters.
@@ -118,6 +120,7 @@ class ModelInfo:
     kv_dtype: str = "auto"
     unquantized_kv_bytes_per_token: int | None = None
     state_bytes_per_request: int = 0
+    has_index: bool = False
     max_position_embeddings: int | None
     num_heads: int = 1
     head_dim: int = 1

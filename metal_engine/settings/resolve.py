@@ -12,6 +12,7 @@ from dataclasses import replace
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import (
+    NO_REPLAY_WITH_INDEX,
     NO_REPLAY_WITHOUT_KERNEL,
     REPLAYS,
     AttentionLayers,
@@ -70,7 +71,7 @@ def resolve_config(
     image_bytes = scheduler.image_cache_tokens * model.feature_bytes
     if scheduler.max_num_encoder_tokens:
         image_bytes += measure_image(scheduler.max_num_encoder_tokens)
-    replay = _replay(args, attention_backend, attention_layers)
+    replay = _replay(args, attention_backend, attention_layers, model)
     num_padding_blocks = int(replay == REPLAYS)
     pool = pool_size(
         args, _with_draft(model, draft), device, max_num_seqs, step_bytes + image_bytes, num_padding_blocks
@@ -112,7 +113,7 @@ def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> tu
     """
     scheduler = _scheduler(args, model, device, None)
     attention_backend = "mlx" if device.kind == "cpu" else "metal"  # the backend that needs more memory
-    num_padding_blocks = int(_replay(args, attention_backend, _NO_LAYERS) == REPLAYS)
+    num_padding_blocks = int(_replay(args, attention_backend, _NO_LAYERS, model) == REPLAYS)
     pool = pool_size(args, model, device, scheduler.max_num_seqs, 0, num_padding_blocks)
     kv_bytes = (pool.num_blocks + num_padding_blocks) * args.block_size * model.kv_bytes_per_token
     kv_bytes += pool.num_state_slots * model.state_bytes_per_request
@@ -169,7 +170,7 @@ def plans_ahead(args: EngineArgs, device_kind: str) -> bool:
     return device_kind != "cpu" and args.num_ranks == 1 and not has_draft_model
 
 
-def _replay(args: EngineArgs, attention_backend: str, attention_layers: AttentionLayers) -> str:
+def _replay(args: EngineArgs, attention_backend: str, attention_layers: AttentionLayers, model: ModelInfo) -> str:
     """Return the value of :attr:`EngineConfig.replay`: whether decode steps are replayed."""
     # On a CPU, building a graph takes little of a step's time. MLX's attention operations differ with every length.
     if args.replay_decodes == "never" or (args.replay_decodes == "auto" and attention_backend != "metal"):
@@ -178,6 +179,8 @@ def _replay(args: EngineArgs, attention_backend: str, attention_layers: Attentio
         return "off: several ranks share the model"
     if attention_layers.not_covered:
         return f"off: {NO_REPLAY_WITHOUT_KERNEL}"
+    if model.has_index:
+        return f"off: {NO_REPLAY_WITH_INDEX}"
     return REPLAYS
 
 

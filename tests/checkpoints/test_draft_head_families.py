@@ -67,6 +67,7 @@ def appended(config: Config) -> Family:
 
 FAMILIES = {
     "deepseek_v3": appended({**configuration("deepseek_v3"), **MOE, **LATENT, "rope_scaling": YARN}),
+    "deepseek_v32": appended(configuration("deepseek_v32")),
     "glm4_moe": appended(configuration("glm4_moe")),
     "glm4_moe_lite": appended(configuration("glm4_moe_lite")),
     "mimo": Family(

@@ -19,6 +19,7 @@ CASES = [
     RankCase(parallel="pipeline", num_blocks=TIGHT),
     RankCase(parallel="pipeline", ahead=True),
     RankCase(architecture="qwen3", kv_cache_dtype="int8"),
+    RankCase(architecture="deepseek_v32", requests="short", ahead=True),
     RankCase(requests="pooled"),
     # Its LM head is sharded, too.
     RankCase(architecture="qwen3_5", requests="scored"),

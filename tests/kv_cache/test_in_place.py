@@ -52,6 +52,15 @@ LATENT = {
     "v_head_dim": 8,
     "q_lora_rank": 16,
 }
+# Latents and keys of an index, 32 numbers per token each.
+INDEXED = {
+    **LATENT,
+    "model_type": "deepseek_v32",
+    "index_head_dim": 32,
+    "index_n_heads": 4,
+    "index_topk": 64,
+    "n_routed_experts": None,
+}
 
 
 MODELS = [
@@ -131,7 +140,7 @@ def measure_in_place(
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1], ids=["one by one", "one ahead"])
-@pytest.mark.parametrize("config", MODELS)
+@pytest.mark.parametrize("config", [*MODELS, pytest.param(INDEXED, id="index")])
 def test_writes_stay_in_place_over_200_steps(config: dict[str, Any], num_ahead: int) -> None:
     """Chunks without sampling, mixed steps, and decodes."""
     assert measure_in_place(PagedModel(tiny_model(**config)), num_ahead) > NUM_STEPS

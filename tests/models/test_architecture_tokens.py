@@ -14,7 +14,8 @@ from metal_engine.sampling_params import SamplingParams
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
 from tools.fixtures.fake_engine import VOCAB_SIZE
 
-ARCHITECTURES = ["afm7", "gpt_bigcode", "iquestloopcoder", "llama4", "plamo", "plamo2"]
+REPLAYED = ["afm7", "baichuan_m1", "gpt_bigcode", "iquestloopcoder", "llama4", "longcat_flash_ngram", "plamo", "plamo2"]
+ARCHITECTURES = [*REPLAYED, "deepseek_v32", "glm_moe_dsa", "minimax_m3_vl"]
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 # Longer than the windows and chunks of the tiny configurations. The requests end in different steps.
@@ -62,7 +63,7 @@ def test_preempted_requests_and_steps_planned_ahead(architecture: str) -> None:
     assert engine.scheduler.num_preemptions
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", REPLAYED)
 def test_replayed_decodes(architecture: str) -> None:
     """Two requests, whose decodes all have the same sizes: MLX compiles each traced size."""
     engine = engine_of(architecture, replay=True)

@@ -14,7 +14,7 @@ from metal_engine.attention.portable.backend import PortableBackend, PortableSte
 from metal_engine.errors import ConfigError, UnsupportedModelError
 from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.spec import QuantizedKVSpec, RecurrentSpec, quantized_names
+from metal_engine.kv_cache.spec import IndexSpec, QuantizedKVSpec, RecurrentSpec, quantized_names
 from metal_engine.kv_cache.state import KVState
 from metal_engine.models.check import check_paged_model
 from metal_engine.models.layer_cache import AttentionMask, LayerCache
@@ -25,7 +25,7 @@ from tools.fixtures.tiny_models import random_model
 from tools.fixtures.wide_heads import wide_configuration
 
 # One model for each kind of attention: plain, windows, softcap, sinks, latents, shared K and V, heads of V that differ
-# from K's, two models that also have recurrent layers, and chunks of the context.
+# from K's, two models that also have recurrent layers, chunks of the context, and an index.
 KINDS = [
     "llama",
     "gemma3_text",
@@ -37,6 +37,7 @@ KINDS = [
     "qwen3_next",
     "falcon_h1",
     "llama4",
+    "deepseek_v32",
 ]
 
 
@@ -55,7 +56,7 @@ def test_the_check_passes(model_type: str, kv_cache_dtype: str) -> None:
     paged = wide_model(model_type, kv_cache_dtype)
     specs = [state.spec for state in paged.pool.states]
     assert any(isinstance(spec, QuantizedKVSpec) for spec in specs)
-    assert all(isinstance(spec, QuantizedKVSpec | RecurrentSpec) for spec in specs)
+    assert all(isinstance(spec, QuantizedKVSpec | RecurrentSpec | IndexSpec) for spec in specs)
     check(paged)
 
 

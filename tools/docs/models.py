@@ -77,14 +77,9 @@ output for the original checkpoint.
 - **End of output**: the tokens that the file names, and the usual end-of-turn tokens among its control tokens.
 """
 _REFUSED = {
-    "baichuan_m1": "convolves keys and values with those of the token before",
     "deepseek_v41": "caches windows, groups of compressed keys and candidates, in a cache of its own",
-    "deepseek_v32": "each row attends only to the keys that an index of its own picks",
-    "glm_moe_dsa": "each row attends only to the keys that an index picks; in GLM-5.2, layers share the picks",
-    "longcat_flash_ngram": "stores the last tokens to look up n-grams",
-    "minimax_m3_vl": "each row attends only to the blocks that an index of its own picks",
     "olmo": "multiplies queries and keys in its own code, which needs the package `ai2-olmo`; OLMo 2 and 3 run",
-    "phi3small": "attends to blocks in a pattern of its own",
+    "phi3small": "attends to blocks in a pattern of its own; in mlx-lm, a prompt's token also sees later tokens",
 }
 # GGUF architecture -> (models as users name them, remarks). The rest of the table comes from the engine's own data.
 _GGUF_MODELS = {
@@ -161,6 +156,8 @@ def _attention(model_type: str) -> str:
         found.append("sliding window")
     if any(isinstance(cache, ChunkedLayerCache) for cache in paged.layer_caches):
         found.append("chunks of the context")
+    if paged.pool.has_index:
+        found.append("keys that an index selects")
     if any("sink" in name for name in names):
         found.append("sinks")
     return ", ".join(found) or "full"

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionKind, StepTables, size_class
+from metal_engine.attention.indexed import KeySelection, attend_selected
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, THREADGROUPS_PER_CORE, Cut
 from metal_engine.attention.metal.kinds import Kind, make_kind
 from metal_engine.attention.metal.planning import WorkItems, plan_work_items
@@ -136,8 +137,14 @@ class MetalStep:
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
         chunk: int | None = None,
+        selection: KeySelection | None = None,
     ) -> mx.array:  # [N, Hq, Dv], dtype of q; for latents, the latent_dim columns
-        """See :meth:`metal_engine.attention.backend.StepAttention.attend`."""
+        """See :meth:`metal_engine.attention.backend.StepAttention.attend`.
+
+        The kernel reads all keys of a request. MLX's operations compute the rows that attend to selected keys.
+        """
+        if selection is not None:
+            return attend_selected(selection, self, self.backend.for_step, q, state, scale)
         key = (state.spec, state.block_size, q.shape, q.dtype, scale, window, softcap, sinks is not None, chunk)
         launch = self._launches.get(key)
         if launch is None:

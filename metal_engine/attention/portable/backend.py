@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import StepTables, size_class
+from metal_engine.attention.indexed import KeySelection, attend_selected
 from metal_engine.attention.portable.exp2 import LOG2E
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits
 from metal_engine.attention.portable.planning import MASKED, Queries, ScoreTile, Span, Unit, Work, plan_work
@@ -61,12 +62,15 @@ class PortableStep:
         softcap: float | None = None,
         sinks: mx.array | None = None,  # [Hq]
         chunk: int | None = None,
-    ) -> mx.array:  # [N, Hq, Dv], dtype of q
+        selection: KeySelection | None = None,
+    ) -> mx.array:  # [N, Hq, Dv], dtype of q; with a selection and latents, the latent_dim columns
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`. Builds the graph and evaluates nothing.
 
         Raises ValueError if shapes do not match each other or the step.
         """
         self._validate(q, state, window)
+        if selection is not None:
+            return attend_selected(selection, self, self._of_other_rows, q, state, scale)
         spec = state.spec
         num_heads, head_dim = q.shape[1:]
         work = self.work(window, Dims(num_heads, spec.num_kv_heads, max(head_dim, spec.v_head_dim)), chunk)
@@ -88,6 +92,9 @@ class PortableStep:
             last = [out]
         packed = (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
         return packed if work.order is None else packed[work.order]
+
+    def _of_other_rows(self, rows: StepRows) -> PortableStep:
+        return PortableStep(rows, self.limits, self.weights)
 
     def _attend_unit(
         self,

@@ -98,6 +98,7 @@ class RecordingState(ArraysCache):
         users: id -> innermost modules that read from or write to the cache.
         puts: id of a module -> indices that it writes to.
         recurrent: indices of the arrays that known recurrences received unchanged as their states.
+        may_hold_tokens: True if the state may be earlier token ids, in a fixed number.
     """
 
     def __init__(self, size: int, trace: CallTrace) -> None:
@@ -106,6 +107,7 @@ class RecordingState(ArraysCache):
         self.users: dict[int, nn.Module] = {}
         self.puts: dict[int, set[int]] = {}
         self.recurrent: set[int] = set()
+        self.may_hold_tokens = False
 
     def __getitem__(self, index: int) -> mx.array | None:
         self._record_user()
@@ -131,12 +133,12 @@ class RecordingState(ArraysCache):
         """Spec of the state that the layer stores for a request.
 
         Raises:
-            UnsupportedModelError: an array was never stored, is empty, or does not hold floating-point numbers.
+            UnsupportedModelError: an array was never stored, is empty, or unexpectedly holds integers.
         """
         if any(entry is None or entry.size == 0 for entry in self.cache):
             raise UnsupportedModelError("a layer leaves some of its recurrent state empty")
         kinds = {str(entry.dtype).removeprefix("mlx.core.") for entry in self.cache if not _is_floating(entry)}
-        if kinds:
+        if kinds and not self.may_hold_tokens:
             raise UnsupportedModelError(
                 f"a layer keeps earlier tokens ({', '.join(sorted(kinds))}), not a state of them"
             )

@@ -138,6 +138,25 @@ class StateCache:
         """Store the new state of each segment of the step, [B, ...]."""
         self._put(name, self.segments.writes, values)
 
+    def rows_before(self, name: str, rows: mx.array) -> mx.array:
+        """Return, for each packed row, the row before it in its request. Each segment's last row is its new state.
+
+        Args:
+            name: name of the array with the last row of each request.
+            rows: packed rows, [N, ...].
+
+        Returns:
+            [N, ...]; zeros for the first row of a request.
+        """
+        before = self.take_all(name)
+        if self.segments.is_decode:
+            self.put_all(name, rows)
+            return before
+        plan = self.segments.convolution_plan(1)
+        inputs = mx.concatenate([before, rows])[plan.source]
+        self.put_all(name, inputs[plan.last[:, 0]])
+        return inputs[plan.outputs]
+
     def dtype(self, name: str) -> mx.Dtype:
         return self._state.spec.request_arrays[name].dtype
 

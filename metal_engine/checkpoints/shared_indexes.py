@@ -1,0 +1,48 @@
+"""Refuses models whose layers share the keys that an index selects, such as GLM-5.2. mlx-lm does not support them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from metal_engine.errors import UnsupportedModelError
+
+# Architectures of mlx-lm with an index in each layer.
+_WITH_INDEXES = ("deepseek_v32", "glm_moe_dsa")
+_INDEX = re.compile(r"\blayers\.(\d+)\.self_attn\.indexer\.")
+
+
+def check_indexes(name: str, config: dict[str, Any], tensor_names: Iterable[str] = ()) -> None:
+    """Refuse a model in which some layers have no index of their own and use the selection of an earlier layer.
+
+    mlx-lm creates an index in every layer. Without weights, its selections would be random.
+
+    Args:
+        name: name of the model, for the message.
+        config: content of ``config.json``.
+        tensor_names: names of the model's tensors, if they are known.
+
+    Raises:
+        UnsupportedModelError: layers share selections, according to the configuration or to the tensors.
+    """
+    if _shares_selections(config) or _lacks_indexes(config, tensor_names):
+        raise UnsupportedModelError(
+            f"{name}: most layers attend to the keys that another layer's index picks (indexer_types), while "
+            f"mlx-lm's {config['model_type']} needs an index in each layer (mlx-lm issues 1418 and 1453)"
+        )
+
+
+def _shares_selections(config: dict[str, Any]) -> bool:
+    types, every = config.get("indexer_types"), config.get("index_topk_freq")
+    has_shared = isinstance(types, list) and any(kind != "full" for kind in types)
+    return has_shared or bool(config.get("index_topk_pattern")) or (isinstance(every, int) and every > 1)
+
+
+def _lacks_indexes(config: dict[str, Any], tensor_names: Iterable[str]) -> bool:
+    """Return True if some layers have the tensors of an index and other layers do not."""
+    num_layers = config.get("num_hidden_layers")
+    if config.get("model_type") not in _WITH_INDEXES or not isinstance(num_layers, int):
+        return False
+    found = {int(match[1]) for name in tensor_names if (match := _INDEX.search(name))}
+    return 0 < sum(layer < num_layers for layer in found) < num_layers
