@@ -15,6 +15,9 @@ from metal_engine.settings.speculative import speculative_config
 
 # Architectures whose images are supported -> their modules in mlx_vlm.models.
 ENCODERS = {
+    "idefics3": "idefics3",
+    "internvl": "internvl",
+    "internvl_chat": "internvl_chat",
     "kimi_vl": "kimi_vl",
     "lfm2-vl": "lfm2_vl",
     "lfm2_vl": "lfm2_vl",
@@ -27,6 +30,7 @@ ENCODERS = {
     "qwen3_vl_moe": "qwen3_vl_moe",
     "qwen3_5": "qwen3_5",
     "qwen3_5_moe": "qwen3_5_moe",
+    "smolvlm": "smolvlm",
 }
 _OLDEST, _TOO_NEW = (0, 7, 10), (0, 8)
 INSTALL = "pip install 'metal-engine[vision]'"

@@ -1,0 +1,92 @@
+"""Finds mlx-lm's classes for a checkpoint. A multimodal checkpoint whose architecture mlx-lm lacks has a text model.
+
+``text_config`` names the architecture of the text model, for example ``llama`` in SmolVLM and ``qwen3`` in InternVL.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import BaseModelArgs
+from mlx_lm.utils import _get_classes
+from transformers import AutoConfig
+
+# Beginnings of the names of a text model's tensors in multimodal checkpoints.
+_TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.")
+# First parts of the names in mlx-lm's text models.
+_ROOTS = ("model.", "lm_head.")
+# Methods of mlx-lm's models that exist in some architectures only.
+_OPTIONAL_METHODS = ("make_cache", "shard", "cast_predicate")
+
+
+def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """Return mlx-lm's classes for a configuration: the model, and its arguments.
+
+    Raises:
+        ValueError: mlx-lm has neither the architecture nor the architecture of the text model.
+    """
+    try:
+        return _get_classes(config)
+    except ValueError:
+        text = config.get("text_config")
+        if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
+            raise
+        _get_classes(text)
+        return TextOfMultimodal, TextOfMultimodalArgs
+
+
+@dataclass
+class TextOfMultimodalArgs(BaseModelArgs):
+    """Arguments of :class:`TextOfMultimodal`.
+
+    Published configurations omit fields with the default values of transformers. If mlx-lm requires such a field, it is
+    added to ``text_config``.
+    """
+
+    model_type: str
+    text_config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _, args_class = _get_classes(self.text_config)
+        required = [f.name for f in fields(args_class) if f.default is MISSING and f.default_factory is MISSING]
+        missing = [name for name in required if name not in self.text_config]
+        if missing:
+            defaults = AutoConfig.for_model(self.text_config["model_type"]).to_dict()
+            self.text_config.update({name: defaults[name] for name in missing if name in defaults})
+
+
+class TextOfMultimodal(nn.Module):
+    """Text model of a multimodal checkpoint, as mlx-lm's multimodal classes have it: in ``language_model``."""
+
+    def __init__(self, args: TextOfMultimodalArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.model_type = args.model_type
+        model_class, args_class = _get_classes(args.text_config)
+        self.language_model = model_class(args_class.from_dict(args.text_config))
+        for name in _OPTIONAL_METHODS:
+            if hasattr(self.language_model, name):
+                setattr(self, name, getattr(self.language_model, name))
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        logits: mx.array = self.language_model(inputs, cache=cache)
+        return logits
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        layers: list[nn.Module] = self.language_model.layers
+        return layers
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Return the weights of the text model by mlx-lm's names."""
+        text = {}
+        for name, array in weights.items():
+            within = _TEXT.sub("", name, count=1)
+            if within != name or name.startswith("lm_head."):
+                text[within if within.startswith(_ROOTS) else f"model.{within}"] = array
+        sanitize = getattr(self.language_model, "sanitize", None)
+        return {f"language_model.{k}": v for k, v in (text if sanitize is None else sanitize(text)).items()}
