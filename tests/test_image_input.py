@@ -248,7 +248,7 @@ def test_a_limit_below_the_size_of_every_image(tmp_path: Path) -> None:
         (
             {"model_type": "qwen3_vl", "vision_config": {}},
             {"speculative_config": '{"method": "draft_model", "model": "a", "num_speculative_tokens": 2}'},
-            "the method ngram",
+            "the method draft_model",
         ),
     ],
 )
@@ -256,8 +256,9 @@ def test_reasons_before_the_weights_are_read(config: dict[str, Any], settings: d
     assert reason in (image_refusal(config, EngineArgs(model="m", **settings)) or "")
 
 
-def test_ngram_speculation_goes_with_images() -> None:
-    speculative = '{"method": "ngram", "num_speculative_tokens": 2}'
+@pytest.mark.parametrize("method", ["ngram", "mtp", "auto"])
+def test_speculation_that_goes_with_images(method: str) -> None:
+    speculative = f'{{"method": "{method}", "num_speculative_tokens": 2}}'
     config = {"model_type": "qwen3_vl", "vision_config": {}}
     assert image_refusal(config, EngineArgs(model="m", speculative_config=speculative)) is None
 

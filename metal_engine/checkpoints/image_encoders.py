@@ -52,8 +52,8 @@ def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
     if args.kv_cache_dir is not None or args.kv_transfer_config is not None:
         return "images are not supported with a store of KV (--kv-cache-dir, --kv-transfer-config)"
     speculative = speculative_config(args)
-    if speculative is not None and speculative.method != "ngram":
-        return "images are supported only with the method ngram of --speculative-config"
+    if speculative is not None and speculative.method == "draft_model":
+        return "images are not supported with the method draft_model of --speculative-config"
     return _mlx_vlm_problem()
 
 
