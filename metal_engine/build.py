@@ -194,8 +194,12 @@ def _assemble(
         from metal_engine.kv_transfer.connect import connect_kv
 
         specs, weights = [state.spec for state in paged.pool.states], loaded.model.parameters() | drafts.weights_of_kv
+        model_config = loaded.config
+        if paged.images is not None:  # KV of image tokens depend on the encoder and on the processing of images
+            weights |= {"image_encoder": paged.images.encoder.parameters()}
+            model_config = model_config | {"image_processing": opened.info.vision}
         scheduler_side, runner_side, fingerprint = connect_kv(
-            transfer, args.block_size, loaded.name, weights, loaded.config, specs, opened.attention.layers.tuned
+            transfer, args.block_size, loaded.name, weights, model_config, specs, opened.attention.layers.tuned
         )
         # Prefix hashes use the fingerprint of the KV store, so that other processes find the prefixes.
         cache = replace(config.cache, model_fingerprint=fingerprint)

@@ -228,8 +228,9 @@ def fail(*args: Any) -> Any:
 
 def test_settings_that_do_not_go_with_images(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path / "m", QWEN3_VL)
-    _, refusal = refused(tmp_path / "m", kv_cache_dir=str(tmp_path / "kv"))
-    assert "a store of KV" in refusal
+    draft = {"method": "draft_model", "model": str(tmp_path / "m"), "num_speculative_tokens": 2}
+    _, refusal = refused(tmp_path / "m", speculative_config=json.dumps(draft))
+    assert "the method draft_model" in refusal
 
 
 def test_a_limit_below_the_size_of_every_image(tmp_path: Path) -> None:

@@ -49,8 +49,6 @@ def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
         return f"images of the architecture {model_type} are not supported"
     if args.num_ranks > 1:
         return "images are not supported on several ranks"
-    if args.kv_cache_dir is not None or args.kv_transfer_config is not None:
-        return "images are not supported with a store of KV (--kv-cache-dir, --kv-transfer-config)"
     speculative = speculative_config(args)
     if speculative is not None and speculative.method == "draft_model":
         return "images are not supported with the method draft_model of --speculative-config"
