@@ -21,6 +21,7 @@ from metal_engine.checkpoints import image_encoders
 from metal_engine.checkpoints.image_encoders import ENCODERS, image_refusal
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.errors import ConfigError, PromptError
+from metal_engine.lora_adapter import Adapter
 from metal_engine.models.multimodal import mlx_vlm_encoder
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 from metal_engine.sampling_params import SamplingParams
@@ -118,9 +119,12 @@ def write_vision_checkpoint(
     return tiny
 
 
-def run_prompt(engine: BuiltEngine, prompt: VisionPrompt, num_tokens: int = 6) -> list[int]:
+def run_prompt(
+    engine: BuiltEngine, prompt: VisionPrompt, num_tokens: int = 6, *, adapter: Adapter | None = None
+) -> list[int]:
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=1)
-    engine.core.add_request("r", engine.preparer.prepare(prompt.token_ids, params, images=prompt.images))
+    (prepared,) = engine.preparer.prepare_all([prompt.token_ids], params, adapter=adapter, images=[prompt.images])
+    engine.core.add_request("r", prepared)
     outputs = []
     while engine.core.has_requests:
         outputs += engine.core.step()

@@ -1,4 +1,4 @@
-"""Images beside other features, in engines on checkpoints: outputs are those of mlx-vlm."""
+"""Images beside other features, in engines on checkpoints. Outputs equal mlx-vlm's."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ import pytest
 from mlx.utils import tree_flatten
 
 from metal_engine.build import build_engine
+from metal_engine.lora.layers import shape_of
 from metal_engine.settings.args import EngineArgs
+from tests.support.adapters import ALL
 from tests.support.draft_heads import draft_always, random_head
 from tests.support.speculation import draft_for_free
 from tests.support.vision import QWEN3_5, QWEN3_VL, VisionPrompt, golden, tiny_text_model, vision_prompt
 from tests.test_image_input import PARTS, SIZES, run_prompt, write_vision_checkpoint
+from tools.fixtures.lora_adapters import products_for, write_peft
 
 
 @pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_5], ids=["qwen3_vl", "qwen3_5"])
 def test_a_store_of_kv(config: dict[str, Any], tmp_path: Path) -> None:
-    """After a restart, a known prompt is not computed, but a prompt with another image is.
+    """A restarted engine loads the KV of a known prompt, and computes a prompt with another image.
 
-    The next start finds nothing if the processing of images or the encoder has changed.
+    The next engine finds nothing if the processing of images or the encoder has changed.
     """
     model = tmp_path / "m"
     tiny = write_vision_checkpoint(model, config)
@@ -52,6 +55,30 @@ def test_a_store_of_kv(config: dict[str, Any], tmp_path: Path) -> None:
     mx.save_safetensors(str(model / "model.safetensors"), changed, metadata={"format": "mlx"})
     tiny.reference.load_weights([(name, changed[name])], strict=False)
     assert num_loaded(prompt) == [0]
+
+
+def test_adapters(tmp_path: Path) -> None:
+    """An adapter changes the text model only. A prefix with the same image is cached for each adapter."""
+    model = tmp_path / "m"
+    tiny = write_vision_checkpoint(model, QWEN3_VL)
+    layers = dict(tiny_text_model(QWEN3_VL).named_modules())
+    names = [f"language_model.model.layers.{i}.{key}" for i in (0, 2) for key in ALL]
+    made = products_for({name: shape_of(layers[name]) for name in names}, 2, seed=1)
+    folder = write_peft(tmp_path / "a", made, alpha=4.0)  # factor 2
+    engine = build_engine(EngineArgs(model=str(model), lora_modules=(f"a={folder}",), **SIZES))
+    assert engine.core.config.model.image_refusal is None and engine.adapters is not None
+    prompt = vision_prompt(tiny, PARTS)
+    plain = golden(tiny, prompt, 6).token_ids
+    weights = dict(tree_flatten(tiny.reference.parameters()))
+    changed = [(f"{n}.weight", weights[f"{n}.weight"] + mx.array(2 * (a @ b).T)) for n, (a, b) in made.items()]
+    tiny.reference.load_weights(changed, strict=False)
+    adapted = golden(tiny, prompt, 6).token_ids
+    assert plain != adapted
+    adapter = engine.adapters.find("a")
+    assert run_prompt(engine, prompt, adapter=adapter) == adapted
+    assert run_prompt(engine, prompt) == plain
+    assert run_prompt(engine, prompt, adapter=adapter) == adapted
+    assert engine.core.stats.images_encoded == 1  # the features do not depend on the adapter
 
 
 def test_a_draft_head(tmp_path: Path) -> None:

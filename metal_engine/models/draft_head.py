@@ -296,7 +296,7 @@ class PagedDraftHead:
             rows: rows of a step of the model.
             attention: attention of ``backend`` for ``rows``.
             backend: attention backend of the model.
-            images: features of the tokens after the rows. The token after a row that samples has none.
+            images: features of the tokens after the rows. Sampled tokens have no features.
 
         Returns:
             Output, [R, hidden_size].

@@ -1,4 +1,4 @@
-"""A draft head beside images: outputs are mlx-vlm's, and drafts are those of an uncached float64 computation.
+"""A draft head beside images. Outputs equal mlx-vlm's, and drafts equal the drafts of an uncached float64 computation.
 
 The head gets the features of image tokens, and the rotary positions on three axes.
 """
