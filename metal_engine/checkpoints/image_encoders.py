@@ -55,6 +55,18 @@ def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
     return _mlx_vlm_problem()
 
 
+def feature_bytes(config: Mapping[str, Any], hidden_size: int, number_bytes: int) -> int:
+    """Return the size of the features of an image token in bytes: one embedding, and one for each deepstack layer.
+
+    Args:
+        config: content of ``config.json`` of a model with an image encoder.
+        hidden_size: number of elements of an embedding.
+        number_bytes: size of an element in bytes.
+    """
+    num_deep_layers = len(config["vision_config"].get("deepstack_visual_indexes") or ())
+    return hidden_size * number_bytes * (1 + num_deep_layers)
+
+
 def _mlx_vlm_problem() -> str | None:
     try:
         found = version("mlx-vlm")

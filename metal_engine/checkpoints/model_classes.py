@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import mlx.core as mx
@@ -26,37 +26,45 @@ _OPTIONAL_METHODS = ("make_cache", "shard", "cast_predicate")
 def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
     """Return mlx-lm's classes for a configuration: the model, and its arguments.
 
+    Published configurations omit fields with the default values of transformers. If mlx-lm requires such a field, it is
+    added to ``text_config``.
+
     Raises:
         ValueError: mlx-lm has neither the architecture nor the architecture of the text model.
     """
+    text = config.get("text_config")
+    has_text = isinstance(text, dict) and isinstance(text.get("model_type"), str) and _complete(text)
     try:
         return _get_classes(config)
     except ValueError:
-        text = config.get("text_config")
-        if not isinstance(text, dict) or not isinstance(text.get("model_type"), str):
+        if not has_text:
             raise
-        _get_classes(text)
         return TextOfMultimodal, TextOfMultimodalArgs
+
+
+def _complete(text: dict[str, Any]) -> bool:
+    """Add the required fields that a configuration lacks. Return False if mlx-lm lacks the architecture."""
+    try:
+        _, args_class = _get_classes(text)
+    except ValueError:
+        return False
+    required = [f.name for f in fields(args_class) if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in required if name not in text]
+    if missing:
+        try:
+            defaults = AutoConfig.for_model(text["model_type"]).to_dict()
+        except ValueError:  # transformers lacks the architecture
+            return True
+        text.update({name: defaults[name] for name in missing if name in defaults})
+    return True
 
 
 @dataclass
 class TextOfMultimodalArgs(BaseModelArgs):
-    """Arguments of :class:`TextOfMultimodal`.
-
-    Published configurations omit fields with the default values of transformers. If mlx-lm requires such a field, it is
-    added to ``text_config``.
-    """
+    """Arguments of :class:`TextOfMultimodal`."""
 
     model_type: str
-    text_config: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _, args_class = _get_classes(self.text_config)
-        required = [f.name for f in fields(args_class) if f.default is MISSING and f.default_factory is MISSING]
-        missing = [name for name in required if name not in self.text_config]
-        if missing:
-            defaults = AutoConfig.for_model(self.text_config["model_type"]).to_dict()
-            self.text_config.update({name: defaults[name] for name in missing if name in defaults})
+    text_config: dict[str, Any]
 
 
 class TextOfMultimodal(nn.Module):

@@ -49,12 +49,12 @@ def test_weights_by_each_name(rename: Callable[[str], str], tmp_path: Path) -> N
     assert PagedModel(loaded).vocab_size == VOCAB_SIZE
 
 
-def test_fields_that_published_configurations_omit() -> None:
-    text = {name: value for name, value in TEXT.items() if name != "rms_norm_eps"}
-    config = {"model_type": "smolvlm", "text_config": text}
+@pytest.mark.parametrize("model_type", ["smolvlm", "llava"])
+def test_fields_that_published_configurations_omit(model_type: str) -> None:
+    config = {"model_type": model_type, "text_config": {k: v for k, v in TEXT.items() if k != "rms_norm_eps"}}
     model_class, args_class = model_classes(config)
     args = args_class.from_dict(config)
-    assert args.text_config == text | {"rms_norm_eps": 1e-6}
+    assert args.text_config == TEXT | {"rms_norm_eps": 1e-6}
     assert model_class(args).language_model.args.rms_norm_eps == 1e-6
 
 

@@ -112,7 +112,7 @@ def test_mlx_lms_that_are_not_supported(tmp_path: Path, config: dict[str, Any], 
         ({"base_model.model.lm_head.lora_A.weight": (3, 8)}, "adds to 'lm_head': the model has no such linear layer"),
         ({"base_model.model.language_model.lm_head.lora_A.weight": (3, 8)}, "adapters of heads are not supported"),
         ({"base_model.model.model.layers.7.q_proj.lora_A.weight": (3, 8)}, "the model has no such linear layer"),
-        (  # as in the text model, from the number of the layer on
+        (  # the text model has a layer of this number and name
             {"base_model.model.model.vision_tower.encoder.layers.0.q_proj.lora_A.weight": (3, 8)},
             "adapters of image encoders are not supported",
         ),
