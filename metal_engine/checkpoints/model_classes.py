@@ -23,7 +23,7 @@ _ROOTS = ("model.", "lm_head.")
 _OPTIONAL_METHODS = ("make_cache", "shard", "cast_predicate")
 
 
-def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+def model_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:
     """Return mlx-lm's classes for a configuration: the model, and its arguments.
 
     Published configurations omit fields with the default values of transformers. If mlx-lm requires such a field, it is

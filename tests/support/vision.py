@@ -115,7 +115,7 @@ def tiny_vision(name: str) -> TinyVision:
     return make_tiny_vision(CONFIGS[name])
 
 
-def make_tiny_vision(config: dict[str, Any]) -> TinyVision:
+def make_tiny_vision(config: dict[str, Any], kv_cache_dtype: str = "auto") -> TinyVision:
     """Return a tiny model with random weights."""
     text = tiny_text_model(config)
     encoder = MlxVlmEncoder(config, 64, mx.float32)
@@ -123,7 +123,7 @@ def make_tiny_vision(config: dict[str, Any]) -> TinyVision:
     language_model: nn.Module = reference.language_model
     spread_weights(reference)
     share_text_weights(language_model, text)
-    paged = PagedModel(text)
+    paged = PagedModel(text, kv_cache_dtype=kv_cache_dtype)
     paged.see(encoder)
     clone = MlxVlmEncoder(config, 64, mx.float32)
     clone.model.update(reference.parameters())
