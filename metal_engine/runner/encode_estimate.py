@@ -13,8 +13,8 @@ from metal_engine.runner.encode_memory import CPU_TOKENS
 from metal_engine.settings.config import DeviceInfo
 
 # The peak memory is about the sum of these float32 arrays:
-# - _LAYER_ARRAYS arrays of the size of a layer's projections: queries, keys, values and the feed-forward layer
-# - on a CPU, _SCORE_ARRAYS arrays of the size of an image's attention scores, which a GPU never stores
+# - _LAYER_ARRAYS arrays of the size of queries, keys, values and the feed-forward layer
+# - on a CPU, _SCORE_ARRAYS arrays of the size of an image's attention scores
 _LAYER_ARRAYS = 6
 _SCORE_ARRAYS = 2
 _NUMBER_BYTES = 4

@@ -226,7 +226,8 @@ class HeadDrafter:
         num_tokens = [len(table.token_ids(task.index, len(task.drafts))) for task in tasks]
         ones = np.ones(len(tasks), np.int32)
         rows = table.rows(indices, np.array(num_tokens, np.int32) - 2, ones, ones)
-        rows = replace(rows, rotary_positions=table.rotary_positions(indices, rows))
+        if (rotary_positions := table.rotary_positions(indices, rows)) is not None:
+            rows = replace(rows, rotary_positions=rotary_positions)
         rows.validate(self._num_blocks)
         drafts = mx.array(np.array([task.drafts[-1] for task in tasks], np.int32))
         before = self.head.state.snapshot()

@@ -1,4 +1,4 @@
-"""The memory for images that is claimed before a load: not below the measurement, nor far above it."""
+"""Tests of the memory for images that is claimed before a load. The claim is at most 8 times the measurement."""
 
 from __future__ import annotations
 
