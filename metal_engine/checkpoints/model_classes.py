@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -14,6 +15,8 @@ import mlx.nn as nn
 from mlx_lm.models.base import BaseModelArgs
 from mlx_lm.utils import _get_classes
 from transformers import AutoConfig
+
+logger = logging.getLogger(__name__)
 
 # Beginnings of the names of a text model's tensors in multimodal checkpoints.
 _TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.")
@@ -51,11 +54,14 @@ def _complete(text: dict[str, Any]) -> bool:
     required = [f.name for f in fields(args_class) if f.default is MISSING and f.default_factory is MISSING]
     missing = [name for name in required if name not in text]
     if missing:
+        # transformers would make lists with an element per layer, or per label.
+        names = {f.name for f in fields(args_class)} - {"num_hidden_layers"}
         try:
-            defaults = AutoConfig.for_model(text["model_type"]).to_dict()
-        except ValueError:  # transformers lacks the architecture
+            defaults = AutoConfig.for_model(**{name: text[name] for name in names & text.keys()}).to_dict()
+        except Exception as error:  # mlx-lm names the missing fields
+            logger.debug("no defaults for the text model", exc_info=error)
             return True
-        text.update({name: defaults[name] for name in missing if name in defaults})
+        text.update({name: defaults[name] for name in missing if isinstance(defaults.get(name), int | float)})
     return True
 
 

@@ -58,6 +58,18 @@ def test_fields_that_published_configurations_omit(model_type: str) -> None:
     assert model_class(args).language_model.args.rms_norm_eps == 1e-6
 
 
+def test_transformers_makes_no_list_of_all_layers() -> None:
+    text = {"model_type": "qwen3", "hidden_size": 96, "num_attention_heads": 6, "num_hidden_layers": 1 << 40}
+    model_classes({"model_type": "internvl", "text_config": text})
+    assert (text["head_dim"], text["num_key_value_heads"], text["num_hidden_layers"]) == (128, 32, 1 << 40)
+
+
+def test_values_that_transformers_refuses() -> None:
+    text = {"model_type": "llama", "hidden_size": "wide"}
+    model_classes({"model_type": "smolvlm", "text_config": text})
+    assert text == {"model_type": "llama", "hidden_size": "wide"}
+
+
 @pytest.mark.parametrize("text", [None, {}, {"model_type": "nonesuch"}, {"model_type": 3}])
 def test_no_known_text_model(text: Any) -> None:
     with pytest.raises(ValueError, match="nonesuch"):
