@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from metal_engine.checkpoints.image_encoders import image_refusal
+from metal_engine.checkpoints.image_encoders import feature_bytes, image_refusal
 from metal_engine.checkpoints.image_processors import read_vision
 from metal_engine.errors import ModelLoadError, one_line
 from metal_engine.settings.config import TEXT_ONLY
@@ -53,7 +53,7 @@ def add_image_input(
     if refusal is None:
         try:
             with access.hold_device():
-                sizes = _load(args, loaded, opened.paged, is_checked=is_checked)
+                sizes = _load(args, loaded, opened.paged, opened.info.hidden_size, is_checked=is_checked)
         except Exception as error:
             opened.paged.images = None
             logger.debug("loading the image encoder of %s", loaded.name, exc_info=error)
@@ -72,7 +72,7 @@ def add_image_input(
     return replace(opened.info, image_refusal=refusal)
 
 
-def _load(args: EngineArgs, loaded: LoadedModel, paged: PagedModel, *, is_checked: bool) -> _Sizes:
+def _load(args: EngineArgs, loaded: LoadedModel, paged: PagedModel, hidden_size: int, *, is_checked: bool) -> _Sizes:
     import mlx.core as mx
 
     from metal_engine.checkpoints.checkpoint import read_config
@@ -83,7 +83,6 @@ def _load(args: EngineArgs, loaded: LoadedModel, paged: PagedModel, *, is_checke
     from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 
     config = read_config(loaded.path)  # mlx-lm changes its configuration when it creates the model
-    hidden_size = (config.get("text_config") or config)["hidden_size"]
     on_cpu = computes_on_cpu()
     dtype = DTYPES.get(args.dtype, mx.float32 if on_cpu else None)
     encoder = MlxVlmEncoder(config, hidden_size, paged.dtype)
@@ -93,4 +92,4 @@ def _load(args: EngineArgs, loaded: LoadedModel, paged: PagedModel, *, is_checke
     if not is_checked:
         logger.info("checking that images reach %s correctly", loaded.name)
         check_images(paged, encoder, language_model)
-    return _Sizes(weight_bytes, hidden_size * paged.dtype.size * (1 + encoder.num_deep_layers))
+    return _Sizes(weight_bytes, feature_bytes(config, hidden_size, paged.dtype.size))

@@ -297,4 +297,4 @@ def test_random_traffic_with_images() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_much_random_traffic_with_images() -> None:
-    run_state_machine_as_test(ImageMachine, settings=settings(_SETTINGS, max_examples=600, stateful_step_count=60))
+    run_state_machine_as_test(ImageMachine, settings=settings(_SETTINGS, max_examples=300, stateful_step_count=60))
