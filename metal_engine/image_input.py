@@ -87,6 +87,8 @@ def _load(args: EngineArgs, loaded: LoadedModel, paged: PagedModel, *, is_checke
     on_cpu = computes_on_cpu()
     dtype = DTYPES.get(args.dtype, mx.float32 if on_cpu else None)
     encoder = MlxVlmEncoder(config, hidden_size, paged.dtype)
+    if encoder.sees_itself and not on_cpu and args.attention_backend != "mlx":
+        raise ValueError("images whose tokens attend to each other need --attention-backend mlx")
     language_model = encoder.take_language_model()
     weight_bytes = load_encoder_weights(encoder, loaded.path, loaded.config, dtype, on_cpu=on_cpu)
     paged.see(encoder)

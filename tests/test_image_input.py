@@ -28,6 +28,7 @@ from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import write_tokenizer
 from tests.support.vision import (
     CONFIGS,
+    GEMMA3,
     QWEN3_5,
     QWEN3_VL,
     TinyVision,
@@ -141,6 +142,23 @@ def test_a_checkpoint_with_an_encoder(tmp_path: Path, config: dict[str, Any], op
     assert len(text_prompt(engine)) == 3
 
 
+@pytest.mark.parametrize("budget", [64, None])
+def test_a_step_has_room_for_an_image_that_no_chunk_may_cut(tmp_path: Path, budget: int | None) -> None:
+    tiny = write_vision_checkpoint(tmp_path / "m", GEMMA3)
+    engine = build_engine(EngineArgs(model=str(tmp_path / "m"), **(SIZES | {"max_num_batched_tokens": budget})))
+    assert engine.core.config.model.image_refusal is None
+    scheduler = engine.core.config.scheduler
+    assert scheduler.max_num_batched_tokens - scheduler.max_num_seqs >= 16 + 2 * engine.core.config.cache.block_size
+    prompt = vision_prompt(tiny, PARTS)
+    assert run_prompt(engine, prompt) == golden(tiny, prompt, 6).token_ids
+
+
+def test_crops_are_refused(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path / "m", GEMMA3)
+    _, refusal = refused(tmp_path / "m", mm_processor_kwargs='{"do_pan_and_scan": true}')
+    assert "do_pan_and_scan" in refusal
+
+
 def refused(folder: Path, **settings: Any) -> tuple[BuiltEngine, str]:
     engine = build_engine(EngineArgs(model=str(folder), **(SIZES | settings)))
     refusal = engine.core.config.model.image_refusal
@@ -216,7 +234,7 @@ def test_a_limit_below_the_size_of_every_image(tmp_path: Path) -> None:
     [
         ({"model_type": "llama"}, {}, "text only"),
         ({"model_type": "qwen3_vl", "vision_config": None}, {}, "text only"),
-        ({"model_type": "gemma3", "vision_config": {}}, {}, "architecture gemma3 are not supported"),
+        ({"model_type": "paligemma", "vision_config": {}}, {}, "architecture paligemma are not supported"),
         ({"model_type": "qwen3_vl", "vision_config": {}}, {"tensor_parallel_size": 2}, "several ranks"),
         (
             {"model_type": "qwen3_vl", "vision_config": {}},

@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from metal_engine.images import SeesItself
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import TEXT_ONLY
 from metal_engine.settings.speculative import speculative_config
 
 # Architectures whose images are supported -> their modules in mlx_vlm.models.
 ENCODERS = {
+    "gemma3": "gemma3",
     "kimi_vl": "kimi_vl",
     "lfm2-vl": "lfm2_vl",
     "lfm2_vl": "lfm2_vl",
@@ -51,6 +53,15 @@ def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
     if speculative is not None and speculative.method != "ngram":
         return "images are supported only with the method ngram of --speculative-config"
     return _mlx_vlm_problem()
+
+
+def sees_itself(config: Mapping[str, Any]) -> SeesItself:
+    """Return the layers in which the tokens of an image attend to each other by the published definition.
+
+    Args:
+        config: content of ``config.json``.
+    """
+    return "every layer" if config.get("model_type") == "gemma3" else ""
 
 
 def _mlx_vlm_problem() -> str | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from metal_engine.checkpoints.files import read_json
+from metal_engine.checkpoints.image_encoders import sees_itself
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.config import VisionConfig
 
@@ -39,15 +40,19 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
     if family in ("lfm2_vl", "lfm2-vl"):
         processor = {name: value for name, value in processor.items() if name not in _TILES}
     processor |= overrides
+    if processor.get("do_pan_and_scan"):
+        raise ModelLoadError("crops of an image (do_pan_and_scan) are not supported")
     patch = vision.get("patch_size", processor.get("patch_size", 14))
     return VisionConfig(
         family=family,
         image_token_id=int(token_id),
+        placeholder_token_id=int(config.get("boi_token_index", 255999)) if family == "gemma3" else None,
         processor=processor,
         patch_size=patch if isinstance(patch, int) else int(patch["height"]),
         merge_size=_merge_size(family, config, vision, processor),
         num_features=_num_features(family, config, vision),
         max_image_tokens=None if overrides else MAX_IMAGE_TOKENS,
+        sees_itself=sees_itself(config),
     )
 
 
@@ -86,4 +91,6 @@ def _num_features(family: str, config: dict[str, Any], vision: dict[str, Any]) -
     if family in ("idefics3", "smolvlm"):
         patches = int(vision["image_size"]) // int(vision["patch_size"])
         return patches**2 // int(config.get("scale_factor", 2)) ** 2
+    if family == "gemma3":
+        return int(config.get("mm_tokens_per_image", 256))
     return 0

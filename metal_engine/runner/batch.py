@@ -346,7 +346,11 @@ class RequestTable:
         adapter_slots = self._adapter_slots[indices if self._num_with_adapter else indices[:0]]
         images = None
         if self._images:
-            rows = replace(rows, rotary_positions=self._images.rotary_positions(indices, rows))
+            rows = replace(
+                rows,
+                rotary_positions=self._images.rotary_positions(indices, rows),
+                image_spans=self._images.spans(indices, rows),
+            )
             images = self._images.rows(indices, rows)
         return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples, adapter_slots, images)
 

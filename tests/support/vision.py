@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,6 +18,7 @@ from mlx_lm.utils import _get_classes
 from metal_engine.images import AxesPositions, PromptImage, PromptImages
 from metal_engine.models.multimodal.check import share_text_weights
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
+from metal_engine.models.multimodal.published_masks import published_masks
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import SamplingParams
@@ -173,7 +175,8 @@ def vision_prompt(tiny: TinyVision, parts: Sequence[int | tuple[int, int, int]],
         token_ids += [250] * is_qwen
         start = len(token_ids)
         token_ids += [IMAGE_TOKEN] * sample.num_features
-        images.append(PromptImage(np.arange(start, len(token_ids), dtype=np.int32), content_hash(own), own))
+        positions = np.arange(start, len(token_ids), dtype=np.int32)
+        images.append(PromptImage(positions, content_hash(own), own, tiny.encoder.sees_itself))
         grids.append((start, rows, columns))
         inputs.append(own)
         token_ids += [252] * is_qwen
@@ -227,15 +230,19 @@ def golden(tiny: TinyVision, prompt: VisionPrompt, num_tokens: int) -> Golden:
     for name in ("_position_ids", "_rope_deltas"):  # left over from an earlier prompt
         if hasattr(tiny.reference.language_model, name):
             setattr(tiny.reference.language_model, name, None)
-    steps = generate_step(
-        mx.array([prompt.token_ids]), tiny.reference, pixels, None, max_tokens=num_tokens, temperature=0.0, **inputs
-    )
+    input_ids = mx.array([prompt.token_ids])
+    images = () if prompt.images is None else prompt.images.images
+    sees_itself = bool(tiny.encoder.sees_itself)
+    mask = mx.ones_like(input_ids) if sees_itself else None
+    masks = published_masks(tiny.reference.language_model, images) if sees_itself else nullcontext()
     tokens, logprobs = [], []
-    for token, of_token in steps:
-        tokens.append(int(token))
-        logprobs.append(np.array(of_token.astype(mx.float32)).reshape(-1))
-        if len(tokens) == num_tokens:
-            break
+    with masks:
+        steps = generate_step(input_ids, tiny.reference, pixels, mask, max_tokens=num_tokens, temperature=0.0, **inputs)
+        for token, of_token in steps:
+            tokens.append(int(token))
+            logprobs.append(np.array(of_token.astype(mx.float32)).reshape(-1))
+            if len(tokens) == num_tokens:
+                break
     found = np.stack(logprobs)
     return Golden(tokens, found - np.log(np.exp(found).sum(-1, keepdims=True)))
 
@@ -461,7 +468,40 @@ def _with_experts(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": VOCAB_SIZE,
+        "sliding_window": 12,  # less than an image
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16,
+        "mm_tokens_per_image": 16,
+        "max_position_embeddings": 512,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "image_size": 32,
+    },
+    "image_token_index": IMAGE_TOKEN,
+    "boi_token_index": 250,
+    "pad_token_id": 255,  # mlx-vlm replaces the embedding of this token by zeros
+    "mm_tokens_per_image": 16,
+    "vocab_size": VOCAB_SIZE,
+}
 CONFIGS = {
+    "gemma3": GEMMA3,
     "qwen3_vl": QWEN3_VL,
     "qwen3_5": QWEN3_5,
     "qwen3_vl_moe": _with_experts(QWEN3_VL),

@@ -166,6 +166,8 @@ class MetalStep:
         chunk: int | None,
     ) -> _Launch:
         """Check a layer's call, and return the launch for all layers with equal arguments."""
+        if self.rows.spans_of_layer(window) is not None:
+            raise ValueError("the metal attention backend does not support images whose tokens attend to each other")
         kind = self.backend.kind_of(_shape_key(q, state), window is not None, bool(softcap), sinks)
         shape = kind.shape
         self._check(q, state, shape, window)

@@ -22,11 +22,15 @@ class ImageFamily:
         sample: makes a random image.
         sections: default number of rotary frequencies of each axis (M-RoPE); None if positions have one axis.
         interleaved: True if the axes alternate.
+        needs_mask: True if mlx-vlm's model needs a mask of the prompt to merge features.
+        scales_embeddings: True if mlx-lm scales the merged embeddings, and mlx-vlm scales only the embeddings of text.
     """
 
     sample: MakeSample
     sections: tuple[int, int, int] | None = None
     interleaved: bool = False
+    needs_mask: bool = False
+    scales_embeddings: bool = False
 
     def axes(self, config: Mapping[str, Any]) -> Axes | None:
         """Return the axes of a model's rotary embedding.
@@ -95,12 +99,19 @@ def _kimi(config: Any, rows: int, columns: int) -> SampleImage:
     return SampleImage(inputs, rows * columns)
 
 
+def _gemma3(config: Any, rows: int, columns: int) -> SampleImage:
+    """All images have the size that the encoder was trained for."""
+    side = config.vision_config.image_size
+    return SampleImage({"pixel_values": _random(1, 3, side, side)}, config.text_config.mm_tokens_per_image)
+
+
 _QWEN2 = ImageFamily(_qwen, (16, 24, 24))
 _QWEN3_VL = ImageFamily(_qwen, (24, 20, 20), interleaved=True)
 _QWEN3_5 = ImageFamily(_qwen, (11, 11, 10), interleaved=True)
 
 # By module of mlx_vlm.models.
 FAMILIES = {
+    "gemma3": ImageFamily(_gemma3, needs_mask=True),
     "kimi_vl": ImageFamily(_kimi),
     "lfm2_vl": ImageFamily(_lfm2),
     "llava": ImageFamily(_llava),

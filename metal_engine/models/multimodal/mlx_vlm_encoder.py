@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from metal_engine.checkpoints.image_encoders import ENCODERS
+from metal_engine.checkpoints.image_encoders import ENCODERS, sees_itself
 from metal_engine.models.multimodal.encoder import Axes, ImageFeatures, SampleImage
 from metal_engine.models.multimodal.families import FAMILIES, ImageFamily
 
@@ -41,6 +41,11 @@ class MlxVlmEncoder:
         self.model = _create(module, config)
         self.axes: Axes | None = self._family.axes(config)
         self.num_deep_layers = len(getattr(self.model.config.vision_config, "deepstack_visual_indexes", None) or ())
+        self.sees_itself = sees_itself(config)
+        if module == "gemma3":
+            # mlx-vlm divides features by the square root of this field, which checkpoints lack. The text model
+            # multiplies by the root in bfloat16.
+            self.model.config.hidden_size = float(mx.array(hidden_size**0.5, mx.bfloat16).item()) ** 2
         self.image_token_id = _image_token_id(self.model.config)
         self._hidden_size, self._dtype = hidden_size, dtype
 
@@ -69,8 +74,18 @@ class MlxVlmEncoder:
             )
             return ImageFeatures(embeddings.astype(self._dtype), tuple(array.astype(self._dtype) for array in by_layer))
         input_ids = mx.full((1, num_features), self.image_token_id, mx.int32)
-        merged = self.model.get_input_embeddings(input_ids, pixels, **given).inputs_embeds[0]
-        return ImageFeatures(merged.astype(self._dtype))
+        return ImageFeatures(self.merged(input_ids, pixels, **given)[0].astype(self._dtype))
+
+    def merged(self, input_ids: mx.array, pixels: mx.array, **inputs: mx.array) -> mx.array:
+        """Return the embeddings of a prompt with images, [1, T, hidden_size], as the text model takes them.
+
+        Args:
+            inputs: other inputs of the encoder by name.
+        """
+        if self._family.needs_mask:
+            inputs["mask"] = mx.ones_like(input_ids)
+        embeddings: mx.array = self.model.get_input_embeddings(input_ids, pixels, **inputs).inputs_embeds
+        return embeddings / self._hidden_size**0.5 if self._family.scales_embeddings else embeddings
 
     def release_weights(self) -> None:
         """See :class:`metal_engine.models.multimodal.encoder.ImageEncoder`."""

@@ -1,0 +1,193 @@
+"""Images whose tokens attend to each other: outputs by the published definition, however the steps are packed."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.utils import _get_classes
+
+from metal_engine.errors import UnsupportedModelError
+from metal_engine.images import PromptImage
+from metal_engine.kv_cache.rows import ImageSpans, StepRows
+from metal_engine.models.multimodal import check
+from metal_engine.models.multimodal.check import check_images
+from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
+from metal_engine.models.multimodal.published_masks import _mask
+from metal_engine.models.paged_model import PagedModel
+from metal_engine.runner.image_rows import ImageTable
+from tests.models.multimodal.test_generation import NUM_TOKENS, TOLERANCE
+from tests.support.speculation import speculative_config
+from tests.support.vision import (
+    CONFIGS,
+    Golden,
+    VisionPrompt,
+    gap,
+    golden,
+    make_engine,
+    run,
+    tiny_vision,
+    vision_prompt,
+)
+from tools.fixtures.tiny_models import spread_weights
+
+NAMES = ["gemma3"]
+PARTS = (
+    (7, (4, 4, 1), 9),
+    (23,),
+    (3, (4, 4, 2), 1, (4, 4, 3), 11),
+    (1, (4, 4, 1), 4, (4, 4, 4), 3),
+    (40, (4, 4, 5), 20),
+)
+OPTIONS: tuple[dict[str, object], ...] = (
+    {"budget": 512},
+    {"budget": 37, "block_size": 4},
+    {"budget": 23},  # the least for an image beside the decodes of others
+    {"budget": 48, "num_blocks": 12},
+    {"budget": 40, "ahead": True, "caching": True},
+    {"budget": 40, "ahead": True, "behind": True, "replay": True},
+    {"budget": 64, "encoder_tokens": 24, "image_cache_tokens": 30},
+    {"budget": 64, "speculative": speculative_config(3)},
+)
+
+
+@cache
+def cases_of(name: str) -> tuple[list[VisionPrompt], list[Golden]]:
+    tiny = tiny_vision(name)
+    prompts = [vision_prompt(tiny, parts, seed) for seed, parts in enumerate(PARTS)]
+    return prompts, [golden(tiny, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_follow_the_published_definition(name: str, options: dict[str, object]) -> None:
+    prompts, expected = cases_of(name)
+    engine = make_engine(tiny_vision(name), **options)
+    outputs = run(engine, prompts, NUM_TOKENS)
+    assert max(gap(output, one) for output, one in zip(outputs, expected, strict=True)) < TOLERANCE
+    assert engine.scheduler.num_preemptions > 0 or options.get("num_blocks") is None
+    decodes = engine.core.metrics.num_decode_forwards
+    assert decodes["replayed"] > 0 or not options.get("replay")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cached_prefixes_end_before_images(name: str) -> None:
+    tiny = tiny_vision(name)
+    prompts, expected = cases_of(name)
+    other_end = vision_prompt(tiny, (*PARTS[3][:3], (4, 4, 9), 3), 3)  # differs in its last image
+    engine = make_engine(tiny, caching=True, block_size=4)
+    run(engine, [other_end], 1)
+    for _ in range(2):  # the second time, the block up to 36 is cached, but it ends within the last image
+        output = run(engine, [prompts[3]], NUM_TOKENS)[0]
+        assert gap(output, expected[3]) < TOLERANCE
+        assert output.num_cached_tokens == 20
+
+
+@pytest.mark.parametrize(
+    "mutant", ["limit ignored", "limit leaks to the next image", "text sees the image", "other layers"]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_mutants(name: str, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, expected = cases_of(name)
+    of_layer, own = StepRows.spans_of_layer, ImageTable.spans
+
+    def spans(table: ImageTable, indices: np.ndarray, rows: StepRows) -> ImageSpans | None:
+        found = own(table, indices, rows)
+        if found is None:
+            return None
+        if mutant == "text sees the image":
+            return ImageSpans(np.maximum(found.rows - [[1, 0]], 0).astype(np.int32), found.sees_itself)
+        requests = rows.request_of_row[found.rows[:, 0]]
+        joined = [found.rows[requests == one] for one in np.unique(requests)]
+        return ImageSpans(np.array([(of[0, 0], of[-1, 1]) for of in joined], np.int32), found.sees_itself)
+
+    if mutant == "limit ignored":
+        monkeypatch.setattr(StepRows, "spans_of_layer", lambda *_: None)
+    elif mutant == "other layers":
+
+        def other(rows: StepRows, window: int | None) -> np.ndarray | None:
+            if name == "gemma3":  # only in layers with windows
+                return None if window is None else of_layer(rows, window)
+            return of_layer(rows, 1)
+
+        monkeypatch.setattr(StepRows, "spans_of_layer", other)
+    else:
+        monkeypatch.setattr(ImageTable, "spans", spans)
+    chosen = [2, 4] if mutant != "limit leaks to the next image" else [2]
+    outputs = run(make_engine(tiny_vision(name), budget=512), [prompts[i] for i in chosen], NUM_TOKENS)
+    assert min(gap(output, expected[i]) for output, i in zip(outputs, chosen, strict=True)) > TOLERANCE
+
+
+def test_masks_as_published() -> None:
+    """Rows: queries. An image has the positions 2 to 4. In the second case, a window has two tokens."""
+    image = PromptImage(np.arange(2, 5, dtype=np.int32), b"", {}, "every layer")
+    whole = [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], *[[1, 1, 1, 1, 1, 0]] * 3, [1] * 6]
+    windowed = [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [0, 1, 1, 1, 1, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 1, 1],
+    ]
+    assert np.array(_mask(6, [image], None)).astype(int).tolist() == whole
+    assert np.array(_mask(6, [image], 2)).astype(int).tolist() == windowed
+    in_windows = PromptImage(image.positions, b"", {}, "layers with windows")
+    assert np.array(_mask(6, [in_windows], 2)).astype(int).tolist() == windowed
+    assert np.array_equal(np.array(_mask(6, [in_windows], None)), np.tri(6))
+
+
+# --- the check at load --------------------------------------------------------------------------------------
+
+
+def parts_of(config: dict[str, Any], *, is_quantized: bool = False) -> tuple[PagedModel, MlxVlmEncoder, Any]:
+    mx.random.seed(1)
+    own = deepcopy(config)
+    model_class, args_class = _get_classes(own)
+    text = model_class(args_class.from_dict(own))
+    if is_quantized and config["model_type"] == "gemma3":
+        text.language_model.sanitize({})  # ties the embeddings
+    spread_weights(text)
+    if is_quantized:
+        nn.quantize(
+            text, 32, 8, class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0
+        )
+    encoder = MlxVlmEncoder(config, 64, mx.float32)
+    language_model = encoder.take_language_model()
+    spread_weights(encoder.model)
+    paged = PagedModel(text)
+    paged.see(encoder)
+    return paged, encoder, language_model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tied_embeddings_and_quantized_layers(name: str) -> None:
+    paged, encoder, language_model = parts_of(CONFIGS[name], is_quantized=True)
+    assert check_images(paged, encoder, language_model) < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_check_notices_a_causal_image(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    paged, encoder, language_model = parts_of(CONFIGS[name])
+    monkeypatch.setattr(check, "ImageSpans", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="are off from mlx-vlm's"):
+        check_images(paged, encoder, language_model)
+
+
+def test_features_have_the_scale_of_the_text_model() -> None:
+    """mlx-lm scales embeddings by a root that it rounds to bfloat16; the features are those of the projector."""
+    config = deepcopy(CONFIGS["gemma3"])
+    config["text_config"]["hidden_size"] = 80
+    encoder = MlxVlmEncoder(config, 80, mx.float32)
+    encoder.take_language_model()
+    sample = encoder.sample(0, 0)
+    features = encoder.encode(sample.inputs, sample.num_features).embeddings
+    pixels = mx.array(sample.inputs["pixel_values"]).transpose(0, 2, 3, 1)
+    projected = encoder.model.multi_modal_projector(encoder.model.vision_tower(pixels, output_hidden_states=True)[0])[0]
+    scaled = features * mx.array(80**0.5, mx.bfloat16).astype(mx.float32)
+    np.testing.assert_allclose(np.array(scaled), np.array(projected), rtol=1e-5)
