@@ -31,7 +31,7 @@ class NewlineJoiner:
         return {ids[0]: count for count, ids in encoded if len(ids) == 1}
 
     def join(self, pieces: list[np.ndarray]) -> None:
-        """Join newlines in place. The tokens go to the image, whose first feature keeps its place in the piece.
+        """Join newlines in place. The joined token becomes part of the image. Features keep their indices in the piece.
 
         Args:
             pieces: token ids of text and images in turn, beginning with text. A text may be empty.

@@ -214,7 +214,7 @@ def _between(images: PromptImages, start: int, stop: int) -> tuple[int, int]:
 
 
 def last_cut(images: PromptImages | None, start: int, stop: int, unit: int) -> int:
-    """Return the last position up to ``stop`` at which a chunk may end. ``start`` means that no chunk may end there.
+    """Return the last possible end of a chunk up to ``stop``. ``start`` means that the chunk cannot end before.
 
     Args:
         images: images of the prompt, or None.
@@ -228,7 +228,7 @@ def last_cut(images: PromptImages | None, start: int, stop: int, unit: int) -> i
 
 
 def next_cut(images: PromptImages | None, start: int, unit: int) -> int:
-    """Return the first position after ``start`` at which a chunk may end. The prompt may end before this position.
+    """Return the first possible end of a chunk after ``start``. The prompt may end before this position.
 
     Args:
         images: images of the prompt, or None.

@@ -17,6 +17,7 @@ import numpy as np
 from metal_engine.attention.metal.backend import MetalBackend, shape_of
 from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
 from metal_engine.attention.metal.variants import variant_of
+from metal_engine.kv_cache.rows import ImageSpans
 from tools.fixtures.packed_step import PackedStep, make_step
 from tools.metal_sim import LaunchCounts, MetalSimError, record_launches
 from tools.metal_sim.errors import CheckError
@@ -38,9 +39,9 @@ MUTANTS = (
     Mutant(ITEM, "(first_row + num_rows - 1) / G - first_token", "(num_rows - 1) / G"),
     Mutant(ITEM, "last_position - window + 1) : key_begin", "first_position - window + 1) : key_begin"),
     Mutant(ITEM, "last_position - window + 1)", "last_position - window)"),
-    Mutant(ITEM, "min(key_end, first_position + 1)", "min(key_end, last_position + 1)"),
-    Mutant(ITEM, "min(key_end, first_position + 1)", "min(key_end, first_position + 2)"),
-    Mutant(ITEM, "min(key_end, first_position + 1)", "first_position + 1",
+    Mutant(ITEM, ": first_position + 1)", ": last_position + 1)"),
+    Mutant(ITEM, ": first_position + 1)", ": first_position + 2)"),
+    Mutant(ITEM, "min(key_end, HAS_IMAGES ?", "max(0, HAS_IMAGES ?",
            equivalent="a split has whole stages, or it ends with the keys of the last row"),
     Mutant(ITEM, "numbers[0] * LOG2E;", "numbers[0];"),
     Mutant(ITEM, "numbers[1] * LOG2E;", "numbers[1];"),
@@ -119,9 +120,9 @@ MUTANTS = (
     # Direct: distribution of the keys, and the rows that see them.
     Mutant(DIRECT, "position - window + 1)", "position - window)"),
     Mutant(DIRECT, "position - window + 1)", "position - window + 2)"),
-    Mutant(DIRECT, "min(key_end, position + 1)", "min(key_end, position + 2)"),
-    Mutant(DIRECT, "min(key_end, position + 1)", "min(key_end, position)"),
-    Mutant(DIRECT, "min(key_end, position + 1)", "position + 1"),
+    Mutant(DIRECT, ": position + 1)", ": position + 2)"),
+    Mutant(DIRECT, ": position + 1)", ": position)"),
+    Mutant(DIRECT, "min(key_end, HAS_IMAGES ?", "max(0, HAS_IMAGES ?"),
     Mutant(DIRECT, "row / G - first_token;", "(row - first_row) / G;"),
     Mutant(DIRECT, "&& partial_row < 0) {", ") {"),
     Mutant(DIRECT, "kv_head * G + row % G", "kv_head * G"),
@@ -177,8 +178,8 @@ MUTANTS = (
     Mutant(ROWS, "num_rows <= 32 ? 4", "num_rows <= 33 ? 4"),
     Mutant(STAGED, "position - window + 1)", "position - window)"),
     Mutant(STAGED, "position - window + 1)", "position - window + 2)"),
-    Mutant(STAGED, "min(key_end, position + 1)", "min(key_end, position + 2)"),
-    Mutant(STAGED, "min(key_end, position + 1)", "min(key_end, position)"),
+    Mutant(STAGED, ": position + 1)", ": position + 2)"),
+    Mutant(STAGED, ": position + 1)", ": position)"),
     Mutant(STAGED, "row / G - first_token", "row_of_tile / G"),
     Mutant(STAGED, "kv_head * G + row % G", "kv_head * G"),
     Mutant(STAGED, "if (row_exists && column < DK) {", "if (column < DK) {"),
@@ -259,6 +260,7 @@ class MutantCase:
     scale: float = 0.2
     scores: tuple[float, float] | None = None  # scores of each request's first key and of all other keys, at scale 1
     tolerance: float = 1e-5
+    spans: tuple[tuple[int, int], ...] = ()  # first rows and ends of images whose rows attend to each other
 
 
 CASES = (
@@ -327,6 +329,10 @@ def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
         poison=case.scores is None,
         quantized=case.quantized,
     )
+    if case.spans:
+        step = replace(
+            step, rows=replace(step.rows, image_spans=ImageSpans(np.array(case.spans, np.int32), "every layer"))
+        )
     options: dict[str, Any] = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
     if case.scores is not None:
         # Values of one sign, so that they add up. The first key, which has another score, has the value 0.
@@ -341,7 +347,7 @@ def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
             out = backend.for_step(step.rows).attend(step.q, step.state, sinks=sinks, **options)
     except (MetalSimError, CheckError) as error:
         return str(error)
-    expected = step.reference(sinks=None if sinks is None else np.array(sinks), **options)
+    expected = step.reference(sinks=None if sinks is None else np.array(sinks), spans=case.spans, **options)
     got = np.array(out.astype(mx.float32))
     # A large sink can make the output almost zero.
     sizes = np.maximum(np.linalg.norm(expected, axis=-1), 1e-6)

@@ -47,7 +47,7 @@ PARTS = (
 OPTIONS: tuple[dict[str, object], ...] = (
     {"budget": 512},
     {"budget": 37, "block_size": 4},
-    {"budget": 23},  # the least for an image beside the decodes of others
+    {"budget": 23},  # the smallest budget for an image and 7 decodes
     {"budget": 48, "num_blocks": 12},
     {"budget": 40, "ahead": True, "caching": True},
     {"budget": 40, "ahead": True, "behind": True, "replay": True},
@@ -82,7 +82,7 @@ def test_cached_prefixes_end_before_images(name: str) -> None:
     other_end = vision_prompt(tiny, (*PARTS[3][:3], (4, 4, 9), 3), 3)  # differs in its last image
     engine = make_engine(tiny, caching=True, block_size=4)
     run(engine, [other_end], 1)
-    for _ in range(2):  # the second time, the block up to 36 is cached, but it ends within the last image
+    for _ in range(2):  # the cached block up to 36 ends within the last image
         output = run(engine, [prompts[3]], NUM_TOKENS)[0]
         assert gap(output, expected[3]) < TOLERANCE
         assert output.num_cached_tokens == 20
