@@ -83,10 +83,14 @@ def write_vision_checkpoint(
     if as_published:
         names = {"vision_tower.": "model.visual.", "language_model.model.": "model.language_model.",
                  "language_model.lm_head.": "lm_head."}  # fmt: skip
+        if config["model_type"] == "gemma4":
+            names = {"vision_tower.": "model.vision_tower.", "embed_vision.": "model.embed_vision.",
+                     "language_model.model.": "model.language_model."}  # fmt: skip
         for ours, theirs in names.items():
             weights = {name.replace(ours, theirs, 1): array for name, array in weights.items()}
         patches = "model.visual.patch_embed.proj.weight"
-        weights[patches] = weights[patches].transpose(0, 4, 1, 2, 3)
+        if patches in weights:
+            weights[patches] = weights[patches].transpose(0, 4, 1, 2, 3)
     folder.mkdir(parents=True, exist_ok=True)
     of_text = {name: array for name, array in weights.items() if "language_model." in name or "lm_head" in name}
     of_encoder = {name: array for name, array in weights.items() if name not in of_text}
@@ -121,8 +125,9 @@ def text_prompt(engine: BuiltEngine) -> list[int]:
         (QWEN3_5, {"sidecar": True}),
         (QWEN3_VL, {"bits": 8}),
         (QWEN3_VL, {"dtype": mx.bfloat16}),
+        (CONFIGS["gemma4 small"], {"as_published": True}),
     ],
-    ids=["plain", "as published", "sidecar", "quantized", "half precision"],
+    ids=["plain", "as published", "sidecar", "quantized", "half precision", "gemma4 small"],
 )
 def test_a_checkpoint_with_an_encoder(tmp_path: Path, config: dict[str, Any], options: dict[str, Any]) -> None:
     tiny = write_vision_checkpoint(tmp_path / "m", config, **options)
@@ -142,9 +147,9 @@ def test_a_checkpoint_with_an_encoder(tmp_path: Path, config: dict[str, Any], op
     assert len(text_prompt(engine)) == 3
 
 
-@pytest.mark.parametrize("budget", [64, None])
-def test_a_step_has_room_for_an_image_that_no_chunk_may_cut(tmp_path: Path, budget: int | None) -> None:
-    tiny = write_vision_checkpoint(tmp_path / "m", GEMMA3)
+@pytest.mark.parametrize(("name", "budget"), [("gemma3", 64), ("gemma3", None), ("gemma4", None)])
+def test_a_step_has_room_for_an_image_that_no_chunk_may_cut(tmp_path: Path, name: str, budget: int | None) -> None:
+    tiny = write_vision_checkpoint(tmp_path / "m", CONFIGS[name])
     engine = build_engine(EngineArgs(model=str(tmp_path / "m"), **(SIZES | {"max_num_batched_tokens": budget})))
     assert engine.core.config.model.image_refusal is None
     scheduler = engine.core.config.scheduler

@@ -17,6 +17,7 @@ from metal_engine.settings.speculative import speculative_config
 # Architectures whose images are supported -> their modules in mlx_vlm.models.
 ENCODERS = {
     "gemma3": "gemma3",
+    "gemma4": "gemma4",
     "kimi_vl": "kimi_vl",
     "lfm2-vl": "lfm2_vl",
     "lfm2_vl": "lfm2_vl",
@@ -61,7 +62,11 @@ def sees_itself(config: Mapping[str, Any]) -> SeesItself:
     Args:
         config: content of ``config.json``.
     """
-    return "every layer" if config.get("model_type") == "gemma3" else ""
+    if config.get("model_type") == "gemma3":
+        return "every layer"
+    text = config.get("text_config") or {}
+    is_gemma4 = config.get("model_type") == "gemma4" and text.get("use_bidirectional_attention") == "vision"
+    return "layers with windows" if is_gemma4 else ""
 
 
 def _mlx_vlm_problem() -> str | None:

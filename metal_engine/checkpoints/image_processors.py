@@ -42,6 +42,9 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
     processor |= overrides
     if processor.get("do_pan_and_scan"):
         raise ModelLoadError("crops of an image (do_pan_and_scan) are not supported")
+    max_tokens = None if overrides else MAX_IMAGE_TOKENS
+    if family == "gemma4":
+        max_tokens = int(processor.get("max_soft_tokens", 280))
     patch = vision.get("patch_size", processor.get("patch_size", 14))
     return VisionConfig(
         family=family,
@@ -51,7 +54,7 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
         patch_size=patch if isinstance(patch, int) else int(patch["height"]),
         merge_size=_merge_size(family, config, vision, processor),
         num_features=_num_features(family, config, vision),
-        max_image_tokens=None if overrides else MAX_IMAGE_TOKENS,
+        max_image_tokens=max_tokens,
         sees_itself=sees_itself(config),
     )
 

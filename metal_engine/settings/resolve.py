@@ -240,7 +240,7 @@ def _uncut_tokens(args: EngineArgs, model: ModelInfo) -> int:
     vision = model.vision
     if vision is None or not vision.sees_itself or model.image_refusal is not None:
         return 0
-    return vision.num_features + 2 * args.block_size
+    return (vision.num_features or vision.max_image_tokens or 0) + 2 * args.block_size
 
 
 def _long_threshold(args: EngineArgs, budget: int) -> int:

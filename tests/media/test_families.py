@@ -228,8 +228,33 @@ def gemma3() -> Case:
     )
 
 
+def gemma4() -> Case:
+    module = pytest.importorskip("mlx_vlm.models.gemma4.processing_gemma4")
+    marks = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+    hf = tokenizer(*marks.values())
+    for name, mark in marks.items():
+        setattr(hf, name, mark)
+    hf.image_token_id = hf.convert_tokens_to_ids("<|image|>")
+    settings = {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3}
+    processor = module.Gemma4Processor(module.Gemma4ImageProcessor(**settings), hf)
+
+    def golden(text: str, images: list[Image.Image]) -> dict[str, np.ndarray]:
+        """mlx-vlm's processor leaves the division into patches of the first image to the encoder."""
+        found = dict(processor(text=[text], images=[images], return_tensors="np"))
+        pixels = np.asarray(found["pixel_values"][0])  # [3, height, width]
+        rows, columns = pixels.shape[1] // 4, pixels.shape[2] // 4
+        patches = pixels.reshape(3, rows, 4, columns, 4).transpose(1, 3, 2, 4, 0).reshape(1, rows * columns, -1)
+        positions = [[column, row] for row in range(rows) for column in range(columns)]
+        ids = np.asarray(found["input_ids"])
+        return {"input_ids": ids, "pixel_values": patches, "image_position_ids": np.array([positions])}
+
+    return Case(
+        hf, "<|image|>", "<|image|>", golden, family="gemma4", processor=settings, sees_itself="layers with windows"
+    )
+
+
 CASES: dict[str, Callable[[], Case]] = {
-    one.__name__: one for one in (qwen3_vl, qwen2_5_vl, llava, mistral3, idefics3, lfm2_vl, kimi_vl, gemma3)
+    one.__name__: one for one in (qwen3_vl, qwen2_5_vl, llava, mistral3, idefics3, lfm2_vl, kimi_vl, gemma3, gemma4)
 } | {"padded kimi_vl": lambda: kimi_vl(pad_input=True)}
 # Names that the golden processors give to arrays besides the inputs of the encoder.
 NO_INPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "image_token_id", "image_rows", "image_cols"}
@@ -309,7 +334,7 @@ def test_axes_equal_the_models_positions(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_limits_bound_the_tokens(name: str) -> None:
     case = CASES[name]()
-    for most in (20, 40, 100):
+    for most in (70, 140) if name == "gemma4" else (20, 40, 100):
         family = find_family(case.vision, most)
         for size in SIZES:
             grid = tuple(family.grid(*size))

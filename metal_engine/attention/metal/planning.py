@@ -166,8 +166,8 @@ def _image_ends(step: StepRows, spans: np.ndarray, tokens: np.ndarray) -> np.nda
 def _cut_requests(step: StepRows, chunk: int | None, spans: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the first token and the length of each part of a request's rows, [S] each.
 
-    A part lies within one chunk of the context. All rows of a tile then see the same first key. A part has only text, or
-    one image whose rows attend to each other.
+    A part lies within one chunk of the context. All rows of a tile then see the same first key. A part has only text,
+    or one image whose rows attend to each other.
     """
     is_first = np.zeros(step.num_tokens, bool) if chunk is None else step.positions % chunk == 0
     is_first[step.cu_seqlens_q[:-1]] = True

@@ -147,7 +147,10 @@ def _prompt(encoder: MlxVlmEncoder, vocab_size: int, seed: int) -> _Prompt:
     if image.sees_itself:
         with published_masks(model.language_model, [image]):
             embeddings = model.get_input_embeddings(input_ids, pixels, mask=mx.ones_like(input_ids), **inputs)
-            logits = model.language_model(input_ids, inputs_embeds=embeddings.inputs_embeds, cache=cache).logits[0]
+            by_layer = {"per_layer_inputs": embeddings.per_layer_inputs}
+            logits = model.language_model(
+                input_ids, inputs_embeds=embeddings.inputs_embeds, cache=cache, **by_layer
+            ).logits[0]
     else:
         logits = model(input_ids, pixel_values=pixels, mask=None, cache=cache, **inputs).logits[0]
     return _Prompt(token_ids, image, axes, np.array(logits.astype(mx.float32)))

@@ -105,6 +105,15 @@ def _gemma3(config: Any, rows: int, columns: int) -> SampleImage:
     return SampleImage({"pixel_values": _random(1, 3, side, side)}, config.text_config.mm_tokens_per_image)
 
 
+def _gemma4(config: Any, rows: int, columns: int) -> SampleImage:
+    vision = config.vision_config
+    side = vision.pooling_kernel_size
+    y, x = np.indices((rows * side, columns * side), np.int32).reshape(2, -1)
+    positions = np.stack([x, y], axis=-1)[None]
+    pixels = _random(1, positions.shape[1], 3 * vision.patch_size**2)
+    return SampleImage({"pixel_values": pixels, "image_position_ids": positions}, rows * columns)
+
+
 _QWEN2 = ImageFamily(_qwen, (16, 24, 24))
 _QWEN3_VL = ImageFamily(_qwen, (24, 20, 20), interleaved=True)
 _QWEN3_5 = ImageFamily(_qwen, (11, 11, 10), interleaved=True)
@@ -112,6 +121,7 @@ _QWEN3_5 = ImageFamily(_qwen, (11, 11, 10), interleaved=True)
 # By module of mlx_vlm.models.
 FAMILIES = {
     "gemma3": ImageFamily(_gemma3, needs_mask=True),
+    "gemma4": ImageFamily(_gemma4, scales_embeddings=True),
     "kimi_vl": ImageFamily(_kimi),
     "lfm2_vl": ImageFamily(_lfm2),
     "llava": ImageFamily(_llava),

@@ -46,7 +46,13 @@ class ImageInput:
 
     def __init__(self, model: nn.Module, step: CurrentStep, encoder: ImageEncoder) -> None:
         kinds = nn.Embedding | nn.QuantizedEmbedding
-        embeddings: list[nn.Module] = [module for module in model.modules() if isinstance(module, kinds)]
+        embeddings: list[nn.Module] = []
+        for name, module in model.named_modules():
+            if isinstance(module, kinds):
+                if name.endswith("embed_tokens_per_layer"):
+                    module.__class__ = _padding(type(module), step)
+                else:
+                    embeddings.append(module)
         if len(embeddings) != 1:
             raise UnsupportedModelError(f"features of images need a model with one embedding, not {len(embeddings)}")
         if encoder.axes is not None:
@@ -66,6 +72,20 @@ def _merging(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
         if step.images is not None:
             embedded[step.images.rows, 0] = step.images.embeddings.astype(embedded.dtype)
         return embedded
+
+    return type(cls.__name__, (cls,), {"__call__": embed})
+
+
+def _padding(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
+    """Return a class of embeddings for each layer that takes the padding token, 0, for rows with features (Gemma 4)."""
+    call: Callable[..., mx.array] = cls.__call__
+
+    def embed(self: nn.Module, ids: mx.array) -> mx.array:
+        if step.images is not None:
+            is_text = mx.ones_like(ids)  # [N, 1]
+            is_text[step.images.rows, 0] = 0
+            ids = ids * is_text
+        return call(self, ids)
 
     return type(cls.__name__, (cls,), {"__call__": embed})
 

@@ -103,6 +103,9 @@ class _Placeholders:
     def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
 
+    embed_scale = 1.0
+    hidden_size_per_layer_input = 0
+
     @property
     def model(self) -> _Placeholders:
         return self
@@ -118,7 +121,7 @@ class _Placeholders:
 def _create(module: str, config: Mapping[str, Any]) -> Any:
     """Return mlx-vlm's model of a configuration, with random weights that are not computed."""
     architecture = importlib.import_module(f"mlx_vlm.models.{module}")
-    own = dict(config)
+    own = {name: value for name, value in config.items() if name != "audio_config"}
     model_config = architecture.ModelConfig.from_dict(own)
     for name, section in (("text_config", "TextConfig"), ("vision_config", "VisionConfig")):
         if isinstance(value := getattr(model_config, name), dict):

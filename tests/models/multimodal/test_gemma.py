@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -30,13 +31,14 @@ from tests.support.vision import (
     gap,
     golden,
     make_engine,
+    make_tiny_vision,
     run,
     tiny_vision,
     vision_prompt,
 )
 from tools.fixtures.tiny_models import spread_weights
 
-NAMES = ["gemma3"]
+NAMES = ["gemma3", "gemma4"]
 PARTS = (
     (7, (4, 4, 1), 9),
     (23,),
@@ -121,6 +123,39 @@ def test_mutants(name: str, mutant: str, monkeypatch: pytest.MonkeyPatch) -> Non
     chosen = [2, 4] if mutant != "limit leaks to the next image" else [2]
     outputs = run(make_engine(tiny_vision(name), budget=512), [prompts[i] for i in chosen], NUM_TOKENS)
     assert min(gap(output, expected[i]) for output, i in zip(outputs, chosen, strict=True)) > TOLERANCE
+
+
+def test_gemma_4_with_the_masks_of_mlx_vlm() -> None:
+    """mlx-vlm lets images of Gemma 4 attend to themselves in every layer. Otherwise, the outputs are equal."""
+    config = deepcopy(CONFIGS["gemma4"])
+    config["text_config"]["sliding_window"] = 24  # more than an image
+    tiny = make_tiny_vision(config)
+    prompts = [vision_prompt(tiny, parts, seed) for seed, parts in enumerate(PARTS[:4])]
+    own = [golden(tiny, prompt, NUM_TOKENS, is_published=False) for prompt in prompts]
+    for is_published in (True, False):
+        changed = prompts if is_published else [in_every_layer(prompt) for prompt in prompts]
+        outputs = run(make_engine(tiny, budget=37), changed, NUM_TOKENS)
+        gaps = [gap(output, one) for output, one in zip(outputs, own, strict=True)]
+        with_images = [found for found, prompt in zip(gaps, prompts, strict=True) if prompt.images is not None]
+        assert min(with_images) > TOLERANCE if is_published else max(gaps) < TOLERANCE
+
+
+def in_every_layer(prompt: VisionPrompt) -> VisionPrompt:
+    if prompt.images is None:
+        return prompt
+    images = tuple(replace(image, sees_itself="every layer") for image in prompt.images.images)
+    return replace(prompt, images=replace(prompt.images, images=images))
+
+
+def test_embeddings_of_layers_take_the_padding_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the image token instead, the outputs of Gemma 4's small models differ."""
+    tiny = make_tiny_vision(CONFIGS["gemma4 small"])
+    prompt = vision_prompt(tiny, PARTS[0])
+    expected = golden(tiny, prompt, NUM_TOKENS)
+    assert gap(run(make_engine(tiny), [prompt], NUM_TOKENS)[0], expected) < TOLERANCE
+    (embeddings,) = (m for name, m in tiny.paged.model.named_modules() if name.endswith("embed_tokens_per_layer"))
+    embeddings.__class__ = nn.Embedding
+    assert gap(run(make_engine(tiny), [prompt], NUM_TOKENS)[0], expected) > TOLERANCE
 
 
 def test_masks_as_published() -> None:
