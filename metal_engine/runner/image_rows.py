@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metal_engine.images import AxesPositions, PromptImages
+from metal_engine.images import AxesPositions, PromptImages, SeesItself
 from metal_engine.kv_cache.rows import ImageSpans, StepRows
 
 
@@ -85,7 +85,8 @@ class ImageTable:
         Raises:
             ValueError: the step has only a part of such an image.
         """
-        found, sees_itself = [], ""
+        found = []
+        sees_itself: SeesItself = ""
         for request in np.flatnonzero(rows.context_lens < self._image_stops[indices]).tolist():
             images = self._images[int(indices[request])]
             if not images.sees_itself:

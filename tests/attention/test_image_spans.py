@@ -68,6 +68,13 @@ def test_rows_see_their_image(name: str, limits: str, window: int | None) -> Non
     assert error(step, LIMITS[limits], window=window) < 1e-5
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("limits", LIMITS)
+def test_quantized_keys_and_values(limits: str, bits: int) -> None:
+    step = step_with_images(STEPS["with text and decodes"], window=15, head_dim=64, quantized=(bits, 64))
+    assert error(step, LIMITS[limits], window=15) < 1e-5
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_softcap_and_sinks(window: int | None) -> None:
     step = step_with_images(STEPS["with text and decodes"], window=window)

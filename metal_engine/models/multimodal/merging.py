@@ -46,18 +46,18 @@ class ImageInput:
 
     def __init__(self, model: nn.Module, step: CurrentStep, encoder: ImageEncoder) -> None:
         kinds = nn.Embedding | nn.QuantizedEmbedding
-        embeddings: list[nn.Module] = []
-        for name, module in model.named_modules():
-            if isinstance(module, kinds):
-                if name.endswith("embed_tokens_per_layer"):
-                    module.__class__ = _padding(type(module), step)
-                else:
-                    embeddings.append(module)
+        found: dict[str, nn.Module] = {
+            name: module for name, module in model.named_modules() if isinstance(module, kinds)
+        }
+        by_layer = [found.pop(name) for name in list(found) if name.endswith("embed_tokens_per_layer")]
+        embeddings = list(found.values())
         if len(embeddings) != 1:
             raise UnsupportedModelError(f"features of images need a model with one embedding, not {len(embeddings)}")
         if encoder.axes is not None:
             use_axes(model, encoder.axes)
         embeddings[0].__class__ = _merging(type(embeddings[0]), step)
+        for embedding in by_layer:
+            embedding.__class__ = _padding(type(embedding), step)
         for index, layer in enumerate(model.layers[: encoder.num_deep_layers]):
             layer.__class__ = _adding(type(layer), step, index)
         self.encoder = encoder

@@ -42,10 +42,12 @@ class MlxVlmEncoder:
         self.axes: Axes | None = self._family.axes(config)
         self.num_deep_layers = len(getattr(self.model.config.vision_config, "deepstack_visual_indexes", None) or ())
         self.sees_itself = sees_itself(config)
+        # mlx-lm's Gemma multiplies features by this number, too, and rounds it as follows.
+        rounded = mx.array(hidden_size**0.5, mx.bfloat16 if module == "gemma3" else dtype)
+        self._scale = float(np.array(rounded.astype(mx.float32)))
         if module == "gemma3":
-            # mlx-vlm divides features by the square root of this field, which checkpoints lack. The text model
-            # multiplies by the root in bfloat16.
-            self.model.config.hidden_size = float(mx.array(hidden_size**0.5, mx.bfloat16).item()) ** 2
+            # mlx-vlm divides features by the square root of this field, which checkpoints lack.
+            self.model.config.hidden_size = self._scale**2
         self.image_token_id = _image_token_id(self.model.config)
         self._hidden_size, self._dtype = hidden_size, dtype
 
@@ -73,19 +75,13 @@ class MlxVlmEncoder:
                 pixels.astype(self.model.vision_tower.patch_embed.proj.weight.dtype), given["image_grid_thw"]
             )
             return ImageFeatures(embeddings.astype(self._dtype), tuple(array.astype(self._dtype) for array in by_layer))
+        if self._family.features is not None:
+            return ImageFeatures(
+                (self._family.features(self.model, pixels, given)[0] / self._scale).astype(self._dtype)
+            )
         input_ids = mx.full((1, num_features), self.image_token_id, mx.int32)
-        return ImageFeatures(self.merged(input_ids, pixels, **given)[0].astype(self._dtype))
-
-    def merged(self, input_ids: mx.array, pixels: mx.array, **inputs: mx.array) -> mx.array:
-        """Return the embeddings of a prompt with images, [1, T, hidden_size], as the text model takes them.
-
-        Args:
-            inputs: other inputs of the encoder by name.
-        """
-        if self._family.needs_mask:
-            inputs["mask"] = mx.ones_like(input_ids)
-        embeddings: mx.array = self.model.get_input_embeddings(input_ids, pixels, **inputs).inputs_embeds
-        return embeddings / self._hidden_size**0.5 if self._family.scales_embeddings else embeddings
+        merged = self.model.get_input_embeddings(input_ids, pixels, **given).inputs_embeds[0]
+        return ImageFeatures(merged.astype(self._dtype))
 
     def release_weights(self) -> None:
         """See :class:`metal_engine.models.multimodal.encoder.ImageEncoder`."""
@@ -102,9 +98,6 @@ class _Placeholders:
 
     def __init__(self, hidden_size: int, dtype: mx.Dtype) -> None:
         self._hidden_size, self._dtype = hidden_size, dtype
-
-    embed_scale = 1.0
-    hidden_size_per_layer_input = 0
 
     @property
     def model(self) -> _Placeholders:

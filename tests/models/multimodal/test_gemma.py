@@ -214,15 +214,23 @@ def test_the_check_notices_a_causal_image(name: str, monkeypatch: pytest.MonkeyP
         check_images(paged, encoder, language_model)
 
 
-def test_features_have_the_scale_of_the_text_model() -> None:
-    """mlx-lm scales embeddings by a root that it rounds to bfloat16; the features are those of the projector."""
-    config = deepcopy(CONFIGS["gemma3"])
+@pytest.mark.parametrize(("name", "dtype"), [("gemma3", mx.float32), ("gemma4", mx.float32), ("gemma4", mx.bfloat16)])
+def test_features_have_the_scale_of_the_text_model(name: str, dtype: mx.Dtype) -> None:
+    """mlx-lm's text models scale features as embeddings, by a root that they round. The result is the tower's."""
+    config = deepcopy(CONFIGS[name])
     config["text_config"]["hidden_size"] = 80
-    encoder = MlxVlmEncoder(config, 80, mx.float32)
+    encoder = MlxVlmEncoder(config, 80, dtype)
     encoder.take_language_model()
-    sample = encoder.sample(0, 0)
+    sample = encoder.sample(4, 4)
     features = encoder.encode(sample.inputs, sample.num_features).embeddings
-    pixels = mx.array(sample.inputs["pixel_values"]).transpose(0, 2, 3, 1)
-    projected = encoder.model.multi_modal_projector(encoder.model.vision_tower(pixels, output_hidden_states=True)[0])[0]
-    scaled = features * mx.array(80**0.5, mx.bfloat16).astype(mx.float32)
-    np.testing.assert_allclose(np.array(scaled), np.array(projected), rtol=1e-5)
+    if name == "gemma3":
+        pixels = mx.array(sample.inputs["pixel_values"]).transpose(0, 2, 3, 1)
+        hidden = encoder.model.vision_tower(pixels, output_hidden_states=True)[0]
+        expected = encoder.model.multi_modal_projector(hidden)[0]
+        scaled = features * mx.array(80**0.5, mx.bfloat16).astype(mx.float32)
+    else:
+        expected = encoder.model.encode_image(*map(mx.array, sample.inputs.values()))[0]
+        scaled = features * 80**0.5
+    found, wanted = (np.array(array.astype(mx.float32)) for array in (scaled, expected))
+    assert abs(np.linalg.norm(found) / np.linalg.norm(wanted) - 1) < 1e-3
+    np.testing.assert_allclose(found, wanted, rtol=1e-5 if dtype == mx.float32 else 1e-2, atol=1e-6)
