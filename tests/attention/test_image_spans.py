@@ -36,24 +36,14 @@ LIMITS = {"cpu": CPU_LIMITS, "gpu": GPU_LIMITS, "tiled": TILED}
 def step_with_images(
     parts: list[tuple[int, int, list[tuple[int, int]]]], sees_itself: Any = "every layer", **options: Any
 ) -> PackedStep:
-    step = make_step([(n, context) for n, context, _ in parts], **options)
-    starts = step.rows.cu_seqlens_q.tolist()
-    spans = [
-        (first + a, first + b)
-        for first, (_, _, of_request) in zip(starts[:-1], parts, strict=True)
-        for a, b in of_request
-    ]
-    rows = replace(step.rows, image_spans=ImageSpans(np.array(spans, np.int32), sees_itself))
-    return replace(step, rows=rows)
-
-
-def expected(step: PackedStep, **options: Any) -> np.ndarray:
-    spans = step.rows.spans_of_layer(options.get("window"))
-    return step.reference(scale=0.25, **options, spans=[] if spans is None else spans.tolist())
+    starts = np.cumsum([0, *(n for n, _, _ in parts)]).tolist()
+    spans = [(first + a, first + b) for first, (_, _, own) in zip(starts, parts, strict=False) for a, b in own]
+    step = make_step([(n, context) for n, context, _ in parts], spans=spans, **options)
+    return replace(step, rows=replace(step.rows, image_spans=ImageSpans(np.array(spans, np.int32), sees_itself)))
 
 
 def error(step: PackedStep, limits: Limits, **options: Any) -> float:
-    out, wanted = step.attend(limits, scale=0.25, **options), expected(step, **options)
+    out, wanted = step.attend(limits, scale=0.25, **options), step.reference(scale=0.25, **options)
     assert np.isfinite(out).all()
     return float((np.linalg.norm(out - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)).max())
 
@@ -105,7 +95,7 @@ def test_text_rows_have_the_bits_of_a_step_without_images() -> None:
 def test_mutants(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sees_itself = "layers with windows" if mutant == "limit for all layers" else "every layer"
     step = step_with_images(STEPS["neighbours"], sees_itself)
-    wanted = expected(step)
+    wanted = step.reference(scale=0.25)
     if mutant == "limit ignored":
         monkeypatch.setattr(StepRows, "spans_of_layer", lambda *_: None)
     elif mutant == "limit for all layers":
@@ -143,7 +133,7 @@ def kernel_error(
     options: dict[str, Any] = {"window": window, "softcap": softcap}
     given = None if of_heads is None else mx.array(of_heads)
     out = backend.for_step(step.rows).attend(step.q, step.state, scale=0.25, sinks=given, **options)
-    wanted = expected(step, sinks=of_heads, **options)
+    wanted = step.reference(scale=0.25, sinks=of_heads, **options)
     errors = np.linalg.norm(np.array(out.astype(mx.float32)) - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
     return float(errors.max())
 

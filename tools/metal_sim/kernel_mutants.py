@@ -17,7 +17,6 @@ import numpy as np
 from metal_engine.attention.metal.backend import MetalBackend, shape_of
 from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
 from metal_engine.attention.metal.variants import variant_of
-from metal_engine.kv_cache.rows import ImageSpans
 from tools.fixtures.packed_step import PackedStep, make_step
 from tools.metal_sim import LaunchCounts, MetalSimError, record_launches
 from tools.metal_sim.errors import CheckError
@@ -328,11 +327,8 @@ def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
         window=case.window,
         poison=case.scores is None,
         quantized=case.quantized,
+        spans=case.spans,
     )
-    if case.spans:
-        step = replace(
-            step, rows=replace(step.rows, image_spans=ImageSpans(np.array(case.spans, np.int32), "every layer"))
-        )
     options: dict[str, Any] = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
     if case.scores is not None:
         # Values of one sign, so that they add up. The first key, which has another score, has the value 0.
@@ -347,7 +343,7 @@ def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
             out = backend.for_step(step.rows).attend(step.q, step.state, sinks=sinks, **options)
     except (MetalSimError, CheckError) as error:
         return str(error)
-    expected = step.reference(sinks=None if sinks is None else np.array(sinks), spans=case.spans, **options)
+    expected = step.reference(sinks=None if sinks is None else np.array(sinks), **options)
     got = np.array(out.astype(mx.float32))
     # A large sink can make the output almost zero.
     sizes = np.maximum(np.linalg.norm(expected, axis=-1), 1e-6)
