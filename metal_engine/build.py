@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from metal_engine.checkpoints.image_encoders import feature_bytes, image_refusal
 from metal_engine.checkpoints.mlx_import import import_mlx
 from metal_engine.device.command_buffers import limits_in_force
 from metal_engine.device.memory import limit_device_memory
@@ -194,8 +195,12 @@ def _assemble(
         from metal_engine.kv_transfer.connect import connect_kv
 
         specs, weights = [state.spec for state in paged.pool.states], loaded.model.parameters() | drafts.weights_of_kv
+        model_config = loaded.config
+        if paged.images is not None:  # KV of image tokens depend on the encoder and on the processing of images
+            weights |= {"image_encoder": paged.images.encoder.parameters()}
+            model_config = model_config | {"image_processing": opened.info.vision}
         scheduler_side, runner_side, fingerprint = connect_kv(
-            transfer, args.block_size, loaded.name, weights, loaded.config, specs, opened.attention.layers.tuned
+            transfer, args.block_size, loaded.name, weights, model_config, specs, opened.attention.layers.tuned
         )
         # Prefix hashes use the fingerprint of the KV store, so that other processes find the prefixes.
         cache = replace(config.cache, model_fingerprint=fingerprint)
@@ -263,17 +268,29 @@ def _expected_bytes(args: EngineArgs, facts: CheckpointRequirements, device: Dev
     """Estimate the memory that a model needs besides its weights, before the weights are read.
 
     Returns:
-        Bytes of the KV cache, as far as the settings and the configuration determine them. Estimated bytes of the
-        largest step, or None if it cannot be estimated yet.
+        Bytes of the KV cache and of kept features of images, as far as the settings and the configuration determine
+        them. Estimated bytes of the largest step and of encoding the largest image, or None if they cannot be estimated
+        yet.
     """
+    import mlx.core as mx
+
     from metal_engine.models.info import expected_model_info
+    from metal_engine.runner.encode_estimate import estimate_encode_bytes
     from metal_engine.runner.step_estimate import estimate_step_bytes
 
     info = expected_model_info(args.model, facts, args.kv_cache_dtype)
     if info is None:
         return 0 if args.num_gpu_blocks_override is not None else args.kv_cache_memory_bytes or 0, None
-    kv_bytes, *largest_step = expected_sizes(args, info, device)
-    return kv_bytes, estimate_step_bytes(info, device, args.block_size, kv_bytes, *largest_step)
+    if image_refusal(facts.config, args) is None:
+        number_bytes = getattr(mx, facts.dtype).size
+        info = replace(
+            info, image_refusal=None, feature_bytes=feature_bytes(facts.config, info.hidden_size, number_bytes)
+        )
+    sizes = expected_sizes(args, info, device)
+    step_bytes = estimate_step_bytes(info, device, args.block_size, sizes.kv_bytes, sizes.num_tokens, sizes.num_rows)
+    if sizes.encoder_tokens:
+        step_bytes += estimate_encode_bytes(facts.config, device, sizes.encoder_tokens)
+    return sizes.kv_bytes + sizes.kept_image_bytes, step_bytes
 
 
 def _claim_for_loading(

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from metal_engine.checkpoints.image_encoders import image_refusal
+from metal_engine.checkpoints.image_encoders import feature_bytes, image_refusal
 from metal_engine.checkpoints.image_processors import read_vision
 from metal_engine.errors import ModelLoadError, one_line
 from metal_engine.settings.config import TEXT_ONLY
@@ -84,10 +84,9 @@ def _load(args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, *, is_chec
     from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 
     config = read_config(loaded.path)  # mlx-lm changes its configuration when it creates the model
-    hidden_size = (config.get("text_config") or config)["hidden_size"]
     on_cpu = computes_on_cpu()
     dtype = DTYPES.get(args.dtype, mx.float32 if on_cpu else None)
-    paged = opened.paged
+    paged, hidden_size = opened.paged, opened.info.hidden_size
     encoder = MlxVlmEncoder(config, hidden_size, paged.dtype)
     language_model = encoder.take_language_model()
     weight_bytes = load_encoder_weights(encoder, loaded.path, loaded.config, dtype, on_cpu=on_cpu)
@@ -96,7 +95,7 @@ def _load(args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, *, is_chec
         logger.info("checking that images reach %s correctly", loaded.name)
         check_images(paged, encoder, language_model)
         _try_kernel(opened.attention, encoder, args.block_size)
-    return _Sizes(weight_bytes, hidden_size * paged.dtype.size * (1 + encoder.num_deep_layers))
+    return _Sizes(weight_bytes, feature_bytes(config, hidden_size, paged.dtype.size))
 
 
 def _try_kernel(attention: ChosenAttention, encoder: ImageEncoder, block_size: int) -> None:

@@ -21,6 +21,7 @@ from metal_engine.checkpoints import image_encoders
 from metal_engine.checkpoints.image_encoders import ENCODERS, image_refusal
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.errors import ConfigError, PromptError
+from metal_engine.lora_adapter import Adapter
 from metal_engine.models.multimodal import mlx_vlm_encoder
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
 from metal_engine.sampling_params import SamplingParams
@@ -51,6 +52,33 @@ PROCESSOR: dict[str, Any] = {
     "image_std": [0.5] * 3,
 }
 PARTS = (7, (4, 6, 1), 9)
+# As published: with InternVL's own name of the text model's configuration.
+INTERNVL_CHAT = {name.replace("text_", "llm_"): value for name, value in CONFIGS["internvl_chat"].items()}
+
+
+# Names of Hugging Face's tensors by mlx-vlm's. Then tensors whose channels are before their height and width.
+PUBLISHED_NAMES = {
+    "gemma4": {
+        "vision_tower.": "model.vision_tower.",
+        "embed_vision.": "model.embed_vision.",
+        "language_model.model.": "model.language_model.",
+    },
+    "qwen3_vl": {"vision_tower.": "model.visual.", "language_model.model.": "model.language_model."},
+    "smolvlm": {
+        "vision_model.": "model.vision_model.",
+        "connector.": "model.connector.",
+        "language_model.": "model.text_model.",
+    },
+}
+PUBLISHED_CONVOLUTIONS = {
+    "model.visual.patch_embed.proj.weight",
+    "model.vision_model.embeddings.patch_embedding.weight",
+}
+
+
+def _published_name(config: dict[str, Any], name: str) -> str:
+    names = {"language_model.lm_head.": "lm_head."} | PUBLISHED_NAMES[config["model_type"]]
+    return next((theirs + name.removeprefix(ours) for ours, theirs in names.items() if name.startswith(ours)), name)
 
 
 def weights_of(model: nn.Module) -> dict[str, mx.array]:
@@ -69,11 +97,11 @@ def write_vision_checkpoint(
     """Write a checkpoint of mlx-vlm's form. Return the model whose weights it has.
 
     Args:
-        as_published: use the names and the layout of Hugging Face's Qwen3-VL.
+        as_published: use the names and the layout of Hugging Face's models.
         sidecar: store the encoder in a file of its own.
         bits: quantize the encoder and the text model.
     """
-    tiny = make_tiny_vision(config)
+    tiny = make_tiny_vision(config if "llm_config" not in config else CONFIGS["internvl_chat"])
     tiny.reference.update(tree_map(lambda a: a.astype(dtype), tiny.reference.parameters()))
     full = deepcopy(config)
     if bits is not None:
@@ -81,16 +109,9 @@ def write_vision_checkpoint(
         tiny = TinyVision(config, quantized, tiny.paged, tiny.encoder)
     weights = weights_of(tiny.reference)
     if as_published:
-        names = {"vision_tower.": "model.visual.", "language_model.model.": "model.language_model.",
-                 "language_model.lm_head.": "lm_head."}  # fmt: skip
-        if config["model_type"] == "gemma4":
-            names = {"vision_tower.": "model.vision_tower.", "embed_vision.": "model.embed_vision.",
-                     "language_model.model.": "model.language_model."}  # fmt: skip
-        for ours, theirs in names.items():
-            weights = {name.replace(ours, theirs, 1): array for name, array in weights.items()}
-        patches = "model.visual.patch_embed.proj.weight"
-        if patches in weights:
-            weights[patches] = weights[patches].transpose(0, 4, 1, 2, 3)
+        weights = {_published_name(config, name): array for name, array in weights.items()}
+        for name in PUBLISHED_CONVOLUTIONS & weights.keys():
+            weights[name] = weights[name].transpose(0, weights[name].ndim - 1, *range(1, weights[name].ndim - 1))
     folder.mkdir(parents=True, exist_ok=True)
     of_text = {name: array for name, array in weights.items() if "language_model." in name or "lm_head" in name}
     of_encoder = {name: array for name, array in weights.items() if name not in of_text}
@@ -104,9 +125,12 @@ def write_vision_checkpoint(
     return tiny
 
 
-def run_prompt(engine: BuiltEngine, prompt: VisionPrompt, num_tokens: int = 6) -> list[int]:
+def run_prompt(
+    engine: BuiltEngine, prompt: VisionPrompt, num_tokens: int = 6, *, adapter: Adapter | None = None
+) -> list[int]:
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=1)
-    engine.core.add_request("r", engine.preparer.prepare(prompt.token_ids, params, images=prompt.images))
+    (prepared,) = engine.preparer.prepare_all([prompt.token_ids], params, adapter=adapter, images=[prompt.images])
+    engine.core.add_request("r", prepared)
     outputs = []
     while engine.core.has_requests:
         outputs += engine.core.step()
@@ -125,9 +149,17 @@ def text_prompt(engine: BuiltEngine) -> list[int]:
         (QWEN3_5, {"sidecar": True}),
         (QWEN3_VL, {"bits": 8}),
         (QWEN3_VL, {"dtype": mx.bfloat16}),
+        (CONFIGS["smolvlm"], {}),
+        (CONFIGS["smolvlm"], {"as_published": True}),
+        (CONFIGS["smolvlm"], {"bits": 8}),
+        (CONFIGS["internvl"], {}),
+        (INTERNVL_CHAT, {}),
         (CONFIGS["gemma4 small"], {"as_published": True}),
     ],
-    ids=["plain", "as published", "sidecar", "quantized", "half precision", "gemma4 small"],
+    ids=[
+        *("plain", "as published", "sidecar", "quantized", "half precision"),
+        *("smolvlm", "smolvlm as published", "smolvlm quantized", "internvl", "internvl_chat", "gemma4 small"),
+    ],
 )
 def test_a_checkpoint_with_an_encoder(tmp_path: Path, config: dict[str, Any], options: dict[str, Any]) -> None:
     tiny = write_vision_checkpoint(tmp_path / "m", config, **options)
@@ -224,8 +256,9 @@ def fail(*args: Any) -> Any:
 
 def test_settings_that_do_not_go_with_images(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path / "m", QWEN3_VL)
-    _, refusal = refused(tmp_path / "m", kv_cache_dir=str(tmp_path / "kv"))
-    assert "a store of KV" in refusal
+    draft = {"method": "draft_model", "model": str(tmp_path / "m"), "num_speculative_tokens": 2}
+    _, refusal = refused(tmp_path / "m", speculative_config=json.dumps(draft))
+    assert "the method draft_model" in refusal
 
 
 def test_a_limit_below_the_size_of_every_image(tmp_path: Path) -> None:
@@ -244,7 +277,7 @@ def test_a_limit_below_the_size_of_every_image(tmp_path: Path) -> None:
         (
             {"model_type": "qwen3_vl", "vision_config": {}},
             {"speculative_config": '{"method": "draft_model", "model": "a", "num_speculative_tokens": 2}'},
-            "the method ngram",
+            "the method draft_model",
         ),
     ],
 )
@@ -252,8 +285,9 @@ def test_reasons_before_the_weights_are_read(config: dict[str, Any], settings: d
     assert reason in (image_refusal(config, EngineArgs(model="m", **settings)) or "")
 
 
-def test_ngram_speculation_goes_with_images() -> None:
-    speculative = '{"method": "ngram", "num_speculative_tokens": 2}'
+@pytest.mark.parametrize("method", ["ngram", "mtp", "auto"])
+def test_speculation_that_goes_with_images(method: str) -> None:
+    speculative = f'{{"method": "{method}", "num_speculative_tokens": 2}}'
     config = {"model_type": "qwen3_vl", "vision_config": {}}
     assert image_refusal(config, EngineArgs(model="m", speculative_config=speculative)) is None
 

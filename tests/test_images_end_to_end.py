@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from copy import deepcopy
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
 from metal_engine.build import build_engine
+from metal_engine.checkpoints import image_encoders
 from metal_engine.engine.async_engine import AsyncEngine
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.llm import LLM
@@ -149,6 +152,26 @@ def test_llm_reads_files(checkpoint: tuple[Path, TinyVision], tmp_path: Path) ->
         (result,) = llm.chat(messages, params, use_tqdm=False)
     text = f"<|im_start|>user\n{MARKER}?<|im_end|>\n<|im_start|>assistant\n"
     assert (result.prompt_token_ids, result.outputs[0].token_ids) == expected(tiny, text, [A])
+
+
+def test_without_mlx_vlm_the_server_names_the_package(
+    checkpoint: tuple[Path, TinyVision], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(image_encoders, "version", version)
+    engine = AsyncEngine(EngineThread(lambda: build_engine(engine_args(checkpoint[0]))))
+    engine.start()
+    with serve(engine=engine) as served:
+        reason = "mlx-vlm is not installed: pip install 'metal-engine[vision]'"
+        assert httpx.get(f"{served.url}/health").json()["images"] == f"refused: {reason}"
+        answer = served.post(CHAT, body([{"role": "user", "content": [image(A)]}]))
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert message == f"messages[0].content[0].image_url.url: images are not supported: {reason}"
+        text = served.post(CHAT, body([{"role": "user", "content": "hello"}]))
+        assert len(text.json()["choices"][0]["token_ids"]) == NUM_TOKENS
 
 
 def test_without_its_processor_the_model_serves_text(checkpoint: tuple[Path, TinyVision], tmp_path: Path) -> None:

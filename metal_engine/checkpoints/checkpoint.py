@@ -79,6 +79,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise ModelLoadError(f"{path} names no model_type: not the configuration of a model")
+    if "llm_config" in config:  # InternVL's name
+        config.setdefault("text_config", config["llm_config"])
     for name in _SECTIONS:
         if not isinstance(config.get(name) or {}, dict):
             raise ModelLoadError(f"{path}: {name} must be a JSON object, not {short(config[name])}")
@@ -214,7 +216,7 @@ def parse_safetensors_header(header: bytes, path: str) -> list[StoredTensor]:
 # Beginnings of the names of a multimodal model's tensors outside its text model, which mlx-lm leaves out.
 _VISION = re.compile(
     r"(?:model\.)?(?:vision_tower|vision_model|vision_encoder|vision_embedder|visual|multi_modal_projector|mm_projector"
-    r"|embed_vision)\."
+    r"|embed_vision|connector|mlp1)\."
 )
 _AUDIO = re.compile(r"(?:model\.)?(?:audio_tower|embed_audio)\.")
 

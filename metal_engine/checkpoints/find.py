@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.utils import _get_classes
-
 from metal_engine.checkpoints.demo import fetch_demo_model
 from metal_engine.checkpoints.draft_head_names import HEAD_PATTERNS
 from metal_engine.checkpoints.hub import (
@@ -32,6 +30,7 @@ from metal_engine.checkpoints.hub_preflight import (
     read_remote_config,
     remote_model_tensors,
 )
+from metal_engine.checkpoints.model_classes import model_classes
 from metal_engine.checkpoints.named_paths import check_model_name
 from metal_engine.checkpoints.names import DEMO_MODEL, HubName, parse_hub_name
 from metal_engine.checkpoints.pooling_config import check_causal
@@ -213,7 +212,7 @@ def check_architecture(config: dict[str, Any], args: EngineArgs) -> None:
             )
         return
     try:
-        _get_classes(config)
+        model_classes(config)
     except (ValueError, SystemExit) as error:  # mlx-lm's olmo exits the process if its package is missing
         raise UnsupportedModelError(
             f"{args.model}: mlx-lm has no architecture {config['model_type']!r}, or a package that it needs is missing"

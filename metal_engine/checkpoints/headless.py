@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import _get_classes
 
 from metal_engine.checkpoints.checkpoint import StoredTensor
+from metal_engine.checkpoints.model_classes import model_classes
 
 _HEAD = "lm_head."
 _TRUNK = "model."
@@ -50,7 +50,7 @@ class EmbeddingWeights:
 
     def model_classes(self, config: dict[str, Any]) -> tuple[type[nn.Module], type]:
         """Return mlx-lm's classes for the model. The model class renames the weights when they are loaded."""
-        model_class, args_class = _get_classes(config)
+        model_class, args_class = model_classes(config)
         return (_with_trunk_name(model_class) if self.lacks_trunk_name else model_class), args_class
 
 

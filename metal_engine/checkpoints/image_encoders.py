@@ -18,6 +18,9 @@ from metal_engine.settings.speculative import speculative_config
 ENCODERS = {
     "gemma3": "gemma3",
     "gemma4": "gemma4",
+    "idefics3": "idefics3",
+    "internvl": "internvl",
+    "internvl_chat": "internvl_chat",
     "kimi_vl": "kimi_vl",
     "lfm2-vl": "lfm2_vl",
     "lfm2_vl": "lfm2_vl",
@@ -30,6 +33,7 @@ ENCODERS = {
     "qwen3_vl_moe": "qwen3_vl_moe",
     "qwen3_5": "qwen3_5",
     "qwen3_5_moe": "qwen3_5_moe",
+    "smolvlm": "smolvlm",
 }
 _OLDEST, _TOO_NEW = (0, 7, 10), (0, 8)
 INSTALL = "pip install 'metal-engine[vision]'"
@@ -48,11 +52,9 @@ def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
         return f"images of the architecture {model_type} are not supported"
     if args.num_ranks > 1:
         return "images are not supported on several ranks"
-    if args.kv_cache_dir is not None or args.kv_transfer_config is not None:
-        return "images are not supported with a store of KV (--kv-cache-dir, --kv-transfer-config)"
     speculative = speculative_config(args)
-    if speculative is not None and speculative.method != "ngram":
-        return "images are supported only with the method ngram of --speculative-config"
+    if speculative is not None and speculative.method == "draft_model":
+        return "images are not supported with the method draft_model of --speculative-config"
     return _mlx_vlm_problem()
 
 
@@ -67,6 +69,18 @@ def sees_itself(config: Mapping[str, Any]) -> SeesItself:
     text = config.get("text_config") or {}
     is_gemma4 = config.get("model_type") == "gemma4" and text.get("use_bidirectional_attention") == "vision"
     return "layers with windows" if is_gemma4 else ""
+
+
+def feature_bytes(config: Mapping[str, Any], hidden_size: int, number_bytes: int) -> int:
+    """Return the size of the features of an image token in bytes: one embedding, and one for each deepstack layer.
+
+    Args:
+        config: content of ``config.json`` of a model with an image encoder.
+        hidden_size: number of elements of an embedding.
+        number_bytes: size of an element in bytes.
+    """
+    num_deep_layers = len(config["vision_config"].get("deepstack_visual_indexes") or ())
+    return hidden_size * number_bytes * (1 + num_deep_layers)
 
 
 def _mlx_vlm_problem() -> str | None:

@@ -34,11 +34,15 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
     if family == "llava" and vision.get("model_type") == "pixtral":
         family = "pixtral"
     token_id = next((config[name] for name in _IMAGE_TOKENS if config.get(name) is not None), None)
+    if token_id is None and family == "internvl_chat":
+        token_id = _internvl_token(folder)
     if token_id is None:
         raise ModelLoadError("config.json has no image_token_id")
-    processor = _processor(folder)
+    processor = _internvl_processor(config, vision) if family == "internvl_chat" else _processor(folder)
     if family in ("lfm2_vl", "lfm2-vl"):
         processor = {name: value for name, value in processor.items() if name not in _TILES}
+    if family == "internvl":  # the default of the model's processor, which its image processor lacks
+        processor["crop_to_patches"] = True
     processor |= overrides
     if processor.get("do_pan_and_scan"):
         raise ModelLoadError("crops of an image (do_pan_and_scan) are not supported")
@@ -46,6 +50,7 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
     if family == "gemma4":
         max_tokens = int(processor.get("max_soft_tokens", 280))
     patch = vision.get("patch_size", processor.get("patch_size", 14))
+    patch = patch[0] if isinstance(patch, list) else patch
     return VisionConfig(
         family=family,
         image_token_id=int(token_id),
@@ -75,6 +80,34 @@ def _processor(folder: Path) -> dict[str, Any]:
     return found
 
 
+def _internvl_processor(config: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an image processor for ``internvl_chat``, whose settings are in ``config.json``.
+
+    Pixels are normalized with the mean and the deviation of ImageNet.
+    """
+    side = int(config.get("force_image_size") or vision.get("image_size", 448))
+    return {
+        "size": {"height": side, "width": side},
+        "crop_to_patches": config.get("dynamic_image_size", True),
+        "min_patches": config.get("min_dynamic_patch", 1),
+        "max_patches": config.get("max_dynamic_patch", 12),
+        "image_mean": [0.485, 0.456, 0.406],
+        "image_std": [0.229, 0.224, 0.225],
+    }
+
+
+def _internvl_token(folder: Path) -> int | None:
+    """Return the id of InternVL's image token in the files of the tokenizer; None if it is missing."""
+    for name in ("tokenizer_config.json", "added_tokens.json"):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            ids = {token["content"]: int(key) for key, token in content.get("added_tokens_decoder", {}).items()}
+            found = ids.get("<IMG_CONTEXT>", content.get("<IMG_CONTEXT>"))
+            if found is not None:
+                return int(found)
+    return None
+
+
 def _merge_size(family: str, config: dict[str, Any], vision: dict[str, Any], processor: dict[str, Any]) -> int:
     if family == "mistral3":
         return int(config.get("spatial_merge_size", 2))
@@ -96,4 +129,9 @@ def _num_features(family: str, config: dict[str, Any], vision: dict[str, Any]) -
         return patches**2 // int(config.get("scale_factor", 2)) ** 2
     if family == "gemma3":
         return int(config.get("mm_tokens_per_image", 256))
+    if family in ("internvl", "internvl_chat"):
+        side, patch = (
+            size[0] if isinstance(size, list) else size for size in (vision["image_size"], vision["patch_size"])
+        )
+        return int(int(side) // int(patch) * float(config.get("downsample_ratio", 0.5))) ** 2
     return 0

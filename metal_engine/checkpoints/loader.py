@@ -265,14 +265,13 @@ def _load_mlx_lm_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Create mlx-lm's model and configuration, with explained errors. Weights are not in memory yet."""
     model_type = config["model_type"]
+    changes = weights.config
+    if "llm_config" in config:  # the model's arguments are read from ``text_config``
+        changes = (changes or {}) | {"text_config": config["text_config"]}
     try:
         trust = args.trust_remote_code
         return load_model(
-            path,
-            lazy=True,
-            model_config=weights.config,
-            get_model_classes=weights.model_classes,
-            trust_remote_code=trust,
+            path, lazy=True, model_config=changes, get_model_classes=weights.model_classes, trust_remote_code=trust
         )
     except KeyError as error:
         raise ModelLoadError(f"{args.model}: {model_type} needs {error}, which config.json lacks") from error

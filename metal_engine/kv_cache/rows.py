@@ -127,6 +127,7 @@ class StepRows:
             num_samples=counts,
             state_slots=(self.state_reads[keep], self.state_writes[keep]),
             make_writes=self.make_writes,
+            rotary_positions=None if self.rotary_positions is None else self.rotary_positions[..., self.logits_indices],
         )
 
     def slots(self, requests: np.ndarray | int, positions: np.ndarray | int) -> np.ndarray:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from metal_engine.checkpoints.checkpoint import StoredTensor, stored_tensors
+from metal_engine.checkpoints.checkpoint import StoredTensor, is_vision_tensor, stored_tensors
 from metal_engine.checkpoints.files import read_json
 from metal_engine.errors import AdapterError, ModelLoadError, one_line, short
 from metal_engine.lora_adapter import LARGEST_FLOAT32, AdapterTargets
@@ -282,6 +282,8 @@ def _by_tail(targets: AdapterTargets) -> dict[str, str]:
 
 def _target(name: str, targets: AdapterTargets, by_tail: dict[str, str], path: Path) -> str:
     """Return the model's name of a layer that an adapter adds to."""
+    if is_vision_tensor(name):  # its layers may have the names of the text model's layers
+        raise AdapterError(f"{path} adds to {short(name, 100)}: adapters of image encoders are not supported")
     module = name if name in targets.shapes or name in targets.refused else by_tail.get(_tail(name), name)
     if module in targets.shapes:
         return module

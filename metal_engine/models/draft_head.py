@@ -9,6 +9,8 @@ head, and has keys and values of its own in the model's blocks::
                                fc -> blocks, KV at the slot of p -> norm -> the model's LM head -> token p + 2
     embedding of p + 1 --norm--'
 
+The embedding of an image token is its feature, and rotary positions have the model's axes (M-RoPE).
+
 The output after the last norm replaces the hidden state of p + 1 in a chain: with token p + 2, it predicts token p + 3.
 """
 
@@ -34,6 +36,8 @@ from metal_engine.kv_cache.state import LayerState
 from metal_engine.models.cpu_ops import StepPositions, use_faster_layers
 from metal_engine.models.current_step import CurrentStep
 from metal_engine.models.layer_cache import LayerCache, RecordingCache, layer_cache
+from metal_engine.models.multimodal.axes_rope import rotary_positions, use_axes
+from metal_engine.models.multimodal.merging import StepImages
 from metal_engine.models.paged_model import PagedModel
 
 # Names of the norms' epsilon in mlx-lm's arguments.
@@ -197,6 +201,8 @@ class PagedDraftHead:
         self._embedding = embedding_table(target.model)
         if computes_on_cpu():
             use_faster_layers(head)
+        if target.images is not None and target.images.encoder.axes is not None:
+            use_axes(head, target.images.encoder.axes)
         recorder, hidden = RecordingCache(), mx.zeros((2, head.norm.weight.size), target.dtype)
         try:
             output = head(self._embedding(mx.array([[0], [1]])), hidden[:, None], recorder.make_mask(1), recorder)
@@ -220,7 +226,14 @@ class PagedDraftHead:
         self._cache = cache
         self._positions: type[mx.array] = StepPositions if computes_on_cpu() else mx.array
 
-    def __call__(self, token_ids: mx.array, hidden: mx.array, rows: StepRows, attention: StepAttention) -> mx.array:
+    def __call__(
+        self,
+        token_ids: mx.array,
+        hidden: mx.array,
+        rows: StepRows,
+        attention: StepAttention,
+        images: StepImages | None = None,
+    ) -> mx.array:
         """Write the keys and values of some rows, and return the head's output for them, [N, hidden_size].
 
         If nothing evaluates the output, only the keys and values are computed.
@@ -230,10 +243,9 @@ class PagedDraftHead:
             hidden: hidden states of the rows, or the head's output of the rows before in a chain, [N, hidden_size].
             rows: the rows.
             attention: attention of the backend for ``rows``.
+            images: features of the tokens after the rows; None if no such token has features.
         """
-        # Rotary positions for each axis are left out: a head has one axis, and its drafts are checked anyway.
-        rotary = rows.positions if rows.rotary_positions is None or rows.has_axes else rows.rotary_positions
-        return self._run(token_ids, hidden, mx.array(rotary), rows, attention)
+        return self._run(token_ids, hidden, rotary_positions(rows, self._positions), rows, attention, images)
 
     def forward_of_arrays(
         self, token_ids: mx.array, hidden: mx.array, positions: mx.array, rows: TracedRows, attention: StepAttention
@@ -243,7 +255,7 @@ class PagedDraftHead:
         Returns:
             Output, [N, hidden_size], and None, because a head has no other hidden states.
         """
-        return self._run(token_ids, hidden, positions, rows, attention), None
+        return self._run(token_ids, hidden, self._positions(positions), rows, attention), None
 
     def _run(
         self,
@@ -252,17 +264,26 @@ class PagedDraftHead:
         positions: mx.array,
         rows: StepRows | TracedRows,
         attention: StepAttention,
+        images: StepImages | None = None,
     ) -> mx.array:
         step = self._step
-        step.rows, step.attention, step.positions = rows, attention, self._positions(positions)
+        step.rows, step.attention, step.positions = rows, attention, positions
         try:
             embeddings = self._embedding(token_ids[:, None])
+            if images is not None:
+                embeddings[images.rows, 0] = images.embeddings.astype(embeddings.dtype)
             return self.head(embeddings, hidden[:, None], self._cache.make_mask(1), self._cache)[:, 0]
         finally:
             step.rows = step.attention = step.positions = None
 
     def follow(
-        self, token_ids: mx.array, hidden: mx.array, rows: StepRows, attention: StepAttention, backend: AttentionBackend
+        self,
+        token_ids: mx.array,
+        hidden: mx.array,
+        rows: StepRows,
+        attention: StepAttention,
+        backend: AttentionBackend,
+        images: StepImages | None = None,
     ) -> mx.array:
         """Write the keys and values of a step's rows, and return the head's output for the rows that sample.
 
@@ -275,11 +296,12 @@ class PagedDraftHead:
             rows: rows of a step of the model.
             attention: attention of ``backend`` for ``rows``.
             backend: attention backend of the model.
+            images: features of the tokens after the rows. Sampled tokens have no features.
 
         Returns:
             Output, [R, hidden_size].
         """
-        output = self(token_ids, hidden, rows, attention)
+        output = self(token_ids, hidden, rows, attention, images)
         if len(rows.logits_indices) == rows.num_tokens:
             return output
         indices = mx.array(rows.logits_indices)

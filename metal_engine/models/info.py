@@ -9,10 +9,11 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes, get_total_parameters
+from mlx_lm.utils import get_total_parameters
 
 from metal_engine.checkpoints.checkpoint import context_length
 from metal_engine.checkpoints.loader import Divide, LoadedModel
+from metal_engine.checkpoints.model_classes import model_classes
 from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.models.paged_model import PagedModel
@@ -68,7 +69,7 @@ def expected_model_info(
     if config.get("model_file") is not None:  # the checkpoint's code is not present yet, or must not run
         return None
     try:
-        model_class, args_class = _get_classes(config)
+        model_class, args_class = model_classes(config)
         model = model_class(args_class.from_dict(config))
         model.set_dtype(getattr(mx, facts.dtype))
     except Exception as error:  # loading the model will report the problem in better words

@@ -36,7 +36,7 @@ from metal_engine.models.cpu_ops import StepPositions
 from metal_engine.models.current_step import CurrentStep
 from metal_engine.models.layer_cache import LayerCache, layer_cache
 from metal_engine.models.mlx_lm_patch import hidden_states_problem, patch_model
-from metal_engine.models.multimodal.axes_rope import AxesStepPositions
+from metal_engine.models.multimodal.axes_rope import rotary_positions
 from metal_engine.models.multimodal.encoder import ImageEncoder
 from metal_engine.models.multimodal.merging import ImageInput, StepImages
 from metal_engine.models.recurrent.install import install_states
@@ -226,20 +226,12 @@ class PagedModel:
         """
         step = self._step
         step.rows, step.attention = rows, attention
-        step.positions = self._rotary_positions(rows)
+        step.positions = rotary_positions(rows, self._positions)
         step.images = images
         step.logits_indices = mx.array(rows.logits_indices) if logits_indices is None else logits_indices
         step.hidden_indices = hidden_indices
         step.adapters = adapters
         return self._run(input_ids)
-
-    def _rotary_positions(self, rows: StepRows) -> mx.array:
-        """Return the positions for the layers, [N]."""
-        if rows.rotary_positions is None:
-            return self._positions(rows.positions)
-        if rows.has_axes:
-            return AxesStepPositions(rows.positions, mx.array(rows.rotary_positions))
-        return self._positions(rows.rotary_positions)
 
     def forward_of_arrays(
         self,

@@ -6,7 +6,7 @@ Work per token is done by NumPy operations over the whole step. Python loops run
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from metal_engine.step import ModelOutput, NewRequestData, SchedulerOutput
 class PackedBatch:
     """Tokens and rows of one step, on the host: N tokens of B requests. R of the N rows sample.
 
-    All arrays are int32. ``images`` has the rows with features of images; None if there are none.
+    All arrays are int32. ``images`` has the rows with features of images, and ``next_images`` the rows before a
+    token with features; None if there are none.
     """
 
     input_ids: np.ndarray  # [N]
@@ -33,6 +34,7 @@ class PackedBatch:
     pending_samples: np.ndarray  # [P] their indices among the previous step's samples
     adapter_slots: np.ndarray  # [B] LoRA slot of each request, 0: none; [0] if no request has an adapter
     images: ImageRows | None = None
+    next_images: ImageRows | None = None
 
     def is_continued(self, num_samples: int) -> bool:
         """Return True if the step's tokens are exactly the ``num_samples`` samples of the previous step, in order."""
@@ -45,7 +47,7 @@ class PackedBatch:
         Costs a few NumPy passes over N and over the block table.
         """
         for name, array in vars(self).items():
-            if name not in ("rows", "images") and (array.dtype != np.int32 or array.ndim != 1):
+            if name not in ("rows", "images", "next_images") and (array.dtype != np.int32 or array.ndim != 1):
                 raise ValueError(f"bad batch: {name} is {array.dtype} of shape {array.shape}, not int32 [n]")
         self.rows.validate(num_blocks, num_state_slots)
         if len(self.input_ids) != self.rows.num_tokens:
@@ -344,15 +346,17 @@ class RequestTable:
         self._last_sample.fill(-1)
         self._last_sample[sample_indices] = np.arange(len(sample_indices), dtype=np.int32)
         adapter_slots = self._adapter_slots[indices if self._num_with_adapter else indices[:0]]
-        images = None
+        images = next_images = None
         if self._images:
-            rows = replace(
-                rows,
-                rotary_positions=self._images.rotary_positions(indices, rows),
-                image_spans=self._images.spans(indices, rows),
-            )
-            images = self._images.rows(indices, rows)
-        return PackedBatch(input_ids, rows, sample_indices, pending_rows, pending_samples, adapter_slots, images)
+            rows = self._images.add_to_rows(indices, rows)
+            images, next_images = self._images.rows(indices, rows), self._images.rows(indices, rows, ahead=1)
+        return PackedBatch(
+            input_ids, rows, sample_indices, pending_rows, pending_samples, adapter_slots, images, next_images
+        )
+
+    def rotary_positions(self, indices: np.ndarray, rows: StepRows) -> np.ndarray | None:
+        """Return rotary positions for rows of the requests at ``indices``; None if they equal the positions."""
+        return self._images.rotary_positions(indices, rows)
 
     def rows(
         self, indices: np.ndarray, num_computed: np.ndarray, query_lens: np.ndarray, num_samples: np.ndarray

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import StepAttention
+from metal_engine.models.multimodal.merging import StepImages
 from metal_engine.runner.batch import PackedBatch, RequestTable
 from metal_engine.runner.logits_edits import NoTokenLeftError, StepEdits
 from metal_engine.runner.sampler import sample
@@ -26,6 +27,7 @@ class TargetStep:
         batch: packed rows.
         attention: attention over the rows.
         hidden: hidden states of all rows, [N, hidden_size]; None if the drafter does not need them.
+        next_images: features of the tokens after the rows; None if no such token has features.
     """
 
     table: RequestTable
@@ -33,6 +35,7 @@ class TargetStep:
     batch: PackedBatch
     attention: StepAttention
     hidden: mx.array | None
+    next_images: StepImages | None = None
 
 
 class FollowedStep(Protocol):

@@ -12,7 +12,7 @@ from metal_engine.errors import ConfigError
 from metal_engine.models.paged_model import PagedModel
 
 # Largest image that is encoded on a CPU, where it takes seconds. The memory of larger images is extrapolated.
-_CPU_TOKENS = 256
+CPU_TOKENS = 256
 
 
 def measure_encode_bytes(model: PagedModel, num_tokens: int) -> int:
@@ -23,7 +23,7 @@ def measure_encode_bytes(model: PagedModel, num_tokens: int) -> int:
     """
     assert model.images is not None
     encoder = model.images.encoder
-    measured = min(num_tokens, _CPU_TOKENS) if computes_on_cpu() else num_tokens
+    measured = min(num_tokens, CPU_TOKENS) if computes_on_cpu() else num_tokens
     rows = isqrt(measured)
     sample = encoder.sample(rows, measured // rows)
     if sample.num_features > num_tokens:

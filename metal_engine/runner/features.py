@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
 from metal_engine.models.multimodal.encoder import ImageFeatures
 from metal_engine.models.multimodal.merging import StepImages
@@ -58,6 +59,20 @@ class FeatureCache:
             for layer in range(len(parts[0][0].by_layer))
         ]
         return StepImages(mx.array(images.rows), embeddings, tuple(by_layer))
+
+    def kept_of_step(self, images: ImageRows | None) -> StepImages | None:
+        """Return features as :meth:`of_step` does, without the rows of images whose features are not kept."""
+        if images is None or all(source[0] in self._features for source in images.sources):
+            return self.of_step(images)
+        ends = np.cumsum([end - first for _, first, end in images.sources])
+        kept = [
+            (rows, source)
+            for rows, source in zip(np.split(images.rows, ends[:-1]), images.sources, strict=True)
+            if source[0] in self._features
+        ]
+        if not kept:
+            return None
+        return self.of_step(ImageRows(np.concatenate([rows for rows, _ in kept]), tuple(source for _, source in kept)))
 
     def clear(self) -> None:
         """Drop all features."""

@@ -14,13 +14,16 @@ alone runs again, and its last output replaces the hidden state.
 
 If plans request no drafts, steps compute only the head's K and V. The first plan that requests drafts again gets no
 drafts, because no output was carried. The next plan gets drafts.
+
+If the token after a row has the feature of an image, the head gets the feature. A chunk may end before an image that is
+not encoded yet. The head then gets the embedding of the image token, so its drafts may be worse.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -108,9 +111,9 @@ class HeadDrafter:
         if is_decode(step.plan, rows, len(rows.logits_indices)):
             output = self._run(next_tokens, step.hidden, rows, step.attention)
         elif is_carried and len(rows.logits_indices):
-            output = self.head.follow(next_tokens, step.hidden, rows, step.attention, self._backend)
+            output = self.head.follow(next_tokens, step.hidden, rows, step.attention, self._backend, step.next_images)
         else:
-            output = self.head(next_tokens, step.hidden, rows, step.attention)
+            output = self.head(next_tokens, step.hidden, rows, step.attention, step.next_images)
         num_new_traces = self._num_new_traces - num_new_traces
         if is_carried and len(rows.logits_indices):
             return FollowedByHead(self, step, num_new_traces, output)
@@ -223,6 +226,8 @@ class HeadDrafter:
         num_tokens = [len(table.token_ids(task.index, len(task.drafts))) for task in tasks]
         ones = np.ones(len(tasks), np.int32)
         rows = table.rows(indices, np.array(num_tokens, np.int32) - 2, ones, ones)
+        if (rotary_positions := table.rotary_positions(indices, rows)) is not None:
+            rows = replace(rows, rotary_positions=rotary_positions)
         rows.validate(self._num_blocks)
         drafts = mx.array(np.array([task.drafts[-1] for task in tasks], np.int32))
         before = self.head.state.snapshot()

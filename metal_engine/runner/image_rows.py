@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -76,6 +76,15 @@ class ImageTable:
             axes[:, rows.cu_seqlens_q[request] : rows.cu_seqlens_q[request + 1]] = own
         return axes if (axes[1:] != axes[0]).any() else axes[0]
 
+    def add_to_rows(self, indices: np.ndarray, rows: StepRows) -> StepRows:
+        """Return the rows of a step with their rotary positions and the spans of images.
+
+        Args:
+            indices: [B], index of each request of the step.
+        """
+        positions = self.rotary_positions(indices, rows)
+        return replace(rows, rotary_positions=positions, image_spans=self.spans(indices, rows))
+
     def spans(self, indices: np.ndarray, rows: StepRows) -> ImageSpans | None:
         """Return the spans of rows that attend to later rows of their image; None if there are none.
 
@@ -101,15 +110,16 @@ class ImageTable:
                     sees_itself = image.sees_itself
         return ImageSpans(np.array(found, np.int32), sees_itself) if found else None
 
-    def rows(self, indices: np.ndarray, rows: StepRows) -> ImageRows | None:
+    def rows(self, indices: np.ndarray, rows: StepRows, ahead: int = 0) -> ImageRows | None:
         """Return the rows of a step with features of images; None if there are none.
 
         Args:
             indices: [B], index of each request of the step.
+            ahead: distance from a row to the token whose feature is returned. 1: the token after the row.
         """
         found, sources = [], []
-        for request in np.flatnonzero(rows.context_lens < self._image_stops[indices]).tolist():
-            start, stop = int(rows.context_lens[request]), int(rows.seq_lens[request])
+        for request in np.flatnonzero(rows.context_lens + ahead < self._image_stops[indices]).tolist():
+            start, stop = int(rows.context_lens[request]) + ahead, int(rows.seq_lens[request]) + ahead
             for image in self._images[int(indices[request])].images:
                 first, end = image.features_in(start, stop)
                 if first < end:

@@ -207,7 +207,9 @@ class ModelRunner:
             (logits, hidden), decode_forward = self._forward(plan, batch, attention, sampling.logits_indices)
         step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, decode_forward=decode_forward)
         if self._drafter is not None:
-            step.follow = partial(self._drafter.follow, TargetStep(self._table, plan, batch, attention, hidden))
+            next_images = self._features.kept_of_step(batch.next_images)
+            target = TargetStep(self._table, plan, batch, attention, hidden, next_images)
+            step.follow = partial(self._drafter.follow, target)
         return step, logits
 
     def _forward_with_pooling(

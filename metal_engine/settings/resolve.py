@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
@@ -101,11 +101,27 @@ def resolve_config(
     )
 
 
-def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> tuple[int, int, int]:
-    """Return sizes that are known before the weights are read, for a model without a draft model.
+@dataclass(frozen=True)
+class ExpectedSizes:
+    """Sizes that are known before the weights are read.
 
-    Returns:
-        Size of the KV cache in bytes, number of tokens in the largest step, and number of its rows that sample.
+    Attributes:
+        kv_bytes: size of the KV cache in bytes.
+        kept_image_bytes: size of the kept features of images in bytes.
+        num_tokens: number of tokens in the largest step.
+        num_rows: number of rows of the largest step that sample.
+        encoder_tokens: number of tokens of the largest image; 0 if images are refused.
+    """
+
+    kv_bytes: int
+    kept_image_bytes: int
+    num_tokens: int
+    num_rows: int
+    encoder_tokens: int
+
+
+def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> ExpectedSizes:
+    """Return sizes that are known before the weights are read, for a model without a draft model.
 
     Raises:
         ConfigError: as :func:`resolve_config`.
@@ -116,7 +132,13 @@ def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> tu
     pool = pool_size(args, model, device, scheduler.max_num_seqs, 0, num_padding_blocks)
     kv_bytes = (pool.num_blocks + num_padding_blocks) * args.block_size * model.kv_bytes_per_token
     kv_bytes += pool.num_state_slots * model.state_bytes_per_request
-    return kv_bytes, scheduler.max_num_batched_tokens, scheduler.max_sample_rows
+    return ExpectedSizes(
+        kv_bytes,
+        scheduler.image_cache_tokens * model.feature_bytes,
+        scheduler.max_num_batched_tokens,
+        scheduler.max_sample_rows,
+        scheduler.max_num_encoder_tokens,
+    )
 
 
 def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: ModelInfo | None) -> SchedulerConfig:

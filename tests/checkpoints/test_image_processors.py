@@ -97,6 +97,32 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int], int,
         17 * 169,
         5 * 169,
     ),
+    "InternVL 3.5, for transformers": (
+        {
+            "model_type": "internvl",
+            "image_token_id": 151671,
+            "downsample_ratio": 0.5,
+            "vision_config": {"image_size": [448, 448], "patch_size": [14, 14]},
+        },
+        {"crop_to_patches": False, "size": {"height": 448, "width": 448}, "max_patches": 12},
+        (2000, 1500),
+        13 * 256,
+        5 * 256,
+    ),
+    "InternVL 3": (
+        {
+            "model_type": "internvl_chat",
+            "image_token_index": 151667,
+            "downsample_ratio": 0.5,
+            "force_image_size": 448,
+            "max_dynamic_patch": 6,
+            "vision_config": {"image_size": 448, "patch_size": 14},
+        },
+        {"size": 448, "crop_size": 448},
+        (2000, 1000),
+        3 * 256,
+        3 * 256,
+    ),
     "LFM2-VL": (
         {"model_type": "lfm2_vl", "image_token_id": 396, "downsample_factor": 2, "vision_config": {"patch_size": 16}},
         {"do_image_splitting": False, "encoder_patch_size": 16, "max_image_tokens": 256, "tile_size": 512},
@@ -150,6 +176,25 @@ def test_newer_checkpoints_nest_the_processor(tmp_path: Path) -> None:
     config, processor, size, whole, _ = PUBLISHED["Qwen3-VL"]
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": processor, "processor_class": "x"}))
     assert num_tokens(read_vision(write(tmp_path, config, None), {}), size, None) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", {"added_tokens_decoder": {"151667": {"content": "<IMG_CONTEXT>"}}}),
+        ("added_tokens.json", {"<img>": 151665, "<IMG_CONTEXT>": 151667}),
+        ("added_tokens.json", {"<img>": 151665}),
+    ],
+)
+def test_internvl_has_its_image_token_in_the_tokenizer(name: str, content: dict[str, Any], tmp_path: Path) -> None:
+    config, *_ = PUBLISHED["InternVL 3"]
+    write(tmp_path, {key: value for key, value in config.items() if key != "image_token_index"}, None)
+    (tmp_path / name).write_text(json.dumps(content))
+    if len(content) == 1 and name == "added_tokens.json":
+        with pytest.raises(ModelLoadError, match="image_token_id"):
+            read_vision(tmp_path, {})
+    else:
+        assert read_vision(tmp_path, {}).image_token_id == 151667
 
 
 def test_missing_files_and_fields_are_named(tmp_path: Path) -> None:

@@ -164,6 +164,33 @@ def idefics3() -> Case:
     )
 
 
+def internvl(family: str = "internvl") -> Case:
+    """The settings as the reader of checkpoints completes them."""
+    module = pytest.importorskip(
+        f"mlx_vlm.models.{family}.{'processing_internvl' if family == 'internvl' else 'processor'}"
+    )
+    hf = tokenizer("<img>", "</img>", "<IMG_CONTEXT>")
+    own = module.InternVLImageProcessor(size=32, dynamic_max_num=6)
+    kind = module.InternVLProcessor if family == "internvl" else module.InternVLChatProcessor
+    processor = kind(own, hf, num_image_token=16)
+    mark = "<IMG_CONTEXT>" if family == "internvl" else "<image>"  # mlx-vlm's, in the prompt
+    return Case(
+        hf,
+        "<IMG_CONTEXT>",
+        "<IMG_CONTEXT>",
+        lambda text, images: arrays(processor(text=[text.replace("<IMG_CONTEXT>", mark)], images=images)),
+        family=family,
+        processor={
+            "size": {"height": 32, "width": 32},
+            "crop_to_patches": True,
+            "max_patches": 6,
+            "image_mean": [0.485, 0.456, 0.406],
+            "image_std": [0.229, 0.224, 0.225],
+        },
+        num_features=16,
+    )
+
+
 def lfm2_vl() -> Case:
     module = pytest.importorskip("mlx_vlm.models.lfm2_vl.processing_lfm2_vl")
     rows = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)]
@@ -254,8 +281,9 @@ def gemma4() -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    one.__name__: one for one in (qwen3_vl, qwen2_5_vl, llava, mistral3, idefics3, lfm2_vl, kimi_vl, gemma3, gemma4)
-} | {"padded kimi_vl": lambda: kimi_vl(pad_input=True)}
+    one.__name__: one
+    for one in (qwen3_vl, qwen2_5_vl, llava, mistral3, idefics3, internvl, lfm2_vl, kimi_vl, gemma3, gemma4)
+} | {"padded kimi_vl": lambda: kimi_vl(pad_input=True), "internvl_chat": lambda: internvl("internvl_chat")}
 # Names that the golden processors give to arrays besides the inputs of the encoder.
 NO_INPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "image_token_id", "image_rows", "image_cols"}
 

@@ -377,4 +377,4 @@ def test_random_traffic_with_images(machine: type[ImageMachine]) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("machine", [ImageMachine, SelfSeeingMachine])
 def test_much_random_traffic_with_images(machine: type[ImageMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=600, stateful_step_count=60))
+    run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=300, stateful_step_count=60))

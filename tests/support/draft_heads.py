@@ -45,13 +45,16 @@ def draft_always(engine: SteppedEngine) -> None:
     engine.scheduler.speculation._proposals.acceptance.computed = AlwaysLikely()
 
 
-def head_outputs(head: DraftHead, args: Any, embeddings: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+def head_outputs(
+    head: DraftHead, args: Any, embeddings: np.ndarray, hidden: np.ndarray, positions: np.ndarray | None = None
+) -> np.ndarray:
     """Return the output of a Qwen3.5 head for one sequence without a cache, in float64, [T, H].
 
     Args:
         args: arguments of the text model.
         embeddings: embeddings of the tokens after each position, [T, H].
         hidden: hidden states, [T, H].
+        positions: rotary position of each pair of elements, [T, pairs]; None if all pairs have the position's index.
     """
     weights = {name: np.array(array).astype(np.float64) for name, array in _flat(head)}
     eps, length = args.rms_norm_eps, len(hidden)
@@ -71,8 +74,10 @@ def head_outputs(head: DraftHead, args: Any, embeddings: np.ndarray, hidden: np.
     keys = product(y, f"{layer}.k_proj.weight").reshape(length, num_kv_heads, head_dim)
     values = product(y, f"{layer}.v_proj.weight").reshape(length, num_kv_heads, head_dim)
     dims = int(head_dim * args.partial_rotary_factor)
-    queries = _rotated(norm(queries[..., :head_dim], f"{layer}.q_norm.weight"), dims, args.rope_theta)
-    keys = _rotated(norm(keys, f"{layer}.k_norm.weight"), dims, args.rope_theta)
+    if positions is None:
+        positions = np.repeat(np.arange(length)[:, None], dims // 2, axis=1)
+    queries = _rotated(norm(queries[..., :head_dim], f"{layer}.q_norm.weight"), dims, args.rope_theta, positions)
+    keys = _rotated(norm(keys, f"{layer}.k_norm.weight"), dims, args.rope_theta, positions)
     keys, values = (np.repeat(array, num_heads // num_kv_heads, axis=1) for array in (keys, values))
     scores = np.einsum("qhd,khd->hqk", queries, keys) * head_dim**-0.5
     scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
@@ -92,10 +97,10 @@ def _flat(head: DraftHead) -> list[tuple[str, mx.array]]:
     return flat
 
 
-def _rotated(x: np.ndarray, dims: int, base: float) -> np.ndarray:
+def _rotated(x: np.ndarray, dims: int, base: float, positions: np.ndarray) -> np.ndarray:
     """Rotate the first ``dims`` elements of the vectors of each position, [T, heads, D]."""
     half = dims // 2
-    angles = np.arange(len(x))[:, None, None] * base ** (-np.arange(half) / half)
+    angles = positions[:, None, :] * base ** (-np.arange(half) / half)
     cos, sin = np.cos(angles), np.sin(angles)
     a, b, rest = x[..., :half], x[..., half:dims], x[..., dims:]
     return np.concatenate([a * cos - b * sin, a * sin + b * cos, rest], -1)

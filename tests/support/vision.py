@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes
 
+from metal_engine.checkpoints.model_classes import model_classes
 from metal_engine.images import AxesPositions, PromptImage, PromptImages
 from metal_engine.models.multimodal.check import share_text_weights
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
@@ -24,6 +24,7 @@ from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import SamplingParams
 from tests.support.demo import engine_for
+from tests.support.tiled_vision import tiled_configs
 from tools.fixtures.fake_engine import tiny_tokenizer
 from tools.fixtures.stepped_engine import SteppedEngine
 from tools.fixtures.tiny_models import TINY_LLAMA, spread_weights
@@ -117,7 +118,7 @@ def tiny_vision(name: str) -> TinyVision:
     return make_tiny_vision(CONFIGS[name])
 
 
-def make_tiny_vision(config: dict[str, Any]) -> TinyVision:
+def make_tiny_vision(config: dict[str, Any], kv_cache_dtype: str = "auto") -> TinyVision:
     """Return a tiny model with random weights."""
     text = tiny_text_model(config)
     encoder = MlxVlmEncoder(config, 64, mx.float32)
@@ -125,7 +126,7 @@ def make_tiny_vision(config: dict[str, Any]) -> TinyVision:
     language_model: nn.Module = reference.language_model
     spread_weights(reference)
     share_text_weights(language_model, text)
-    paged = PagedModel(text)
+    paged = PagedModel(text, kv_cache_dtype=kv_cache_dtype)
     paged.see(encoder)
     clone = MlxVlmEncoder(config, 64, mx.float32)
     clone.model.update(reference.parameters())
@@ -137,7 +138,7 @@ def tiny_text_model(config: dict[str, Any]) -> Any:
     """Return mlx-lm's text model of a configuration, with random weights."""
     mx.random.seed(1)
     own = deepcopy(config)  # mlx-lm changes the configuration
-    model_class, args_class = _get_classes(own)
+    model_class, args_class = model_classes(own)
     text = model_class(args_class.from_dict(own))
     spread_weights(text)
     if config["model_type"] == "gemma4":
@@ -599,4 +600,5 @@ CONFIGS = {
     "llava": LLAVA,
     "lfm2-vl": LFM2_VL,
     "kimi_vl": KIMI_VL,
+    **tiled_configs(IMAGE_TOKEN, VOCAB_SIZE),
 }

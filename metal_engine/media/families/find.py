@@ -6,6 +6,7 @@ from metal_engine.media.families.base import ImageFamily
 from metal_engine.media.families.gemma3 import Gemma3
 from metal_engine.media.families.gemma4 import Gemma4
 from metal_engine.media.families.idefics3 import Idefics3
+from metal_engine.media.families.internvl import InternVL
 from metal_engine.media.families.kimi_vl import KimiVL
 from metal_engine.media.families.lfm2_vl import Lfm2VL
 from metal_engine.media.families.llava import Llava
@@ -17,6 +18,7 @@ _FAMILIES: dict[str, type[ImageFamily]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QwenVL),
     **dict.fromkeys(("pixtral", "mistral3"), Pixtral),
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics3),
+    **dict.fromkeys(("internvl", "internvl_chat"), InternVL),
     **dict.fromkeys(("lfm2-vl", "lfm2_vl"), Lfm2VL),
     "gemma3": Gemma3,
     "gemma4": Gemma4,

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from metal_engine.errors import UnsupportedModelError
+from metal_engine.kv_cache.rows import StepRows
 from metal_engine.models.cpu_ops import StepPositions, rotate_halves, rotate_neighbours
 from metal_engine.models.multimodal.encoder import Axes
 
@@ -21,6 +22,19 @@ class AxesStepPositions(StepPositions):
     def __init__(self, positions: mx.array | np.ndarray, axes: mx.array) -> None:
         super().__init__(positions)
         self.axes = axes
+
+
+def rotary_positions(rows: StepRows, plain: type[mx.array]) -> mx.array:
+    """Return the positions of a step for its rotary embeddings, [N].
+
+    Args:
+        plain: type of positions without axes.
+    """
+    if rows.rotary_positions is None:
+        return plain(rows.positions)
+    if rows.has_axes:
+        return AxesStepPositions(rows.positions, mx.array(rows.rotary_positions))
+    return plain(rows.rotary_positions)
 
 
 def use_axes(model: nn.Module, axes: Axes) -> None:

@@ -87,14 +87,18 @@ def share_text_weights(language_model: nn.Module, model: nn.Module) -> None:
     """
     text = cast(nn.Module, getattr(model, "language_model", model))
     own = {name for name, _ in language_model.named_modules()}
+    trunk = "" if "model" in own else "model."  # SmolVLM's layers are in the language model itself
     quantized = [
-        (name, module) for name, module in text.named_modules() if isinstance(module, _QUANTIZED) and name in own
+        (name.removeprefix(trunk), module)
+        for name, module in text.named_modules()
+        if isinstance(module, _QUANTIZED) and name.removeprefix(trunk) in own
     ]
     language_model.update_modules(cast(dict[str, Any], tree_unflatten(quantized)))
     weights = dict(_latent_weights(text, own))
-    weights |= {name: array for name, array in _parameters(text) if name.rpartition(".")[0] in own}
-    if "lm_head" in own and "lm_head" not in dict(text.named_modules()):
-        language_model.lm_head = text.model.embed_tokens.as_linear
+    parameters = ((name.removeprefix(trunk), array) for name, array in _parameters(text))
+    weights |= {name: array for name, array in parameters if name.rpartition(".")[0] in own}
+    if "lm_head" in own and "lm_head" not in text:  # tied to the embedding
+        language_model.lm_head = dict(text.named_modules())["model.embed_tokens"].as_linear
     language_model.load_weights(list(weights.items()))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -82,6 +82,9 @@ class ImageEncoder(Protocol):
             inputs: inputs by the names of the model's image processor, for one image.
             num_features: number of the image's features.
         """
+
+    def parameters(self) -> dict[str, Any]:
+        """Return the encoder's weights by name."""
 
     def release_weights(self) -> None:
         """Release the encoder's weights. It cannot be used afterwards."""

@@ -143,6 +143,26 @@ def _gemma4_features(model: Any, pixels: mx.array, inputs: Mapping[str, mx.array
     return features
 
 
+def _idefics3(config: Any, rows: int, columns: int) -> SampleImage:
+    """Each tile has a constant number of features."""
+    side, patch = config.vision_config.image_size, config.vision_config.patch_size
+    features = (side // patch // config.scale_factor) ** 2
+    tiles = max(1, rows * columns // features)
+    inputs = {
+        "pixel_values": _random(1, tiles, 3, side, side),
+        "pixel_attention_mask": np.ones((1, tiles, side, side), np.int32),
+    }
+    return SampleImage(inputs, tiles * features)
+
+
+def _internvl(config: Any, rows: int, columns: int) -> SampleImage:
+    """Each tile has a constant number of features."""
+    side, patch = config.vision_config.image_size, config.vision_config.patch_size
+    features = int(side // patch * config.downsample_ratio) ** 2
+    tiles = max(1, rows * columns // features)
+    return SampleImage({"pixel_values": _random(tiles, 3, side, side)}, tiles * features)
+
+
 _QWEN2 = ImageFamily(_qwen, (16, 24, 24))
 _QWEN3_VL = ImageFamily(_qwen, (24, 20, 20), interleaved=True)
 _QWEN3_5 = ImageFamily(_qwen, (11, 11, 10), interleaved=True)
@@ -151,6 +171,9 @@ _QWEN3_5 = ImageFamily(_qwen, (11, 11, 10), interleaved=True)
 FAMILIES = {
     "gemma3": ImageFamily(_gemma3, features=_gemma3_features),
     "gemma4": ImageFamily(_gemma4, features=_gemma4_features),
+    "idefics3": ImageFamily(_idefics3),
+    "internvl": ImageFamily(_internvl),
+    "internvl_chat": ImageFamily(_internvl),
     "kimi_vl": ImageFamily(_kimi),
     "lfm2_vl": ImageFamily(_lfm2),
     "llava": ImageFamily(_llava),
@@ -162,4 +185,5 @@ FAMILIES = {
     "qwen3_vl_moe": _QWEN3_VL,
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,
+    "smolvlm": ImageFamily(_idefics3),
 }

@@ -36,7 +36,7 @@ def load_encoder_weights(
         raise ValueError("the checkpoint has no weights of an image encoder")
     model = encoder.model
     weights = stored
-    for module in (model, model.vision_tower):
+    for module in (model, *(model[name] for name in ("vision_tower", "vision_model") if name in model)):
         if hasattr(module, "sanitize"):  # renames weights, and changes their layout
             weights = module.sanitize(weights)
     if quantization := config.get("quantization") or config.get("quantization_config"):

@@ -83,6 +83,11 @@ class MlxVlmEncoder:
         merged = self.model.get_input_embeddings(input_ids, pixels, **given).inputs_embeds[0]
         return ImageFeatures(merged.astype(self._dtype))
 
+    def parameters(self) -> dict[str, Any]:
+        """See :class:`metal_engine.models.multimodal.encoder.ImageEncoder`."""
+        parameters: dict[str, Any] = self.model.parameters()
+        return parameters
+
     def release_weights(self) -> None:
         """See :class:`metal_engine.models.multimodal.encoder.ImageEncoder`."""
         for module in self.model.modules():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from metal_engine.request import RequestOutput
 from metal_engine.runner.features import FeatureCache
 from metal_engine.step import SchedulerOutput
+from tests.models.multimodal.test_draft_head import Model as HeadedModel
 from tests.models.multimodal.test_generation import PARTS, TOLERANCE, WHOLE
 from tests.support.vision import (
     Golden,
@@ -23,6 +25,7 @@ from tests.support.vision import (
     tiny_vision,
     vision_prompt,
 )
+from tools.fixtures.stepped_engine import SteppedEngine
 
 NUM_TOKENS = 8
 # The last prompt shares its beginning with the first, its image included.
@@ -60,11 +63,17 @@ def failing(chance: float, rng: random.Random) -> Iterator[None]:
         FeatureCache.update = own  # type: ignore[method-assign]
 
 
-def run_one(name: str, seed: int, given: list[tuple[VisionPrompt, Golden]]) -> None:
+def run_one(
+    name: str, seed: int, given: list[tuple[VisionPrompt, Golden]], make: Callable[..., SteppedEngine] | None = None
+) -> None:
+    """Run random requests on a random engine.
+
+    Args:
+        make: creates the engine with some options. Default: an engine on the tiny model ``name``.
+    """
     rng = random.Random(seed)
     block_size = rng.choice([4, 8])
-    engine = make_engine(
-        tiny_vision(name),
+    engine = (make or partial(make_engine, tiny_vision(name)))(
         budget=rng.choice([3, 9, 17, 40, 128] if name in WHOLE else [40, 56, 128]),
         block_size=block_size,
         num_blocks=rng.choice([112, 160, 400]) // block_size,
@@ -108,6 +117,20 @@ def test_random_traffic() -> None:
     given = cases("qwen3_vl")
     for seed in range(6):
         run_one("qwen3_vl", seed, given)
+
+
+def test_random_traffic_with_a_draft_head() -> None:
+    given, model = cases("qwen3_5"), HeadedModel()
+    for seed in range(3):
+        run_one("qwen3_5", seed, given, model.engine)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_much_random_traffic_with_a_draft_head() -> None:
+    given, model = cases("qwen3_5"), HeadedModel()
+    for seed in range(3, 60):
+        run_one("qwen3_5", seed, given, model.engine)
 
 
 @pytest.mark.full

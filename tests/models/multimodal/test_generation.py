@@ -10,11 +10,13 @@ from metal_engine.request import RequestOptions, RequestOutput
 from tests.support.speculation import speculative_config
 from tests.support.vision import (
     CONFIGS,
+    QWEN3_VL,
     Golden,
     VisionPrompt,
     gap,
     golden,
     make_engine,
+    make_tiny_vision,
     merged,
     prepared,
     run,
@@ -106,6 +108,26 @@ def test_a_request_continues_after_its_output_so_far() -> None:
     while engine.core.has_requests:
         tokens += [token for output in engine.core.step() for token in output.token_ids]
     assert tokens == expected[3].token_ids[5:]
+
+
+def test_quantized_keys_and_values() -> None:
+    """Steps of any size read the same rounded keys and values, which are close to mlx-vlm's."""
+    axes = {"type": "default", "mrope_section": [8, 4, 4], "mrope_interleaved": True}
+    text = QWEN3_VL["text_config"] | {"head_dim": 32, "rope_scaling": axes}
+    tiny = make_tiny_vision(QWEN3_VL | {"text_config": text}, "int8")
+    prompts = [vision_prompt(tiny, parts, seed) for seed, parts in enumerate(PARTS)]
+    expected = [golden(tiny, prompt, 1) for prompt in prompts]
+    whole, *others = (
+        run(make_engine(tiny, budget=budget, caching=caching), prompts, 1, stagger=caching)
+        for budget, caching in ((512, False), (5, False), (37, True))
+    )
+    for outputs in others:
+        for output, one in zip(outputs, whole, strict=True):
+            assert output.token_ids == one.token_ids
+            assert output.logprobs is not None and one.logprobs is not None
+            assert output.logprobs[0].logprob == pytest.approx(one.logprobs[0].logprob, abs=TOLERANCE)
+    gaps = [gap(output, one) for output, one in zip(whole, expected, strict=True)]
+    assert 1e-5 < max(gaps) < 0.1
 
 
 def test_drafts_after_images() -> None:

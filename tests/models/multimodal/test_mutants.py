@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from metal_engine.images import AxesPositions, PromptImage
 from metal_engine.models.multimodal.encoder import ImageFeatures
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
+from metal_engine.runner.image_rows import ImageRows, ImageTable
 from metal_engine.scheduling import prefix_cache
 from tests.models.multimodal.test_generation import NUM_TOKENS, TOLERANCE
 from tests.support.vision import (
@@ -92,6 +94,23 @@ def test_another_image(tiny: TinyVision) -> None:
         images = tuple(map(other_image, prompt.images.images))
         changed.append(replace(prompt, images=replace(prompt.images, images=images)))
     assert min(gaps(tiny, changed, prompts)) > TOLERANCE
+
+
+def test_features_of_another_image_of_the_prompt(tiny: TinyVision, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both images have the same size, so that only their features differ."""
+    own = ImageTable.rows
+
+    def swapped(self: ImageTable, *args: Any, **kwargs: Any) -> ImageRows | None:
+        images = own(self, *args, **kwargs)
+        if images is None or len({source[0] for source in images.sources}) < 2:
+            return images
+        (a, *of_a), (b, *of_b) = images.sources
+        return replace(images, sources=((b, *of_a), (a, *of_b)))
+
+    prompt = vision_prompt(tiny, (1, (2, 2, 1), 2, (2, 2, 4), 3))
+    assert max(gaps(tiny, [prompt])) < TOLERANCE
+    monkeypatch.setattr(ImageTable, "rows", swapped)
+    assert min(gaps(tiny, [prompt])) > TOLERANCE
 
 
 @pytest.mark.parametrize("mutant", ["", "hashes of blocks without images", "two images with one hash"])

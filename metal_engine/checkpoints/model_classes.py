@@ -1,0 +1,106 @@
+"""Finds mlx-lm's classes for a checkpoint. A multimodal checkpoint whose architecture mlx-lm lacks has a text model.
+
+``text_config`` names the architecture of the text model, for example ``llama`` in SmolVLM and ``qwen3`` in InternVL.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import BaseModelArgs
+from mlx_lm.utils import _get_classes
+from transformers import AutoConfig
+
+logger = logging.getLogger(__name__)
+
+# Beginnings of the names of a text model's tensors in multimodal checkpoints.
+_TEXT = re.compile(r"(?:model\.)?(?:language_model|text_model)\.")
+# First parts of the names in mlx-lm's text models.
+_ROOTS = ("model.", "lm_head.")
+# Methods of mlx-lm's models that exist in some architectures only.
+_OPTIONAL_METHODS = ("make_cache", "shard", "cast_predicate")
+
+
+def model_classes(config: dict[str, Any]) -> tuple[type[Any], type[Any]]:
+    """Return mlx-lm's classes for a configuration: the model, and its arguments.
+
+    Published configurations omit fields with the default values of transformers. If mlx-lm requires such a field, it is
+    added to ``text_config``.
+
+    Raises:
+        ValueError: mlx-lm has neither the architecture nor the architecture of the text model.
+    """
+    text = config.get("text_config")
+    has_text = isinstance(text, dict) and isinstance(text.get("model_type"), str) and _complete(text)
+    try:
+        return _get_classes(config)
+    except ValueError:
+        if not has_text:
+            raise
+        return TextOfMultimodal, TextOfMultimodalArgs
+
+
+def _complete(text: dict[str, Any]) -> bool:
+    """Add the required fields that a configuration lacks. Return False if mlx-lm lacks the architecture."""
+    try:
+        _, args_class = _get_classes(text)
+    except ValueError:
+        return False
+    required = [f.name for f in fields(args_class) if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in required if name not in text]
+    if missing:
+        # transformers would make lists with an element per layer, or per label.
+        names = {f.name for f in fields(args_class)} - {"num_hidden_layers"}
+        try:
+            defaults = AutoConfig.for_model(**{name: text[name] for name in names & text.keys()}).to_dict()
+        except Exception as error:  # mlx-lm names the missing fields
+            logger.debug("no defaults for the text model", exc_info=error)
+            return True
+        text.update({name: defaults[name] for name in missing if isinstance(defaults.get(name), int | float)})
+    return True
+
+
+@dataclass
+class TextOfMultimodalArgs(BaseModelArgs):
+    """Arguments of :class:`TextOfMultimodal`."""
+
+    model_type: str
+    text_config: dict[str, Any]
+
+
+class TextOfMultimodal(nn.Module):
+    """Text model of a multimodal checkpoint, as mlx-lm's multimodal classes have it: in ``language_model``."""
+
+    def __init__(self, args: TextOfMultimodalArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.model_type = args.model_type
+        model_class, args_class = _get_classes(args.text_config)
+        self.language_model = model_class(args_class.from_dict(args.text_config))
+        for name in _OPTIONAL_METHODS:
+            if hasattr(self.language_model, name):
+                setattr(self, name, getattr(self.language_model, name))
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        logits: mx.array = self.language_model(inputs, cache=cache)
+        return logits
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        layers: list[nn.Module] = self.language_model.layers
+        return layers
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Return the weights of the text model by mlx-lm's names."""
+        text = {}
+        for name, array in weights.items():
+            within = _TEXT.sub("", name, count=1)
+            if within != name or name.startswith("lm_head."):
+                text[within if within.startswith(_ROOTS) else f"model.{within}"] = array
+        sanitize = getattr(self.language_model, "sanitize", None)
+        return {f"language_model.{k}": v for k, v in (text if sanitize is None else sanitize(text)).items()}

@@ -1,0 +1,66 @@
+"""Tests of the memory for images that is claimed before a load. The claim is at most 8 times the measurement."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+
+from metal_engine.build import build_engine
+from metal_engine.engine.device_access import LimitedDevice
+from metal_engine.runner.encode_estimate import estimate_encode_bytes
+from metal_engine.runner.encode_memory import measure_encode_bytes
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import DeviceInfo, EngineConfig
+from tests.support.vision import CONFIGS, QWEN3_VL, tiny_vision
+from tests.test_image_input import SIZES, write_vision_checkpoint
+
+CPU = DeviceInfo(kind="cpu", name="test", compute="test", memory_bytes=1 << 40)
+METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 40)
+
+
+# Kimi's encoder makes a table of 512 x 512 rotary positions, which is larger than the tiny model's layers.
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"kimi_vl"}))
+def test_no_less_than_is_measured(name: str) -> None:
+    for num_tokens in (64, 256, 1024):
+        measured = measure_encode_bytes(tiny_vision(name).paged, num_tokens)
+        assert measured < estimate_encode_bytes(CONFIGS[name], CPU, num_tokens) < 8 * measured, num_tokens
+        assert 0 < estimate_encode_bytes(CONFIGS[name], METAL, num_tokens) < 8 * measured
+
+
+class RecordedClaims(LimitedDevice):
+    """Device of several models that records the claims of one model."""
+
+    def __init__(self) -> None:
+        super().__init__(1 << 32)
+        self.claims: list[tuple[int, int, int | None]] = []
+
+    def check_wanted(self) -> None:
+        pass
+
+    def hold_device(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def check_fits(self, num_bytes: int) -> None:
+        assert num_bytes > 0
+
+    def claim(self, num_bytes: int, loading_bytes: int = 0, step_bytes: int | None = 0) -> None:
+        self.claims.append((num_bytes, loading_bytes, step_bytes))
+
+    def record_step_bytes(self, config: EngineConfig) -> tuple[int, int]:
+        return config.peak_bytes, config.step_bytes
+
+
+@pytest.mark.parametrize("takes_images", [True, False])
+def test_the_first_claim_covers_the_last(takes_images: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_vision_checkpoint(tmp_path, QWEN3_VL)
+    if not takes_images:
+        monkeypatch.setattr("metal_engine.checkpoints.image_encoders._mlx_vlm_problem", lambda: "not installed")
+    access = RecordedClaims()
+    config = build_engine(EngineArgs(model=str(tmp_path), **SIZES), access).core.config
+    assert (config.model.image_refusal is None) == takes_images
+    (first, _, step_bytes), (last, *_) = access.claims
+    assert step_bytes is not None and last == config.peak_bytes <= first + step_bytes
+    kept = config.scheduler.image_cache_tokens * config.model.feature_bytes
+    assert first == config.model.weight_bytes + config.kv_bytes + kept and (kept > 1 << 20) == takes_images
