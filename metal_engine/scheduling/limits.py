@@ -299,11 +299,13 @@ class PrefillAllocator:
         if request.images is None:
             return extra
         uncut = last_cut(request.images, context_len, context_len + extra, self._unit) - context_len
-        if uncut:
+        least = self._least(request, context_len)
+        if uncut or least == self._unit:
             return uncut
-        least = min(missing, self._least(request, context_len))  # the next image may exceed an equal part
-        has_room = least <= min(chunk_left, self.step.tokens, rows_for_work(context_len, self.step.attention_work))
-        return least if has_room and request.images.sees_itself else 0
+        # The next image may exceed an equal part.
+        least = min(missing, least)
+        has_room = self._charge(least) <= self.step.tokens and least <= chunk_left
+        return least if has_room and least <= rows_for_work(context_len, self.step.attention_work) else 0
 
     def _give(self, request: Request, num_tokens: int) -> None:
         context_len = request.num_computed_tokens + self.allotments[request]

@@ -251,6 +251,25 @@ def test_prompts_with_images_share_a_step(budget: int, expected: list[dict[str, 
     h.drain()
 
 
+def test_an_aligned_chunk_within_an_equal_part_below_a_block() -> None:
+    """The last tokens of the prompts are charged as whole blocks, for which the budget has no room."""
+    config = SchedulerConfig(
+        max_num_batched_tokens=11,
+        max_num_seqs=2,
+        max_model_len=100,
+        max_num_partial_prefills=2,
+        page_aligned_scheduling=True,
+        max_num_encoder_tokens=8,
+        image_cache_tokens=20,
+    )
+    h = SchedulerHarness(config, CacheConfig(block_size=4, num_blocks=20, enable_prefix_caching=False))
+    for name in "rs":
+        images = PromptImages((image_at([1], name, "every layer"),))
+        h.submit(name, prompt_with(*images.images, length=5, seed=ord(name)), 2, images=images)
+    assert h.step().num_scheduled_tokens == {"r": 4, "s": 4}
+    h.drain()
+
+
 class ImageMachine(SchedulerMachine):
     """Many prompts have images, which other prompts share, over few features and few KV blocks."""
 
