@@ -17,7 +17,7 @@ const int row = first_row + row_of_tile;
 const int head = kv_head * G + row % G;
 const int position = first_position + row / G - first_token;
 const int sees = HAS_WINDOW ? max(key_begin, position - window + 1) : key_begin;  // keys that this lane's row sees
-const int sees_end = min(key_end, position + 1);
+const int sees_end = min(key_end, HAS_IMAGES ? max(position + 1, image_end) : position + 1);
 
 simdgroup_matrix<T, 8, 8> queries[DK_PART];
 simdgroup_matrix<float, 8, 8> output[DV_PART];

@@ -34,7 +34,7 @@ for (int strip = 0; strip < ROW_STRIPS; ++strip) {
   const int row = first_row + row_of_tile;
   const int position = first_position + row / G - first_token;
   sees[strip] = HAS_WINDOW ? max(key_begin, position - window + 1) : key_begin;
-  sees_end[strip] = min(key_end, position + 1);
+  sees_end[strip] = min(key_end, HAS_IMAGES ? max(position + 1, image_end) : position + 1);
   sink[strip] = LOWEST;
   if (HAS_SINKS && row_of_tile < num_rows && partial_row < 0) {
     sink[strip] = float(sinks[kv_head * G + row % G]) * LOG2E;

@@ -27,7 +27,7 @@
 // something, and would become zeros.
 //
 // Template: T, DK, DV (head dims), LATENT (V is the first DV columns of K), G (query heads of a KV head), BLOCK_SIZE,
-// HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, and how the work is shared out: variants.py. Where the host defines TENSOR_OPS, the
+// HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_IMAGES (rows of images see later rows of their image), and how the work is shared out: variants.py. Where the host defines TENSOR_OPS, the
 // staged way multiplies with Metal's tensor operations (attention_tensor.metal); where it defines QUANTIZED, the cache holds
 // groups of GROUP_SIZE integers of BITS bits, each with a scale and a bias (attention_quantized.metal).
 
@@ -113,6 +113,7 @@ const int key_begin = items[item + 3];
 const int key_end = items[item + 4];
 const int table_row = items[item + 5] * int(block_table_shape[1]);
 const int partial_row = items[item + 6];    // where a split's result goes; -1: the item is whole
+const int image_end = HAS_IMAGES ? items[item + 7] : 0;  // end of the image that the rows see as a whole; 0: text
 const int first_token = first_row / G;
 const int last_position = first_position + (first_row + num_rows - 1) / G - first_token;
 if (tid == 0) {  // so that they take no registers until the end
@@ -127,7 +128,7 @@ const float softcap = numbers[1] * LOG2E;
 const int window = HAS_WINDOW ? window_size[0] : 0;
 // Every row of the tile sees the keys from `all_see` to before `all_see_end`.
 const int all_see = HAS_WINDOW ? max(key_begin, last_position - window + 1) : key_begin;
-const int all_see_end = min(key_end, first_position + 1);
+const int all_see_end = min(key_end, HAS_IMAGES ? max(first_position + 1, image_end) : first_position + 1);
 
 if (num_rows <= STRIPS * 8) {
 #include "attention_direct.metal"

@@ -13,9 +13,10 @@ from metal_engine.errors import ModelLoadError, one_line
 from metal_engine.settings.config import TEXT_ONLY
 
 if TYPE_CHECKING:
+    from metal_engine.attention.choice import ChosenAttention
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.engine.device_access import DeviceAccess
-    from metal_engine.models.paged_model import PagedModel
+    from metal_engine.models.multimodal.encoder import ImageEncoder
     from metal_engine.opening import OpenedModel
     from metal_engine.settings.args import EngineArgs
     from metal_engine.settings.config import ModelInfo
@@ -53,7 +54,7 @@ def add_image_input(
     if refusal is None:
         try:
             with access.hold_device():
-                sizes = _load(args, loaded, opened.paged, opened.info.hidden_size, is_checked=is_checked)
+                sizes = _load(args, loaded, opened, is_checked=is_checked)
         except Exception as error:
             opened.paged.images = None
             logger.debug("loading the image encoder of %s", loaded.name, exc_info=error)
@@ -72,7 +73,7 @@ def add_image_input(
     return replace(opened.info, image_refusal=refusal)
 
 
-def _load(args: EngineArgs, loaded: LoadedModel, paged: PagedModel, hidden_size: int, *, is_checked: bool) -> _Sizes:
+def _load(args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, *, is_checked: bool) -> _Sizes:
     import mlx.core as mx
 
     from metal_engine.checkpoints.checkpoint import read_config
@@ -85,6 +86,7 @@ def _load(args: EngineArgs, loaded: LoadedModel, paged: PagedModel, hidden_size:
     config = read_config(loaded.path)  # mlx-lm changes its configuration when it creates the model
     on_cpu = computes_on_cpu()
     dtype = DTYPES.get(args.dtype, mx.float32 if on_cpu else None)
+    paged, hidden_size = opened.paged, opened.info.hidden_size
     encoder = MlxVlmEncoder(config, hidden_size, paged.dtype)
     language_model = encoder.take_language_model()
     weight_bytes = load_encoder_weights(encoder, loaded.path, loaded.config, dtype, on_cpu=on_cpu)
@@ -92,4 +94,16 @@ def _load(args: EngineArgs, loaded: LoadedModel, paged: PagedModel, hidden_size:
     if not is_checked:
         logger.info("checking that images reach %s correctly", loaded.name)
         check_images(paged, encoder, language_model)
+        _try_kernel(opened.attention, encoder, args.block_size)
     return _Sizes(weight_bytes, feature_bytes(config, hidden_size, paged.dtype.size))
+
+
+def _try_kernel(attention: ChosenAttention, encoder: ImageEncoder, block_size: int) -> None:
+    """Try the Metal kernel with images whose tokens attend to each other. Raises KernelFailedError if it fails."""
+    from metal_engine.attention.kernel_selftest import try_images
+
+    if not encoder.sees_itself or attention.metal is None:
+        return
+    for kind in dict.fromkeys(attention.kinds):
+        if kind not in attention.not_covered and (kind.has_window or encoder.sees_itself == "every layer"):
+            try_images(attention.metal, kind, block_size)

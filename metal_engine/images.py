@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
+
+SeesItself = Literal["", "every layer", "layers with windows"]
+"""Layers in which each token of an image attends to later tokens of the same image. Empty: no layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,13 +25,14 @@ class PromptImage:
         content_hash: hash of everything that determines the features for a given model: pixels, sizes, options of the
             image processor.
         inputs: inputs of the encoder, by the parameter names of the model's image processor.
-        sees_itself: True if each token of the image attends to all tokens of the image. A chunk must not cut it.
+        sees_itself: layers in which each token of the image attends to later tokens of the image. The positions of such
+            an image are consecutive, and a chunk must not cut the image.
     """
 
     positions: np.ndarray
     content_hash: bytes
     inputs: Mapping[str, np.ndarray] = field(repr=False)
-    sees_itself: bool = False
+    sees_itself: SeesItself = ""
 
     @property
     def start(self) -> int:
@@ -83,6 +88,11 @@ class PromptImages:
     axes: AxesPositions | None = None
 
     @property
+    def sees_itself(self) -> SeesItself:
+        """Layers in which images attend to themselves. All images of a model have the same layers."""
+        return self.images[0].sees_itself
+
+    @property
     def num_features(self) -> int:
         """Number of prompt tokens that stand for images."""
         return sum(image.num_features for image in self.images)
@@ -97,6 +107,8 @@ class PromptImages:
             if positions[0] < stop or (np.diff(positions) <= 0).any():
                 raise ValueError("positions of images do not rise")
             stop = image.stop
+            if image.sees_itself and len(positions) != image.stop - image.start:
+                raise ValueError("an image whose tokens attend to each other has text between its tokens")
         if not self.images or stop >= num_prompt_tokens:
             raise ValueError("a prompt with images must end with a text token")
         if self.axes is not None and (

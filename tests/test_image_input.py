@@ -29,6 +29,7 @@ from metal_engine.settings.args import EngineArgs
 from tests.support.checkpoint_files import write_tokenizer
 from tests.support.vision import (
     CONFIGS,
+    GEMMA3,
     QWEN3_5,
     QWEN3_VL,
     TinyVision,
@@ -57,6 +58,11 @@ INTERNVL_CHAT = {name.replace("text_", "llm_"): value for name, value in CONFIGS
 
 # Names of Hugging Face's tensors by mlx-vlm's. Then tensors whose channels are before their height and width.
 PUBLISHED_NAMES = {
+    "gemma4": {
+        "vision_tower.": "model.vision_tower.",
+        "embed_vision.": "model.embed_vision.",
+        "language_model.model.": "model.language_model.",
+    },
     "qwen3_vl": {"vision_tower.": "model.visual.", "language_model.model.": "model.language_model."},
     "smolvlm": {
         "vision_model.": "model.vision_model.",
@@ -148,10 +154,11 @@ def text_prompt(engine: BuiltEngine) -> list[int]:
         (CONFIGS["smolvlm"], {"bits": 8}),
         (CONFIGS["internvl"], {}),
         (INTERNVL_CHAT, {}),
+        (CONFIGS["gemma4 small"], {"as_published": True}),
     ],
     ids=[
         *("plain", "as published", "sidecar", "quantized", "half precision"),
-        *("smolvlm", "smolvlm as published", "smolvlm quantized", "internvl", "internvl_chat"),
+        *("smolvlm", "smolvlm as published", "smolvlm quantized", "internvl", "internvl_chat", "gemma4 small"),
     ],
 )
 def test_a_checkpoint_with_an_encoder(tmp_path: Path, config: dict[str, Any], options: dict[str, Any]) -> None:
@@ -170,6 +177,23 @@ def test_a_checkpoint_with_an_encoder(tmp_path: Path, config: dict[str, Any], op
         tiny.reference.update(tree_map(lambda a: a.astype(mx.float32), tiny.reference.parameters()))
     assert run_prompt(engine, prompt) == golden(tiny, prompt, 6).token_ids
     assert len(text_prompt(engine)) == 3
+
+
+@pytest.mark.parametrize(("name", "budget"), [("gemma3", 64), ("gemma3", None), ("gemma4", None)])
+def test_a_step_has_room_for_an_image_that_no_chunk_may_cut(tmp_path: Path, name: str, budget: int | None) -> None:
+    tiny = write_vision_checkpoint(tmp_path / "m", CONFIGS[name])
+    engine = build_engine(EngineArgs(model=str(tmp_path / "m"), **(SIZES | {"max_num_batched_tokens": budget})))
+    assert engine.core.config.model.image_refusal is None
+    scheduler = engine.core.config.scheduler
+    assert scheduler.max_num_batched_tokens - scheduler.max_num_seqs >= 16 + 2 * engine.core.config.cache.block_size
+    prompt = vision_prompt(tiny, PARTS)
+    assert run_prompt(engine, prompt) == golden(tiny, prompt, 6).token_ids
+
+
+def test_crops_are_refused(tmp_path: Path) -> None:
+    write_vision_checkpoint(tmp_path / "m", GEMMA3)
+    _, refusal = refused(tmp_path / "m", mm_processor_kwargs='{"do_pan_and_scan": true}')
+    assert "do_pan_and_scan" in refusal
 
 
 def refused(folder: Path, **settings: Any) -> tuple[BuiltEngine, str]:
@@ -248,7 +272,7 @@ def test_a_limit_below_the_size_of_every_image(tmp_path: Path) -> None:
     [
         ({"model_type": "llama"}, {}, "text only"),
         ({"model_type": "qwen3_vl", "vision_config": None}, {}, "text only"),
-        ({"model_type": "gemma3", "vision_config": {}}, {}, "architecture gemma3 are not supported"),
+        ({"model_type": "paligemma", "vision_config": {}}, {}, "architecture paligemma are not supported"),
         ({"model_type": "qwen3_vl", "vision_config": {}}, {"tensor_parallel_size": 2}, "several ranks"),
         (
             {"model_type": "qwen3_vl", "vision_config": {}},

@@ -63,7 +63,8 @@ class StepAttention(Protocol):
     """Attention of one step: planned once, used by every layer.
 
     Row r of a request, counted within its segment, attends to key j if j <= context_len + r. With a window w, it also
-    requires j > context_len + r - w.
+    requires j > context_len + r - w. A row of an image whose tokens attend to each other in this layer
+    (:meth:`metal_engine.kv_cache.rows.StepRows.spans_of_layer`) also attends to the later rows of the image.
     """
 
     def attend(

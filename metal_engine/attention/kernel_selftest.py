@@ -6,11 +6,14 @@ or too much threadgroup memory. Therefore all variants that serving uses run her
 - a decode of one row alone
 - a step with a chunk and two decodes: the context of one decode is split and merged
 - with tensor operations or a measured cut: a longer chunk
+- for a model with images whose tokens attend to each other: a step with such images
 
 The results are compared with the portable backend's.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +24,7 @@ from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.sample_steps import attend_kind, forget_errors, random_array, random_queries, random_sinks
 from metal_engine.kv_cache.pool import make_state
-from metal_engine.kv_cache.rows import StepRows, step_rows
+from metal_engine.kv_cache.rows import ImageSpans, StepRows, step_rows
 from metal_engine.kv_cache.spec import QuantizedKVSpec
 from metal_engine.kv_cache.state import KVState, StateSnapshot
 
@@ -29,6 +32,9 @@ from metal_engine.kv_cache.state import KVState, StateSnapshot
 _SINGLE_DECODE = [(1, 20)]
 _MIXED_BATCH = [(1, 1087), (11, 9), (1, 29)]
 _CHUNK = [(70, 130)]  # more than one tile of rows, and several stages of keys
+# Images in the second request: with few rows, and with several tiles.
+_BATCH_WITH_IMAGES = [(1, 1087), (200, 30)]
+_SPANS = [(3, 6), (20, 180)]
 # Largest norm of the error of one head's output row, relative to the row's norm. One missing key in the longest
 # context causes 3e-2.
 _TOLERANCE = {mx.float32: 5e-3, mx.float16: 5e-3, mx.bfloat16: 2e-2}
@@ -64,21 +70,38 @@ def try_kernel(metal: MetalBackend, kind: AttentionKind, block_size: int) -> Non
             "Choose --attention-backend auto or mlx."
         )
     for segments, backend in selftest_steps(metal):
-        rows = shuffled_rows(segments, block_size)
-        state = random_state(kind, rows)
-        try:
-            out = attend_random(backend, kind, rows, state)
-        except UnsupportedAttentionError:
-            raise
-        # ValueError: MLX raises it for a threadgroup larger than the pipeline's maxTotalThreadsPerThreadgroup.
-        except (RuntimeError, ValueError) as error:
-            forget_errors()
-            raise KernelFailedError("does not run on this device", f"{type(error).__name__}: {error}") from error
-        expected = attend_random(PortableBackend(), kind, rows, state)
-        gaps = np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)  # [N, Hq]
-        if not gaps.max() <= _TOLERANCE[kind.dtype]:  # NaN too
-            summary = f"gives wrong results on this device, off by {gaps.max():.1g} of their size"
-            raise KernelFailedError(summary, f"queries and contexts of {segments}: {summary}")
+        _compare(backend, kind, shuffled_rows(segments, block_size), f"queries and contexts of {segments}")
+
+
+def try_images(metal: MetalBackend, kind: AttentionKind, block_size: int) -> None:
+    """Compute a step with images whose tokens attend to each other, and compare it with the portable backend.
+
+    Has the arguments of :func:`try_kernel`.
+
+    Raises:
+        KernelFailedError: the kernel does not build or run here, or its results are wrong.
+    """
+    spans = ImageSpans(np.array(_SPANS, np.int32), "every layer")
+    rows = replace(shuffled_rows(_BATCH_WITH_IMAGES, block_size), image_spans=spans)
+    _compare(metal.splitting(), kind, rows, f"images of {_SPANS}")
+
+
+def _compare(backend: MetalBackend, kind: AttentionKind, rows: StepRows, step: str) -> None:
+    """Raise KernelFailedError if the kernel and the portable backend differ. ``step`` describes the rows."""
+    state = random_state(kind, rows)
+    try:
+        out = attend_random(backend, kind, rows, state)
+    except UnsupportedAttentionError:
+        raise
+    # ValueError: MLX raises it for a threadgroup larger than the pipeline's maxTotalThreadsPerThreadgroup.
+    except (RuntimeError, ValueError) as error:
+        forget_errors()
+        raise KernelFailedError("does not run on this device", f"{type(error).__name__}: {error}") from error
+    expected = attend_random(PortableBackend(), kind, rows, state)
+    gaps = np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)  # [N, Hq]
+    if not gaps.max() <= _TOLERANCE[kind.dtype]:  # NaN too
+        summary = f"gives wrong results on this device, off by {gaps.max():.1g} of their size"
+        raise KernelFailedError(summary, f"{step}: {summary}")
 
 
 def selftest_steps(metal: MetalBackend) -> list[tuple[list[tuple[int, int]], MetalBackend]]:

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from metal_engine.images import SeesItself
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import TEXT_ONLY
 from metal_engine.settings.speculative import speculative_config
 
 # Architectures whose images are supported -> their modules in mlx_vlm.models.
 ENCODERS = {
+    "gemma3": "gemma3",
+    "gemma4": "gemma4",
     "idefics3": "idefics3",
     "internvl": "internvl",
     "internvl_chat": "internvl_chat",
@@ -53,6 +56,19 @@ def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
     if speculative is not None and speculative.method == "draft_model":
         return "images are not supported with the method draft_model of --speculative-config"
     return _mlx_vlm_problem()
+
+
+def sees_itself(config: Mapping[str, Any]) -> SeesItself:
+    """Return the layers in which the tokens of an image attend to each other by the published definition.
+
+    Args:
+        config: content of ``config.json``.
+    """
+    if config.get("model_type") == "gemma3":
+        return "every layer"
+    text = config.get("text_config") or {}
+    is_gemma4 = config.get("model_type") == "gemma4" and text.get("use_bidirectional_attention") == "vision"
+    return "layers with windows" if is_gemma4 else ""
 
 
 def feature_bytes(config: Mapping[str, Any], hidden_size: int, number_bytes: int) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from metal_engine.checkpoints.files import read_json
+from metal_engine.checkpoints.image_encoders import sees_itself
 from metal_engine.errors import ModelLoadError
 from metal_engine.settings.config import VisionConfig
 
@@ -43,16 +44,23 @@ def read_vision(folder: Path, overrides: dict[str, Any]) -> VisionConfig:
     if family == "internvl":  # the default of the model's processor, which its image processor lacks
         processor["crop_to_patches"] = True
     processor |= overrides
+    if processor.get("do_pan_and_scan"):
+        raise ModelLoadError("crops of an image (do_pan_and_scan) are not supported")
+    max_tokens = None if overrides else MAX_IMAGE_TOKENS
+    if family == "gemma4":
+        max_tokens = int(processor.get("max_soft_tokens", 280))
     patch = vision.get("patch_size", processor.get("patch_size", 14))
     patch = patch[0] if isinstance(patch, list) else patch
     return VisionConfig(
         family=family,
         image_token_id=int(token_id),
+        placeholder_token_id=int(config.get("boi_token_index", 255999)) if family == "gemma3" else None,
         processor=processor,
         patch_size=patch if isinstance(patch, int) else int(patch["height"]),
         merge_size=_merge_size(family, config, vision, processor),
         num_features=_num_features(family, config, vision),
-        max_image_tokens=None if overrides else MAX_IMAGE_TOKENS,
+        max_image_tokens=max_tokens,
+        sees_itself=sees_itself(config),
     )
 
 
@@ -119,6 +127,8 @@ def _num_features(family: str, config: dict[str, Any], vision: dict[str, Any]) -
     if family in ("idefics3", "smolvlm"):
         patches = int(vision["image_size"]) // int(vision["patch_size"])
         return patches**2 // int(config.get("scale_factor", 2)) ** 2
+    if family == "gemma3":
+        return int(config.get("mm_tokens_per_image", 256))
     if family in ("internvl", "internvl_chat"):
         side, patch = (
             size[0] if isinstance(size, list) else size for size in (vision["image_size"], vision["patch_size"])

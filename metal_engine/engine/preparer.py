@@ -16,7 +16,8 @@ from metal_engine.media.processing import ImageProcessing
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import PreparedRequest
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.scheduling.limits import check_fits
+from metal_engine.scheduling.images import largest_step
+from metal_engine.scheduling.limits import check_fits, chunk_unit
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.settings.config import EngineConfig
 from metal_engine.text.prompt_boundaries import PromptBoundaries
@@ -178,9 +179,9 @@ class RequestPreparer:
         if params.truncate_prompt_tokens is not None:
             raise ParameterError("truncate_prompt_tokens", "a prompt with images cannot be truncated")
         images.check(len(prompt))
-        if any(image.sees_itself for image in images.images):
-            raise PromptError("images whose tokens attend to each other are not supported")
         largest, limit = max(image.num_features for image in images.images), self._config.scheduler
+        if images.sees_itself:
+            self._check_step(images, params)
         if largest > limit.max_num_encoder_tokens:
             message = (
                 f"an image has {largest} tokens, more than --max-num-encoder-tokens {limit.max_num_encoder_tokens}"
@@ -190,6 +191,25 @@ class RequestPreparer:
         if num_bytes > MAX_IMAGE_BYTES:
             message = f"the images take {num_bytes >> 20} MiB of memory together, more than {MAX_IMAGE_BYTES >> 20} MiB"
             raise PromptError(message)
+
+    def _check_step(self, images: PromptImages, params: SamplingParams) -> None:
+        """Raise PromptError if a step cannot compute a whole image of the prompt."""
+        if params.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs", "is not supported with images of this model")
+        limit = self._config.scheduler
+        needed = largest_step(images, chunk_unit(limit, self._config.cache.block_size))
+        most = limit.max_num_batched_tokens - (limit.max_num_seqs - 1)  # decodes of other requests take a token each
+        if needed > most:
+            raise PromptError(
+                f"an image needs {needed} tokens of one step, but a step has only {most} tokens for it beside the "
+                f"decodes of {limit.max_num_seqs - 1} requests; raise --max-num-batched-tokens or lower --max-num-seqs"
+            )
+
+        if needed > limit.image_cache_tokens:
+            raise PromptError(
+                f"images need {needed} tokens of one step together, but only {limit.image_cache_tokens} features are "
+                "kept; raise --max-num-encoder-tokens"
+            )
 
     def _truncated(self, prompt_token_ids: list[int], limit: int | None, num_new_tokens: int) -> list[int]:
         """Return the last ``limit`` tokens of the prompt.

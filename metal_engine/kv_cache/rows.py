@@ -21,6 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
+from metal_engine.images import SeesItself
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT, Segments
 from metal_engine.kv_cache.writes import MakeWrites, SlotWrites, Writes
 
@@ -36,6 +37,19 @@ def all_distinct(numbers: np.ndarray) -> bool:
     """Return True if all numbers are different. Takes a fifth of the time of ``np.unique``."""
     in_order = np.sort(numbers)
     return bool((in_order[1:] != in_order[:-1]).all())
+
+
+@dataclass(frozen=True)
+class ImageSpans:
+    """Rows of a step that belong to images whose tokens attend to each other.
+
+    Attributes:
+        rows: [S, 2] int32, first row and end of each image, rising. A span has all rows of its image.
+        sees_itself: layers in which a row of a span attends to later rows of the span.
+    """
+
+    rows: np.ndarray
+    sees_itself: SeesItself
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,18 @@ class StepRows:
     make_writes: MakeWrites
     # Positions for rotary embeddings, [N], or [3, N] for each axis if they differ. None if they equal `positions`.
     rotary_positions: np.ndarray | None = None
+    image_spans: ImageSpans | None = None  # None if no row attends to a later row
+
+    def spans_of_layer(self, window: int | None) -> np.ndarray | None:
+        """Return the spans of rows that attend to each other in a layer, [S, 2]; None if there are none.
+
+        Args:
+            window: sliding window of the layer, or None.
+        """
+        spans = self.image_spans
+        if spans is None or (window is None and spans.sees_itself == "layers with windows"):
+            return None
+        return spans.rows
 
     @property
     def has_axes(self) -> bool:
@@ -134,6 +160,7 @@ class StepRows:
         if rotary is not None and rotary.shape not in ((self.num_tokens,), (3, self.num_tokens)):
             raise ValueError(f"bad step: rotary_positions have shape {rotary.shape}")
         self._validate_segments()
+        self._validate_spans()
         self._validate_slots(num_blocks)
         self._validate_samples()
         self._validate_states(num_state_slots)
@@ -155,6 +182,23 @@ class StepRows:
         offsets = (self.context_lens - cu[:-1])[self.request_of_row]
         if (self.positions != np.arange(num_tokens) + offsets).any():
             raise ValueError("bad step: the positions of a request do not run up to its seq_len - 1")
+
+    def _validate_spans(self) -> None:
+        if self.image_spans is None:
+            return
+        spans = self.image_spans.rows
+        if spans.dtype != np.int32 or spans.ndim != 2 or spans.shape[1] != 2:
+            raise ValueError(f"bad step: spans of images are {spans.dtype} {spans.shape}, not int32 [S, 2]")
+        edges = spans.ravel()
+        if (
+            (spans[:, 0] >= spans[:, 1]).any()
+            or (np.diff(edges) < 0).any()
+            or edges[0] < 0
+            or edges[-1] > self.num_tokens
+        ):
+            raise ValueError("bad step: spans of images do not rise within the rows")
+        if (self.request_of_row[spans[:, 0]] != self.request_of_row[spans[:, 1] - 1]).any():
+            raise ValueError("bad step: the span of an image has rows of two requests")
 
     @property
     def _has_a_row_each(self) -> bool:

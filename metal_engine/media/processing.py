@@ -15,6 +15,7 @@ from metal_engine.media.decoder import ImageDecoder, ImageError
 from metal_engine.media.families.base import Grid, ImageFamily
 from metal_engine.media.families.find import find_family
 from metal_engine.media.limits import MAX_IMAGES, MAX_INPUT_BYTES, MAX_TOTAL_BYTES
+from metal_engine.media.newlines import NewlineJoiner
 from metal_engine.media.sources import Detail, ImageSource, SourceError
 from metal_engine.media.store import ImageStore, Inputs, size_of
 from metal_engine.settings.config import VisionConfig
@@ -49,7 +50,11 @@ class ImageProcessing:
     def __init__(self, vision: VisionConfig, encode: Callable[[str], list[int]]) -> None:
         self._family: ImageFamily = find_family(vision, vision.max_image_tokens)
         self._image_token_id = vision.image_token_id
+        own = vision.placeholder_token_id
+        self._placeholder_id = vision.image_token_id if own is None else own
+        self._sees_itself = vision.sees_itself
         self._encode = encode
+        self._newlines = NewlineJoiner(encode)
         self._decoder = ImageDecoder(vision)
         self._store = ImageStore()
 
@@ -155,25 +160,28 @@ class ImageProcessing:
             PromptError: the prompt has another number of placeholders.
         """
         given = np.array(token_ids, np.int64)
-        places = np.flatnonzero(given == self._image_token_id)
+        places = np.flatnonzero(given == self._placeholder_id)
         if len(places) != len(images):
             raise PromptError(
                 f"the chat template wrote {len(places)} images instead of {len(images)}: the model takes no images in "
                 "some of these messages"
             )
-        pieces, inserted, start, num_tokens = [], [], 0, 0
+        pieces = np.split(given, [edge for place in places.tolist() for edge in (place, place + 1)])
+        all_features = []
+        for i, image in enumerate(images):
+            pieces[2 * i + 1], features = self._tokens(image.grid)
+            all_features.append(features)
+        if self._family.joins_newlines:
+            self._newlines.join(pieces)
+        inserted = []
         spans: list[tuple[int, Grid]] = []  # position of the first feature, and grid
-        for place, image in zip(places.tolist(), images, strict=True):
-            ids, features = self._tokens(image.grid)
-            num_tokens += place - start
-            inserted.append(
-                PromptImage((features + num_tokens).astype(np.int32), image.content_hash, dict(image.inputs or {}))
-            )
-            spans.append((num_tokens + int(features[0]), image.grid))
-            pieces += [given[start:place], ids]
-            num_tokens += len(ids)
-            start = place + 1
-        pieces.append(given[start:])
+        starts = np.cumsum([0, *map(len, pieces)])
+        for i, (image, features) in enumerate(zip(images, all_features, strict=True)):
+            offset = starts[2 * i + 1]
+            positions = (features + offset).astype(np.int32)
+            inputs = dict(image.inputs or {})
+            inserted.append(PromptImage(positions, image.content_hash, inputs, self._sees_itself))
+            spans.append((int(positions[0]), image.grid))
         whole = np.concatenate(pieces)
         axes = self._axes(len(whole), spans) if self._family.has_axes else None
         return whole.tolist(), PromptImages(tuple(inserted), axes)

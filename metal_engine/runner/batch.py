@@ -6,7 +6,7 @@ Work per token is done by NumPy operations over the whole step. Python loops run
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -348,7 +348,7 @@ class RequestTable:
         adapter_slots = self._adapter_slots[indices if self._num_with_adapter else indices[:0]]
         images = next_images = None
         if self._images:
-            rows = replace(rows, rotary_positions=self.rotary_positions(indices, rows))
+            rows = self._images.add_to_rows(indices, rows)
             images, next_images = self._images.rows(indices, rows), self._images.rows(indices, rows, ahead=1)
         return PackedBatch(
             input_ids, rows, sample_indices, pending_rows, pending_samples, adapter_slots, images, next_images

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from metal_engine.images import AxesPositions, PromptImages
-from metal_engine.kv_cache.rows import StepRows
+from metal_engine.images import AxesPositions, PromptImages, SeesItself
+from metal_engine.kv_cache.rows import ImageSpans, StepRows
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,40 @@ class ImageTable:
             own = self._axes[int(indices[request])].at(int(rows.context_lens[request]), int(rows.seq_lens[request]))
             axes[:, rows.cu_seqlens_q[request] : rows.cu_seqlens_q[request + 1]] = own
         return axes if (axes[1:] != axes[0]).any() else axes[0]
+
+    def add_to_rows(self, indices: np.ndarray, rows: StepRows) -> StepRows:
+        """Return the rows of a step with their rotary positions and the spans of images.
+
+        Args:
+            indices: [B], index of each request of the step.
+        """
+        positions = self.rotary_positions(indices, rows)
+        return replace(rows, rotary_positions=positions, image_spans=self.spans(indices, rows))
+
+    def spans(self, indices: np.ndarray, rows: StepRows) -> ImageSpans | None:
+        """Return the spans of rows that attend to later rows of their image; None if there are none.
+
+        Args:
+            indices: [B], index of each request of the step.
+
+        Raises:
+            ValueError: the step has only a part of such an image.
+        """
+        found = []
+        sees_itself: SeesItself = ""
+        for request in np.flatnonzero(rows.context_lens < self._image_stops[indices]).tolist():
+            images = self._images[int(indices[request])]
+            if not images.sees_itself:
+                continue
+            start, stop = int(rows.context_lens[request]), int(rows.seq_lens[request])
+            offset = int(rows.cu_seqlens_q[request]) - start
+            for image in images.images:
+                if image.start < stop and image.stop > start:
+                    if image.start < start or image.stop > stop:
+                        raise ValueError("bad plan: it cuts an image whose tokens attend to each other")
+                    found.append((image.start + offset, image.stop + offset))
+                    sees_itself = image.sees_itself
+        return ImageSpans(np.array(found, np.int32), sees_itself) if found else None
 
     def rows(self, indices: np.ndarray, rows: StepRows, ahead: int = 0) -> ImageRows | None:
         """Return the rows of a step with features of images; None if there are none.

@@ -1,7 +1,8 @@
 """Plans the computation of image features: the images that each step encodes, and the features that the runner keeps.
 
 A plan names the images to encode and the features to drop, so all ranks agree. An image is encoded as a whole before
-the first of its tokens is computed, even if a chunk ends within it. Features stay while a running request still has to
+the first of its tokens is computed, even if a chunk ends within it. A chunk must not end within an image whose tokens
+attend to each other (:func:`last_cut`, :func:`next_cut`). Features stay while a running request still has to
 compute tokens of the image. Later, the least recently used features are dropped for other images.
 """
 
@@ -66,7 +67,7 @@ class RequestImages:
         """
         if request.images is None:
             return True
-        stop = request.num_tokens if whole else num_computed + self._unit
+        stop = request.num_tokens if whole else next_cut(request.images, num_computed, self._unit)
         first, end = _between(request.images, num_computed, stop)
         return self._fits(request.images.images[first:end], whole=whole)
 
@@ -78,7 +79,8 @@ class RequestImages:
         """
         if request.images is None:
             return request.num_tokens
-        first, next_end = _between(request.images, num_computed, num_computed + self._unit)
+        next_stop = next_cut(request.images, num_computed, self._unit)
+        first, next_end = _between(request.images, num_computed, next_stop)
         if not self._claim(request.request_id, request.images, first, next_end):
             self.release(request)  # two requests that each hold an image and need another would wait forever
             return 0
@@ -86,7 +88,8 @@ class RequestImages:
         for index in range(next_end, end):
             if not self._claim(request.request_id, request.images, index, index + 1):
                 num_tokens = request.images.images[index].start - num_computed
-                return num_tokens - num_tokens % self._unit
+                stop = num_computed + num_tokens - num_tokens % self._unit
+                return max(next_stop, last_cut(request.images, num_computed, stop, self._unit)) - num_computed
         return request.num_tokens
 
     def _fits(self, images: Iterable[PromptImage], *, whole: bool = False) -> bool:
@@ -208,3 +211,48 @@ def _between(images: PromptImages, start: int, stop: int) -> tuple[int, int]:
     """Return the range (first, end) of the images with tokens at positions from ``start`` up to ``stop``."""
     first = bisect_right(images.images, start, key=lambda image: image.stop)
     return first, max(first, bisect_left(images.images, stop, key=lambda image: image.start))
+
+
+def last_cut(images: PromptImages | None, start: int, stop: int, unit: int) -> int:
+    """Return the last possible end of a chunk up to ``stop``. ``start`` means that the chunk cannot end before.
+
+    Args:
+        images: images of the prompt, or None.
+        start: first position of the chunk, a multiple of ``unit``.
+        stop: a multiple of ``unit``, or the end of the prompt.
+        unit: unit of chunk sizes in tokens.
+    """
+    while stop > start and (image := _cut_by(images, stop)) is not None:
+        stop = image.start - image.start % unit
+    return max(start, stop)
+
+
+def next_cut(images: PromptImages | None, start: int, unit: int) -> int:
+    """Return the first possible end of a chunk after ``start``. The prompt may end before this position.
+
+    Args:
+        images: images of the prompt, or None.
+        start: first position of the chunk, a multiple of ``unit``.
+        unit: unit of chunk sizes in tokens.
+    """
+    stop = start + unit
+    while (image := _cut_by(images, stop)) is not None:
+        stop = -(-image.stop // unit) * unit
+    return stop
+
+
+def _cut_by(images: PromptImages | None, position: int) -> PromptImage | None:
+    """Return the image whose tokens attend to each other before and after a position; None if there is none."""
+    if images is None or not images.sees_itself:
+        return None
+    index = bisect_right(images.images, position, key=lambda image: image.stop)
+    return images.images[index] if index < len(images.images) and images.images[index].start < position else None
+
+
+def largest_step(images: PromptImages, unit: int) -> int:
+    """Return the largest number of tokens that a step must compute together, because no chunk may end within them."""
+    largest = unit
+    for image in images.images if images.sees_itself else ():
+        start = last_cut(images, 0, image.start - image.start % unit, unit)
+        largest = max(largest, next_cut(images, start, unit) - start)
+    return largest

@@ -17,6 +17,7 @@ from math import isqrt
 
 from metal_engine.errors import ContextLengthError, PromptError
 from metal_engine.request import Request
+from metal_engine.scheduling.images import last_cut, next_cut
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 
 # Maximum number of prompt rows with log probabilities in a step. With a vocabulary of 262,144 the logits of one row
@@ -117,7 +118,8 @@ def chunk_unit(config: SchedulerConfig, block_size: int) -> int:
 class PrefillAllocator:
     """Divides the budget that decodes leave in a step among prefills.
 
-    Each added request first gets the minimum allotment: a block, or the remaining prompt if that is shorter.
+    Each added request first gets the minimum allotment: a block, or the remaining prompt if that is shorter. No
+    allotment ends within an image whose tokens attend to each other. The minimum is then the whole image.
     :meth:`spread` then divides the remaining budget evenly, and gives tokens that one request cannot use to other
     requests.
 
@@ -196,19 +198,32 @@ class PrefillAllocator:
     def fits_minimum(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Return True if the minimum allotment of a request fits.
 
-        The first request always fits if the budget has one :func:`chunk_unit` left.
+        The first request always fits if the budget has one :func:`chunk_unit` left, or the tokens of an image that no
+        chunk may cut.
         """
-        smallest = min(num_remaining_tokens, self._block_size)
-        return self.fits(request, num_computed_tokens, smallest) or self._is_first
+        smallest = self._uncut(request, num_computed_tokens, min(num_remaining_tokens, self._block_size))
+        return self.fits(request, num_computed_tokens, smallest) or self._is_first(request, num_computed_tokens)
 
     def fits_any(self, request: Request, num_computed_tokens: int, num_remaining_tokens: int) -> bool:
         """Return True if the request can have any tokens, even fewer than the minimum allotment."""
         some = min(num_remaining_tokens, self._block_size, self.step.tokens)
-        return (some > 0 and self.fits(request, num_computed_tokens, some)) or self._is_first
+        some = self._uncut(request, num_computed_tokens, some)
+        fits = some > 0 and self.fits(request, num_computed_tokens, some)
+        return fits or self._is_first(request, num_computed_tokens)
 
-    @property
-    def _is_first(self) -> bool:
-        return not self.allotments and self.step.tokens >= self._unit
+    def _is_first(self, request: Request, num_computed: int) -> bool:
+        return not self.allotments and self.step.tokens >= self._least(request, num_computed)
+
+    def _least(self, request: Request, num_computed: int) -> int:
+        """Return the smallest number of tokens after which a chunk may end. A prompt may have fewer tokens left."""
+        return next_cut(request.images, num_computed, self._unit) - num_computed
+
+    def _uncut(self, request: Request, num_computed: int, num_tokens: int) -> int:
+        """Return the largest allotment up to ``num_tokens`` tokens that cuts no image, or the smallest allotment."""
+        if request.images is None or not num_tokens:
+            return num_tokens
+        allotment = last_cut(request.images, num_computed, num_computed + num_tokens, self._unit) - num_computed
+        return allotment or self._least(request, num_computed)
 
     def fits(self, request: Request, num_computed_tokens: int, num_tokens: int) -> bool:
         """Return True if an allotment of ``num_tokens`` tokens fits into the remaining budget of this step."""
@@ -238,6 +253,7 @@ class PrefillAllocator:
             allotment = min(
                 remaining, self._block_size, self.step.tokens, self._max_chunk_tokens(request, num_computed)
             )
+            allotment = min(remaining, self._uncut(request, num_computed, allotment))
         self._give(request, allotment)
         if self.allotments[request] < remaining:
             self._unfinished.append(request)
@@ -278,7 +294,18 @@ class PrefillAllocator:
         )
         if request.needs_prompt_rows:
             extra = min(extra, self.step.prompt_rows // num_asking)
-        return extra if extra in (missing, chunk_left) else self._aligned(extra)
+        if extra not in (missing, chunk_left):
+            extra = self._aligned(extra)
+        if request.images is None:
+            return extra
+        uncut = last_cut(request.images, context_len, context_len + extra, self._unit) - context_len
+        least = self._least(request, context_len)
+        if uncut or least == self._unit:
+            return uncut
+        # The next image may exceed an equal part.
+        least = min(missing, least)
+        has_room = self._charge(least) <= self.step.tokens and least <= chunk_left
+        return least if has_room and least <= rows_for_work(context_len, self.step.attention_work) else 0
 
     def _give(self, request: Request, num_tokens: int) -> None:
         context_len = request.num_computed_tokens + self.allotments[request]

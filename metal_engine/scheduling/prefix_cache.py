@@ -22,6 +22,7 @@ from metal_engine.kv_transfer.scheduler_side import Missing
 from metal_engine.lora_adapter import Adapter
 from metal_engine.request import Request
 from metal_engine.scheduling.block_manager import Block, BlockManager
+from metal_engine.scheduling.images import last_cut
 from metal_engine.scheduling.state_slots import StateSlots
 from metal_engine.settings.config import CacheConfig
 
@@ -139,6 +140,8 @@ class PrefixCache:
     ) -> list[Block | None]:
         """Return the cached blocks that a waiting request can start with. They never cover its last token.
 
+        The prefix does not end within an image whose tokens attend to each other.
+
         Args:
             also: hashes of blocks that are available outside the pool. The result contains None for such a block.
             also_state: hash of the last block of a prefix whose recurrent state is available outside the pool.
@@ -159,7 +162,9 @@ class PrefixCache:
 
     def _find_blocks(self, request: Request, also: Container[bytes] = ()) -> list[Block | None]:
         hashes = self._usable_hashes(request)
-        return self._blocks.find_cached(hashes, (request.num_tokens - 1) // self._block_size, also)
+        found = self._blocks.find_cached(hashes, (request.num_tokens - 1) // self._block_size, also)
+        stop = last_cut(request.images, 0, len(found) * self._block_size, self._block_size)
+        return found[: stop // self._block_size]
 
     def missing(self, request: Request) -> Missing:
         """Return the blocks and the recurrent state of a waiting request's prefix that are not cached."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from metal_engine.images import SeesItself
 from metal_engine.settings.args import GIB
 
 # Memory that stays free on a GPU for allocator rounding and for attention over longer contexts than measured.
@@ -67,22 +68,27 @@ class VisionConfig:
 
     Attributes:
         family: ``model_type`` of the checkpoint, or a name for checkpoints that share their image processing.
-        image_token_id: id of the image token. A chat template writes one per image, and the prompt has one per feature.
+        image_token_id: id of the image token. The prompt has one per feature.
+        placeholder_token_id: id of the token that a chat template writes for an image; None for the image token.
         processor: fields of the checkpoint's image processor, with ``--mm-processor-kwargs`` applied.
         patch_size: side of a patch of the image encoder in pixels.
         merge_size: number of patches per side that are merged into one feature.
         num_features: constant number of features of an image or of each tile; 0 if it varies.
         max_image_tokens: maximum number of an image's tokens, as far as the image processor allows a limit; None for
             the checkpoint's own limit.
+        sees_itself: layers in which an image's tokens attend to each other (:class:`metal_engine.images.PromptImage`).
+            A step computes such an image as a whole.
     """
 
     family: str
     image_token_id: int
+    placeholder_token_id: int | None = None
     processor: dict[str, Any] = field(default_factory=dict)
     patch_size: int = 14
     merge_size: int = 1
     num_features: int = 0
     max_image_tokens: int | None = None
+    sees_itself: SeesItself = ""
 
 
 @dataclass(frozen=True, kw_only=True)

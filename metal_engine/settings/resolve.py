@@ -146,6 +146,11 @@ def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: Mo
     budget = args.max_num_batched_tokens or max(args.max_num_seqs or 0, _step_budget(model, device))
     most = min(budget, 64 if device.kind == "cpu" else 256)
     max_num_seqs = args.max_num_seqs or min(most, affordable_states(args, model, device))
+    uncut_tokens = _uncut_tokens(args, model)
+    if args.max_num_batched_tokens is None:
+        budget = max(budget, max_num_seqs + uncut_tokens)
+    elif args.max_num_seqs is None and budget > uncut_tokens:
+        max_num_seqs = min(max_num_seqs, budget - uncut_tokens)
     if budget < max_num_seqs:
         raise ConfigError(
             "--max-num-batched-tokens",
@@ -253,6 +258,14 @@ def _step_budget(model: ModelInfo, device: DeviceInfo) -> int:
         return 2048
     tokens = _CPU_FLOPS * _CPU_STEP_SECONDS / (2 * model.num_params)
     return min(2048, max(64, 1 << int(tokens).bit_length() - 1))
+
+
+def _uncut_tokens(args: EngineArgs, model: ModelInfo) -> int:
+    """Return the tokens of a step for an image that no chunk may cut, with the blocks at its ends."""
+    vision = model.vision
+    if vision is None or not vision.sees_itself or model.image_refusal is not None:
+        return 0
+    return (vision.num_features or vision.max_image_tokens or 0) + 2 * args.block_size
 
 
 def _long_threshold(args: EngineArgs, budget: int) -> int:

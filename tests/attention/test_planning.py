@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -58,9 +61,21 @@ def test_many_plans(segments: list[tuple[int, int]], options: Options) -> None:
     check_plan(rows_of(segments), options)
 
 
-@pytest.mark.parametrize("segments, options", CASES)
-def test_the_cases_of_the_mutants(segments: list[tuple[int, int]], options: Options) -> None:
-    check_plan(rows_of(segments), options)
+@settings(max_examples=100)
+@given(segments=st.lists(segments, min_size=1, max_size=6), options=options, data=st.data())
+def test_plans_with_images(segments: list[tuple[int, int]], options: Options, data: st.DataObject) -> None:
+    spans, start = [], 0
+    for num_rows, _ in segments:
+        edges = sorted(data.draw(st.sets(st.integers(0, num_rows), max_size=6)))
+        spans += [(start + a, start + b) for a, b in zip(edges[::2], edges[1::2], strict=False)]
+        start += num_rows
+    check_plan(rows_of(segments, spans), replace(options, chunk=None))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_cases_of_the_mutants(case: tuple[Any, ...]) -> None:
+    segments, options, *spans = case
+    check_plan(rows_of(segments, *spans), options)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)

@@ -228,8 +228,61 @@ def kimi_vl(pad_input: bool = False) -> Case:
     )
 
 
+def gemma3() -> Case:
+    """The tokenizer has a token for each number of newlines, as Gemma's, so text and image share such a token."""
+    module = pytest.importorskip("mlx_vlm.models.gemma3.processing_gemma3")
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    marks = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    hf = tokenizer(*marks.values(), *("\n" * count for count in range(1, 8)))
+    for name, mark in marks.items():
+        setattr(hf, name, mark)
+    hf.image_token_id = hf.convert_tokens_to_ids("<image_soft_token>")
+    settings = {"size": {"height": 32, "width": 32}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    own = Gemma3ImageProcessorPil(**settings)
+    own.fetch_images = lambda images: images
+    processor = module.Gemma3Processor(own, hf, image_seq_length=16)
+    return Case(
+        hf,
+        "<image_soft_token>",
+        "<start_of_image>",
+        lambda text, images: arrays(processor(text=[text], images=[images], return_tensors="np")),
+        family="gemma3",
+        processor=settings,
+        placeholder_token_id=hf.convert_tokens_to_ids("<start_of_image>"),
+        num_features=16,
+        sees_itself="every layer",
+    )
+
+
+def gemma4() -> Case:
+    module = pytest.importorskip("mlx_vlm.models.gemma4.processing_gemma4")
+    marks = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+    hf = tokenizer(*marks.values())
+    for name, mark in marks.items():
+        setattr(hf, name, mark)
+    hf.image_token_id = hf.convert_tokens_to_ids("<|image|>")
+    settings = {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3}
+    processor = module.Gemma4Processor(module.Gemma4ImageProcessor(**settings), hf)
+
+    def golden(text: str, images: list[Image.Image]) -> dict[str, np.ndarray]:
+        """mlx-vlm's processor leaves the division into patches of the first image to the encoder."""
+        found = dict(processor(text=[text], images=[images], return_tensors="np"))
+        pixels = np.asarray(found["pixel_values"][0])  # [3, height, width]
+        rows, columns = pixels.shape[1] // 4, pixels.shape[2] // 4
+        patches = pixels.reshape(3, rows, 4, columns, 4).transpose(1, 3, 2, 4, 0).reshape(1, rows * columns, -1)
+        positions = [[column, row] for row in range(rows) for column in range(columns)]
+        ids = np.asarray(found["input_ids"])
+        return {"input_ids": ids, "pixel_values": patches, "image_position_ids": np.array([positions])}
+
+    return Case(
+        hf, "<|image|>", "<|image|>", golden, family="gemma4", processor=settings, sees_itself="layers with windows"
+    )
+
+
 CASES: dict[str, Callable[[], Case]] = {
-    one.__name__: one for one in (qwen3_vl, qwen2_5_vl, llava, mistral3, idefics3, internvl, lfm2_vl, kimi_vl)
+    one.__name__: one
+    for one in (qwen3_vl, qwen2_5_vl, llava, mistral3, idefics3, internvl, lfm2_vl, kimi_vl, gemma3, gemma4)
 } | {"padded kimi_vl": lambda: kimi_vl(pad_input=True), "internvl_chat": lambda: internvl("internvl_chat")}
 # Names that the golden processors give to arrays besides the inputs of the encoder.
 NO_INPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "image_token_id", "image_rows", "image_cols"}
@@ -263,7 +316,7 @@ def test_one_image_equals_the_models_processor(name: str) -> None:
 def test_several_images_equal_the_models_processor(name: str) -> None:
     case = CASES[name]()
     images = [picture(*size, seed) for seed, size in enumerate([(64, 48), (40, 88), (64, 48)])]
-    text = f"{case.marker}one{case.marker}{case.marker} and more"
+    text = f"{case.marker}one{case.marker}{case.marker}\nand more"
     loaded = case.load(images)
     ids, inserted = case.prompt(text, loaded)
     assert ids == case.golden(text, images)["input_ids"][0].tolist()
@@ -309,7 +362,7 @@ def test_axes_equal_the_models_positions(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_limits_bound_the_tokens(name: str) -> None:
     case = CASES[name]()
-    for most in (20, 40, 100):
+    for most in (70, 140) if name == "gemma4" else (20, 40, 100):
         family = find_family(case.vision, most)
         for size in SIZES:
             grid = tuple(family.grid(*size))
@@ -317,6 +370,7 @@ def test_limits_bound_the_tokens(name: str) -> None:
             assert found == grid
             if name not in (
                 "llava",
+                "gemma3",
                 "idefics3",
                 "padded kimi_vl",
             ):  # one size, whole tiles, and padding beyond the limit

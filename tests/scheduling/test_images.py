@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, run_state_machine_as_test
 
-from metal_engine.images import PromptImage, PromptImages
+from metal_engine.images import PromptImage, PromptImages, SeesItself
+from metal_engine.scheduling.images import largest_step, last_cut, next_cut
 from metal_engine.scheduling.prefix_cache import prompt_block_hashes
 from metal_engine.settings.config import CacheConfig, SchedulerConfig
 from metal_engine.step import SchedulerOutput
@@ -21,9 +22,9 @@ from tests.support.fake_kv_runner import SchedulerHarness, make_prompt
 PLACEHOLDER = 7
 
 
-def image_at(positions: list[int], name: str) -> PromptImage:
+def image_at(positions: list[int], name: str, sees_itself: SeesItself = "") -> PromptImage:
     content_hash = sha256(f"{name} {len(positions)}".encode()).digest()
-    return PromptImage(np.array(positions, np.int32), content_hash, {})
+    return PromptImage(np.array(positions, np.int32), content_hash, {}, sees_itself)
 
 
 def prompt_with(*images: PromptImage, seed: int = 0, length: int) -> list[int]:
@@ -188,10 +189,92 @@ def test_images_are_not_mixed_up_by_prefix_caching() -> None:
     assert cached == [0, 4, 28]
 
 
+def inseparable(*spans: tuple[int, int]) -> PromptImages:
+    return PromptImages(tuple(image_at(list(range(a, b)), str(a), "every layer") for a, b in spans))
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "unit", "last", "following"),
+    [
+        (0, 4, 1, 4, 1),  # before the images
+        (0, 9, 1, 5, 1),
+        (5, 9, 1, 5, 12),
+        (5, 12, 1, 12, 12),
+        (12, 14, 1, 12, 18),  # directly after the first image
+        (0, 16, 8, 0, 24),  # no multiple of 8 lies outside the images before 24
+        (0, 24, 8, 24, 24),
+        (24, 25, 8, 25, 32),  # the end of the prompt
+    ],
+)
+def test_where_chunks_may_end(start: int, stop: int, unit: int, last: int, following: int) -> None:
+    images = inseparable((5, 12), (12, 18))
+    assert (last_cut(images, start, stop, unit), next_cut(images, start, unit)) == (last, following)
+    assert (last_cut(None, start, stop, unit), next_cut(None, start, unit)) == (stop, start + unit)
+
+
+def test_the_largest_step_of_images() -> None:
+    assert [largest_step(inseparable((5, 12), (12, 18)), unit) for unit in (1, 8)] == [7, 24]
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_no_chunk_and_no_cached_prefix_cuts_an_image(caching: bool) -> None:
+    h = harness(budget=12, caching=caching, limit=64, capacity=64)
+    images = inseparable((6, 14), (15, 25))
+    prompt = prompt_with(*images.images, length=34)
+    h.submit("r", prompt, 2, images=images)
+    plans = [h.step() for _ in range(4)]
+    assert [plan.num_scheduled_tokens["r"] for plan in plans] == [6, 9, 12, 7]
+    h.drain()
+    other = [*prompt[:30], *make_prompt(9, 4)]  # differs after the images: blocks up to 28 are cached
+    h.submit("s", other, 1, images=images)
+    h.drain()
+    assert h.tracked["s"].request.num_cached_tokens == (28 if caching else 0)
+    shorter = inseparable((6, 14))
+    h.submit("t", [*prompt[:14], *make_prompt(9, 4)], 1, images=shorter)
+    h.drain()
+    # The block from 12 on differs, and the block before it ends within the image, as does the block from 4 on.
+    assert h.tracked["t"].request.num_cached_tokens == (4 if caching else 0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(20, [{"r": 4, "s": 4}, {"r": 20}, {"s": 19}]), (24, [{"r": 20, "s": 4}, {"r": 4, "s": 20}])],
+)
+def test_prompts_with_images_share_a_step(budget: int, expected: list[dict[str, int]]) -> None:
+    """An image may exceed an equal part of the budget."""
+    h = harness(budget=budget, limit=64, capacity=64)
+    for name in "rs":
+        images = inseparable((4, 18))
+        h.submit(name, prompt_with(*images.images, length=24, seed=ord(name)), 2, images=images)
+    found = [{r: n for r, n in h.step().num_scheduled_tokens.items() if n > 1} for _ in expected]
+    assert found == expected
+    h.drain()
+
+
+def test_an_aligned_chunk_within_an_equal_part_below_a_block() -> None:
+    """The last tokens of the prompts are charged as whole blocks, for which the budget has no room."""
+    config = SchedulerConfig(
+        max_num_batched_tokens=11,
+        max_num_seqs=2,
+        max_model_len=100,
+        max_num_partial_prefills=2,
+        page_aligned_scheduling=True,
+        max_num_encoder_tokens=8,
+        image_cache_tokens=20,
+    )
+    h = SchedulerHarness(config, CacheConfig(block_size=4, num_blocks=20, enable_prefix_caching=False))
+    for name in "rs":
+        images = PromptImages((image_at([1], name, "every layer"),))
+        h.submit(name, prompt_with(*images.images, length=5, seed=ord(name)), 2, images=images)
+    assert h.step().num_scheduled_tokens == {"r": 4, "s": 4}
+    h.drain()
+
+
 class ImageMachine(SchedulerMachine):
     """Many prompts have images, which other prompts share, over few features and few KV blocks."""
 
     depths = st.integers(1, 3)
+    sees_itself: SeesItself = ""
 
     @initialize(
         data=st.data(),
@@ -215,9 +298,13 @@ class ImageMachine(SchedulerMachine):
         depth, num_seqs = data.draw(self.depths), data.draw(st.integers(1, 6))
         least = 2 * limit + block_size if is_aligned else limit
         self.limit = limit
+        is_recurrent = is_recurrent and not self.sees_itself  # no model has both
+        budget = max(budget, block_size if is_aligned else 1)
+        if self.sees_itself:
+            budget = max(budget, num_seqs + limit + data.draw(st.sampled_from([0, 2 * block_size, 20])))
         self.harness = SchedulerHarness(
             SchedulerConfig(
-                max_num_batched_tokens=max(budget, block_size if is_aligned else 1),
+                max_num_batched_tokens=budget,
                 max_num_seqs=num_seqs,
                 max_model_len=300,
                 max_num_partial_prefills=data.draw(st.integers(1, 3)),
@@ -265,12 +352,16 @@ class ImageMachine(SchedulerMachine):
     def images_for(self, places: random.Random, contents: random.Random, length: int) -> list[PromptImage]:
         images, position = [], places.randint(0, 5)
         while position < length - 1 and len(images) < 4:
-            size, gap = places.randint(1, self.limit), places.choice((1, 1, 2))
+            size, gap = places.randint(1, self.limit), places.choice((1, 1, 1 if self.sees_itself else 2))
             positions = list(range(position, position + size * gap, gap))
             if positions[-1] >= length - 1:
                 break
-            images.append(image_at(positions, str(contents.randint(0, 3))))
+            images.append(image_at(positions, str(contents.randint(0, 3)), self.sees_itself))
             position = positions[-1] + places.choice((1, 2, 20))
+        config = self.harness.config
+        most = min(config.max_num_batched_tokens - (config.max_num_seqs - 1), config.image_cache_tokens)
+        while images and self.sees_itself and largest_step(PromptImages(tuple(images)), self.unit) > most:
+            images.pop()
         return images
 
     @invariant()
@@ -287,14 +378,22 @@ class ImageMachine(SchedulerMachine):
             assert sum(map(len, runner.features.values())) == images.num_kept_tokens
 
 
+class SelfSeeingMachine(ImageMachine):
+    """No chunk may cut an image."""
+
+    sees_itself = "every layer"
+
+
 _SETTINGS = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def test_random_traffic_with_images() -> None:
-    run_state_machine_as_test(ImageMachine, settings=_SETTINGS)
+@pytest.mark.parametrize("machine", [ImageMachine, SelfSeeingMachine])
+def test_random_traffic_with_images(machine: type[ImageMachine]) -> None:
+    run_state_machine_as_test(machine, settings=_SETTINGS)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_much_random_traffic_with_images() -> None:
-    run_state_machine_as_test(ImageMachine, settings=settings(_SETTINGS, max_examples=300, stateful_step_count=60))
+@pytest.mark.parametrize("machine", [ImageMachine, SelfSeeingMachine])
+def test_much_random_traffic_with_images(machine: type[ImageMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(_SETTINGS, max_examples=300, stateful_step_count=60))

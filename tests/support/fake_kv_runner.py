@@ -125,6 +125,7 @@ class _Held:
     drafts: list[int] = field(default_factory=list)  # drafts of the step in flight
     slots: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [blocks * block_size]
     features: dict[int, tuple[bytes, int]] = field(default_factory=dict)  # image and index of the feature, by position
+    inseparable: list[tuple[int, int]] = field(default_factory=list)  # positions of images that no chunk may cut
 
 
 @dataclass
@@ -205,6 +206,8 @@ class FakeKVRunner:
         for request_id, share in plan.num_scheduled_tokens.items():
             held = self.held[request_id]
             start, stop = held.num_computed_tokens, held.num_computed_tokens + share
+            for edge in (start, stop):
+                assert not any(a < edge < b for a, b in held.inseparable), "a chunk cuts an image that sees itself"
             num_known = len(held.token_ids) + len(held.drafts)
             assert share >= 1, f"{request_id}: share {share}"
             assert stop <= num_known, f"{request_id}: tokens up to {stop} of {num_known}"
@@ -321,6 +324,8 @@ class FakeKVRunner:
             held = _Held(token_ids, [], num_computed, has_grammar, pooling, new.state_slots)
             for image in () if new.images is None else new.images.images:
                 held.features |= {p: (image.content_hash, i) for i, p in enumerate(image.positions.tolist())}
+                if image.sees_itself:
+                    held.inseparable.append((image.start, image.stop))
             self.held[new.request_id] = held
             self._append_blocks(new.request_id, new.block_ids)
         for request_id, block_ids in plan.new_block_ids.items():

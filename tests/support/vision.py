@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,11 +13,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from metal_engine.checkpoints.model_classes import model_classes
 from metal_engine.images import AxesPositions, PromptImage, PromptImages
 from metal_engine.models.multimodal.check import share_text_weights
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
+from metal_engine.models.multimodal.published_masks import published_masks
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.request import PreparedRequest, RequestOutput
 from metal_engine.sampling_params import SamplingParams
@@ -138,7 +141,22 @@ def tiny_text_model(config: dict[str, Any]) -> Any:
     model_class, args_class = model_classes(own)
     text = model_class(args_class.from_dict(own))
     spread_weights(text)
+    if config["model_type"] == "gemma4":
+        _untie(text)
     return text
+
+
+def _untie(text: Any) -> None:
+    """Change the weights of a model with tied embeddings, which would otherwise repeat the last token."""
+    changed = []
+    for name, array in tree_flatten(text.parameters()):
+        if name.endswith("embed_tokens.weight"):
+            changed.append((name, mx.random.normal(array.shape) * 0.05))
+        elif array.ndim > 1:
+            changed.append((name, array * 2))
+        elif "norm" in name:
+            changed.append((name, 1 + mx.random.normal(array.shape)))
+    text.load_weights(changed, strict=False)
 
 
 @dataclass(frozen=True)
@@ -174,24 +192,25 @@ def vision_prompt(tiny: TinyVision, parts: Sequence[int | tuple[int, int, int]],
         token_ids += [250] * is_qwen
         start = len(token_ids)
         token_ids += [IMAGE_TOKEN] * sample.num_features
-        images.append(PromptImage(np.arange(start, len(token_ids), dtype=np.int32), content_hash(own), own))
+        positions = np.arange(start, len(token_ids), dtype=np.int32)
+        images.append(PromptImage(positions, content_hash(own), own, tiny.encoder.sees_itself))
         grids.append((start, rows, columns))
         inputs.append(own)
         token_ids += [252] * is_qwen
     if not images:
         return VisionPrompt(token_ids, None)
     axes = axes_positions(len(token_ids), grids) if is_qwen else None
-    joined = {name: _joined([one[name] for one in inputs]) for name in inputs[0]}
+    joined = {name: _joined([one[name] for one in inputs], -1 if "position_ids" in name else 0) for name in inputs[0]}
     return VisionPrompt(token_ids, PromptImages(tuple(images), axes), joined)
 
 
-def _joined(arrays: list[np.ndarray]) -> np.ndarray:
-    """Return the inputs of several images as one array. Smaller images are padded with zeros."""
+def _joined(arrays: list[np.ndarray], padding: int) -> np.ndarray:
+    """Return the inputs of several images as one array. Smaller images are padded."""
     largest = np.max([array.shape for array in arrays], axis=0)
-    padded = [
-        np.pad(array, [(0, 0), *((0, most - size) for most, size in zip(largest[1:], array.shape[1:], strict=True))])
-        for array in arrays
-    ]
+    padded = []
+    for array in arrays:
+        widths = [(0, 0), *((0, most - size) for most, size in zip(largest[1:], array.shape[1:], strict=True))]
+        padded.append(np.pad(array, widths, constant_values=padding))
     return np.concatenate(padded)
 
 
@@ -219,8 +238,12 @@ class Golden:
     logprobs: np.ndarray  # [T, vocab_size]
 
 
-def golden(tiny: TinyVision, prompt: VisionPrompt, num_tokens: int) -> Golden:
-    """Return the greedy output of mlx-vlm's own generation."""
+def golden(tiny: TinyVision, prompt: VisionPrompt, num_tokens: int, *, is_published: bool = True) -> Golden:
+    """Return the greedy output of mlx-vlm's own generation.
+
+    Args:
+        is_published: True for the published masks if the tokens of images attend to each other; False for mlx-vlm's.
+    """
     from mlx_vlm.generate import generate_step
 
     inputs = {name: mx.array(array) for name, array in prompt.inputs.items()}
@@ -228,15 +251,23 @@ def golden(tiny: TinyVision, prompt: VisionPrompt, num_tokens: int) -> Golden:
     for name in ("_position_ids", "_rope_deltas"):  # left over from an earlier prompt
         if hasattr(tiny.reference.language_model, name):
             setattr(tiny.reference.language_model, name, None)
-    steps = generate_step(
-        mx.array([prompt.token_ids]), tiny.reference, pixels, None, max_tokens=num_tokens, temperature=0.0, **inputs
-    )
+    input_ids = mx.array([prompt.token_ids])
+    images = () if prompt.images is None else prompt.images.images
+    sees_itself = bool(tiny.encoder.sees_itself)
+    mask = mx.ones_like(input_ids) if sees_itself else None
+    masks: Any = nullcontext()
+    if sees_itself and is_published:
+        masks = published_masks(tiny.reference.language_model, images)
+    elif sees_itself:
+        inputs["mm_token_type_ids"] = (input_ids == IMAGE_TOKEN).astype(mx.int32)
     tokens, logprobs = [], []
-    for token, of_token in steps:
-        tokens.append(int(token))
-        logprobs.append(np.array(of_token.astype(mx.float32)).reshape(-1))
-        if len(tokens) == num_tokens:
-            break
+    with masks:
+        steps = generate_step(input_ids, tiny.reference, pixels, mask, max_tokens=num_tokens, temperature=0.0, **inputs)
+        for token, of_token in steps:
+            tokens.append(int(token))
+            logprobs.append(np.array(of_token.astype(mx.float32)).reshape(-1))
+            if len(tokens) == num_tokens:
+                break
     found = np.stack(logprobs)
     return Golden(tokens, found - np.log(np.exp(found).sum(-1, keepdims=True)))
 
@@ -462,7 +493,102 @@ def _with_experts(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": VOCAB_SIZE,
+        "sliding_window": 12,  # less than an image
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 16,
+        "mm_tokens_per_image": 16,
+        "max_position_embeddings": 512,
+    },
+    "vision_config": {
+        "model_type": "siglip_vision_model",
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "patch_size": 4,
+        "image_size": 32,
+    },
+    "image_token_index": IMAGE_TOKEN,
+    "boi_token_index": 250,
+    "pad_token_id": 255,  # mlx-vlm replaces the embedding of this token by zeros
+    "mm_tokens_per_image": 16,
+    "vocab_size": VOCAB_SIZE,
+}
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4",
+    "text_config": {
+        "model_type": "gemma4_text",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 2,
+        "vocab_size": VOCAB_SIZE,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "sliding_window": 12,  # less than an image
+        "max_position_embeddings": 512,
+        "use_double_wide_mlp": False,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+            "sliding_attention": {"partial_rotary_factor": 1.0, "rope_theta": 1e4, "rope_type": "default"},
+        },
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision_config": {
+        "model_type": "gemma4_vision",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "default_output_length": 16,
+        "position_embedding_size": 64,
+    },
+    "image_token_id": IMAGE_TOKEN,
+    "audio_token_id": 254,
+    "video_token_id": 253,
+    "boi_token_id": 250,
+    "eoi_token_id": 252,
+    "vocab_size": VOCAB_SIZE,
+}
+# As the small models: causal, with an embedding for each layer, and layers that share K and V.
+GEMMA4_SMALL: dict[str, Any] = GEMMA4 | {
+    "text_config": GEMMA4["text_config"]
+    | {
+        "use_bidirectional_attention": None,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16,
+        "use_double_wide_mlp": True,
+    },
+    "audio_config": {"hidden_size": 32},
+}
 CONFIGS = {
+    "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
+    "gemma4 small": GEMMA4_SMALL,
     "qwen3_vl": QWEN3_VL,
     "qwen3_5": QWEN3_5,
     "qwen3_vl_moe": _with_experts(QWEN3_VL),

@@ -21,7 +21,7 @@ SAMPLE = [
     next(i for i, m in enumerate(MUTANTS) if m.new == new)
     for new in (
         "simdgroup_barrier(mem_flags::mem_threadgroup);",
-        "min(key_end, position)",
+        ": position)",
         "position - window)",
         "k_rows, key_slots",
         "ushort(16)",

@@ -36,6 +36,7 @@ class AttentionCase:
     has_sinks: bool = False
     quantized: tuple[int, int] | None = None  # bits and group size of K and V
     latent_dim: int | None = None  # number of columns of K that are V; None for ordinary keys
+    spans: tuple[tuple[int, int], ...] = ()  # first rows and ends of images whose rows attend to each other
 
     @property
     def allowed(self) -> float:
@@ -53,6 +54,7 @@ class AttentionCase:
             dtype=self.dtype,
             window=self.window,
             quantized=self.quantized,
+            spans=self.spans,
         )
         sinks = mx.array(np.linspace(-2, 4, self.heads[0], dtype=np.float32)).astype(self.dtype)
         options = {"scale": self.head_dim**-0.5, "window": self.window, "softcap": self.softcap}
@@ -96,6 +98,7 @@ def _largest(errors: np.ndarray) -> float:
 Case = AttentionCase | RecurrentCase
 
 MIX = ((1, 1), (5, 18), (33, 33), (1, 130), (1, 2100))
+IMAGES = ((2, 5), (6, 38))  # rows of MIX
 SERVING = (*((1, 20 + 37 * i) for i in range(32)), (129, 463), (512, 2048), (1, 9000))
 SMALL_CASES: tuple[Case, ...] = (
     AttentionCase("mixed step with a split context", MIX, (8, 2), 64, mx.float16),
@@ -104,6 +107,8 @@ SMALL_CASES: tuple[Case, ...] = (
     AttentionCase("int4 in groups of 32, window", MIX, (4, 2), 96, mx.bfloat16, window=20, quantized=(4, 32)),
     AttentionCase("latent", MIX, (16, 1), 576, mx.bfloat16, latent_dim=512),
     AttentionCase("latent, int8", MIX, (16, 1), 576, mx.bfloat16, quantized=(8, 64), latent_dim=512),
+    AttentionCase("images", MIX, (8, 2), 64, mx.float16, window=20, spans=IMAGES),
+    AttentionCase("images, int8", MIX, (8, 2), 128, mx.bfloat16, quantized=(8, 64), spans=IMAGES),
     *map(RecurrentCase, RECURRENT_STEPS),
 )
 CASES: tuple[Case, ...] = (

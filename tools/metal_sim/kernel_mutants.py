@@ -38,9 +38,9 @@ MUTANTS = (
     Mutant(ITEM, "(first_row + num_rows - 1) / G - first_token", "(num_rows - 1) / G"),
     Mutant(ITEM, "last_position - window + 1) : key_begin", "first_position - window + 1) : key_begin"),
     Mutant(ITEM, "last_position - window + 1)", "last_position - window)"),
-    Mutant(ITEM, "min(key_end, first_position + 1)", "min(key_end, last_position + 1)"),
-    Mutant(ITEM, "min(key_end, first_position + 1)", "min(key_end, first_position + 2)"),
-    Mutant(ITEM, "min(key_end, first_position + 1)", "first_position + 1",
+    Mutant(ITEM, ": first_position + 1)", ": last_position + 1)"),
+    Mutant(ITEM, ": first_position + 1)", ": first_position + 2)"),
+    Mutant(ITEM, "min(key_end, HAS_IMAGES ?", "max(0, HAS_IMAGES ?",
            equivalent="a split has whole stages, or it ends with the keys of the last row"),
     Mutant(ITEM, "numbers[0] * LOG2E;", "numbers[0];"),
     Mutant(ITEM, "numbers[1] * LOG2E;", "numbers[1];"),
@@ -119,9 +119,9 @@ MUTANTS = (
     # Direct: distribution of the keys, and the rows that see them.
     Mutant(DIRECT, "position - window + 1)", "position - window)"),
     Mutant(DIRECT, "position - window + 1)", "position - window + 2)"),
-    Mutant(DIRECT, "min(key_end, position + 1)", "min(key_end, position + 2)"),
-    Mutant(DIRECT, "min(key_end, position + 1)", "min(key_end, position)"),
-    Mutant(DIRECT, "min(key_end, position + 1)", "position + 1"),
+    Mutant(DIRECT, ": position + 1)", ": position + 2)"),
+    Mutant(DIRECT, ": position + 1)", ": position)"),
+    Mutant(DIRECT, "min(key_end, HAS_IMAGES ?", "max(0, HAS_IMAGES ?"),
     Mutant(DIRECT, "row / G - first_token;", "(row - first_row) / G;"),
     Mutant(DIRECT, "&& partial_row < 0) {", ") {"),
     Mutant(DIRECT, "kv_head * G + row % G", "kv_head * G"),
@@ -177,8 +177,8 @@ MUTANTS = (
     Mutant(ROWS, "num_rows <= 32 ? 4", "num_rows <= 33 ? 4"),
     Mutant(STAGED, "position - window + 1)", "position - window)"),
     Mutant(STAGED, "position - window + 1)", "position - window + 2)"),
-    Mutant(STAGED, "min(key_end, position + 1)", "min(key_end, position + 2)"),
-    Mutant(STAGED, "min(key_end, position + 1)", "min(key_end, position)"),
+    Mutant(STAGED, ": position + 1)", ": position + 2)"),
+    Mutant(STAGED, ": position + 1)", ": position)"),
     Mutant(STAGED, "row / G - first_token", "row_of_tile / G"),
     Mutant(STAGED, "kv_head * G + row % G", "kv_head * G"),
     Mutant(STAGED, "if (row_exists && column < DK) {", "if (column < DK) {"),
@@ -259,6 +259,7 @@ class MutantCase:
     scale: float = 0.2
     scores: tuple[float, float] | None = None  # scores of each request's first key and of all other keys, at scale 1
     tolerance: float = 1e-5
+    spans: tuple[tuple[int, int], ...] = ()  # first rows and ends of images whose rows attend to each other
 
 
 CASES = (
@@ -326,6 +327,7 @@ def run_case(backend: MetalBackend, case: MutantCase) -> str | None:
         window=case.window,
         poison=case.scores is None,
         quantized=case.quantized,
+        spans=case.spans,
     )
     options: dict[str, Any] = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
     if case.scores is not None:

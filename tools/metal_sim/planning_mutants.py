@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 
 from metal_engine.attention.metal import planning
-from tools.fixtures.attention_plan import Options, Planner, check_plan, rows_of
+from tools.fixtures.attention_plan import Options, Planner, Range, check_plan, rows_of
 from tools.metal_sim.mutants import Mutant, run_mutants
 
 PLAN = "planning"
@@ -30,6 +30,15 @@ MUTANTS = (
     Mutant(PLAN, "is_first[step.cu_seqlens_q[:-1]] = True", "is_first[0] = True"),
     Mutant(PLAN, "begins[starts.searchsorted(step.cu_seqlens_q[:-1])]", "begins[: step.num_requests]"),
     Mutant(PLAN, "positions - positions % chunk", "positions % chunk"),
+    # images whose rows attend to each other
+    Mutant(PLAN, "is_first[edges[edges < step.num_tokens]] = True", ""),
+    Mutant(PLAN, "edges = spans.ravel()", "edges = spans[:, 0]"),
+    Mutant(PLAN, "edges = spans.ravel()", "edges = spans[:, 1]"),
+    Mutant(PLAN, 'searchsorted(tokens, "right") - 1', 'searchsorted(tokens, "left") - 1'),
+    Mutant(PLAN, "(own[:, 0] <= tokens) & (tokens < own[:, 1])", "tokens < own[:, 1]"),
+    Mutant(PLAN, "(own[:, 0] <= tokens) & (tokens < own[:, 1])", "own[:, 0] <= tokens"),
+    Mutant(PLAN, "take(own[:, 1] - 1) + 1)", "take(own[:, 1] - 1))"),
+    Mutant(PLAN, "np.maximum(tiles[:, 4], tiles[:, 7])", "tiles[:, 4]"),
     Mutant(PLAN, "begins * tile_rows", "begins"),
     Mutant(PLAN, "np.arange(len(first_rows)) * tile_rows", "np.arange(len(first_rows))"),
     Mutant(PLAN, "tiles[-1, 1] = step.num_tokens * group", "tiles[-1, 1] = step.num_tokens * group - 1"),
@@ -99,7 +108,8 @@ MUTANTS = (
 
 DECODES = [(1, n) for n in (1, 511, 512, 513, 577, 641, 1000, 1030, 1280, 1559, 4097, 20_000)]
 MIX = [(1, 1000), (33, 33), (300, 900), (16, 4097), (17, 4097), (5, 700), (1, 5000), (1, 7)]
-CASES = (
+MIX_SPANS = ((1, 5), (7, 34), (40, 300), (300, 334), (334, 350), (355, 365))
+CASES: tuple[tuple[list[tuple[int, int]], Options] | tuple[list[tuple[int, int]], Options, tuple[Range, ...]], ...] = (
     *((DECODES, Options(group=group, target_threadgroups=320)) for group in (1, 4, 7, 8, 16)),
     *((MIX, Options(group=group, target_threadgroups=1000)) for group in (1, 4, 7, 24)),
     ([*MIX, *DECODES], Options(num_kv_heads=2)),
@@ -114,7 +124,10 @@ CASES = (
     ([*MIX, *DECODES], Options(chunk=700, target_threadgroups=1000)),
     ([(600, 2000), (512, 2048), (1, 5000)], Options(chunk=1024, num_kv_heads=1, target_threadgroups=1000)),
     ([(1, 131_072), (1, 40)], Options(num_kv_heads=1, target_threadgroups=1000, key_step=128)),
-)
+    *((MIX, Options(group=group, window=window, target_threadgroups=1000), MIX_SPANS)
+      for group in (1, 4, 7) for window in (None, 20, 700)),
+    ([(1, 900), (1, 30), (1, 7)], Options(), ((1, 2),)),
+)  # fmt: skip
 
 
 def load_planner(mutant: Mutant | None) -> Planner:
@@ -129,10 +142,10 @@ def load_planner(mutant: Mutant | None) -> Planner:
 def caught(mutant: Mutant | None) -> str | None:
     """Return the check's message if the mutant was caught, or None."""
     planner = load_planner(mutant)
-    for segments, options in CASES:
+    for segments, options, *spans in CASES:
         try:
             with np.errstate(all="raise"):
-                check_plan(rows_of(segments), options, planner)
+                check_plan(rows_of(segments, *spans), options, planner)
         except (AssertionError, ArithmeticError, IndexError, ValueError) as error:
             return f"{type(error).__name__}: {error}".splitlines()[0]
     return None

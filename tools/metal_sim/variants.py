@@ -24,8 +24,9 @@ from metal_engine.attention.metal.variants import (
     variant_of,
 )
 from metal_engine.errors import ConfigError
+from metal_engine.images import SeesItself
 from metal_engine.kv_cache.pool import make_state
-from metal_engine.kv_cache.rows import StepRows, step_rows
+from metal_engine.kv_cache.rows import ImageSpans, StepRows, step_rows
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, kv_cache_spec
 from metal_engine.kv_cache.state import KVState
 from metal_engine.recurrence.metal import MetalRecurrence
@@ -54,6 +55,9 @@ STEPS: tuple[tuple[tuple[int, int], ...], ...] = (
 COMMON_LAYER = Attention(32, 8, 128, 128)
 BLOCK_SIZES = (8, 16, 32)
 WINDOW, SOFTCAP = 1024, 50.0
+# Architectures with images whose tokens attend to each other, and the rows of a step of one such image.
+SELF_SEEING: dict[str, SeesItself] = {"gemma3": "every layer", "gemma4": "layers with windows"}
+IMAGE_ROWS = 64
 _NUM_CHANNELS = 2048
 _NUM_BLOCKS = 8  # blocks of a cache that is never read
 
@@ -215,8 +219,11 @@ class Recorder:
         if tensor_ops not in self._backends:
             self._backends[tensor_ops] = MetalBackend(self, tensor_ops=tensor_ops)
         backend = self._backends[tensor_ops].with_cuts({kind: cut})
-        for segments in STEPS:
-            rows = _rows(segments, block_size)
+        steps = [_rows(segments, block_size) for segments in STEPS]
+        for model in self.models & SELF_SEEING.keys():
+            spans = ImageSpans(np.array([[0, IMAGE_ROWS]], np.int32), SELF_SEEING[model])
+            steps.append(replace(_rows(((IMAGE_ROWS, 0),), block_size), image_spans=spans))
+        for rows in steps:
             q = mx.zeros((rows.num_tokens, layer.num_heads, layer.head_dim + layer.rope_dim), dtype)
             backend.for_step(rows).attend(
                 q,

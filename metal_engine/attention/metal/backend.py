@@ -173,7 +173,8 @@ class MetalStep:
         chunk: int | None,
     ) -> _Launch:
         """Check a layer's call, and return the launch for all layers with equal arguments."""
-        kind = self.backend.kind_of(_shape_key(q, state), window is not None, bool(softcap), sinks)
+        has_images = self.rows.spans_of_layer(window) is not None
+        kind = self.backend.kind_of(_shape_key(q, state), window is not None, bool(softcap), sinks, has_images)
         shape = kind.shape
         self._check(q, state, shape, window)
         uploaded = self._items(shape, kind.variant, window, chunk, kind.cut.threadgroups_per_core)
@@ -303,18 +304,23 @@ class MetalBackend:
         """Return True if prefill of a shape uses tensor operations."""
         return self.attention_for(shape) in (self.tensor_attention, self.quantized_tensor_attention)
 
-    def kind_of(self, key: _ShapeKey, has_window: bool, has_softcap: bool, sinks: mx.Dtype | None) -> Kind:
+    def kind_of(
+        self, key: _ShapeKey, has_window: bool, has_softcap: bool, sinks: mx.Dtype | None, has_images: bool = False
+    ) -> Kind:
         """Return the shape, variant and template arguments of a kind of layer. Each kind is computed once.
+
+        Args:
+            has_images: True if rows of images attend to later rows.
 
         Raises:
             UnsupportedAttentionError: the kernel does not support the shape.
         """
-        whole_key = (key, has_window, has_softcap, sinks)
+        whole_key = (key, has_window, has_softcap, sinks, has_images)
         kind = self._kinds.get(whole_key)
         if kind is None:
             dtype, num_heads, spec, _ = key
             cut = self.cuts.get(AttentionKind(spec, num_heads, dtype, has_window, has_softcap, sinks), DEFAULT_CUT)
-            kind = make_kind(_shape(*key), cut, has_window, has_softcap, sinks is not None)
+            kind = make_kind(_shape(*key), cut, has_window, has_softcap, sinks is not None, has_images)
             self._kinds[whole_key] = kind
         return kind
 

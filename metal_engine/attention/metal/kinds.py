@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from metal_engine.attention.metal.cuts import Cut
-from metal_engine.attention.metal.planning import ITEM_FIELDS, MAX_SPLITS
+from metal_engine.attention.metal.planning import IMAGE_ITEM_FIELDS, ITEM_FIELDS, MAX_SPLITS
 from metal_engine.attention.metal.variants import AttentionShape, KernelVariant, check_supported, variant_of
 
 
@@ -22,17 +22,24 @@ class Kind:
     merge_template: list[tuple[str, mx.Dtype | int]]
 
 
-def make_kind(shape: AttentionShape, cut: Cut, has_window: bool, has_softcap: bool, has_sinks: bool) -> Kind:
-    """Return the properties of a kind of layer. Raises UnsupportedAttentionError for an unsupported shape."""
+def make_kind(
+    shape: AttentionShape, cut: Cut, has_window: bool, has_softcap: bool, has_sinks: bool, has_images: bool
+) -> Kind:
+    """Return the properties of a kind of layer. Raises UnsupportedAttentionError for an unsupported shape.
+
+    Args:
+        has_images: True if rows of images attend to later rows.
+    """
     check_supported(shape)
     variant = variant_of(shape, cut)
     template: list[tuple[str, mx.Dtype | int]] = [
         *shape.template,
         *variant.template,
-        ("ITEM_FIELDS", ITEM_FIELDS),
+        ("ITEM_FIELDS", IMAGE_ITEM_FIELDS if has_images else ITEM_FIELDS),
         ("HAS_WINDOW", has_window),
         ("HAS_SOFTCAP", has_softcap),
         ("HAS_SINKS", has_sinks),
+        ("HAS_IMAGES", has_images),
     ]
     merge_template: list[tuple[str, mx.Dtype | int]] = [
         ("T", shape.dtype),

@@ -33,6 +33,9 @@ from metal_engine.kv_cache.rows import StepRows
 # first key, end of the keys, request, first partial row or -1. ITEM_FIELDS reaches the kernel as a template argument.
 # A row is (packed token) * group + (query head of the group), so a tile may begin and end within a token.
 ITEM_FIELDS = 7
+# If rows of images attend to later rows, an item has one more field: the end of the rows' image, or 0 for rows of text.
+# Rows of an image and rows of text are in different items.
+IMAGE_ITEM_FIELDS = 8
 
 # Minimum keys of a tile that is split. Fewer keys are not worth the merge, which is one more launch per layer.
 MIN_KEYS_TO_SPLIT = 512
@@ -54,7 +57,7 @@ MAX_SPLITS = 128
 class WorkItems:
     """Work of a step for layers of one kind."""
 
-    table: np.ndarray  # [num_items, ITEM_FIELDS] int32
+    table: np.ndarray  # [num_items, ITEM_FIELDS] int32, or IMAGE_ITEM_FIELDS
     rows: np.ndarray  # [N * group, 3] int32, for the merge: first partial row, splits, partial rows between splits
     num_partial_rows: int
 
@@ -115,24 +118,27 @@ def _cut_tiles(
     step: StepRows, group: int, tile_rows: int, window: int | None, chunk: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return an item for each whole tile in row order, [T, ITEM_FIELDS] int32, and each request's first tile, [B]."""
-    if step.num_tokens == step.num_requests and group <= tile_rows:  # only decodes, one tile each
+    spans = step.spans_of_layer(window)
+    if chunk is not None and spans is not None:
+        raise ValueError("images whose tokens attend to each other are not supported within chunks of the context")
+    if step.num_tokens == step.num_requests and group <= tile_rows:  # only single rows, one tile each
         tokens = begins = np.arange(step.num_tokens)
         first_rows = tokens * group
         last_tokens = tokens
     else:
         starts, lengths = step.cu_seqlens_q[:-1], step.query_lens
-        if chunk is not None:
-            starts, lengths = _cut_at_chunks(step, chunk)
+        if chunk is not None or spans is not None:
+            starts, lengths = _cut_requests(step, chunk, spans)
         counts = -(-lengths * group // tile_rows)
         begins = counts.cumsum() - counts
         first_rows = (starts * group - begins * tile_rows).repeat(counts)
         first_rows += np.arange(len(first_rows)) * tile_rows
-        if chunk is not None:
+        if len(starts) > step.num_requests:
             begins = begins[starts.searchsorted(step.cu_seqlens_q[:-1])]
         tokens = first_rows // group
         last_tokens = (np.append(first_rows[1:], step.num_tokens * group) - 1) // group
     positions = step.positions.take(tokens)
-    tiles = np.empty((len(tokens), ITEM_FIELDS), np.int32)
+    tiles = np.empty((len(tokens), ITEM_FIELDS if spans is None else IMAGE_ITEM_FIELDS), np.int32)
     tiles[:, 0] = first_rows
     tiles[:-1, 1] = first_rows[1:]  # a tile ends where the next tile begins
     tiles[-1, 1] = step.num_tokens * group
@@ -144,16 +150,30 @@ def _cut_tiles(
     tiles[:, 4] = step.positions.take(last_tokens) + 1
     tiles[:, 5] = step.request_of_row.take(tokens)
     tiles[:, 6] = -1
+    if spans is not None:
+        tiles[:, 7] = _image_ends(step, spans, tokens)
+        tiles[:, 4] = np.maximum(tiles[:, 4], tiles[:, 7])
     return tiles, begins
 
 
-def _cut_at_chunks(step: StepRows, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first token and the length of each part of a request's rows within a chunk of the context, [S] each.
+def _image_ends(step: StepRows, spans: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return the position after the image that each token is in, [T]; 0 for text."""
+    own = spans.take(np.maximum(spans[:, 0].searchsorted(tokens, "right") - 1, 0), 0)  # [T, 2]
+    is_inside = (own[:, 0] <= tokens) & (tokens < own[:, 1])
+    return (step.positions.take(own[:, 1] - 1) + 1) * is_inside
 
-    All rows of a tile then see the same first key.
+
+def _cut_requests(step: StepRows, chunk: int | None, spans: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first token and the length of each part of a request's rows, [S] each.
+
+    A part lies within one chunk of the context. All rows of a tile then see the same first key. A part has only text,
+    or one image whose rows attend to each other.
     """
-    is_first = step.positions % chunk == 0
+    is_first = np.zeros(step.num_tokens, bool) if chunk is None else step.positions % chunk == 0
     is_first[step.cu_seqlens_q[:-1]] = True
+    if spans is not None:
+        edges = spans.ravel()
+        is_first[edges[edges < step.num_tokens]] = True
     starts = np.flatnonzero(is_first)
     return starts, np.diff(starts, append=step.num_tokens)
 

@@ -39,13 +39,18 @@ class Dims:
 
 @dataclass(frozen=True)
 class RowSegment:
-    """One request's rows in a step, and the absolute positions [key_start, key_end) that its rows see."""
+    """Rows of one request in a step, and the absolute positions [key_start, key_end) that they see.
+
+    Attributes:
+        sees_itself: True if the rows are an image and each of them sees the keys up to ``key_end``.
+    """
 
     request: int
     start: int
     num_rows: int
     key_start: int
     key_end: int
+    sees_itself: bool = False
 
     @property
     def num_keys(self) -> int:

@@ -16,7 +16,8 @@ A step's rows are divided into *units*. A unit gathers only keys that one of its
 - **Decodes over runs**: on a CPU, a request with one row and many keys reads keys in consecutive slots directly from
   the cache, without gathering them.
 
-A segment is first cut where a chunk of the context begins, if the layer attends within chunks.
+A segment is first cut where a chunk of the context begins, if the layer attends within chunks. An image
+whose tokens attend to each other is a segment of its own: each row sees all keys up to the end of the segment.
 
 The index arithmetic is done once per step for each window and each chunk size of the model's layers.
 """
@@ -152,6 +153,9 @@ class _Planner:
     def __init__(self, rows: StepRows, window: int | None, dims: Dims, limits: Limits, chunk: int | None) -> None:
         self.rows = rows
         self.chunk = chunk
+        self.spans = rows.spans_of_layer(window)  # [S, 2], rows that attend to each other
+        if chunk is not None and self.spans is not None:
+            raise ValueError("images whose tokens attend to each other are not supported within chunks of the context")
         self.window = int(rows.seq_lens.max()) if window is None else window  # without a window, all keys are visible
         self.dims = dims
         self.limits = limits
@@ -165,7 +169,24 @@ class _Planner:
         key_start = np.maximum(rows.context_lens - self.window + 1, 0)  # the first row sees the earliest keys
         columns = (rows.cu_seqlens_q[:-1], rows.query_lens, key_start, rows.seq_lens)
         segments = [RowSegment(i, *row) for i, row in enumerate(zip(*(c.tolist() for c in columns), strict=True))]
-        return segments if self.chunk is None else [part for whole in segments for part in self._by_chunk(whole)]
+        if self.chunk is not None:
+            return [part for whole in segments for part in self._by_chunk(whole)]
+        return segments if self.spans is None else [part for whole in segments for part in self._by_image(whole)]
+
+    def _by_image(self, segment: RowSegment) -> list[RowSegment]:
+        """Cut a segment around its images whose tokens attend to each other."""
+        assert self.spans is not None
+        end = segment.start + segment.num_rows
+        own = self.spans[(self.spans[:, 0] >= segment.start) & (self.spans[:, 1] <= end)]
+        cuts = [segment.start, *own.ravel().tolist(), end]
+        position = segment.context_len - segment.start  # of row 0 of the step
+        return [
+            RowSegment(
+                segment.request, lo, hi - lo, max(lo + position - self.window + 1, 0), hi + position, bool(i % 2)
+            )
+            for i, (lo, hi) in enumerate(pairwise(cuts))
+            if lo < hi
+        ]
 
     def _by_chunk(self, segment: RowSegment) -> list[RowSegment]:
         """Cut a segment where a chunk of the context begins. The rows of a part see no key before their chunk."""
@@ -213,8 +234,8 @@ class _Planner:
     def grouped(self, segments: list[RowSegment]) -> Unit:
         """Return a unit of several requests with few rows each."""
         num_requests = len(segments)
-        fields = ((s.request, s.start, s.num_rows, s.key_start, s.key_end) for s in segments)
-        request, start, rows, key_start, key_end = map(np.array, zip(*fields, strict=True))  # each [T]
+        fields = ((s.request, s.start, s.num_rows, s.key_start, s.key_end, s.sees_itself) for s in segments)
+        request, start, rows, key_start, key_end, sees_itself = map(np.array, zip(*fields, strict=True))  # each [T]
         num_rows, num_keys = int(rows.max()), int((key_end - key_start).max())
 
         row = np.arange(num_rows)
@@ -225,6 +246,7 @@ class _Planner:
         picked = None if contiguous else mx.array(packed.ravel().astype(np.int32))
         queries = Queries(num_requests, num_rows, int(start[0]), picked)
         query_pos = ((key_end - rows)[:, None] + row)[:, :, None]  # [T, R, 1]
+        last_seen = np.where(sees_itself[:, None, None], key_end[:, None, None] - 1, query_pos)  # [T, R, 1]
 
         step = min(self.keys_per_span(num_requests), self.keys_per_tile(num_requests * num_rows))
         spans = []
@@ -232,7 +254,7 @@ class _Planner:
             columns_here = np.arange(lo, min(lo + step, num_keys))
             key_pos = key_start[:, None] + columns_here  # [T, S]
             key = key_pos[:, None, :]  # [T, 1, S]
-            visible = (key <= query_pos) & (key > query_pos - self.window) & (key < key_end[:, None, None])
+            visible = (key <= last_seen) & (key > query_pos - self.window) & (key < key_end[:, None, None])
             biases: tuple[mx.array, ...] = ()
             if not visible.all():
                 bias = np.where(visible, np.float32(0), np.float32(MASKED))  # [T, R, S]
@@ -318,12 +340,14 @@ class _Planner:
             score_tiles = []
             for t, (first_row, num_rows) in enumerate(tiles):
                 pos = segment.context_len + first_row  # position of the tile's first query
-                lo, hi = max(start, pos - self.window + 1), min(end, pos + num_rows)
+                lo = max(start, pos - self.window + 1)
+                hi = end if segment.sees_itself else min(end, pos + num_rows)
                 # Tiles of equal length: a full tile and a small remainder would cost an extra round of operations.
                 count = -(-(hi - lo) // tile_keys)
                 for k in range(count):
                     a, b = (lo + (hi - lo) * j // count for j in (k, k + 1))
-                    biases = self.edges(a - pos, b - pos, num_rows, tile_rows, tile_keys)
+                    is_causal = not segment.sees_itself
+                    biases = self.edges(a - pos, b - pos, num_rows, tile_rows, tile_keys, is_causal=is_causal)
                     score_tiles.append(ScoreTile(t, a - start, b - start, biases))
                 self.scores_computed += num_rows * max(hi - lo, 0)
             head_rows = self.head_rows(np.array([segment.request]), np.arange(start, end)[None])
@@ -337,10 +361,13 @@ class _Planner:
     #     row 0     .  .  .  x  x                     x  .  .  .  .     row r sees key k
     #     row 1     .  .  .  .  x                     x  x  .  .  .     iff r - window < k <= r
 
-    def edges(self, lo: int, hi: int, num_rows: int, tile_rows: int, tile_keys: int) -> tuple[mx.array, ...]:
+    def edges(
+        self, lo: int, hi: int, num_rows: int, tile_rows: int, tile_keys: int, *, is_causal: bool
+    ) -> tuple[mx.array, ...]:
         """Return biases [num_rows, 1, hi - lo] for keys lo : hi relative to a tile's first query; () if all are seen.
 
-        ``tile_rows`` and ``tile_keys`` are the maximum rows and keys of the segment's tiles.
+        ``tile_rows`` and ``tile_keys`` are the maximum rows and keys of the segment's tiles. ``is_causal`` is False if
+        the rows see later keys.
         """
         if (tile_rows, tile_keys) not in self._edges:
             row = np.arange(tile_rows)[:, None, None]
@@ -350,7 +377,7 @@ class _Planner:
             self._edges[tile_rows, tile_keys] = mx.array(causal), mx.array(window)
         causal_edge, window_edge = self._edges[tile_rows, tile_keys]
         biases = []
-        if hi > 1:  # key 1 is past row 0
+        if is_causal and hi > 1:  # key 1 is past row 0
             biases.append(causal_edge[:num_rows, :, lo + tile_keys : hi + tile_keys])
         if lo <= num_rows - 1 - self.window:  # before the last row's window
             biases.append(window_edge[:num_rows, :, lo + self.window : hi + self.window])

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from metal_engine.engine.step_observer import Frame
+from metal_engine.images import SeesItself
 from metal_engine.pooling_params import PoolingParams
 from metal_engine.request import RequestOptions
 from metal_engine.scheduling.stats import SchedulerStats
@@ -91,7 +92,7 @@ class Image(Part):
     positions: bytes
     content_hash: bytes
     inputs: dict[str, Array]
-    sees_itself: bool
+    sees_itself: SeesItself
 
 
 class Images(Part):

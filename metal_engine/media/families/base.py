@@ -30,6 +30,9 @@ class ImageFamily(ABC):
     has_axes: ClassVar[bool] = False
     """True if the rotary embedding has axes for time, height and width (M-RoPE)."""
 
+    joins_newlines: ClassVar[bool] = False
+    """True if newlines around an image and newlines of the neighbouring text form one token."""
+
     def __init__(self, vision: VisionConfig, max_tokens: int | None) -> None:
         self.vision = vision
         self.max_tokens = max_tokens

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from metal_engine.media.families.base import ImageFamily
+from metal_engine.media.families.gemma3 import Gemma3
+from metal_engine.media.families.gemma4 import Gemma4
 from metal_engine.media.families.idefics3 import Idefics3
 from metal_engine.media.families.internvl import InternVL
 from metal_engine.media.families.kimi_vl import KimiVL
@@ -18,6 +20,8 @@ _FAMILIES: dict[str, type[ImageFamily]] = {
     **dict.fromkeys(("idefics3", "smolvlm"), Idefics3),
     **dict.fromkeys(("internvl", "internvl_chat"), InternVL),
     **dict.fromkeys(("lfm2-vl", "lfm2_vl"), Lfm2VL),
+    "gemma3": Gemma3,
+    "gemma4": Gemma4,
     "llava": Llava,
     "kimi_vl": KimiVL,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -16,13 +16,14 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.images import AxesPositions, PromptImage
-from metal_engine.kv_cache.rows import step_rows
+from metal_engine.kv_cache.rows import ImageSpans, step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
 from metal_engine.kv_cache.writes import choose_writes
 from metal_engine.models.check import LOGITS_TOLERANCE
 from metal_engine.models.multimodal.encoder import ImageFeatures
 from metal_engine.models.multimodal.merging import StepImages
 from metal_engine.models.multimodal.mlx_vlm_encoder import MlxVlmEncoder
+from metal_engine.models.multimodal.published_masks import published_masks
 from metal_engine.models.paged_model import PagedModel
 
 _ROWS, _COLUMNS = 3, 4  # features of the image, if its size is free
@@ -97,7 +98,7 @@ def share_text_weights(language_model: nn.Module, model: nn.Module) -> None:
     parameters = ((name.removeprefix(trunk), array) for name, array in _parameters(text))
     weights |= {name: array for name, array in parameters if name.rpartition(".")[0] in own}
     if "lm_head" in own and "lm_head" not in text:  # tied to the embedding
-        weights["lm_head.weight"] = _plain(dict(text.named_modules())["model.embed_tokens"])
+        language_model.lm_head = dict(text.named_modules())["model.embed_tokens"].as_linear
     language_model.load_weights(list(weights.items()))
 
 
@@ -146,8 +147,16 @@ def _prompt(encoder: MlxVlmEncoder, vocab_size: int, seed: int) -> _Prompt:
         prompt_axes = np.array(merged.position_ids).reshape(3, -1).astype(np.int32)
         axes = AxesPositions(prompt_axes, int(np.array(merged.rope_deltas).item()))
     cache = make_prompt_cache(model.language_model)
-    logits = model(input_ids, pixel_values=pixels, mask=None, cache=cache, **inputs).logits[0]
-    image = PromptImage(positions, b"", sample.inputs)
+    image = PromptImage(positions, b"", sample.inputs, encoder.sees_itself)
+    if image.sees_itself:
+        with published_masks(model.language_model, [image]):
+            embeddings = model.get_input_embeddings(input_ids, pixels, mask=mx.ones_like(input_ids), **inputs)
+            by_layer = {"per_layer_inputs": embeddings.per_layer_inputs}
+            logits = model.language_model(
+                input_ids, inputs_embeds=embeddings.inputs_embeds, cache=cache, **by_layer
+            ).logits[0]
+    else:
+        logits = model(input_ids, pixel_values=pixels, mask=None, cache=cache, **inputs).logits[0]
     return _Prompt(token_ids, image, axes, np.array(logits.astype(mx.float32)))
 
 
@@ -156,7 +165,8 @@ def _largest_gap(paged: PagedModel, encoder: MlxVlmEncoder, prompt: _Prompt) -> 
     num_tokens, image = len(prompt.token_ids), prompt.image
     features = encoder.encode(image.inputs, image.num_features)
     third = image.num_features // 3
-    cuts = [0, image.start + third, image.start + 2 * third, num_tokens - 1, num_tokens]
+    inside = [image.start] if image.sees_itself else [image.start + third, image.start + 2 * third]
+    cuts = [0, *inside, num_tokens - 1, num_tokens]
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     paged.pool.allocate(num_blocks, _BLOCK_SIZE, 1)
     gaps = []
@@ -188,5 +198,8 @@ def _run_chunk(paged: PagedModel, prompt: _Prompt, features: ImageFeatures, star
     if first < end:
         embeddings, *by_layer = (array[first:end] for array in features.arrays)
         images = StepImages(mx.array(prompt.image.positions[first:end] - start), embeddings, tuple(by_layer))
+        if prompt.image.sees_itself:
+            span = np.array([[prompt.image.start - start, prompt.image.stop - start]], np.int32)
+            rows = replace(rows, image_spans=ImageSpans(span, prompt.image.sees_itself))
     input_ids = mx.array(prompt.token_ids[start:stop])
     return paged(input_ids, rows, PortableBackend().for_step(rows), images=images)[0]

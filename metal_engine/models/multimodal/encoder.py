@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
+from metal_engine.images import SeesItself
+
 
 @dataclass(frozen=True)
 class ImageFeatures:
@@ -66,10 +68,12 @@ class ImageEncoder(Protocol):
     Attributes:
         axes: axes of the text model's rotary embedding; None if it has one axis.
         num_deep_layers: number of layers of the text model that add features to their output.
+        sees_itself: layers in which an image's tokens attend to each other (:class:`metal_engine.images.PromptImage`).
     """
 
     axes: Axes | None
     num_deep_layers: int
+    sees_itself: SeesItself
 
     def encode(self, inputs: Mapping[str, np.ndarray], num_features: int) -> ImageFeatures:
         """Return the features of one image, not evaluated yet.

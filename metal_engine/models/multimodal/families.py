@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from metal_engine.models.multimodal.encoder import Axes, SampleImage
 
 # Makes an image of about (rows, columns) features, from the configuration of mlx-vlm's model.
 MakeSample = Callable[[Any, int, int], SampleImage]
+ComputeFeatures = Callable[[Any, mx.array, Mapping[str, mx.array]], mx.array]
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,14 @@ class ImageFamily:
         sample: makes a random image.
         sections: default number of rotary frequencies of each axis (M-RoPE); None if positions have one axis.
         interleaved: True if the axes alternate.
+        features: computes features from mlx-vlm's model, pixels and other inputs, [1, F, hidden_size], and evaluates
+            nothing. None to use mlx-vlm's method, which merges features into embeddings.
     """
 
     sample: MakeSample
     sections: tuple[int, int, int] | None = None
     interleaved: bool = False
+    features: ComputeFeatures | None = None
 
     def axes(self, config: Mapping[str, Any]) -> Axes | None:
         """Return the axes of a model's rotary embedding.
@@ -95,6 +100,49 @@ def _kimi(config: Any, rows: int, columns: int) -> SampleImage:
     return SampleImage(inputs, rows * columns)
 
 
+def _gemma3(config: Any, rows: int, columns: int) -> SampleImage:
+    """All images have the size that the encoder was trained for."""
+    side = config.vision_config.image_size
+    return SampleImage({"pixel_values": _random(1, 3, side, side)}, config.text_config.mm_tokens_per_image)
+
+
+def _gemma3_features(model: Any, pixels: mx.array, inputs: Mapping[str, mx.array]) -> mx.array:
+    """mlx-vlm's method converts a mask to NumPy, which would wait for the running step."""
+    projector = model.multi_modal_projector
+    pixels = pixels.transpose(0, 2, 3, 1).astype(projector.mm_input_projection_weight.dtype)
+    hidden, *_ = model.vision_tower(pixels, output_hidden_states=True)
+    features: mx.array = projector(hidden)
+    return features
+
+
+def _gemma4(config: Any, rows: int, columns: int) -> SampleImage:
+    vision = config.vision_config
+    side = vision.pooling_kernel_size
+    y, x = np.indices((rows * side, columns * side), np.int32).reshape(2, -1)
+    positions = np.stack([x, y], axis=-1)[None]
+    pixels = _random(1, positions.shape[1], 3 * vision.patch_size**2)
+    return SampleImage({"pixel_values": pixels, "image_position_ids": positions}, rows * columns)
+
+
+def _gemma4_features(model: Any, pixels: mx.array, inputs: Mapping[str, mx.array]) -> mx.array:
+    """mlx-vlm's method counts features that are not padding, which would wait for the running step.
+
+    It multiplies one-hot positions with the table, which takes 200 MB for an image of 280 tokens.
+    """
+    tower, positions = model.vision_tower, inputs["image_position_ids"]  # x and y of each patch
+    is_padding = mx.zeros(positions.shape[:2], mx.bool_)
+    table = tower.patch_embedder.position_embedding_table
+    patches = tower.patch_embedder.input_proj((2 * (pixels - 0.5)).astype(table.dtype))
+    hidden = patches + (table[0][positions[..., 0]] + table[1][positions[..., 1]])
+    hidden = tower.encoder(hidden, positions, None)
+    num_features = positions.shape[1] // tower.pooling_kernel_size**2
+    pooled, _ = tower.pooler(hidden, positions, is_padding, output_length=num_features)
+    if tower.config.standardize:
+        pooled = (pooled - tower.std_bias) * tower.std_scale
+    features: mx.array = model.embed_vision(pooled)
+    return features
+
+
 def _idefics3(config: Any, rows: int, columns: int) -> SampleImage:
     """Each tile has a constant number of features."""
     side, patch = config.vision_config.image_size, config.vision_config.patch_size
@@ -121,6 +169,8 @@ _QWEN3_5 = ImageFamily(_qwen, (11, 11, 10), interleaved=True)
 
 # By module of mlx_vlm.models.
 FAMILIES = {
+    "gemma3": ImageFamily(_gemma3, features=_gemma3_features),
+    "gemma4": ImageFamily(_gemma4, features=_gemma4_features),
     "idefics3": ImageFamily(_idefics3),
     "internvl": ImageFamily(_internvl),
     "internvl_chat": ImageFamily(_internvl),

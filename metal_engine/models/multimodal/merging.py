@@ -46,12 +46,18 @@ class ImageInput:
 
     def __init__(self, model: nn.Module, step: CurrentStep, encoder: ImageEncoder) -> None:
         kinds = nn.Embedding | nn.QuantizedEmbedding
-        embeddings: list[nn.Module] = [module for module in model.modules() if isinstance(module, kinds)]
+        found: dict[str, nn.Module] = {
+            name: module for name, module in model.named_modules() if isinstance(module, kinds)
+        }
+        by_layer = [found.pop(name) for name in list(found) if name.endswith("embed_tokens_per_layer")]
+        embeddings = list(found.values())
         if len(embeddings) != 1:
             raise UnsupportedModelError(f"features of images need a model with one embedding, not {len(embeddings)}")
         if encoder.axes is not None:
             use_axes(model, encoder.axes)
         embeddings[0].__class__ = _merging(type(embeddings[0]), step)
+        for embedding in by_layer:
+            embedding.__class__ = _padding(type(embedding), step)
         for index, layer in enumerate(model.layers[: encoder.num_deep_layers]):
             layer.__class__ = _adding(type(layer), step, index)
         self.encoder = encoder
@@ -66,6 +72,20 @@ def _merging(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
         if step.images is not None:
             embedded[step.images.rows, 0] = step.images.embeddings.astype(embedded.dtype)
         return embedded
+
+    return type(cls.__name__, (cls,), {"__call__": embed})
+
+
+def _padding(cls: type[nn.Module], step: CurrentStep) -> type[nn.Module]:
+    """Return a class of embeddings for each layer that takes the padding token, 0, for rows with features (Gemma 4)."""
+    call: Callable[..., mx.array] = cls.__call__
+
+    def embed(self: nn.Module, ids: mx.array) -> mx.array:
+        if step.images is not None:
+            is_text = mx.ones_like(ids)  # [N, 1]
+            is_text[step.images.rows, 0] = 0
+            ids = ids * is_text
+        return call(self, ids)
 
     return type(cls.__name__, (cls,), {"__call__": embed})
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from metal_engine.checkpoints.image_encoders import ENCODERS
+from metal_engine.checkpoints.image_encoders import ENCODERS, sees_itself
 from metal_engine.models.multimodal.encoder import Axes, ImageFeatures, SampleImage
 from metal_engine.models.multimodal.families import FAMILIES, ImageFamily
 
@@ -41,6 +41,13 @@ class MlxVlmEncoder:
         self.model = _create(module, config)
         self.axes: Axes | None = self._family.axes(config)
         self.num_deep_layers = len(getattr(self.model.config.vision_config, "deepstack_visual_indexes", None) or ())
+        self.sees_itself = sees_itself(config)
+        # mlx-lm's Gemma multiplies features by this number, too, and rounds it as follows.
+        rounded = mx.array(hidden_size**0.5, mx.bfloat16 if module == "gemma3" else dtype)
+        self._scale = float(np.array(rounded.astype(mx.float32)))
+        if module == "gemma3":
+            # mlx-vlm divides features by the square root of this field, which checkpoints lack.
+            self.model.config.hidden_size = self._scale**2
         self.image_token_id = _image_token_id(self.model.config)
         self._hidden_size, self._dtype = hidden_size, dtype
 
@@ -68,6 +75,10 @@ class MlxVlmEncoder:
                 pixels.astype(self.model.vision_tower.patch_embed.proj.weight.dtype), given["image_grid_thw"]
             )
             return ImageFeatures(embeddings.astype(self._dtype), tuple(array.astype(self._dtype) for array in by_layer))
+        if self._family.features is not None:
+            return ImageFeatures(
+                (self._family.features(self.model, pixels, given)[0] / self._scale).astype(self._dtype)
+            )
         input_ids = mx.full((1, num_features), self.image_token_id, mx.int32)
         merged = self.model.get_input_embeddings(input_ids, pixels, **given).inputs_embeds[0]
         return ImageFeatures(merged.astype(self._dtype))
@@ -108,7 +119,7 @@ class _Placeholders:
 def _create(module: str, config: Mapping[str, Any]) -> Any:
     """Return mlx-vlm's model of a configuration, with random weights that are not computed."""
     architecture = importlib.import_module(f"mlx_vlm.models.{module}")
-    own = dict(config)
+    own = {name: value for name, value in config.items() if name != "audio_config"}
     model_config = architecture.ModelConfig.from_dict(own)
     for name, section in (("text_config", "TextConfig"), ("vision_config", "VisionConfig")):
         if isinstance(value := getattr(model_config, name), dict):

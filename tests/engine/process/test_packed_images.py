@@ -29,7 +29,9 @@ def some_images() -> PromptImages:
     pixels = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     inputs = {"pixel_values": pixels[:, ::2], "grid": np.array([[1, 2]], np.int64), "mask": np.array(True)}
     first = PromptImage(np.array([1, 2, 4], np.int32), b"\x00\xffhash", inputs)
-    second = PromptImage(np.array([6], np.int32), b"b", {"pixel_values": np.zeros(1, np.uint8)}, sees_itself=True)
+    second = PromptImage(
+        np.array([6], np.int32), b"b", {"pixel_values": np.zeros(1, np.uint8)}, sees_itself="every layer"
+    )
     axes = AxesPositions(np.arange(27, dtype=np.int32).reshape(3, 9)[:, ::-1], -3)
     return PromptImages((first, second), axes)
 

@@ -23,6 +23,7 @@ SOME: tuple[tuple[Layer, mx.Dtype], ...] = (
     (Mamba2(128, 8, 64, 128), mx.float16),
     (Convolution(4, bias=True), mx.bfloat16),
 )
+WITH_IMAGES = Attention(8, 4, 256, 256, window=True)
 QUANTIZED = (mx.bfloat16, "int8"), (mx.float16, "int4")
 QUANTIZED_LAYER = Attention(32, 8, 128, 128)
 TENSOR = Attention(16, 4, 128, 128)
@@ -33,6 +34,7 @@ def some_variants() -> list[Variant]:
     recorder = Recorder()
     for layer, dtype in SOME:
         recorder.record(layer, {"some"}, dtype)
+    recorder.record(WITH_IMAGES, {"gemma3"}, mx.bfloat16)
     for dtype, kv_cache_dtype in QUANTIZED:
         recorder.record_quantized(QUANTIZED_LAYER, {"some"}, dtype, kv_cache_dtype)
     recorder.record_tensor_ops(TENSOR, {"some"}, mx.float16)

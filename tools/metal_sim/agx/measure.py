@@ -83,7 +83,7 @@ def label_of(variant: Variant) -> str:
         parts.append(f"blocks of {t['BLOCK_SIZE']}")
     if "BITS" in t:
         parts.append(f"int{t['BITS']}")
-    parts += [name for name in ("window", "softcap", "sinks") if t[f"HAS_{name.upper()}"] == "1"]
+    parts += [name for name in ("window", "softcap", "sinks", "images") if t[f"HAS_{name.upper()}"] == "1"]
     return ", ".join([*parts, variant.cut] if variant.cut else parts)
 
 
