@@ -39,6 +39,7 @@ def snapshot(engine: AsyncEngine, names: Sequence[str], requests: Sequence[SeenR
             "num_layers": model.num_layers,
             "num_params": model.num_params,
             "can_generate": model.can_generate,
+            "image_refusal": model.image_refusal,
             "sampling": dict(model.default_sampling),
         },
         "device": {"name": config.device.name, "compute": config.device.compute, "attention": config.attention_backend},
