@@ -124,6 +124,8 @@ def _row(row: StepRow) -> dict[str, Any]:
 
 def _segment(one: StepSegment) -> list[int]:
     segment = [one.key, one.num_tokens, one.context_len, FRESH * one.is_fresh + SAMPLES * one.samples]
+    if one.num_image_tokens:
+        return [*segment, one.num_drafts, one.num_image_tokens]
     return [*segment, one.num_drafts] if one.num_drafts else segment
 
 

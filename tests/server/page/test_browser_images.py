@@ -310,6 +310,26 @@ def test_a_model_without_images_says_why(browser: Browser) -> None:
         assert not page.locator("#image-note").is_visible()
 
 
+def test_the_tape_counts_image_tokens(browser: Browser) -> None:
+    """The prompt is computed in chunks, which cut an image."""
+    with serve_seeing(max_num_batched_tokens=64) as served, page_of(browser, served) as page:
+        served.runner.next_token = script("yes")
+        choose(page, FILE_A, FILE_A, FILE_B)
+        say(page, "What?")
+        wait_for_answer(page)
+        counted = """async () => (await import("/page/js/main.js")).tape.rows.flatMap((row) => row.segments)
+            .map(([, tokens, context, , drafts, images]) => [context, context + tokens, images ?? 0])"""
+        page.wait_for_function(f"() => ({counted})().then((all) => all.length > 3)")
+        segments = page.evaluate(counted)
+        assert sum(images for *_, images in segments) == 48 + 48 + 16
+        first, second = segments[:2]
+        assert first[1] == 64 and 48 < first[2] < 64 and 0 < second[2] < 64
+        page.locator("#tape").focus()
+        for _ in range(len(segments)):
+            page.keyboard.press("ArrowUp")
+        assert f"64 tokens ({first[2]} of images) after 0" in page.locator("#tape-now").inner_text()
+
+
 def test_images_can_be_used_by_everybody(page: Page) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     choose(page, FILE_A)
