@@ -20,7 +20,7 @@ def random_images(rng: np.random.Generator, num_images: int, width: int, height:
 def _random_image(rng: np.random.Generator, width: int, height: int) -> str:
     colors = rng.integers(0, 256, (-(-height // _SQUARE), -(-width // _SQUARE), 3), dtype=np.uint8)
     pixels = colors.repeat(_SQUARE, axis=0).repeat(_SQUARE, axis=1)[:height, :width]
-    rows = np.zeros((height, 1 + 3 * width), np.uint8)  # the first byte of a row is its filter: none
+    rows = np.zeros((height, 1 + 3 * width), np.uint8)  # byte 0 of a row is its filter; 0: no filter
     rows[:, 1:] = pixels.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))

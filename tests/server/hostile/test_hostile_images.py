@@ -1,4 +1,4 @@
-"""Hostile images beside clients with and without images: a 400 each, equal outputs of the others, and flat memory."""
+"""Each hostile image gets a 400. Other clients keep their outputs, and the server's memory does not grow."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def send(server: ProbedServer, case: Case) -> None:
 
 @contextmanager
 def hostile_client(server: ProbedServer, cases: list[Case]) -> Iterator[list[int]]:
-    """Send all cases in turns within this context, at least once. Yields a list that counts the rounds."""
+    """Send all cases repeatedly within this context. Yields a list that counts the rounds."""
     over, rounds, failures = threading.Event(), [0], []
 
     def run() -> None:
