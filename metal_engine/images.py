@@ -97,6 +97,11 @@ class PromptImages:
         """Number of prompt tokens that stand for images."""
         return sum(image.num_features for image in self.images)
 
+    def num_features_in(self, start: int, stop: int) -> int:
+        """Return the number of prompt tokens from position ``start`` up to ``stop`` that stand for images."""
+        ranges = (image.features_in(start, stop) for image in self.images if image.start < stop and image.stop > start)
+        return sum(end - first for first, end in ranges)
+
     def check(self, num_prompt_tokens: int) -> None:
         """Check the positions against the length of the prompt. Raises ValueError with the reason."""
         stop = 0

@@ -41,15 +41,20 @@ MARKER = "<|vision_start|><|image_pad|><|vision_end|>"
 A, B = picture(64, 48, 1), picture(40, 80, 2)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TinyVision]:
-    folder = tmp_path_factory.mktemp("qwen3_vl")
+def write_seeing_checkpoint(folder: Path) -> TinyVision:
+    """Write a tiny Qwen3-VL with the tokenizer and the chat template of :mod:`tests.support.seeing`."""
     config = deepcopy(QWEN3_VL) | IDS
     config["text_config"]["vocab_size"] = VOCAB_SIZE
     tiny = write_vision_checkpoint(folder, config)
     seeing_tokenizer().hf_tokenizer.save_pretrained(str(folder))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder, tiny
+    return tiny
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TinyVision]:
+    folder = tmp_path_factory.mktemp("qwen3_vl")
+    return folder, write_seeing_checkpoint(folder)
 
 
 def engine_args(folder: Path) -> EngineArgs:

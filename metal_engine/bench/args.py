@@ -56,7 +56,9 @@ class BenchServeArgs(WorkloadArgs):
         None,
         "Tokenizer that counts prompt tokens: a directory, a repository, a .gguf file or `demo`. Default: --model's.",
     )
-    seed: int = setting(0, "Seed of prompts, lengths and arrivals.", ge=0)
+    images: int = setting(0, "Random images of each prompt. Requires --endpoint chat.", ge=0, le=256)
+    image_size: str = setting("512x512", "Width and height of an image in pixels, as in 1024x768.")
+    seed: int = setting(0, "Seed of prompts, images, lengths and arrivals.", ge=0)
     api_key: str | None = setting(None, "Key to send as `Authorization: Bearer KEY`.", secret=True)
     request_rate: float = setting(float("inf"), "Requests per second; inf sends all at once.", gt=0)
     burstiness: float = setting(
@@ -79,7 +81,17 @@ class BenchServeArgs(WorkloadArgs):
         super().__post_init__()
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError("--base-url", f"must begin with http:// or https://, got {self.base_url!r}")
-        _ = self.percentile_values, self.goodput_limits
+        if self.images and self.endpoint != "chat":
+            raise ConfigError("--images", "requires --endpoint chat")
+        _ = self.percentile_values, self.goodput_limits, self.image_sides
+
+    @property
+    def image_sides(self) -> tuple[int, int]:
+        """Width and height of an image in pixels."""
+        width, _, height = self.image_size.partition("x")
+        if not all(side.isdecimal() and 0 < int(side[:6]) <= 8192 for side in (width, height)):
+            raise ConfigError("--image-size", f"must be WIDTHxHEIGHT, each at most 8192, got {self.image_size!r}")
+        return int(width), int(height)
 
     @property
     def percentile_values(self) -> tuple[float, ...]:

@@ -27,6 +27,7 @@ class RequestRecord:
         token_times: arrival times of events with text, which may have several tokens each. For an embedding, the
             arrival time of the vector.
         prompt_len: number of prompt tokens in the server's ``usage``.
+        image_len: number of image tokens among them; 0 if the server does not report it.
         output_len: number of output tokens in the server's ``usage``.
         asked_len: requested number of output tokens.
         error: reason of a failure; empty for a response as requested.
@@ -37,6 +38,7 @@ class RequestRecord:
     token_times: list[float] = field(default_factory=list)
     prompt_len: int = 0
     cached_len: int = 0
+    image_len: int = 0
     output_len: int = 0
     asked_len: int = 0
     finish_reason: str = ""
@@ -173,7 +175,9 @@ class BenchClient:
         if usage := event.get("usage"):
             record.prompt_len = usage["prompt_tokens"]
             record.output_len = usage["completion_tokens"]
-            record.cached_len = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            details = usage.get("prompt_tokens_details") or {}
+            record.cached_len = details.get("cached_tokens") or 0
+            record.image_len = details.get("image_tokens") or 0
 
     def _check(self, request: BenchRequest, record: RequestRecord) -> None:
         if not record.output_len:

@@ -21,16 +21,29 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request. ``prompt_len`` is None if the prompt's tokens were not counted."""
+    """One request.
+
+    Attributes:
+        prompt_len: number of tokens of the prompt's text; None if they were not counted.
+        messages: messages to send to the chat endpoint instead of the prompt.
+        images: data URLs of images before the text of the last message.
+    """
 
     prompt: str
     output_len: int
     prompt_len: int | None = None
     messages: list[Message] | None = None
+    images: tuple[str, ...] = ()
 
     @property
     def chat_messages(self) -> list[Message]:
-        return self.messages or [{"role": "user", "content": self.prompt}]
+        messages = self.messages or [{"role": "user", "content": self.prompt}]
+        if not self.images:
+            return messages
+        content = messages[-1]["content"]
+        texts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        return [*messages[:-1], {**messages[-1], "content": [*images, *texts]}]
 
 
 def make_requests(args: WorkloadArgs, seed: int, load_tokenizer: Callable[[], PromptTokenizer]) -> list[BenchRequest]:

@@ -25,6 +25,7 @@ def table(summary: Summary) -> str:
         ("Benchmark duration (s):", summary.duration),
         ("Total input tokens:", summary.input_tokens),
         ("Cached input tokens:", summary.cached_tokens or None),
+        ("Image tokens:", summary.image_tokens or None),
         ("Total generated tokens:", None if embeds else summary.output_tokens),
         ("Request throughput (req/s):", summary.request_throughput),
         ("Request goodput (req/s):", summary.goodput),

@@ -8,18 +8,20 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from metal_engine.bench.args import BenchServeArgs
 from metal_engine.bench.client import BenchClient, RequestRecord, open_session
 from metal_engine.bench.datasets import BenchRequest, arrival_times, make_requests
+from metal_engine.bench.images import random_images
 from metal_engine.bench.plots import check_plots, plot_run
 from metal_engine.bench.report import check_output, table, write_json
 from metal_engine.bench.server_memory import server_peak_bytes
@@ -30,7 +32,7 @@ from metal_engine.errors import ConfigError
 
 _READY_POLL_SECONDS = 0.5
 # Fields of each request that are copied to the result file.
-_RESULT_FIELDS = ("prompt_len", "cached_len", "output_len", "asked_len", "finish_reason", "error")
+_RESULT_FIELDS = ("prompt_len", "cached_len", "image_len", "output_len", "asked_len", "finish_reason", "error")
 
 
 def bench_serve(args: BenchServeArgs) -> Summary:
@@ -47,6 +49,8 @@ def bench_serve(args: BenchServeArgs) -> Summary:
     model = asyncio.run(find_model(args))
     name = args.tokenizer or model
     requests = make_requests(args, args.seed, lambda: load_prompt_tokenizer(name))
+    rng = np.random.default_rng([args.seed, 2])  # a separate generator, so that prompts do not change with images
+    requests = [replace(request, images=random_images(rng, args.images, *args.image_sides)) for request in requests]
     summary, records = asyncio.run(measure(args, model, requests))
     print(table(summary))
     for error in sorted({r.error for r in records if r.error}):
@@ -138,9 +142,14 @@ async def measure(
 
 
 async def _warm_up(args: BenchServeArgs, client: BenchClient, requests: Sequence[BenchRequest]) -> None:
-    # The texts differ from the start of all measured prompts, so that these are not in the prefix cache.
+    # Texts and images differ from the start of all measured prompts, so that these are not in the prefix cache.
+    rng = np.random.default_rng([args.seed, 3])
     warmups = [
-        BenchRequest(f"Warm-up {i}: " + requests[i % len(requests)].prompt[-400:], min(8, requests[0].output_len))
+        BenchRequest(
+            f"Warm-up {i}: " + requests[i % len(requests)].prompt[-400:],
+            min(8, requests[0].output_len),
+            images=random_images(rng, args.images, *args.image_sides),
+        )
         for i in range(args.num_warmups)
     ]
     for record in await asyncio.gather(*map(client.send, warmups)):

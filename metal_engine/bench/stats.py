@@ -58,6 +58,7 @@ class Summary:
     server_peak_bytes: int | None = None
     speculation: SpecDecodeCounts | None = None
     kv_cache_dtype: str | None = None  # type of the server's KV cache, if known
+    image_tokens: int = 0  # of the input tokens
 
     def to_json(self) -> dict[str, Any]:
         result = asdict(self)
@@ -113,6 +114,7 @@ def summarize(
         server_peak_bytes=server_peak_bytes,
         speculation=speculation,
         kv_cache_dtype=kv_cache_dtype,
+        image_tokens=sum(r.image_len for r in ok),
     )
 
 

@@ -34,6 +34,7 @@ class StepSegment:
         is_fresh: True if the request is new in this step.
         samples: True if the step samples or pools for the request.
         num_drafts: number of drafts, which are the last rows.
+        num_image_tokens: number of rows that stand for images.
     """
 
     key: int
@@ -42,6 +43,7 @@ class StepSegment:
     is_fresh: bool
     samples: bool
     num_drafts: int = 0
+    num_image_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -229,9 +231,17 @@ class StepObserver:
         requests, drafts = self._scheduler.requests, plan.scheduled_spec_decode_tokens
 
         def segment(request_id: str, num_tokens: int) -> StepSegment:
-            context_len = requests[request_id].num_computed_tokens - num_tokens
-            key, num_drafts = self._watched[request_id].key, len(drafts.get(request_id, ()))
-            return StepSegment(key, num_tokens, context_len, request_id in fresh, request_id in sampled, num_drafts)
+            stop, images = requests[request_id].num_computed_tokens, requests[request_id].images
+            start = stop - num_tokens
+            return StepSegment(
+                self._watched[request_id].key,
+                num_tokens,
+                start,
+                request_id in fresh,
+                request_id in sampled,
+                len(drafts.get(request_id, ())),
+                0 if images is None else images.num_features_in(start, stop),
+            )
 
         return [segment(request_id, n) for request_id, n in plan.num_scheduled_tokens.items()]
 

@@ -11,13 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from metal_engine.bench.args import BenchServeArgs
+from metal_engine.bench.datasets import BenchRequest
 from metal_engine.bench.serve import bench_serve
 from metal_engine.errors import ConfigError
+from metal_engine.images import PromptImages
+from metal_engine.request import PreparedRequest
 from metal_engine.scheduling.speculation.ngram import NgramProposer
+from tests.support.seeing import serve_seeing
 from tests.support.serving import MODEL, Served, serve
 from tests.support.speculation import propose_from, speculative_config
 from tools.fixtures.fake_engine import fake_config, script, tiny_tokenizer
@@ -64,6 +69,45 @@ def test_counts_are_the_servers(
     params = served.runner.seen_params[seen:]
     assert len(params) == 13  # with the warm-up
     assert all(p.ignore_eos and p.temperature == 0 for p in params)
+
+
+def test_images(tmp_path: Path, tokenizer_folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "result.json"
+    seen: list[PromptImages] = []
+    with serve_seeing(max_num_batched_tokens=512, num_blocks=512) as served:
+        prepare = served.engine.preparer.prepare_all
+
+        def recorded(*args: Any) -> list[PreparedRequest]:
+            requests: list[PreparedRequest] = prepare(*args)
+            seen.extend(request.images for request in requests if request.images is not None)
+            return requests
+
+        served.engine.preparer.prepare_all = recorded  # type: ignore[method-assign]
+        sizes: dict[str, object] = {"images": 2, "image_size": "64x48", "save_result": str(saved)}
+        summary = bench_serve(args(served.url, tokenizer_folder, endpoint="chat", num_prompts=5, **sizes))
+        served.wait_until_idle()
+    assert (summary.num_ok, summary.num_failed, summary.image_tokens) == (5, 0, 5 * 2 * 48)
+    assert "Image tokens:" in capsys.readouterr().out
+    assert {request["image_len"] for request in json.loads(saved.read_text())["requests"]} == {96}
+    hashes = [image.content_hash for images in seen for image in images.images]
+    assert len(set(hashes)) == len(hashes) == 12  # with the warm-up
+    for name, settings in {
+        "--images": {"images": 1},
+        "--image-size": {"images": 1, "endpoint": "chat", "image_size": "64"},
+    }.items():
+        with pytest.raises(ConfigError) as raised:
+            args("http://localhost", tokenizer_folder, **settings)  # type: ignore[arg-type]
+        assert raised.value.flag == name
+
+
+def test_images_precede_the_text_of_the_last_message() -> None:
+    system, parts = {"role": "system", "content": "a"}, [{"type": "text", "text": "b"}]
+    image = {"type": "image_url", "image_url": {"url": "data:x"}}
+    for content in ("b", parts):
+        messages = [system, {"role": "user", "content": content}]
+        request = BenchRequest("b", 1, messages=messages, images=("data:x",))
+        assert request.chat_messages == [system, {"role": "user", "content": [image, *parts]}]
+    assert BenchRequest("b", 1).chat_messages == [{"role": "user", "content": "b"}]
 
 
 def test_embeddings(served: Served, tokenizer_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

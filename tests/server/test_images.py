@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -17,7 +19,7 @@ from metal_engine.request import PreparedRequest
 from metal_engine.settings.args import ServerArgs
 from tests.support.image_files import data_url, encoded, hostile_files, picture
 from tests.support.seeing import END, IMAGE, START, serve_seeing
-from tests.support.serving import MODEL, Served
+from tests.support.serving import DEADLINE, MODEL, Served
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
@@ -359,3 +361,28 @@ def test_files_are_handled_outside_the_event_loop(seeing: Served, monkeypatch: p
     assert len(large) > 7 << 20
     assert seeing.post(CHAT, {"messages": [user(image(large))], "max_tokens": 1}).status_code == 200
     assert threads[0].startswith("heavy-work") and threads[1].startswith("compiling-work") and len(threads) == 2
+
+
+@pytest.mark.parametrize("name", ["read", "decode"])
+def test_the_event_loop_answers_while_images_are_read_and_decoded(
+    seeing: Served, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The work on an image waits until the server has answered other requests."""
+    started, answered = threading.Event(), threading.Event()
+    method = getattr(ImageProcessing, name)
+
+    def slow(*args: Any, **options: Any) -> Any:
+        started.set()
+        assert answered.wait(DEADLINE), "the event loop waits for the image"
+        return method(*args, **options)
+
+    monkeypatch.setattr(ImageProcessing, name, staticmethod(slow) if name == "read" else slow)
+    body = {"messages": [user(image(data_url(encoded(picture(64, 48, 11)))))], "max_tokens": 1}
+    with ThreadPoolExecutor(1) as client:
+        waiting = client.submit(seeing.post, CHAT, body)
+        assert started.wait(DEADLINE)
+        for _ in range(3):
+            assert httpx.get(f"{seeing.url}/health", timeout=DEADLINE / 2).status_code == 200
+        assert seeing.post(CHAT, {"messages": [user(text("hi"))], "max_tokens": 2}).status_code == 200
+        answered.set()
+        assert waiting.result().status_code == 200

@@ -39,6 +39,7 @@ def snapshot(engine: AsyncEngine, names: Sequence[str], requests: Sequence[SeenR
             "num_layers": model.num_layers,
             "num_params": model.num_params,
             "can_generate": model.can_generate,
+            "image_refusal": model.image_refusal,
             "sampling": dict(model.default_sampling),
         },
         "device": {"name": config.device.name, "compute": config.device.compute, "attention": config.attention_backend},
@@ -123,6 +124,8 @@ def _row(row: StepRow) -> dict[str, Any]:
 
 def _segment(one: StepSegment) -> list[int]:
     segment = [one.key, one.num_tokens, one.context_len, FRESH * one.is_fresh + SAMPLES * one.samples]
+    if one.num_image_tokens:
+        return [*segment, one.num_drafts, one.num_image_tokens]
     return [*segment, one.num_drafts] if one.num_drafts else segment
 
 

@@ -29,7 +29,7 @@ _POLICY = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' blob:",  # images that the user has added
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

@@ -320,7 +320,7 @@ def test_counts_of_schedulers_never_decrease() -> None:
 def test_frames_and_configurations() -> None:
     frame = Frame(
         forget=True,
-        rows=[StepRow(1, 0.5, [StepSegment(1, 2, 3, True, False, 4)], 2, 0.25)],
+        rows=[StepRow(1, 0.5, [StepSegment(1, 2, 3, True, False, 4, 5)], 2, 0.25)],
         requests=[SeenRequest(1, "r#1", 5, 2)],
         tables={7: TableChange(True, [1, 2]), 8: TableChange()},
         cached=[1],

@@ -13,6 +13,7 @@ import pytest
 from metal_engine.server.page import viewers as viewers_module
 from metal_engine.server.page.viewers import MAX_VIEWERS, Viewer, Viewers
 from metal_engine.settings.args import ServerArgs
+from metal_engine.settings.config import TEXT_ONLY
 from tests.support.pool_picture import PoolPicture, events_of
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
 from tools.fixtures.fake_engine import fake_config
@@ -63,6 +64,7 @@ def test_the_snapshot_says_what_runs(small: Served) -> None:
     assert name == "snapshot" and first["models"] == [MODEL]
     assert first["pool"] == {"num_blocks": 24, "block_size": 8, "num_state_slots": 0, "prefix_caching": True}
     assert first["limits"]["max_num_batched_tokens"] == 32
+    assert first["model"]["image_refusal"] == TEXT_ONLY
     assert first["stats"]["generation_tokens"] == 2
     assert [name for name, _ in rest] == ["frame"] * len(rest)
 

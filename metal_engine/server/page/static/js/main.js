@@ -25,6 +25,7 @@ const chat = new Chat(settings, {
   request: (serverId) => (serverId === null ? null : pool.find(`${serverId}-0`)),
   colour: (request) => colour(request.key),
   model: () => models.picked ?? facts?.models[0],
+  imageRefusal: () => facts?.model.image_refusal ?? null, // while the model is not known, the server decides
 });
 const demos = new Demos(() => facts);
 setUpClients(() => models.picked ?? facts?.models[0] ?? "MODEL");

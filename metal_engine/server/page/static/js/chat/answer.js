@@ -21,11 +21,13 @@ export class Answer {
     this.abort.abort();
   }
 
-  async run(body) {
+  /** Request the answer. `messages()` resolves to the messages to send. */
+  async run(parameters, messages) {
     const { message } = this;
     const started = performance.now();
     let [first, last] = [0, 0];
     try {
+      const body = { ...parameters, messages: await messages() };
       await withKey(async () => {
         const options = { ...body, stream_options: { include_usage: true, continuous_usage_stats: true } };
         const told = { begun: (id) => (this.serverId = id), loading: () => this.changed("loading") };
@@ -75,5 +77,6 @@ function figures(usage, firstSeconds, laterSeconds) {
     tokens,
     promptTokens: usage.prompt_tokens,
     cachedTokens: usage.prompt_tokens_details?.cached_tokens ?? 0,
+    imageTokens: usage.prompt_tokens_details?.image_tokens ?? 0,
   };
 }

@@ -2,6 +2,8 @@
 
 import { byId } from "../dom.js";
 import { Answer } from "./answer.js";
+import { Attachments } from "./attachments.js";
+import { imagePart, storeImages } from "./images.js";
 import { Library } from "./library.js";
 import { MessageView } from "./message_view.js";
 import { openConversation, saveConversation } from "./store.js";
@@ -15,7 +17,7 @@ const REST = 4;
 export class Chat {
   /**
    * `live` has functions about the engine: request(serverId) returns the engine's request of an answer, colour(request) its
-   * colour, and model() the name of the answering model.
+   * colour, model() the name of the answering model, and imageRefusal() the reason why it takes no images, or null.
    */
   constructor(settings, live) {
     this.settings = settings;
@@ -26,6 +28,7 @@ export class Chat {
     this.list = byId("messages");
     this.prompt = byId("prompt");
     this.rest = 0; // milliseconds until the next layout
+    this.attachments = new Attachments(live.imageRefusal);
     this.library = new Library(this);
     this.open(openConversation());
     byId("composer").addEventListener("submit", (event) => {
@@ -60,7 +63,7 @@ export class Chat {
   show() {
     const { path } = this.conversation;
     const actions = {
-      edit: (message, text) => this.ask(this.conversation.parentOf(message), text),
+      edit: (message, text, images) => this.ask(this.conversation.parentOf(message), text, images),
       again: (message) => this.reply(this.conversation.parentOf(message)),
       turn: (message, by) => this.turn(message, by),
       result: (message, call, text) => this.sendResult(message, call, text),
@@ -82,14 +85,17 @@ export class Chat {
 
   send() {
     const text = this.prompt.value;
-    if (!text.trim() || this.answer) return;
+    if (this.answer || !(text.trim() || this.attachments.images.length)) return;
     this.prompt.value = "";
     this.fitPrompt();
-    this.ask(this.conversation.path.at(-1) ?? null, text);
+    const attached = this.attachments.take();
+    storeImages(this.conversation.id, attached);
+    const images = attached.map(({ id, name, file }) => ({ id, name, size: file.size }));
+    this.ask(this.conversation.path.at(-1) ?? null, text, images);
   }
 
-  ask(parent, content) {
-    this.reply(this.conversation.add(parent, { role: "user", content }));
+  ask(parent, content, images = []) {
+    this.reply(this.conversation.add(parent, { role: "user", content, ...(images.length && { images }) }));
   }
 
   sendResult(message, call, content) {
@@ -102,7 +108,8 @@ export class Chat {
   async reply(last) {
     this.answer?.stop();
     const { conversation } = this;
-    const body = { messages: [...this.settings.system, ...conversation.upTo(last)], ...this.settings.parameters };
+    const { system, parameters } = this.settings;
+    const messages = async () => [...system, ...(await conversation.upTo(last, imagePart))];
     const empty = { role: "assistant", content: "", reasoning: "", calls: [], state: "running" };
     const message = conversation.add(last, { ...empty, model: this.live.model() });
     const answer = new Answer(message, conversation, (part) => this.changed(answer, part));
@@ -112,7 +119,7 @@ export class Chat {
     this.save();
     this.views.get(message.id).waiting({});
     this.showSending();
-    await answer.run(body);
+    await answer.run(parameters, messages);
   }
 
   changed(answer, part) {

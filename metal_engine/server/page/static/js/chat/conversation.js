@@ -1,14 +1,17 @@
 // A conversation as a tree of messages. Editing a message, or repeating an answer, adds a branch and keeps the others.
 
 let numMade = 0;
-const newId = () => `${Date.now().toString(36)}-${(numMade += 1)}-${Math.random().toString(36).slice(2, 8)}`;
+export const newId = () => `${Date.now().toString(36)}-${(numMade += 1)}-${Math.random().toString(36).slice(2, 8)}`;
 
 const MAX_TITLE = 60;
+// Maximum size of the image files of a request in bytes, as in the server.
+const MAX_IMAGE_BYTES = 64 << 20;
 
 /**
  * Messages by id. A message is {id, parent, role, content, children, chosen}. An answer also has {model, reasoning, calls,
  * figures, state, problem}. `chosen` is the child that is shown. The root is a message without a role. An answer's state is
- * "running", "done", "stopped" (by the user) or "failed". `problem` is the reason for the last two states.
+ * "running", "done", "stopped" (by the user) or "failed". `problem` is the reason for the last two states. A user's message
+ * can have images: a list of {id, name, size}.
  */
 export class Conversation {
   constructor(saved = null) {
@@ -41,7 +44,7 @@ export class Conversation {
     above.children.push(id);
     above.chosen = id;
     const isFirst = message.role === "user" && above.id === "root";
-    if (isFirst && !this.isNamed) this.title = message.content.trim().slice(0, MAX_TITLE) || "…";
+    if (isFirst && !this.isNamed) this.title = message.content.trim().slice(0, MAX_TITLE) || message.images?.[0]?.name || "…";
     return this.messages[id];
   }
 
@@ -66,16 +69,28 @@ export class Conversation {
     above.chosen = above.children[above.children.indexOf(message.id) + by];
   }
 
-  /** Return the messages to send for an answer to `last`: all messages up to it. */
-  upTo(last) {
+  /**
+   * Return the messages to send for an answer to `last`: all messages up to it. `imagePart(image)` resolves to the content part
+   * of an image.
+   */
+  async upTo(last, imagePart) {
+    const path = [];
+    for (let at = last; at; at = this.parentOf(at)) path.unshift(at);
+    const numBytes = path.flatMap(({ images }) => images ?? []).reduce((sum, { size }) => sum + size, 0);
+    if (numBytes > MAX_IMAGE_BYTES) throw new Error(`the images up to here have more than ${MAX_IMAGE_BYTES >> 20} MiB`);
     const sent = [];
-    for (let at = last; at; at = this.parentOf(at)) sent.unshift(toApi(at));
+    for (const message of path) sent.push(await toApi(message, imagePart));
     return sent;
   }
 }
 
-function toApi(message) {
+async function toApi(message, imagePart) {
   const { role, content } = message;
+  if (message.images?.length) {
+    const parts = [];
+    for (const image of message.images) parts.push(await imagePart(image));
+    return { role, content: content.trim() ? [...parts, { type: "text", text: content }] : parts };
+  }
   if (role === "tool") return { role, content, tool_call_id: message.callId };
   if (!message.calls?.length) return { role, content };
   const calls = message.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));

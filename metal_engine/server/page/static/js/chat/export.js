@@ -7,8 +7,8 @@ const NAMES = { user: "You", assistant: "Model", tool: "Tool" };
 /** Return the shown branch of a conversation as Markdown. */
 export function toMarkdown(conversation) {
   const parts = [`# ${conversation.title}`];
-  for (const { role, model, content, calls = [] } of conversation.path) {
-    parts.push(`## ${model ?? NAMES[role]}`, content);
+  for (const { role, model, content, images = [], calls = [] } of conversation.path) {
+    parts.push(`## ${model ?? NAMES[role]}`, ...images.map(({ name }) => `Image: ${name}`), content);
     for (const { name, text } of calls) parts.push(`Call of ${name}:\n\n    ${text.replaceAll("\n", "\n    ")}`);
   }
   return `${parts.filter(Boolean).join("\n\n")}\n`;

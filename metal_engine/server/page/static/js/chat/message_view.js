@@ -1,6 +1,8 @@
 // A message on the page: its text, its buttons, and its timings and token counts.
 
 import { copyButton, count, duration, el } from "../dom.js";
+import { imageView } from "./image_list.js";
+import { loadThumbnail } from "./images.js";
 import { rendered } from "./markdown.js";
 
 const NAMES = { user: "You", tool: "Tool" };
@@ -8,8 +10,8 @@ const NAMES = { user: "You", tool: "Tool" };
 /**
  * Element that shows the latest state of a message.
  *
- * `actions` are the functions of its buttons: edit(message, text), again(message), turn(message, by), result(message, call,
- * text). `place` is its index among its siblings, and their number.
+ * `actions` are the functions of its buttons: edit(message, text, images), again(message), turn(message, by), result(message,
+ * call, text). `place` is its index among its siblings, and their number.
  */
 export class MessageView {
   constructor(message, place, actions) {
@@ -18,6 +20,8 @@ export class MessageView {
     this.actions = actions;
     this.dot = el("span", { className: "dot" });
     this.body = el("div", { className: "body" });
+    this.images = el("div", { className: "images" });
+    this.showImages(message.images ?? []);
     this.reasoning = el("div", { className: "text" });
     this.reasoningPart = el("details", { className: "reasoning", hidden: true });
     this.reasoningTitle = el("summary", { textContent: "Reasoning" });
@@ -29,7 +33,7 @@ export class MessageView {
     const who = el("div", { className: "who" }, message.role === "assistant" ? this.dot : null, this.name);
     this.element = el("article", { className: `message ${message.role}` });
     this.isPlain = false; // true if its Markdown could not be laid out
-    const parts = message.role === "assistant" ? [this.reasoningPart, this.body, this.calls, this.wait] : [this.body];
+    const parts = message.role === "assistant" ? [this.reasoningPart, this.body, this.calls, this.wait] : [this.images, this.body];
     this.element.append(who, ...parts, this.foot);
     this.update();
   }
@@ -48,9 +52,16 @@ export class MessageView {
       this.showCalls();
     } else {
       this.body.textContent = message.content;
+      this.body.hidden = !message.content && Boolean(message.images);
     }
     if (message.state !== "running") this.waiting(null);
     this.showFoot();
+  }
+
+  /** Show images, each with a button that calls `remove(image)` if it is given. */
+  showImages(images, remove = null) {
+    const views = images.map((image) => imageView(image.name, loadThumbnail(image.id), remove && (() => remove(image))));
+    this.images.replaceChildren(...views);
   }
 
   /** Show the text as Markdown. A text that was too slow once stays plain text. */
@@ -129,6 +140,13 @@ export class MessageView {
   }
 
   edit() {
+    let images = this.message.images ?? [];
+    const remove = (image) => {
+      images = images.filter((one) => one !== image);
+      this.showImages(images, remove);
+    };
+    this.showImages(images, remove);
+    this.body.hidden = false;
     const area = el("textarea", { value: this.message.content, "aria-label": "Message" });
     const form = el("form", { className: "edit" }, area);
     const send = el("button", { type: "submit", className: "primary", textContent: "Send again" });
@@ -136,9 +154,12 @@ export class MessageView {
     form.append(el("div", { className: "bar" }, send, cancel));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (area.value.trim()) this.actions.edit(this.message, area.value);
+      if (area.value.trim() || images.length) this.actions.edit(this.message, area.value, images);
     });
-    cancel.addEventListener("click", () => this.update());
+    cancel.addEventListener("click", () => {
+      this.showImages(this.message.images ?? []);
+      this.update();
+    });
     this.body.replaceChildren(form);
     area.focus();
   }
@@ -151,11 +172,12 @@ function button(text, label, onclick, disabled = false) {
   return made;
 }
 
-function figuresText({ figures: { firstSeconds, perSecond, tokens, promptTokens, cachedTokens }, drafts }) {
+function figuresText({ figures: { firstSeconds, perSecond, tokens, promptTokens, cachedTokens, imageTokens }, drafts }) {
   const parts = [`first token after ${duration(firstSeconds)}`];
   if (perSecond) parts.push(`${perSecond.toFixed(1)} tokens/s`);
   parts.push(`${count(tokens)} ${tokens === 1 ? "token" : "tokens"}`);
   parts.push(`${count(cachedTokens)} of ${count(promptTokens)} prompt tokens from the cache`);
+  if (imageTokens) parts.push(`${count(imageTokens)} image tokens`);
   if (drafts) parts.push(`${count(drafts.accepted)} of ${count(drafts.proposed)} drafts accepted`);
   return parts.join(" · ");
 }

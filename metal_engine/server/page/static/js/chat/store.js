@@ -1,6 +1,7 @@
 // Stores conversations and settings in this browser only.
 
 import { Conversation } from "./conversation.js";
+import { deleteImages } from "./images.js";
 
 const PREFIX = "metal-engine.conversation.";
 const CURRENT = "metal-engine.current";
@@ -85,4 +86,5 @@ export function saveConversation(conversation) {
 
 export function deleteConversation(id) {
   localStorage.removeItem(PREFIX + id);
+  deleteImages(id);
 }

@@ -16,6 +16,7 @@ const GAP = 7; // pixels for a period without steps
 const MAX_ROWS = 400;
 const AXIS = 44; // pixels for the labels on the right
 const SPACE = 5; // pixels after a bar, for the mark of its sampled token
+const STRIPE = 4; // pixels between two stripes of image tokens
 const FRESH = 1;
 const SAMPLES = 2;
 
@@ -93,12 +94,20 @@ export class Tape {
         context.fillRect(left, top + 0.5, Math.max(right - left - 1, 1), height);
         context.globalAlpha = 1;
         if (flags & SAMPLES) context.fillRect(right + 1, top + 0.5, 3, height);
+        this.drawImages(context, segment, left, right, top + 0.5, height);
       }
       context.globalAlpha = 1;
       if (row.gap) this.drawGap(context, width, top - row.gap / 2, row.idle);
     }
     this.drawAxis(context, width, space);
     if (this.chosen) this.drawChosen(context, width, space, dot);
+  }
+
+  /** Draw stripes over the share of a bar that are image tokens. */
+  drawImages(context, [, tokens, , , , imageTokens = 0], left, right, top, height) {
+    const end = left + ((right - left) * imageTokens) / tokens;
+    context.fillStyle = styled("--panel");
+    for (let x = left + 2; x < end - 1; x += STRIPE) context.fillRect(x, top, 1, height);
   }
 
   /** Draw a square for the token, and a pale square for each draft after it. */
@@ -183,7 +192,7 @@ export class Tape {
 
   describe({ row, index }) {
     const segment = row.segments[index];
-    const [key, tokens, context, flags, drafts] = segment;
+    const [key, tokens, context, flags, drafts, imageTokens] = segment;
     const request = row.names.get(key);
     const of = request ? `request …${request.id} (prompt ${count(request.prompt_tokens)})` : `request ${key}`;
     const decode = drafts ? `decode with ${drafts} drafts` : "decode";
@@ -191,6 +200,7 @@ export class Tape {
     const steps = row.steps > 1 ? `steps ${count(row.step)} to ${count(row.step + row.steps - 1)}` : `step ${count(row.step)}`;
     const sampled = flags & SAMPLES ? "sampled a token" : "sampled nothing";
     const each = tokens === 1 ? "1 token" : `${count(tokens)} tokens`;
-    return `${steps}, ${duration(row.seconds)}: ${of}, ${kind}, ${each} after ${count(context)}, ${sampled}`;
+    const images = imageTokens ? ` (${count(imageTokens)} of images)` : "";
+    return `${steps}, ${duration(row.seconds)}: ${of}, ${kind}, ${each}${images} after ${count(context)}, ${sampled}`;
   }
 }
