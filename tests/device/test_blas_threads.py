@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from metal_engine.device.blas.threads import BlasThreads, busy_seconds
+from metal_engine.device.blas.threads import BlasThreads, busy_seconds, cpu_seconds
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,6 +68,15 @@ def test_busy_seconds(tmp_path: Path) -> None:
     )
     assert busy_seconds(stat) == 1500 / os.sysconf("SC_CLK_TCK")
     assert busy_seconds() > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_cpu_seconds() -> None:
+    """The server of an engine's process may be any process, with any name."""
+    assert cpu_seconds(os.getpid()) == pytest.approx(time.process_time(), abs=0.1)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert cpu_seconds(ended.pid) == 0.0
 
 
 PROGRAM = """

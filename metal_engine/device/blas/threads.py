@@ -31,6 +31,15 @@ def busy_seconds(path: Path = Path("/proc/stat")) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds of a process so far. 0 if there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class BlasThreads:
     """Adapts the number of BLAS threads to the cores that other programs leave free.
 
@@ -42,7 +51,7 @@ class BlasThreads:
         most: number of threads if no other program runs.
         set_threads: function that sets the number of threads for later products.
         busy: function such as :func:`busy_seconds`.
-        own: function that returns this process's CPU time in seconds.
+        own: function that returns the CPU time of this process, and of its server, in seconds.
         clock: function that returns the time in seconds.
     """
 
@@ -74,10 +83,14 @@ class BlasThreads:
             self.threads = threads
 
 
-def blas_threads() -> BlasThreads | None:
+def blas_threads(server_pid: int | None = None) -> BlasThreads | None:
     """Return the adaptation for the BLAS in use. None unless the BLAS is OpenBLAS with at least two threads.
 
     An environment variable with the number of threads also disables the adaptation.
+
+    Args:
+        server_pid: process of the server if that is another process. It is not one of the other programs: if it were,
+            an engine would compute more slowly in a process of its own.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
         return None
@@ -88,4 +101,10 @@ def blas_threads() -> BlasThreads | None:
     if symbol_address(library, "openblas_set_num_threads") is None:
         return None
     most = library.openblas_get_num_threads()
-    return BlasThreads(most, library.openblas_set_num_threads) if most > 1 else None
+    if most < 2:
+        return None
+
+    def own() -> float:
+        return time.process_time() + (0.0 if server_pid is None else cpu_seconds(server_pid))
+
+    return BlasThreads(most, library.openblas_set_num_threads, own=own)

@@ -188,7 +188,7 @@ class EngineChild:
         )
 
     def _report(self) -> NoReturn:
-        threads = blas_threads()
+        threads = blas_threads(os.getppid())
         num_idle = interval = 0
         while True:
             if self._send_numbers(is_heartbeat=not interval % _HEARTBEAT_INTERVALS):
