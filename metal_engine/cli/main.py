@@ -82,7 +82,8 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
     from metal_engine.server.listen import listen
 
     check_lora_dir(args, server_args)
-    if server_args.engine_process != "never" and args.num_ranks > 1 and launched_rank() is not None:
+    is_launched = args.num_ranks > 1 and launched_rank() is not None
+    if is_launched and server_args.engine_process == "always":
         raise ConfigError("--engine-process", "always does not work with a launcher, which starts each rank only once")
     names = server_args.served_model_name or (args.model,)
     if not server_args.served_model_name and (problem := problem_of_name(args.model)):
@@ -90,7 +91,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
     # Errors about settings, paths and the port appear before the imports below, which take seconds.
     with _naming_the_model(args), listen(server_args) as listener:
         check_engine_args(args)
-        transport = _transport(args, server_args)
+        transport = _transport(args, server_args, is_launched=is_launched)
 
         from metal_engine.cli.banner import print_banner, startup_facts
         from metal_engine.engine.async_engine import AsyncEngine
@@ -118,9 +119,9 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
         )
 
 
-def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
+def _transport(args: EngineArgs, server_args: ServerArgs, *, is_launched: bool) -> Transport:
     """Return the engine of a server with one model, in a thread or in a process of its own."""
-    if server_args.engine_process == "always":
+    if server_args.engine_process != "never" and not is_launched:
         from metal_engine.cli.engine_worker import launch_engine
 
         return launch_engine(args, server_args)

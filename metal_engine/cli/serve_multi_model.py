@@ -44,7 +44,7 @@ def serve_several(
     each_alone = (replace(args, model=name) for name in (*models, *map(str, found.values())))
     all_args = [replace(one, async_scheduling=False) for one in each_alone]
     spawner: Spawner | None = None
-    if server_args.engine_process == "always":
+    if server_args.engine_process != "never":
         from metal_engine.cli.engine_worker import spawner_of
 
         spawner = spawner_of(all_args, server_args, is_shared=True)

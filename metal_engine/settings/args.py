@@ -22,7 +22,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 TOOL_GRAMMARS = ("auto", "required", "never")
-ENGINE_PROCESSES = ("never", "always")
+ENGINE_PROCESSES = ("auto", "never", "always")
 
 # Maximum of --max-num-seqs. The runner keeps an entry for each sequence. Devices compute far fewer at once.
 MAX_NUM_SEQS = 65_536
@@ -221,8 +221,8 @@ class ServerArgs(SettingsBase):
     port: int = setting(8000, "Port to listen on; 0 selects a free port.", group=SERVER, ge=0, le=65535)
     uds: str | None = setting(None, "Unix domain socket instead of --host and --port.", group=SERVER, listing=HELP_ALL)
     engine_process: str = setting(
-        "never",
-        "Run each model's engine in a process of its own: never or always.",
+        "auto",
+        "Run each model's engine in a process of its own: never, always, or auto, unless a launcher starts the ranks.",
         group=SERVER,
         listing=HELP_ALL,
         choices=ENGINE_PROCESSES,
