@@ -223,7 +223,7 @@ def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
     gguf = write_repo(tmp_path / "gguf", None)
     for name in ("x-Q5_K_M.gguf", "x-q8_0.gguf", "x-Q2_K-00001-of-00002.gguf", "x-Q2_K-00002-of-00002.gguf"):
         (gguf.folder / name).write_bytes(bytes(5_000_000))
-    selecting = {**CONFIG, **configuration("deepseek_v32")}
+    blockwise = {**CONFIG, **configuration("phi3small")}
     repos = {
         "org/unknown": write_repo(tmp_path / "unknown", {**BIG_LLAMA, "model_type": "nonesuch"}, model=SMALL_TENSORS),
         "org/big": write_repo(tmp_path / "big", BIG_LLAMA, model=BIG_TENSORS),
@@ -232,7 +232,7 @@ def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
         "org/gguf": gguf,
         "org/code": write_repo(tmp_path / "code", {**BIG_LLAMA, "model_file": "own.py"}, model=SMALL_TENSORS),
         "org/both": write_repo(tmp_path / "both", {**BIG_LLAMA, "is_causal": False}, model=SMALL_TENSORS),
-        "org/selecting": write_repo(tmp_path / "selecting", selecting, model=SMALL_TENSORS),
+        "org/blockwise": write_repo(tmp_path / "blockwise", blockwise, model=SMALL_TENSORS),
         "org/llama": write_repo(tmp_path / "llama", BIG_LLAMA, model=SMALL_TENSORS),
     }
     mac = {"_device": ("metal", 16)}
@@ -252,7 +252,7 @@ def test_what_cannot_run_is_refused_for_little(tmp_path: Path) -> None:
         ({"model": "org/llama:Q4_K_M"}, ["no GGUF files"]),
         ({"model": "org/code"}, ["has its own code (own.py)", "--trust-remote-code"]),
         ({"model": "org/both"}, ["org/both is a bidirectional model"]),
-        ({"model": "org/selecting"}, ["architecture deepseek_v32) cannot run here: "]),
+        ({"model": "org/blockwise"}, ["architecture phi3small) cannot run here: "]),
         (
             {"model": "org/llama", "kv_cache_memory_bytes": 1000, **mac},
             ["one block", "takes 5 MiB", "1000 bytes are given"],
