@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from metal_engine.errors import short
 from metal_engine.images import PromptImages
 from metal_engine.media.decoder import ImageError
 from metal_engine.media.processing import ImageProcessing
@@ -24,7 +25,7 @@ def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[Image
     in ``transformers``. The file is a path, or a URL.
 
     Raises:
-        ValueError: a part has no image.
+        ValueError: a part is neither a text nor an image, or has no image.
     """
     result: list[Message] = []
     sources: list[ImageSource] = []
@@ -33,7 +34,11 @@ def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[Image
         if isinstance(content, list | tuple):
             parts = []
             for j, part in enumerate(content):
-                is_image = isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+                kind = part.get("type") if isinstance(part, Mapping) else "text"
+                is_image = kind in ("image", "image_url")
+                if not is_image and kind != "text":
+                    problem = f": content of type {short(kind)} is not supported; send text and images (image_url)"
+                    raise ValueError(f"messages[{i}].content[{j}]{problem}")
                 if is_image:
                     sources.append(_source(part, f"messages[{i}].content[{j}]"))
                 parts.append({"type": "image"} if is_image else part)

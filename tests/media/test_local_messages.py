@@ -51,6 +51,13 @@ def test_other_parts_have_no_image() -> None:
             split_images([{"role": "user", "content": [part]}])
 
 
+@pytest.mark.parametrize("kind", ["input_audio", "video_url", None])
+def test_audio_and_video_are_refused(kind: str | None) -> None:
+    content = [{"type": "text", "text": "hear"}, {"type": kind, "input_audio": {"data": "AA=="}}]
+    with pytest.raises(ValueError, match=r"messages\[0\]\.content\[1\]: content of type .* is not supported"):
+        split_images([{"role": "user", "content": content}])
+
+
 def test_models_without_images_say_so() -> None:
     _, sources = split_images([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
     with pytest.raises(ValueError, match="the model takes text only"):

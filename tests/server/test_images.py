@@ -187,6 +187,7 @@ def test_ollama(seeing: Served, prepared: list[PreparedRequest]) -> None:
     assert seeing.post(OLLAMA_GENERATE, generate).status_code == 200
     expected = tokens(seeing, ("user", [48, 16, "hi"]))
     assert [request.prompt_token_ids for request in prepared] == [expected] * 2
+    assert "vision" in seeing.post("/api/show", {"model": MODEL}).json()["capabilities"]
 
 
 def test_images_of_results_move_if_the_template_ignores_them() -> None:

@@ -114,6 +114,7 @@ def _capabilities(served: ServedModel) -> list[str]:
     able = {
         "completion": True,
         "tools": bool(tokenizer.info["chat_template"]) and _takes_tools(served),
+        "vision": served.engine.config.model.image_refusal is None,
         "thinking": can_think(served),
         "insert": tokenizer.infilling is not None,
         "embedding": served.engine.config.model.pooler.is_embedder,
