@@ -82,8 +82,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
     from metal_engine.server.listen import listen
 
     check_lora_dir(args, server_args)
-    is_launched = args.num_ranks > 1 and launched_rank() is not None
-    if is_launched and server_args.engine_process == "always":
+    if server_args.engine_process == "always" and args.num_ranks > 1 and launched_rank() is not None:
         raise ConfigError("--engine-process", "always does not work with a launcher, which starts each rank only once")
     names = server_args.served_model_name or (args.model,)
     if not server_args.served_model_name and (problem := problem_of_name(args.model)):
@@ -91,7 +90,7 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
     # Errors about settings, paths and the port appear before the imports below, which take seconds.
     with _naming_the_model(args), listen(server_args) as listener:
         check_engine_args(args)
-        transport = _transport(args, server_args, is_launched=is_launched)
+        transport = _transport(args, server_args)
 
         from metal_engine.cli.banner import print_banner, startup_facts
         from metal_engine.engine.async_engine import AsyncEngine
@@ -119,9 +118,9 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
         )
 
 
-def _transport(args: EngineArgs, server_args: ServerArgs, *, is_launched: bool) -> Transport:
+def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
     """Return the engine of a server with one model, in a thread or in a process of its own."""
-    if server_args.engine_process != "never" and not is_launched:
+    if server_args.engine_process == "always" or (server_args.engine_process == "auto" and args.num_ranks == 1):
         from metal_engine.cli.engine_worker import launch_engine
 
         return launch_engine(args, server_args)

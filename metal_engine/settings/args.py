@@ -222,7 +222,7 @@ class ServerArgs(SettingsBase):
     uds: str | None = setting(None, "Unix domain socket instead of --host and --port.", group=SERVER, listing=HELP_ALL)
     engine_process: str = setting(
         "auto",
-        "Run each model's engine in a process of its own: never, always, or auto, unless a launcher starts the ranks.",
+        "Run each model's engine in a process of its own: never, always, or auto, unless it has several ranks.",
         group=SERVER,
         listing=HELP_ALL,
         choices=ENGINE_PROCESSES,
