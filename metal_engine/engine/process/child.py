@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -389,6 +390,9 @@ def serve_engine(descriptor: int, set_up: Callable[[wire.Start], tuple[PrepareFu
         set_up: function that sets up this process, and returns the functions that prepare and build the engine.
     """
     end_with_parent()
+    # The server ends this process. A signal to all processes, as from systemd, must not lose the requests in flight.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(wire.DUMP_SIGNAL)
     channel = Channel(socket.socket(fileno=descriptor))

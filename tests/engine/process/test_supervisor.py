@@ -225,6 +225,20 @@ def test_the_spare_process_is_next() -> None:
     assert not is_running(last.popen.pid) and not is_running(pid_of(engine))
 
 
+def test_signals_to_all_processes_lose_no_request() -> None:
+    """Service managers and terminals send them to the engine's process, too. The server ends it."""
+    engine = started("fake", max_restarts=10)
+    try:
+        pid = pid_of(engine)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
+        requests = engine.preparer.prepare_all(INNOCENTS, SamplingParams(max_tokens=9, ignore_eos=True))
+        assert [end.token_ids for end in answers(engine, requests)] == [generated(one, 9) for one in INNOCENTS]
+        assert pid_of(engine) == pid and num_deaths(engine) == 0
+    finally:
+        engine.shutdown()
+
+
 def test_requests_and_calls_wait_for_the_new_process() -> None:
     engine = started("fake", max_restarts=10)
     try:
