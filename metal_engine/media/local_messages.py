@@ -25,7 +25,7 @@ def split_images(messages: Sequence[Message]) -> tuple[list[Message], list[Image
     in ``transformers``. The file is a path, or a URL.
 
     Raises:
-        ValueError: a part is neither a text nor an image, or has no image.
+        ValueError: the type of a part is not supported, or an image part has no image.
     """
     result: list[Message] = []
     sources: list[ImageSource] = []

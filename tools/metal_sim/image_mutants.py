@@ -9,9 +9,8 @@ import sys
 
 import mlx.core as mx
 
-from metal_engine.attention.metal.backend import MetalBackend
-from tools.metal_sim.kernel_mutants import DIRECT, ITEM, STAGED, MutantCase, run_case
-from tools.metal_sim.mutants import Mutant, factory_of, run_mutants
+from tools.metal_sim.kernel_mutants import DIRECT, ITEM, STAGED, MutantCase, check_with
+from tools.metal_sim.mutants import Mutant, run_mutants
 
 MUTANTS = (
     Mutant(ITEM, "items[item + 7] : 0", "items[item + 7] + 1 : 0",
@@ -20,7 +19,7 @@ MUTANTS = (
     Mutant(ITEM, "items[item + 7] : 0", "items[item + 4] : 0"),
     Mutant(ITEM, "items[item + 7] : 0", "0 : 0"),
     Mutant(ITEM, "max(first_position + 1, image_end)", "first_position + 1",
-           equivalent="asks the mask about keys that all rows see, and it says so"),
+           equivalent="the mask is read for keys that all rows see, and lets them pass"),
     Mutant(ITEM, "max(first_position + 1, image_end)", "last_position + 1"),
     Mutant(ITEM, "max(first_position + 1, image_end)", "key_end"),
     *(Mutant(way, "max(position + 1, image_end)", new) for way in (DIRECT, STAGED)
@@ -40,13 +39,7 @@ CASES = (
 )
 
 
-def caught(mutant: Mutant | None) -> str | None:
-    """Return the check's message if the mutant was caught, or None."""
-    backend = MetalBackend(factory_of(mutant))
-    for case in CASES:
-        if found := run_case(backend, case):
-            return found
-    return None
+caught = check_with(CASES)
 
 
 if __name__ == "__main__":

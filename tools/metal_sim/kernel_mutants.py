@@ -8,6 +8,7 @@ than its work items name. Mutants that no check can detect are listed with the r
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -380,13 +381,17 @@ def _wrong_reads(backend: MetalBackend, step: PackedStep, case: MutantCase, laun
     return None
 
 
-def caught(mutant: Mutant | None) -> str | None:
-    """Return the check's message if the mutant was caught, or None."""
-    backend = MetalBackend(factory_of(mutant))
-    for case in CASES:
-        if found := run_case(backend, case):
-            return found
-    return None
+def check_with(cases: Sequence[MutantCase]) -> Callable[[Mutant | None], str | None]:
+    """Return a function that returns the message of the first case that catches a mutant, or None."""
+
+    def caught(mutant: Mutant | None) -> str | None:
+        backend = MetalBackend(factory_of(mutant))
+        return next((found for case in cases if (found := run_case(backend, case))), None)
+
+    return caught
+
+
+caught = check_with(CASES)
 
 
 if __name__ == "__main__":

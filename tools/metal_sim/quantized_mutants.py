@@ -6,10 +6,8 @@ import sys
 
 import mlx.core as mx
 
-from metal_engine.attention.metal.backend import MetalBackend
-
-from .kernel_mutants import DIRECT, ITEM, MutantCase, run_case
-from .mutants import Mutant, factory_of, run_mutants
+from .kernel_mutants import DIRECT, ITEM, MutantCase, check_with
+from .mutants import Mutant, run_mutants
 
 QUANTIZED = "attention_quantized"
 _NAN = "as_type<float>(0x7fc00000u)"
@@ -126,13 +124,7 @@ CASES = (
 )  # fmt: skip
 
 
-def caught(mutant: Mutant | None) -> str | None:
-    """Return the check's message if the mutant was caught, or None."""
-    backend = MetalBackend(factory_of(mutant))
-    for case in CASES:
-        if found := run_case(backend, case):
-            return found
-    return None
+caught = check_with(CASES)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,7 @@ def blas_threads(server_pid: int | None = None) -> BlasThreads | None:
     An environment variable with the number of threads also disables the adaptation.
 
     Args:
-        server_pid: process of the server if that is another process. It is not one of the other programs: if it were,
-            an engine would compute more slowly in a process of its own.
+        server_pid: the server's process if the engine has its own. The server's CPU time then counts as the engine's.
     """
     if sys.platform != "linux" or any(name in os.environ for name in _VARIABLES):
         return None

@@ -60,3 +60,19 @@ class ImageFamily(ABC):
     def _settings(self) -> dict[str, Any]:
         """Return the configuration of the image processor for ``transformers``."""
         return dict(self.vision.processor)
+
+
+class EqualImages(ImageFamily):
+    """Image processing that gives each image the same number of features. The grid has only this number."""
+
+    @property
+    @abstractmethod
+    def _processor(self) -> Any:
+        """The image processor of ``transformers``."""
+
+    def grid(self, width: int, height: int) -> Grid:
+        return (self.vision.num_features,)
+
+    def inputs(self, image: Image.Image) -> tuple[Grid, dict[str, np.ndarray]]:
+        found = self._processor(images=[image], return_tensors="np")
+        return (self.vision.num_features,), {"pixel_values": found["pixel_values"].astype("float32", copy=False)}
