@@ -21,6 +21,8 @@ MAX_INPUT_BYTES = 1 << 29
 MAX_LIVE_BYTES = 1 << 31
 # CPU time for opening, decoding and processing an image, in seconds.
 IMAGE_CPU_SECONDS = 8.0
+# CPU time for all images of a request, in seconds. Two requests are decoded at a time.
+REQUEST_CPU_SECONDS = 30.0
 # Maximum growth of the process that decodes the images of a request, in bytes.
 MAX_GROWTH = 1 << 30
 # Maximum number of tokens for an image with `detail` low, as far as the model's processor allows it.

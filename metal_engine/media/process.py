@@ -2,8 +2,8 @@
 
 Image files are hostile: a few kilobytes can become gigabytes of pixels, and decoders have faults. In a process of its
 own, a file delays no other request, and its memory is freed with the process. The limits are in
-:mod:`metal_engine.media.limits`. The kernel ends a process that exceeds the CPU time for an image. A thread checks the
-growth. A process ends when its socket is closed.
+:mod:`metal_engine.media.limits`. The kernel ends a process that exceeds the CPU time for an image or a request. A
+thread checks the growth. A process ends when its socket is closed.
 
 A request's first message is JSON: the ``detail`` of each image, the maximum number of tokens of all images, and whether
 the inputs of the encoder are needed. One message per file follows. The first answers are JSON, with the grid of each
@@ -22,6 +22,7 @@ import json
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +35,13 @@ from metal_engine.forks.serving import serve_forks
 from metal_engine.media.families.base import Grid, ImageFamily
 from metal_engine.media.families.find import find_family
 from metal_engine.media.files import ImageFileError, decoded, displayed_size, open_image
-from metal_engine.media.limits import IMAGE_CPU_SECONDS, LOW_DETAIL_TOKENS, MAX_GROWTH, MAX_INPUT_BYTES
+from metal_engine.media.limits import (
+    IMAGE_CPU_SECONDS,
+    LOW_DETAIL_TOKENS,
+    MAX_GROWTH,
+    MAX_INPUT_BYTES,
+    REQUEST_CPU_SECONDS,
+)
 from metal_engine.settings.config import VisionConfig
 
 # Size of an image that is processed at the start, to load what the first request would load.
@@ -85,8 +92,9 @@ def _serve(channel: socket.socket, families: list[ImageFamily], files: list[byte
 
 @contextlib.contextmanager
 def _work_on(index: int) -> Iterator[None]:
-    """Limit the CPU time of the work on an image, and raise its errors as :class:`_Refused`."""
-    signal.setitimer(signal.ITIMER_PROF, IMAGE_CPU_SECONDS)
+    """Limit the CPU time of the work on an image and of this process, and raise errors as :class:`_Refused`."""
+    left = max(REQUEST_CPU_SECONDS - time.process_time(), 1e-3)
+    signal.setitimer(signal.ITIMER_PROF, min(IMAGE_CPU_SECONDS, left))
     try:
         yield
     except ImageFileError as error:

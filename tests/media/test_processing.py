@@ -120,9 +120,10 @@ def run_forked(data: bytes) -> tuple[list[bytes], int]:
     return answers, os.waitpid(pid, 0)[1]
 
 
-def test_a_process_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", ["IMAGE_CPU_SECONDS", "REQUEST_CPU_SECONDS"])
+def test_a_process_that_takes_too_long_is_ended(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = png(8000, 8000, bits=8, channels=3)
-    monkeypatch.setattr(process, "IMAGE_CPU_SECONDS", 0.05)
+    monkeypatch.setattr(process, limit, 0.05)
     answers, status = run_forked(file)
     assert len(answers) == 1 and os.WTERMSIG(status) == signal.SIGPROF
 
