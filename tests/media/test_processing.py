@@ -133,7 +133,10 @@ def test_a_process_that_grows_too_much_is_ended(monkeypatch: pytest.MonkeyPatch)
     answers, status = run_forked(file)
     assert len(answers) == 4 and status == 0
     monkeypatch.setattr(process, "MAX_GROWTH", 64 << 20)
-    answers, status = run_forked(file)
+    for _ in range(5):  # on a busy machine, the thread may not run before the end
+        answers, status = run_forked(file)
+        if status:
+            break
     assert len(answers) == 1 and os.WEXITSTATUS(status) == 1
 
 

