@@ -11,6 +11,9 @@ from typing import Literal
 
 import numpy as np
 
+# Names of inputs of the encoder. Pixels are float, or 8-bit integers with a factor and a summand, which broadcast.
+PIXELS, PIXEL_SCALE, PIXEL_OFFSET = "pixel_values", "pixel_scale", "pixel_offset"
+
 SeesItself = Literal["", "every layer", "layers with windows"]
 """Layers in which each token of an image attends to later tokens of the same image. Empty: no layer."""
 
@@ -24,7 +27,8 @@ class PromptImage:
             ends, may stand between them.
         content_hash: hash of everything that determines the features for a given model: pixels, sizes, options of the
             image processor.
-        inputs: inputs of the encoder, by the parameter names of the model's image processor.
+        inputs: inputs of the encoder, by the parameter names of the model's image processor. Pixels may be 8-bit
+            integers (:data:`PIXELS`), which take a quarter of the memory.
         sees_itself: layers in which each token of the image attends to later tokens of the image. The positions of such
             an image are consecutive, and a chunk must not cut the image.
     """

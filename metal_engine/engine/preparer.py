@@ -187,7 +187,8 @@ class RequestPreparer:
                 f"an image has {largest} tokens, more than --max-num-encoder-tokens {limit.max_num_encoder_tokens}"
             )
             raise PromptError(message)
-        num_bytes = sum(array.nbytes for image in images.images for array in image.inputs.values())
+        different = {image.content_hash: image.inputs for image in images.images}
+        num_bytes = sum(array.nbytes for inputs in different.values() for array in inputs.values())
         if num_bytes > MAX_IMAGE_BYTES:
             message = f"the images take {num_bytes >> 20} MiB of memory together, more than {MAX_IMAGE_BYTES >> 20} MiB"
             raise PromptError(message)

@@ -8,7 +8,7 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,14 @@ from metal_engine.errors import OverloadedError
 from metal_engine.forks.channel import LENGTH, framed
 from metal_engine.forks.forking_process import ForkError, ForkingProcess, receive_into, receive_patiently
 from metal_engine.media.families.base import Grid
-from metal_engine.media.limits import MAX_LIVE_BYTES
+from metal_engine.media.limits import MAX_INPUT_BYTES, MAX_LIVE_BYTES, REQUEST_CPU_SECONDS
+from metal_engine.media.turns import Turns
 from metal_engine.settings.config import VisionConfig
 
-# Maximum number of requests whose images are decoded at once. Each takes one core.
+# Maximum number of images that are decoded at once. Each takes one core.
 _MAX_DECODING = 2
-# Maximum number of requests that wait for it.
-_MAX_WAITING = 64
-# Interval at which a waiting request checks for cancellation.
-_POLL_SECONDS = 0.02
+# Maximum number of requests whose images are decoded or wait for it.
+_MAX_REQUESTS = 64
 _TOO_MUCH = " exceeds the limits on time and memory for decoding"
 
 
@@ -53,14 +52,18 @@ class DecodedImage:
     Attributes:
         grid: numbers that determine the image's tokens (:class:`metal_engine.media.families.base.ImageFamily`).
         inputs: inputs of the encoder; None if they were not requested, or the images have too many tokens.
+        content_hash: hash of the grid and the inputs; empty without inputs.
     """
 
     grid: Grid
-    inputs: dict[str, np.ndarray] | None
+    inputs: dict[str, np.ndarray] | None = None
+    content_hash: bytes = b""
 
 
 class ImageDecoder:
     """Decodes the images of requests in processes of their own. Thread-safe.
+
+    The requests take turns, so one with many slow files does not delay the images of others.
 
     Args:
         vision: configuration of the model.
@@ -68,9 +71,9 @@ class ImageDecoder:
 
     def __init__(self, vision: VisionConfig) -> None:
         self._process = ForkingProcess("metal_engine.media.process", [msgspec.json.encode(vision)])
-        self._permits = threading.Semaphore(_MAX_DECODING)
+        self._turns = Turns(_MAX_DECODING)
         self._lock = threading.Lock()
-        self._num_waiting = 0
+        self._num_requests = 0
         self._counts: deque[int] = deque([0])  # their sum is the size of the inputs in use
 
     def decode(
@@ -82,44 +85,48 @@ class ImageDecoder:
             files: contents of image files.
             details: ``high`` or ``low`` for each file.
             wants_inputs: False to read the headers only.
-            max_tokens: maximum number of tokens of all images together. Images beyond it have no inputs.
+            max_tokens: maximum number of tokens of all images together. If they have more, no image has inputs.
 
         Raises:
             ImageError: an image cannot be used.
             OverloadedError: too many requests with images wait or run, or no process can be started.
             Cancelled: the request was cancelled.
         """
+        self._check_memory()
         with self._lock:
-            if self.num_live_bytes > MAX_LIVE_BYTES:
-                raise OverloadedError(f"the images of other requests take {self.num_live_bytes >> 20} MiB of memory")
-            if self._num_waiting >= _MAX_WAITING:
-                raise OverloadedError(f"{self._num_waiting} other requests wait for their images to be decoded")
-            self._num_waiting += 1
+            if self._num_requests >= _MAX_REQUESTS:
+                raise OverloadedError(f"{self._num_requests} other requests wait for their images to be decoded")
+            self._num_requests += 1
         try:
-            while not self._permits.acquire(timeout=_POLL_SECONDS):
-                check_cancelled()
+            with contextlib.closing(_Work(self._connect, self._turns)) as work:
+                headers = [work.header(i, *given) for i, given in enumerate(zip(files, details, strict=True))]
+                if not wants_inputs or sum(header["num_tokens"] for header in headers) > max_tokens:
+                    return [DecodedImage(tuple(header["grid"])) for header in headers]
+                decoded = []
+                sizes: dict[bytes, int] = {}
+                for i, given in enumerate(zip(files, details, strict=True)):
+                    self._check_memory()
+                    decoded.append(image := work.inputs(i, *given))
+                    sizes[image.content_hash] = self._count(image)
+                    check_size(i, sizes)
+                return decoded
         finally:
             with self._lock:
-                self._num_waiting -= 1
-        try:
-            with self._connect() as channel:
-                asked = {"details": list(details), "wants_inputs": wants_inputs, "max_tokens": max_tokens}
-                with contextlib.suppress(OSError):  # if the process has ended, the first answer is missing
-                    channel.sendall(framed(json.dumps(asked).encode()))
-                    for data in files:
-                        channel.sendall(LENGTH.pack(len(data)))  # framed() would copy the file
-                        channel.sendall(data)
-                decoded = _answers(channel, len(files), wants_inputs, max_tokens)
-        finally:
-            self._permits.release()
-        for image in decoded:
-            for array in (image.inputs or {}).values():
-                self._count(array.nbytes)
-                weakref.finalize(array, self._count, -array.nbytes)
-        return decoded
+                self._num_requests -= 1
 
-    def _count(self, num_bytes: int) -> None:
-        self._counts.append(num_bytes)
+    def _check_memory(self) -> None:
+        with self._lock:
+            num_bytes = self.num_live_bytes
+        if num_bytes > MAX_LIVE_BYTES:
+            raise OverloadedError(f"the images of all requests take {num_bytes >> 20} MiB of memory")
+
+    def _count(self, image: DecodedImage) -> int:
+        """Count the inputs of an image until they are freed. Return their size in bytes."""
+        arrays = list((image.inputs or {}).values())
+        for array in arrays:
+            self._counts.append(array.nbytes)
+            weakref.finalize(array, self._counts.append, -array.nbytes)
+        return sum(array.nbytes for array in arrays)
 
     @property
     def num_live_bytes(self) -> int:
@@ -140,30 +147,76 @@ class ImageDecoder:
         self._process.close()
 
 
-def _answers(channel: socket.socket, num_images: int, wants_inputs: bool, max_tokens: int) -> list[DecodedImage]:
-    answers = [_answer(channel, i) for i in range(num_images)]
-    grids = [tuple(answer["grid"]) for answer in answers]
-    if not wants_inputs or answers[-1]["num_tokens"] > max_tokens:
-        return [DecodedImage(grid, None) for grid in grids]
-    return [DecodedImage(grid, _inputs(channel, i)) for i, grid in enumerate(grids)]
+class _Work:
+    """Work on the images of one request.
 
+    A fork decodes one image after another, until a request that has used less CPU time waits. The fork then ends, and
+    the next turn has a new one.
+    """
 
-def _answer(channel: socket.socket, index: int) -> dict[str, Any]:
-    message = receive_patiently(channel)
-    if message is None:
-        raise ImageError(index, _TOO_MUCH)
-    if not message.startswith(b"{"):  # the process could not fork
-        raise OverloadedError(f"images {message.decode()}")
-    answer: dict[str, Any] = json.loads(message)
-    if "error" in answer:
-        raise ImageError(answer["index"], f" {answer['error']}")
-    return answer
+    def __init__(self, connect: Callable[[], socket.socket], turns: Turns) -> None:
+        self._connect, self._turns = connect, turns
+        self._channel: socket.socket | None = None  # during a turn
+        self._used = 0.0  # CPU time in seconds
 
+    def header(self, index: int, data: bytes, detail: str) -> dict[str, Any]:
+        """Return the grid and the number of tokens of an image."""
+        return self._ask(index, data, detail, wants_inputs=False)[0]
 
-def _inputs(channel: socket.socket, index: int) -> dict[str, np.ndarray]:
-    arrays = {}
-    for name, kind, shape in _answer(channel, index)["arrays"]:
-        arrays[name] = np.empty(shape, kind)  # not filled: zeros for 30 MB would hold the GIL for long
-        if not receive_into(arrays[name].reshape(-1).view(np.uint8).data, channel):
+    def inputs(self, index: int, data: bytes, detail: str) -> DecodedImage:
+        """Return an image with its inputs."""
+        answer, channel = self._ask(index, data, detail, wants_inputs=True)
+        arrays = {}
+        for name, kind, shape in answer["arrays"]:
+            arrays[name] = np.empty(shape, kind)  # not filled: zeros for 30 MB would hold the GIL for long
+            if not receive_into(arrays[name].reshape(-1).view(np.uint8).data, channel):
+                raise ImageError(index, _TOO_MUCH)
+        return DecodedImage(tuple(answer["grid"]), arrays, bytes.fromhex(answer["hash"]))
+
+    def _ask(self, index: int, data: bytes, detail: str, *, wants_inputs: bool) -> tuple[dict[str, Any], socket.socket]:
+        channel = self._turn()
+        asked = {"detail": detail, "wants_inputs": wants_inputs, "seconds": REQUEST_CPU_SECONDS - self._used}
+        with contextlib.suppress(OSError):  # if the process has ended, the answer is missing
+            channel.sendall(framed(json.dumps(asked).encode()))
+            channel.sendall(LENGTH.pack(len(data)))  # framed() would copy the file
+            channel.sendall(data)
+        message = receive_patiently(channel)
+        if message is None:
             raise ImageError(index, _TOO_MUCH)
-    return arrays
+        if not message.startswith(b"{"):  # the process could not fork
+            raise OverloadedError(f"images {message.decode()}")
+        answer: dict[str, Any] = json.loads(message)
+        if "error" in answer:
+            raise ImageError(index, f" {answer['error']}")
+        self._used += answer["seconds"]
+        return answer, channel
+
+    def _turn(self) -> socket.socket:
+        """Return the socket to a fork, in a turn of this request."""
+        if self._channel is not None and self._turns.is_over(self._used):
+            self.close()
+        if self._channel is None:
+            self._turns.begin(self._used)
+            try:
+                self._channel = self._connect()
+            except BaseException:
+                self._turns.end()
+                raise
+        return self._channel
+
+    def close(self) -> None:
+        """End the turn and the fork, if there is one."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+            self._turns.end()
+
+
+def check_size(index: int, sizes: Mapping[bytes, int]) -> None:
+    """Raise ImageError for the image at ``index`` if the inputs of a prompt are too large.
+
+    Args:
+        sizes: size of each different image up to ``index`` in bytes, by its content hash.
+    """
+    if sum(sizes.values()) > MAX_INPUT_BYTES:
+        raise ImageError(index, f" and the images before it have more than {MAX_INPUT_BYTES >> 20} MiB of pixels")

@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from metal_engine.cancellation import check_cancelled
@@ -20,11 +21,18 @@ _SECONDS = 15.0
 # Maximum wait for a connection or for the next bytes, in seconds.
 _SILENT_SECONDS = 5.0
 _MAX_REDIRECTS = 3
+# Maximum length of a URL, as in browsers and servers.
+_MAX_URL = 8192
+# Maximum number of host names that are resolved at once. A resolver cannot be interrupted.
+_MAX_RESOLVING = 16
+# Interval at which a waiting request checks for cancellation.
+_POLL_SECONDS = 0.02
 _REDIRECTS = (301, 302, 303, 307, 308)
 _BYTES_AT_ONCE = 1 << 16
 # Addresses that a gateway translates to the IPv4 address in their last bits.
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _FLAG = "--allowed-media-domains"
+_resolving = threading.BoundedSemaphore(_MAX_RESOLVING)
 
 
 class FetchError(Exception):
@@ -48,13 +56,14 @@ def fetch(url: str, allowed_domains: Sequence[str]) -> bytes:
     try:
         for _ in range(_MAX_REDIRECTS + 1):
             parts = _checked(url, allowed_domains)
-            connection = _connect(parts, deadline)
-            assert connection.sock is not None
-            # The timeout of a socket applies to each read, so a slow answer could take forever.
-            timer = threading.Timer(_left(deadline), _shut, [connection.sock])
+            connection, sock = _connect(parts, deadline)
+            # The timeout of a socket applies to each read, so a slow handshake or answer could take forever.
+            timer = threading.Timer(max(deadline - time.monotonic(), 0.0), _shut, [sock])
             timer.daemon = True
             timer.start()
             try:
+                if isinstance(sock, ssl.SSLSocket):
+                    sock.do_handshake()
                 path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
                 connection.request("GET", path, headers={"User-Agent": "metal-engine", "Accept": "image/*"})
                 response = connection.getresponse()
@@ -75,6 +84,8 @@ def fetch(url: str, allowed_domains: Sequence[str]) -> bytes:
 def _checked(url: str, allowed_domains: Sequence[str]) -> SplitResult:
     if not allowed_domains:
         raise FetchError(f"is not downloaded: send the image as a data URL, or start the server with {_FLAG}")
+    if len(url) > _MAX_URL:
+        raise FetchError(f"has a URL of more than {_MAX_URL} characters")
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.scheme not in ("http", "https") or not host:
@@ -88,13 +99,13 @@ def _checked(url: str, allowed_domains: Sequence[str]) -> SplitResult:
     return parts
 
 
-def _connect(parts: SplitResult, deadline: float) -> http.client.HTTPConnection:
+def _connect(parts: SplitResult, deadline: float) -> tuple[http.client.HTTPConnection, socket.socket]:
+    """Return a connection to a host with public addresses, and its socket. A handshake has not begun."""
     assert parts.hostname is not None
     is_secure = parts.scheme == "https"
     port = parts.port or (443 if is_secure else 80)
-    found = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-    addresses = [(str(address[0]), int(address[1])) for *_, address in found]
-    if not all(_is_public(address) for address, _ in addresses):
+    addresses = _resolved(parts.hostname, port, deadline)
+    if not all(is_public(address) for address, _ in addresses):
         raise FetchError(f"{parts.hostname} has an address that is not public")
     connection = http.client.HTTPConnection(parts.hostname, port, timeout=_SILENT_SECONDS)
     error: OSError | None = None
@@ -105,17 +116,45 @@ def _connect(parts: SplitResult, deadline: float) -> http.client.HTTPConnection:
             error = failed
             continue
         try:
-            connection.sock = (
-                ssl.create_default_context().wrap_socket(raw, server_hostname=parts.hostname) if is_secure else raw
-            )
+            sock = raw
+            if is_secure:
+                context = ssl.create_default_context()
+                sock = context.wrap_socket(raw, server_hostname=parts.hostname, do_handshake_on_connect=False)
         except BaseException:
             raw.close()
             raise
-        return connection
+        connection.sock = sock
+        return connection, sock
     raise error or OSError("the host has no address")
 
 
-def _is_public(address: str) -> bool:
+def _resolved(host: str, port: int, deadline: float) -> list[tuple[str, int]]:
+    """Return the addresses of a host. After the deadline, the resolver continues in a thread of its own."""
+    if not _resolving.acquire(blocking=False):
+        raise FetchError(f"cannot be downloaded: {_MAX_RESOLVING} other host names are being resolved")
+    done: Future[list[tuple[str, int]]] = Future()
+
+    def resolve() -> None:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            done.set_result([(str(address[0]), int(address[1])) for *_, address in found])
+        except (OSError, UnicodeError) as error:
+            done.set_exception(error)
+        finally:
+            _resolving.release()
+
+    try:
+        threading.Thread(target=resolve, daemon=True).start()
+    except RuntimeError as error:
+        _resolving.release()
+        raise OSError(str(error)) from error
+    while not done.done():
+        check_cancelled()
+        wait([done], min(_left(deadline), _POLL_SECONDS))
+    return done.result()
+
+
+def is_public(address: str) -> bool:
     parsed = ipaddress.ip_address(address.partition("%")[0])
     within = [parsed]  # the address, and IPv4 addresses inside it
     if isinstance(parsed, ipaddress.IPv6Address):
@@ -144,7 +183,7 @@ def _content(response: http.client.HTTPResponse, deadline: float) -> bytes:
 
 def _shut(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # the method of an SSLSocket would end its TLS state in use
 
 
 def _left(deadline: float) -> float:

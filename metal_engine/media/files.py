@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import math
 import warnings
+from collections.abc import Sequence
+from functools import reduce
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageChops, UnidentifiedImageError
+from PIL.PngImagePlugin import PngImageFile
 
 from metal_engine.media.limits import MAX_ASPECT_RATIO, MAX_PIXELS, REDUCED_PIXELS
 
@@ -23,6 +26,8 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# Factors of gray values of 2 and of 4 bits, by Pillow's names of these modes.
+_GRAY_FACTORS = {"L;2": 85, "L;4": 17}
 # 8-bit values of 16-bit gray values.
 _EIGHT_BITS = [round(value / 257) for value in range(1 << 16)]
 
@@ -45,8 +50,12 @@ def open_image(data: bytes) -> Image.Image:
         raise ImageFileError("is not a PNG, JPEG, WebP or GIF image, or its header is broken") from error
     except Image.DecompressionBombError as error:
         raise ImageFileError(f"has more than {MAX_PIXELS} pixels") from error
-    except (OSError, SyntaxError, ValueError) as error:
+    except Exception as error:  # Pillow raises many types
         raise ImageFileError(f"has a broken header: {error}") from error
+    if isinstance(image, PngImageFile) and "transparency" in image.info:
+        factor = _GRAY_FACTORS.get(str(image.tile[0].args))
+        if factor is not None:
+            image.info["transparency"] *= factor  # Pillow scales the pixels only
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise ImageFileError(f"has {width} x {height} pixels; the limit is {MAX_PIXELS} pixels")
@@ -70,25 +79,59 @@ def decoded(image: Image.Image) -> Image.Image:
     """
     orientation, factor = _orientation(image), _reduction(image.size)
     try:
+        low = _low_bytes(image)
         image.load()  # the first frame of an animation
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        shown = _on_white(image, low)
+    except Exception as error:  # Pillow raises many types
         raise ImageFileError(f"is truncated or broken: {error}") from error
-    image = _on_white(image)
     if factor > 1:
-        image = image.reduce(factor)
+        shown = shown.reduce(factor)
     turn = _TURNS.get(orientation)
-    return image if turn is None else image.transpose(turn)
+    return shown if turn is None else shown.transpose(turn)
 
 
-def _on_white(image: Image.Image) -> Image.Image:
+def _on_white(image: Image.Image, low: Image.Image | None) -> Image.Image:
+    """Return a decoded image in RGB, with white below its transparent pixels.
+
+    Args:
+        low: result of :func:`_low_bytes`.
+    """
+    transparent = image.info.get("transparency")
     if image.mode.startswith("I"):  # 16-bit gray, which Pillow would clip to 255
-        return image.convert("I").point(_EIGHT_BITS, "L").convert("RGB")
+        table = [255 if value == transparent else eight for value, eight in enumerate(_EIGHT_BITS)]
+        return image.convert("I").point(table, "L").convert("RGB")
+    if low is not None and transparent is not None:
+        high_bytes, low_bytes = zip(*(divmod(value, 256) for value in transparent), strict=True)
+        is_transparent = ImageChops.darker(_where(low, low_bytes), _where(image, high_bytes))
+        image.paste((255, 255, 255), mask=is_transparent)
+        return image
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGB", image.size, (255, 255, 255))
         white.paste(image, mask=image.getchannel("A"))
         return white
     return image.convert("RGB")
+
+
+def _low_bytes(image: Image.Image) -> Image.Image | None:
+    """Return the low bytes of a 16-bit RGB image with a transparent color; None for other images.
+
+    Pillow drops these bytes. Without them, other colors would become transparent.
+    """
+    if not isinstance(image, PngImageFile) or "transparency" not in image.info or image.tile[0].args != "RGB;16B":
+        return None
+    assert isinstance(image.fp, io.BytesIO)
+    low = open_image(image.fp.getvalue())
+    assert isinstance(low, PngImageFile)
+    low.tile = [low.tile[0]._replace(args="RGB;16L")]  # the second byte of each value instead of the first
+    low.load()
+    return low
+
+
+def _where(image: Image.Image, values: Sequence[int]) -> Image.Image:
+    """Return a mask that is 255 where the bands of an image have these values."""
+    bands = zip(image.split(), values, strict=True)
+    return reduce(ImageChops.darker, (band.point([255 * (k == value) for k in range(256)]) for band, value in bands))
 
 
 def _orientation(image: Image.Image) -> int:

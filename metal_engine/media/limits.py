@@ -15,13 +15,13 @@ REDUCED_PIXELS = 1 << 24
 # Maximum number of images of a request.
 MAX_IMAGES = 256
 # Maximum size of the processed pixels of a request in bytes. The request holds these pixels until its end. An image of
-# 1.3 megapixels takes up to 31 MB.
+# 1.3 megapixels takes up to 8 MB.
 MAX_INPUT_BYTES = 1 << 29
 # Size of the processed pixels of all requests in bytes from which on further requests with new images get 503.
 MAX_LIVE_BYTES = 1 << 31
 # CPU time for opening, decoding and processing an image, in seconds.
 IMAGE_CPU_SECONDS = 8.0
-# CPU time for all images of a request, in seconds. Two requests are decoded at a time.
+# CPU time for all images of a request, in seconds. Two images are decoded at a time.
 REQUEST_CPU_SECONDS = 30.0
 # Maximum growth of the process that decodes the images of a request, in bytes.
 MAX_GROWTH = 1 << 30

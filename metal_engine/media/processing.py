@@ -5,38 +5,22 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from metal_engine.errors import PromptError
 from metal_engine.images import AxesPositions, PromptImage, PromptImages
-from metal_engine.media.decoder import ImageDecoder, ImageError
+from metal_engine.media.decoder import ImageDecoder, ImageError, check_size
 from metal_engine.media.families.base import Grid, ImageFamily
 from metal_engine.media.families.find import find_family
-from metal_engine.media.limits import MAX_IMAGES, MAX_INPUT_BYTES, MAX_TOTAL_BYTES
+from metal_engine.media.limits import MAX_IMAGES, MAX_TOTAL_BYTES
 from metal_engine.media.newlines import NewlineJoiner
 from metal_engine.media.sources import Detail, ImageSource, SourceError
-from metal_engine.media.store import ImageStore, Inputs, size_of
+from metal_engine.media.store import ImageStore, LoadedImage, size_of
 from metal_engine.settings.config import VisionConfig
 
 # Maximum time for downloading the images of a request, in seconds, except for the last download.
 _DOWNLOAD_SECONDS = 30.0
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedImage:
-    """An image whose tokens are known.
-
-    Attributes:
-        content_hash: hash of the file and its detail.
-        grid: numbers that determine the image's tokens.
-        inputs: inputs of the encoder; None if they were not requested, or the images have too many tokens.
-    """
-
-    content_hash: bytes
-    grid: Grid
-    inputs: Inputs | None
 
 
 class ImageProcessing:
@@ -117,18 +101,18 @@ class ImageProcessing:
             OverloadedError: too many requests with images wait, or no process can be started.
             Cancelled: the request was cancelled.
         """
-        hashes = [_content_hash(data, detail) for data, detail in zip(files, details, strict=True)]
+        keys = [_file_hash(data, detail) for data, detail in zip(files, details, strict=True)]
         found: dict[bytes, LoadedImage] = {}
-        missing: dict[bytes, int] = {}  # hash -> index of the first image with it
-        for i, content_hash in enumerate(hashes):
-            grid, inputs = self._store.grid(content_hash), self._store.inputs(content_hash)
-            if grid is None or (wants_inputs and inputs is None):
-                missing.setdefault(content_hash, i)
+        missing: dict[bytes, int] = {}  # file -> index of the first image with it
+        for i, key in enumerate(keys):
+            known = self._store.find(key)
+            if known is None or (wants_inputs and known.inputs is None):
+                missing.setdefault(key, i)
             else:
-                found[content_hash] = LoadedImage(content_hash, grid, inputs)
+                found[key] = known
         if missing:
             places = list(missing.values())
-            num_known = sum(self._family.num_tokens(found[one].grid) for one in hashes if one in found)
+            num_known = sum(self._family.num_tokens(found[key].grid) for key in keys if key in found)
             try:
                 decoded = self._decoder.decode(
                     [files[i] for i in places],
@@ -138,12 +122,13 @@ class ImageProcessing:
                 )
             except ImageError as error:
                 raise ImageError(places[error.index], error.message) from error
-            for content_hash, one in zip(missing, decoded, strict=True):
-                self._store.add(content_hash, one.grid, one.inputs)
-                found[content_hash] = LoadedImage(content_hash, one.grid, one.inputs)
-        images = [found[content_hash] for content_hash in hashes]
-        if wants_inputs:
-            _check_size(images)
+            for key, one in zip(missing, decoded, strict=True):
+                found[key] = self._store.add(key, LoadedImage(one.content_hash, one.grid, one.inputs))
+        images = [found[key] for key in keys]
+        sizes: dict[bytes, int] = {}
+        for i, image in enumerate(images):
+            sizes[image.content_hash] = size_of(image.inputs or {})
+            check_size(i, sizes)
         return images
 
     def insert(self, token_ids: list[int], images: Sequence[LoadedImage]) -> tuple[list[int], PromptImages]:
@@ -221,16 +206,7 @@ class ImageProcessing:
         self._decoder.close()
 
 
-def _content_hash(data: bytes, detail: Detail) -> bytes:
+def _file_hash(data: bytes, detail: Detail) -> bytes:
     hasher = hashlib.sha256(detail.encode())
     hasher.update(data)
     return hasher.digest()
-
-
-def _check_size(images: Sequence[LoadedImage]) -> None:
-    """Raise ImageError at the image from which on the inputs of a prompt are too large."""
-    num_bytes = 0
-    for i, image in enumerate(images):
-        num_bytes += size_of(image.inputs or {})
-        if num_bytes > MAX_INPUT_BYTES:
-            raise ImageError(i, f" and the images before it have more than {MAX_INPUT_BYTES >> 20} MiB of pixels")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import binascii
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote
 
 from metal_engine.cancellation import check_cancelled
+from metal_engine.errors import short
 from metal_engine.media.fetch import FetchError, fetch
 from metal_engine.media.limits import MAX_FILE_BYTES
 
@@ -17,6 +20,8 @@ Detail = Literal["high", "low"]
 
 # Start of a data URL: the media type, parameters, and base64 as the encoding.
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[^;,]*)*;base64,", re.IGNORECASE)
+# Maximum length of the start of a data URL. A search in megabytes would hold the GIL for seconds.
+_MAX_START = 1024
 # Number of characters decoded in one call, which holds the GIL for 1 ms. A multiple of 4.
 _CHARACTERS_AT_ONCE = 1 << 18
 _SPACE = b" \t\r\n"
@@ -61,7 +66,7 @@ class ImageSource:
         if self.is_base64:
             return decode_base64(self.url)
         if self.url[:5].lower() == "data:":
-            match = _DATA_URL.match(self.url)
+            match = _DATA_URL.match(self.url, 0, _MAX_START)
             if match is None:
                 raise SourceError(" must be a data URL with base64, as in data:image/png;base64,iVBOR...")
             return decode_base64(self.url, match.end())
@@ -105,10 +110,26 @@ def decode_base64(text: str, start: int = 0) -> bytes:
 
 
 def _read_file(name: str) -> bytes:
-    path = Path(name.removeprefix("file://")).expanduser()
     try:
+        path = _path(name)
+        if not path.is_file():
+            raise SourceError(f": {path} is not a file" if path.exists() else f": cannot read {path}: No such file")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise SourceError(f": {path} has more than {MAX_FILE_BYTES >> 20} MiB")
         return path.read_bytes()
     except OSError as error:
-        raise SourceError(f": cannot read {path}: {error.strerror}") from error
+        raise SourceError(f": cannot read {name}: {error.strerror}") from error
+
+
+def _path(name: str) -> Path:
+    """Return the path that a local caller gave as a path or as a ``file:`` URL."""
+    if name[:5].lower() == "file:":
+        host, slash, rest = name[5:].removeprefix("//").partition("/")
+        if host.lower() not in ("", "localhost"):
+            raise SourceError(f": a file URL must be file:///PATH; files of the host {short(host)} cannot be read")
+        path = Path(unquote(slash + rest))
+    else:
+        path = Path(os.path.expanduser(name))
+    if "\0" in str(path):
+        raise SourceError(" contains a null character")
+    return path

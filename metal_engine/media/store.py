@@ -1,30 +1,49 @@
-"""Remembers images by the hash of their files, because a conversation sends its images again in every turn."""
+"""Remembers images, because a conversation sends its images again in every turn."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from metal_engine.media.families.base import Grid
 from metal_engine.media.limits import MAX_INPUT_BYTES
 
-# Maximum number of images whose grids are kept. Each takes some hundred bytes.
-_MAX_GRIDS = 1 << 12
+# Maximum number of files whose grids are kept. Each takes some hundred bytes.
+_MAX_FILES = 1 << 12
 # Maximum size of the inputs that are kept, in bytes: the images of the largest conversation.
 _MAX_INPUT_BYTES = MAX_INPUT_BYTES
 
 Inputs = Mapping[str, np.ndarray]
 
 
+@dataclass(frozen=True, eq=False)
+class LoadedImage:
+    """An image whose tokens are known.
+
+    Attributes:
+        content_hash: hash of the grid and the inputs; empty if the inputs have never been computed.
+        grid: numbers that determine the image's tokens.
+        inputs: inputs of the encoder; None if they were not requested, or the images have too many tokens.
+    """
+
+    content_hash: bytes
+    grid: Grid
+    inputs: Inputs | None
+
+
 class ImageStore:
-    """Grids and encoder inputs of images, by their content hashes. The least recently used are dropped. Thread-safe."""
+    """Grids of image files, and inputs of the encoder. The least recently used are dropped. Thread-safe.
+
+    Different files can have the same inputs, so inputs have a key of their own: the content hash.
+    """
 
     def __init__(self, max_input_bytes: int = _MAX_INPUT_BYTES) -> None:
         self._max_input_bytes = max_input_bytes
-        self._grids: OrderedDict[bytes, Grid] = OrderedDict()
+        self._files: OrderedDict[bytes, tuple[Grid, bytes]] = OrderedDict()
         self._inputs: OrderedDict[bytes, Inputs] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -34,33 +53,39 @@ class ImageStore:
         """Size of the inputs that are kept, in bytes."""
         return self._num_bytes
 
-    def grid(self, content_hash: bytes) -> Grid | None:
-        """Return the grid of an image; None for an unknown image."""
-        with self._lock:
-            if content_hash in self._grids:
-                self._grids.move_to_end(content_hash)
-            return self._grids.get(content_hash)
+    def find(self, file: bytes) -> LoadedImage | None:
+        """Return the image of a file, by the hash of the file; None for an unknown file.
 
-    def inputs(self, content_hash: bytes) -> Inputs | None:
-        """Return the encoder inputs of an image; None if they were dropped."""
+        The image has no inputs if they were dropped.
+        """
         with self._lock:
+            if file not in self._files:
+                return None
+            self._files.move_to_end(file)
+            grid, content_hash = self._files[file]
             if content_hash in self._inputs:
                 self._inputs.move_to_end(content_hash)
-            return self._inputs.get(content_hash)
+            return LoadedImage(content_hash, grid, self._inputs.get(content_hash))
 
-    def add(self, content_hash: bytes, grid: Grid, inputs: Inputs | None) -> None:
-        """Keep the grid of an image, and its inputs if they are given."""
+    def add(self, file: bytes, image: LoadedImage) -> LoadedImage:
+        """Keep an image. Return it with the inputs that are kept for its content hash, if there are any."""
         with self._lock:
-            self._grids[content_hash] = grid
-            self._grids.move_to_end(content_hash)
-            while len(self._grids) > _MAX_GRIDS:
-                self._grids.popitem(last=False)
-            if inputs is None or content_hash in self._inputs:
-                return
-            self._inputs[content_hash] = inputs
-            self._num_bytes += size_of(inputs)
+            if image.inputs is None and file in self._files:
+                return image
+            self._files[file] = image.grid, image.content_hash
+            self._files.move_to_end(file)
+            while len(self._files) > _MAX_FILES:
+                self._files.popitem(last=False)
+            if image.inputs is None:
+                return image
+            if image.content_hash not in self._inputs:
+                self._inputs[image.content_hash] = image.inputs
+                self._num_bytes += size_of(image.inputs)
+            kept = self._inputs[image.content_hash]
+            self._inputs.move_to_end(image.content_hash)
             while self._num_bytes > self._max_input_bytes:
                 self._num_bytes -= size_of(self._inputs.popitem(last=False)[1])
+            return LoadedImage(image.content_hash, image.grid, kept)
 
 
 def size_of(inputs: Inputs) -> int:

@@ -11,6 +11,7 @@ from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from metal_engine.media.sources import ImageSource
 from metal_engine.server.errors import invalid, invalid_prompt, model_not_loaded, validated
 from metal_engine.server.generation.images import with_image_tokens
 from metal_engine.server.generation.models import Models
@@ -86,7 +87,10 @@ def add_tokenization_routes(app: FastAPI, models: Models) -> None:
     @app.post("/tokenize", tags=["tokens"], response_model=Tokens)
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
         served = await models.use(request, body.model)
-        data = await served.workers.run(Weight.of(len(await request.body())), _tokenized, served, body)
+        num_bytes = len(await request.body())
+        tokens, images = await served.workers.run(Weight.of(num_bytes), _tokens, served, body)
+        tokens = await with_image_tokens(served, images, num_bytes, tokens)
+        data = await served.workers.run(Weight.of(num_bytes), _answer, served, body, tokens)
         return Response(data, media_type="application/json")
 
     @app.post("/detokenize", tags=["tokens"])
@@ -107,21 +111,25 @@ def _info(served: ServedModel) -> bytes:
     return to_json(info)
 
 
-def _tokenized(served: ServedModel, body: TokenizeBody) -> bytes:
+def _tokens(served: ServedModel, body: TokenizeBody) -> tuple[list[int], list[ImageSource]]:
+    """Return the tokens of a text or of a conversation without those of its images, and the images."""
     tokenizer = served.tokenizer_beyond_context
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", param="prompt")
     if body.prompt is not None:
         try:
-            tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens), []
         except ValueError as error:
             raise invalid_prompt(error, "prompt") from error
-    else:
-        conversation = validated(ChatCompletionBody, {"messages": body.messages, **(body.model_extra or {})})
-        served.parameters.check(conversation)
-        endpoint = ChatEndpoint(served)
-        (tokens,) = endpoint.tokenize(conversation, tokenizer)
-        tokens = with_image_tokens(served, endpoint.image_sources(conversation), tokens)
+    conversation = validated(ChatCompletionBody, {"messages": body.messages, **(body.model_extra or {})})
+    served.parameters.check(conversation)
+    endpoint = ChatEndpoint(served)
+    (tokens,) = endpoint.tokenize(conversation, tokenizer)
+    return tokens, endpoint.image_sources(conversation)
+
+
+def _answer(served: ServedModel, body: TokenizeBody, tokens: list[int]) -> bytes:
+    tokenizer = served.tokenizer_beyond_context
     strs: list[str] | None = None
     if body.return_token_strs:
         if len(tokens) > MAX_TEXTS:

@@ -35,6 +35,12 @@ def test_images_become_part_of_the_request() -> None:
     assert prepared.images is images and images.num_features == 4
 
 
+def test_equal_images_take_their_memory_once() -> None:
+    pixels = np.zeros(MAX_IMAGE_BYTES // 2 + 1, np.uint8)
+    images = PromptImages((image(1, 2, pixels=pixels), image(5, 7, pixels=pixels)))
+    assert preparer().prepare(PROMPT, SamplingParams(), images=images).images is images
+
+
 def test_a_model_without_an_encoder_refuses_images() -> None:
     with pytest.raises(PromptError, match="cannot be given images here: there is no tower"):
         preparer("there is no tower").prepare(PROMPT, SamplingParams(), images=PromptImages((image(1),)))

@@ -11,7 +11,7 @@ from PIL import Image
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from metal_engine.images import PromptImages
+from metal_engine.images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS, PromptImages
 from metal_engine.media.families.base import ImageFamily
 from metal_engine.media.families.find import FAMILIES, find_family
 from metal_engine.media.processing import ImageProcessing, LoadedImage
@@ -290,13 +290,15 @@ NO_INPUTS = {"input_ids", "attention_mask", "mm_token_type_ids", "image_token_id
 
 def check_inputs(golden: dict[str, np.ndarray], loaded: LoadedImage) -> None:
     assert loaded.inputs is not None
-    for name, array in loaded.inputs.items():
-        expected = golden[name]
-        if name == "pixel_values":
-            assert array.dtype == np.float32
-            np.testing.assert_allclose(array.reshape(expected.shape), expected, rtol=0, atol=2e-6)
-        else:
-            assert np.array_equal(array.reshape(expected.shape), expected), name
+    inputs = dict(loaded.inputs)
+    integers, scale, offset = (inputs.pop(name) for name in (PIXELS, PIXEL_SCALE, PIXEL_OFFSET))
+    assert integers.dtype == np.uint8
+    pixels, expected = integers * scale + offset, golden[PIXELS]
+    if "spatial_shapes" in inputs:  # LFM2-VL's encoder masks padding, so it may have any value
+        pixels = np.where(inputs["pixel_attention_mask"][..., None], pixels, 0)
+    np.testing.assert_allclose(pixels.reshape(expected.shape), expected, rtol=0, atol=2e-6)
+    for name, array in inputs.items():
+        assert np.array_equal(array.reshape(golden[name].shape), golden[name]), name
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from metal_engine.media import fetch as module
 from metal_engine.media.fetch import FetchError, fetch
+from tests.support.tls import certificate
 
 HOST = "localhost"
 
@@ -24,6 +29,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b"X-Header-%d: 1\r\n" % i)
             return
         target = {"/other": "http://example.org/", "/again": "/again", "/file": "file:///etc/passwd", "/to": "/a?b=c"}
+        port = self.server.server_address[1]
+        target |= {"/there": f"http://127.0.0.1:{port}/a?b=c", "/private": f"http://127.0.0.2:{port}/a"}
         if self.path in target:
             self.send_response(302)
             self.send_header("Location", target[self.path])
@@ -57,7 +64,7 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let downloads reach addresses of this machine."""
-    monkeypatch.setattr(module, "_is_public", lambda address: True)
+    monkeypatch.setattr(module, "is_public", lambda address: True)
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -94,6 +101,73 @@ def test_a_slow_answer_is_cut(url: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert time.monotonic() - started < 10
 
 
+def test_each_host_of_a_redirect_is_checked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "is_public", lambda address: address != "127.0.0.2")
+    allowed = [HOST, "127.0.0.1", "127.0.0.2"]
+    assert fetch(f"{url}/there", allowed) == b"/a?b=c"
+    with pytest.raises(FetchError, match=r"127.0.0.2 has an address that is not public"):
+        fetch(f"{url}/private", allowed)
+
+
+def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names beyond the limit are refused at once. The resolver's threads end with it."""
+    hangs = threading.Event()
+    monkeypatch.setattr(module, "_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_resolving", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(module.socket, "getaddrinfo", lambda *_, **__: hangs.wait(60) and [])
+    try:
+        for problem in ("takes more than 0.05 s", "takes more than 0.05 s", "host names are being resolved"):
+            with pytest.raises(FetchError, match=problem):
+                fetch(f"http://{HOST}/", [HOST])
+    finally:
+        hangs.set()
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("drips", [False, True], ids=["silent", "dripping"])
+def test_a_handshake_without_end_is_cut(drips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SECONDS", 0.3)
+    ended = threading.Event()
+    with socket.create_server((HOST, 0)) as listener:
+
+        def serve() -> None:
+            peer, _ = listener.accept()
+            with peer, contextlib.suppress(OSError):
+                peer.sendall(b"\x16\x03\x03\x40\x00")  # a record of 16 KiB follows
+                while not ended.wait(0.02):
+                    peer.sendall(b"\0" * drips)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            with pytest.raises(FetchError):
+                fetch(f"https://{HOST}:{listener.getsockname()[1]}/", [HOST])
+            assert not ended.is_set()
+        finally:
+            ended.set()
+            thread.join()
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_files_are_downloaded_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, cert = certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+    server = ThreadingHTTPServer((HOST, 0), _Handler)
+    monkeypatch.setattr(server, "handle_error", lambda *_: None)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        assert fetch(f"https://{HOST}:{server.server_port}/to", [HOST]) == b"/a?b=c"
+        monkeypatch.delenv("SSL_CERT_FILE")
+        with pytest.raises(FetchError, match="certificate"):
+            fetch(f"https://{HOST}:{server.server_port}/to", [HOST])
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 def test_private_addresses_are_refused(url: str) -> None:
     with pytest.raises(FetchError, match="not public"):
         fetch(f"{url}/a", [HOST])
@@ -107,6 +181,7 @@ def test_private_addresses_are_refused(url: str) -> None:
         ("http://localhost@example.org/", "user name"),
         ("http://user:password@localhost/", "user name"),
         ("http:///a", "is not an http"),
+        (f"http://localhost/{'a' * 10_000}", "more than 8192 characters"),
         ("http://localhost:99999/", "downloaded"),
     ],
 )
@@ -134,4 +209,4 @@ def test_nothing_is_downloaded_by_default(url: str) -> None:
     ],
 )
 def test_public_addresses(address: str, is_public: bool) -> None:
-    assert module._is_public(address) is is_public
+    assert module.is_public(address) is is_public

@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 
 from metal_engine.media import files
 from metal_engine.media.files import ImageFileError, decoded, displayed_size, open_image
-from tests.support.image_files import encoded, hostile_files, picture, png
+from tests.support.image_files import encoded, hostile_files, picture, png, png_chunk, png_of
 
 
 def opened(data: bytes) -> np.ndarray:
@@ -59,9 +59,40 @@ def test_transparent_pixels_are_white() -> None:
         assert (opened(encoded(palette, kind)) == 0).all()
 
 
-def test_sixteen_bit_gray_is_scaled() -> None:
-    values = np.array([[0, 257, 40_000, 65_535]], np.uint16)
-    assert opened(encoded(Image.fromarray(values)))[0, :, 0].tolist() == [0, 1, 156, 255]
+GRAY, RGB, PALETTE, GRAY_ALPHA, RGBA = 0, 2, 3, 4, 6
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind"),
+    [
+        *((bits, GRAY) for bits in (1, 2, 4, 8, 16)),
+        *((bits, PALETTE) for bits in (1, 2, 4, 8)),
+        *((bits, kind) for bits in (8, 16) for kind in (RGB, GRAY_ALPHA, RGBA)),
+    ],
+)
+def test_every_kind_of_png_is_shown_on_white(bits: int, kind: int) -> None:
+    """The reference is computed from the format's definition, in float64. A transparent color must match exactly."""
+    rng, most = np.random.default_rng(bits), (1 << bits) - 1
+    values = rng.integers(0, most + 1, (16, 16, {RGB: 3, GRAY_ALPHA: 2, RGBA: 4}.get(kind, 1)))
+    colors, alpha, chunks = values / most, np.ones((16, 16, 1)), []
+    if kind in (GRAY, RGB):
+        transparent = values[0, 0]
+        values[1, :8], values[1, 8:] = (
+            transparent,
+            transparent ^ 1,
+        )  # a neighbor is opaque, also if its high bytes agree
+        colors = values / most
+        alpha = 1.0 - (values == transparent).all(axis=-1, keepdims=True)
+        chunks = [png_chunk(b"tRNS", transparent.astype(">u2").tobytes())]
+    elif kind == PALETTE:
+        palette, of_color = rng.integers(0, 256, (most + 1, 3), np.uint8), np.arange(most + 1) * 7 % 256
+        colors, alpha = palette[values[..., 0]] / 255, of_color[values] / 255
+        chunks = [png_chunk(b"PLTE", palette.tobytes()), png_chunk(b"tRNS", of_color.astype(np.uint8).tobytes())]
+    else:
+        colors, alpha = colors[..., :-1], colors[..., -1:]
+    expected = np.broadcast_to(255 * (colors * alpha + 1 - alpha), (16, 16, 3))
+    found = opened(png_of(values, bits, kind, *chunks))
+    assert np.abs(found - expected).max() <= 2  # Pillow cuts values of 16 bits, and rounds alpha
 
 
 def test_cmyk_is_converted() -> None:

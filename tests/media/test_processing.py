@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -11,10 +12,13 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
+from metal_engine.cancellation import Cancelled, caller_disconnected
 from metal_engine.errors import OverloadedError
 from metal_engine.forks.channel import framed, receive
 from metal_engine.images import PromptImages
@@ -23,10 +27,11 @@ from metal_engine.media import process
 from metal_engine.media.decoder import ImageDecoder, ImageError
 from metal_engine.media.families.find import find_family
 from metal_engine.media.processing import ImageProcessing
-from metal_engine.media.store import ImageStore
+from metal_engine.media.store import ImageStore, LoadedImage
 from metal_engine.settings.config import VisionConfig
 from tests.support.image_files import encoded, hostile_files, picture, png
 from tests.support.seeing import shared_decoder
+from tests.support.serving import wait_until
 
 IMAGE = 7
 VISION = VisionConfig(
@@ -95,7 +100,7 @@ def test_hostile_files_are_named(processing: ImageProcessing, name: str) -> None
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * _UNIT < 16 << 20
 
 
-def run_forked(data: bytes) -> tuple[list[bytes], int]:
+def run_forked(data: bytes, seconds: float = 30.0) -> tuple[list[bytes], int]:
     """Process a file in a fork. Return its answers and its exit status."""
     ours, theirs = socket.socketpair()
     families = {"high": find_family(VISION, 64)}
@@ -110,8 +115,10 @@ def run_forked(data: bytes) -> tuple[list[bytes], int]:
     theirs.close()
     answers = []
     with ours:
-        asked = {"details": ["high"], "wants_inputs": True, "max_tokens": 1000}
-        ours.sendall(framed(json.dumps(asked).encode()) + framed(data))
+        for wants_inputs in (False, True):
+            asked = {"detail": "high", "wants_inputs": wants_inputs, "seconds": seconds}
+            ours.sendall(framed(json.dumps(asked).encode()) + framed(data))
+        ours.shutdown(socket.SHUT_WR)
         try:
             while True:
                 answers.append(receive(ours))
@@ -120,18 +127,19 @@ def run_forked(data: bytes) -> tuple[list[bytes], int]:
     return answers, os.waitpid(pid, 0)[1]
 
 
-@pytest.mark.parametrize("limit", ["IMAGE_CPU_SECONDS", "REQUEST_CPU_SECONDS"])
+@pytest.mark.parametrize("limit", ["image", "request"])
 def test_a_process_that_takes_too_long_is_ended(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     file = png(8000, 8000, bits=8, channels=3)
-    monkeypatch.setattr(process, limit, 0.05)
-    answers, status = run_forked(file)
+    if limit == "image":
+        monkeypatch.setattr(process, "IMAGE_CPU_SECONDS", 0.05)
+    answers, status = run_forked(file, 0.05 if limit == "request" else 30.0)
     assert len(answers) == 1 and os.WTERMSIG(status) == signal.SIGPROF
 
 
 def test_a_process_that_grows_too_much_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     file = png(8000, 8000, bits=8, channels=3)
     answers, status = run_forked(file)
-    assert len(answers) == 4 and status == 0
+    assert len(answers) == 6 and status == 0
     monkeypatch.setattr(process, "MAX_GROWTH", 64 << 20)
     for _ in range(5):  # on a busy machine, the thread may not run before the end
         answers, status = run_forked(file)
@@ -140,24 +148,103 @@ def test_a_process_that_grows_too_much_is_ended(monkeypatch: pytest.MonkeyPatch)
     assert len(answers) == 1 and os.WEXITSTATUS(status) == 1
 
 
-def test_the_end_of_a_process_is_an_error_of_its_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ending:
-        def connect(self) -> socket.socket:
-            ours, theirs = socket.socketpair()
+class FakeForks:
+    """Forks that answer for images of one token. Each file has a name and a CPU time, as in ``a 2.5``.
 
-            def answer() -> None:
-                with theirs:
-                    for _ in range(3):
-                        receive(theirs)
-                    theirs.sendall(framed(json.dumps({"grid": [1, 2, 2], "num_tokens": 1}).encode()))
+    Attributes:
+        decoded: names of the decoded files, in order.
+        started: is released when a file begins to be decoded.
+        goes_on: is acquired before a file is decoded.
+    """
 
-            threading.Thread(target=answer).start()
-            return ours
+    def __init__(self) -> None:
+        self.decoded: list[str] = []
+        self.started, self.goes_on = threading.Semaphore(0), threading.Semaphore(0)
+        self.num_forks = 0
 
-    monkeypatch.setattr(decoder_module, "ForkingProcess", lambda *_: Ending())
-    with pytest.raises(ImageError, match="limits on time and memory") as caught:
-        ImageDecoder(VISION).decode([b"a", b"b"], ["high"] * 2, wants_inputs=True, max_tokens=100)
-    assert caught.value.index == 1
+    def connect(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        self.num_forks += 1
+        threading.Thread(target=self._serve, args=[theirs], daemon=True).start()
+        return ours
+
+    def _serve(self, channel: socket.socket) -> None:
+        with channel, contextlib.suppress(EOFError, OSError):
+            while True:
+                asked, (name, seconds) = json.loads(receive(channel)), receive(channel).decode().split()
+                answer = {"grid": [1, 2, 2], "num_tokens": 1, "seconds": 0.0}
+                if asked["wants_inputs"]:
+                    self.started.release()
+                    self.goes_on.acquire()
+                    if name == "crash" or asked["seconds"] < float(seconds):
+                        return
+                    self.decoded.append(name)
+                    answer |= {"arrays": [], "hash": name.encode().hex(), "seconds": float(seconds)}
+                channel.sendall(framed(json.dumps(answer).encode()))
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> FakeForks:
+    fake = FakeForks()
+    monkeypatch.setattr(decoder_module, "ForkingProcess", lambda *_: fake)
+    return fake
+
+
+def decode(decoder: ImageDecoder, *files: str) -> list[decoder_module.DecodedImage]:
+    given = [file.encode() for file in files]
+    return decoder.decode(given, ["high"] * len(files), wants_inputs=True, max_tokens=100)
+
+
+def test_the_end_of_a_process_is_an_error_of_its_image(forks: FakeForks) -> None:
+    for files in (("a 1", "crash 1"), ("a 16", "b 15")):  # the second request exceeds 30 s
+        forks.goes_on.release(2)
+        with pytest.raises(ImageError, match="limits on time and memory") as caught:
+            decode(ImageDecoder(VISION), *files)
+        assert caught.value.index == 1
+
+
+def test_the_least_served_request_is_next(forks: FakeForks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request with many slow files has a turn. Others with less work pass it, in the order of their used time."""
+    monkeypatch.setattr(decoder_module, "_MAX_DECODING", 1)
+    decoder = ImageDecoder(VISION)
+
+    def is_waiting(count: int) -> bool:
+        return len(decoder._turns._waiting) == count
+
+    with ThreadPoolExecutor(3) as clients:
+        slow = clients.submit(decode, decoder, "slow1 5", "slow2 5", "slow3 5")
+        forks.started.acquire()
+        medium = clients.submit(decode, decoder, "medium1 2", "medium2 2")
+        wait_until(lambda: is_waiting(1), "a request waits")
+        small = clients.submit(decode, decoder, "small 1")
+        wait_until(lambda: is_waiting(2), "a request waits")
+        forks.goes_on.release(20)
+        for request in (slow, medium, small):
+            request.result(60)
+    assert forks.decoded == ["slow1", "medium1", "small", "medium2", "slow2", "slow3"]
+    assert forks.num_forks == 5  # a fork ends with the turn of its request
+
+
+def test_a_cancelled_request_leaves_its_place(forks: FakeForks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_module, "_MAX_DECODING", 1)
+    decoder, left = ImageDecoder(VISION), threading.Event()
+
+    def cancelled() -> None:
+        caller_disconnected.set(left)
+        decode(decoder, "b 1")
+
+    with ThreadPoolExecutor(3) as clients:
+        first = clients.submit(decode, decoder, "a 1")
+        forks.started.acquire()
+        second = clients.submit(cancelled)
+        wait_until(lambda: len(decoder._turns._waiting) == 1, "a request waits")
+        third = clients.submit(decode, decoder, "c 1")
+        left.set()
+        with pytest.raises(Cancelled):
+            second.result(60)
+        forks.goes_on.release(2)
+        first.result(60), third.result(60)
+    assert forks.decoded == ["a", "c"]
 
 
 def test_the_inputs_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +252,7 @@ def test_the_inputs_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     before = decoder.num_live_bytes
     file = encoded(picture(64, 48, 7))
     images = decoder.decode([file], ["high"], wants_inputs=True, max_tokens=1000)
-    assert decoder.num_live_bytes == before + 192 * 96 * 4 + 12
+    assert decoder.num_live_bytes == before + 192 * 96 + 2 * 96 * 4 + 12
     monkeypatch.setattr(decoder_module, "MAX_LIVE_BYTES", before)
     with pytest.raises(OverloadedError, match="MiB of memory"):
         decoder.decode([file], ["high"], wants_inputs=True, max_tokens=1000)
@@ -177,14 +264,45 @@ def test_the_inputs_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_store_is_bounded() -> None:
     store = ImageStore(max_input_bytes=1000)
-    arrays = {name: {"a": np.zeros(100, np.float32)} for name in "abc"}
+
+    def image(name: str) -> LoadedImage:
+        return LoadedImage(name.encode(), (1,), {"a": np.zeros(100, np.float32)})
+
+    images = {name: image(name) for name in "abc"}
     for name in "aabc":
-        store.add(name.encode(), (1,), arrays[name])
+        store.add(name.encode(), images[name])
     assert store.num_bytes == 800
-    assert (store.inputs(b"a"), store.grid(b"a")) == (None, (1,))
-    assert store.inputs(b"b") is arrays["b"]
-    store.add(b"a", (1,), arrays["a"])
-    assert store.inputs(b"c") is None and store.inputs(b"b") is not None
+    found = store.find(b"a")
+    assert found is not None and (found.inputs, found.grid) == (None, (1,))
+    assert store.find(b"b").inputs is images["b"].inputs  # type: ignore[union-attr]
+    store.add(b"a", images["a"])
+    assert store.find(b"c").inputs is None and store.find(b"b").inputs is not None  # type: ignore[union-attr]
+    assert store.add(b"other file", image("b")).inputs is images["b"].inputs and store.num_bytes == 800
+
+
+def test_equal_images_count_once(processing: ImageProcessing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other files and details with the same result are the same image. Each image counts once towards the limit."""
+    original = picture(64, 48, 12)
+    files = [encoded(original), encoded(original, compress_level=0), encoded(original, "WEBP", lossless=True)]
+    size = 192 * 96 + 2 * 96 * 4 + 12
+    monkeypatch.setattr(decoder_module, "MAX_INPUT_BYTES", size)
+    for _ in range(2):
+        found = processing.decode(
+            [*files, files[0]] * 8, ["high", "low", "high", "low"] * 8, wants_inputs=True, max_tokens=10_000
+        )
+        assert len({image.content_hash for image in found}) == 1 and len({id(image.inputs) for image in found}) == 1
+    with pytest.raises(ImageError, match="MiB of pixels") as caught:
+        load(processing, files[0], encoded(picture(64, 48, 13)))
+    assert caught.value.index == 1
+    reduced = encoded(picture(400, 300, 14))
+    family = VisionConfig(**{**asdict(VISION), "max_image_tokens": None})
+    other = ImageProcessing(family, lambda text: [])
+    try:
+        monkeypatch.undo()
+        low, high = other.decode([reduced] * 2, ["low", "high"], wants_inputs=True, max_tokens=10_000)
+        assert low.grid != high.grid and low.content_hash != high.content_hash
+    finally:
+        other.close()
 
 
 def test_images_are_inserted_where_the_template_has_them(processing: ImageProcessing) -> None:

@@ -36,7 +36,16 @@ def test_wrong_base64_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "url",
-    ["", "picture.png", "file:///etc/passwd", "data:image/png,abc", "data:;utf8,<svg/>", "ftp://a/b", "javascript:1"],
+    [
+        "",
+        "picture.png",
+        "file:///etc/passwd",
+        "data:image/png,abc",
+        "data:;utf8,<svg/>",
+        "ftp://a/b",
+        "javascript:1",
+        f"data:{';a=b' * 400};base64,aGk=",
+    ],
 )
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(SourceError, match="data URL"):
@@ -51,10 +60,21 @@ def test_media_types_have_no_effect() -> None:
 def test_files_are_read_for_local_callers(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(b"hi")
-    for name in (str(path), f"file://{path}"):
-        assert ImageSource(name, "").read((), allows_files=True) == b"hi"
-    with pytest.raises(SourceError, match="No such file"):
-        ImageSource(str(tmp_path / "b"), "").read((), allows_files=True)
+    spaced = tmp_path / "ein Bär 100%#?.png"
+    spaced.write_bytes(b"hi")
+    urls = [f"file://{path}", f"FILE://localhost{path}", f"file:{path}", spaced.as_uri()]
+    for name in (str(path), str(spaced), *urls):
+        assert ImageSource(name, "").read((), allows_files=True) == b"hi", name
+    for name, problem in (
+        (str(tmp_path / "b"), "No such file"),
+        (str(tmp_path), "is not a file"),
+        ("/dev/zero", "is not a file"),
+        ("~nobody_has_this_name/a.png", "No such file"),
+        (f"file://example.org{path}", "files of the host 'example.org' cannot be read"),
+        ("file:///a%00.png", "null character"),
+    ):
+        with pytest.raises(SourceError, match=problem):
+            ImageSource(name, "").read((), allows_files=True)
     with path.open("wb") as file:
         file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(SourceError, match="20 MiB"):

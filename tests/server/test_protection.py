@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from metal_engine.settings.args import ServerArgs
 from metal_engine.settings.config import PoolerConfig
 from tests.server.status.test_metrics import scrape
 from tests.server.test_errors import check_error, sse_events
+from tests.support import tls
 from tests.support.raw_http import crowd, rest
 from tests.support.serving import DEADLINE, MODEL, Served, serve, wait_until
 from tools.fixtures.fake_engine import byte_ids, fake_config, generated, tiny_tokenizer
@@ -160,12 +160,7 @@ def test_no_origin_is_allowed_unless_told(served: Served) -> None:
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    key, cert = folder / "key.pem", folder / "cert.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run([*command, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
-    return key, cert
+    return tls.certificate(tmp_path_factory.mktemp("tls"))
 
 
 def test_tls(certificate: tuple[Path, Path]) -> None:

@@ -31,16 +31,32 @@ def data_url(data: bytes, media_type: str = "image/png") -> str:
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png_file(width: int, height: int, bits: int, color_type: int, packed: bytes, *before: bytes) -> bytes:
+    """Return a PNG file. ``packed`` has the compressed rows, and ``before`` the chunks between header and pixels."""
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, color_type, 0, 0, 0))
+    pixels = png_chunk(b"IDAT", packed) + png_chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(before) + pixels
+
+
 def png(width: int, height: int, *, bits: int = 1, channels: int = 1) -> bytes:
     """Return a PNG file of zeros. Its pixels are compressed row by row, so that large ones can be made, too."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
     packer, row = zlib.compressobj(9), bytes(1 + (width * bits * channels + 7) // 8)
     pixels = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
-    header = struct.pack(">IIBBBBB", width, height, bits, {1: 0, 3: 2}[channels], 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+    return png_file(width, height, bits, {1: 0, 3: 2}[channels], pixels)
+
+
+def png_of(values: np.ndarray, bits: int, color_type: int, *before: bytes) -> bytes:
+    """Return a PNG file of integer values of ``bits`` bits, [height, width, channels]."""
+    height, width, _ = values.shape
+    digits = values.reshape(height, -1, 1) >> np.arange(bits - 1, -1, -1) & 1
+    rows = np.packbits(digits.reshape(height, -1).astype(np.uint8), axis=1)
+    return png_file(
+        width, height, bits, color_type, zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows)), *before
+    )
 
 
 def bomb() -> bytes:
@@ -67,5 +83,10 @@ def hostile_files() -> dict[str, tuple[bytes, str]]:
         "EPS": (EPS, "is not a PNG"),
         "TIFF": (encoded(picture(), "TIFF"), "is not a PNG"),
         "text": (b"hello", "is not a PNG"),
+        "no palette": (png_file(8, 8, 8, 3, zlib.compress(bytes(72))), "broken"),
+        "palette that is too short": (
+            png_of(np.full((8, 8, 1), 9), 8, 3, png_chunk(b"PLTE", bytes(3)), png_chunk(b"tRNS", bytes(300))),
+            "broken",
+        ),
         "broken header": (b"\x89PNG\r\n\x1a\n" + b"\0" * 40, "broken"),
     }

@@ -87,7 +87,10 @@ class Array(Part):
 
 
 class Image(Part):
-    """:class:`metal_engine.images.PromptImage`. ``positions`` are int32."""
+    """:class:`metal_engine.images.PromptImage`. ``positions`` are int32.
+
+    Only the first image of a prompt with a content hash has inputs.
+    """
 
     positions: bytes
     content_hash: bytes

@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+
+from metal_engine.images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS
 from metal_engine.settings.config import VisionConfig
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL import Image
 
 # Numbers that determine the tokens of an image, such as the rows and columns of its patches.
 Grid = tuple[int, ...]
+# Order of the last axes of pixels: [3, height, width], or rows of patches as [3 * n] or [n * 3].
+Layout = Literal["channels, height, width", "channels within a patch", "channels within a pixel"]
+# Arguments for an image processor of `transformers`, so that pixels stay integers from 0 to 255.
+AS_INTEGERS = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+
+
+def integer_pixels(pixels: np.ndarray, scale: np.ndarray, offset: np.ndarray, layout: Layout) -> dict[str, np.ndarray]:
+    """Return the pixels of an image as inputs of the encoder, which scales them (:mod:`metal_engine.images`).
+
+    Args:
+        pixels: integers from 0 to 255 of any type.
+        scale, offset: factor and summand of each channel, [3].
+    """
+    by_channel = []
+    for values in (scale, offset):
+        values = np.asarray(values, np.float32)
+        if layout == "channels, height, width":
+            values = values[:, None, None]
+        elif layout == "channels within a patch":
+            values = values.repeat(pixels.shape[-1] // 3)
+        else:
+            values = np.tile(values, pixels.shape[-1] // 3)
+        by_channel.append(values)
+    return {PIXELS: pixels.astype(np.uint8), PIXEL_SCALE: by_channel[0], PIXEL_OFFSET: by_channel[1]}
+
+
+def scaled_by(processor: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the factors and summands, [3] float64, with which a processor of `transformers` normalizes pixels."""
+    scale, offset = np.ones(3), np.zeros(3)
+    if processor.do_rescale:
+        scale = scale * processor.rescale_factor
+    if processor.do_normalize:
+        mean, deviation = (np.asarray(values, np.float64) for values in (processor.image_mean, processor.image_std))
+        scale, offset = scale / deviation, offset - mean / deviation
+    return scale, offset
 
 
 class ImageFamily(ABC):
@@ -74,5 +111,7 @@ class EqualImages(ImageFamily):
         return (self.vision.num_features,)
 
     def inputs(self, image: Image.Image) -> tuple[Grid, dict[str, np.ndarray]]:
-        found = self._processor(images=[image], return_tensors="np")
-        return (self.vision.num_features,), {"pixel_values": found["pixel_values"].astype("float32", copy=False)}
+        pixels = self._processor(images=[image], **AS_INTEGERS)["pixel_values"]
+        return (self.vision.num_features,), integer_pixels(
+            pixels, *scaled_by(self._processor), "channels, height, width"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from metal_engine.media.families.base import Grid, ImageFamily
+from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageFamily, integer_pixels, scaled_by
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,13 +37,12 @@ class Gemma4(ImageFamily):
         return sides[0] // (patch * side), sides[1] // (patch * side)
 
     def inputs(self, image: Image.Image) -> tuple[Grid, dict[str, np.ndarray]]:
-        found = self._processor(images=[image], return_tensors="np")
+        found = self._processor(images=[image], **AS_INTEGERS)
         grid = self.grid(*image.size)
         num_patches = grid[0] * grid[1] * self._processor.pooling_kernel_size**2  # the processor appends padding
-        return grid, {
-            "pixel_values": found["pixel_values"][:, :num_patches].astype("float32", copy=False),
-            "image_position_ids": found["image_position_ids"][:, :num_patches].astype("int32"),
-        }
+        pixels, positions = (found[name][:, :num_patches] for name in ("pixel_values", "image_position_ids"))
+        inputs = integer_pixels(pixels, *scaled_by(self._processor), "channels within a pixel")
+        return grid, {**inputs, "image_position_ids": positions.astype("int32")}
 
     def segments(self, grid: Grid) -> list[str | int]:
         return ["<|image>", grid[0] * grid[1], "<image|>"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from metal_engine.media.families.base import Grid, ImageFamily
+from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageFamily, integer_pixels, scaled_by
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,12 +40,10 @@ class Idefics3(ImageFamily):
         return rows, columns
 
     def inputs(self, image: Image.Image) -> tuple[Grid, dict[str, np.ndarray]]:
-        found = self._processor(images=[[image]], return_row_col_info=True, return_tensors="np")
+        found = self._processor(images=[[image]], return_row_col_info=True, **AS_INTEGERS)
         grid = int(found["rows"][0][0]), int(found["cols"][0][0])
-        return grid, {
-            "pixel_values": found["pixel_values"].astype("float32", copy=False),
-            "pixel_attention_mask": found["pixel_attention_mask"].astype("int32"),
-        }
+        inputs = integer_pixels(found["pixel_values"], *scaled_by(self._processor), "channels, height, width")
+        return grid, {**inputs, "pixel_attention_mask": found["pixel_attention_mask"].astype("bool")}
 
     def segments(self, grid: Grid) -> list[str | int]:
         rows, columns = grid

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from metal_engine.media.families.base import Grid, ImageFamily
+from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageFamily, integer_pixels, scaled_by
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,8 +30,9 @@ class InternVL(ImageFamily):
         return (self._processor.get_number_of_image_patches(height, width, {}),)
 
     def inputs(self, image: Image.Image) -> tuple[Grid, dict[str, np.ndarray]]:
-        found = self._processor(images=[image], return_tensors="np")
-        return (int(found["num_patches"][0]),), {"pixel_values": found["pixel_values"].astype("float32", copy=False)}
+        found = self._processor(images=[image], **AS_INTEGERS)
+        inputs = integer_pixels(found["pixel_values"], *scaled_by(self._processor), "channels, height, width")
+        return (int(found["num_patches"][0]),), inputs
 
     def segments(self, grid: Grid) -> list[str | int]:
         return ["<img>", grid[0] * self.vision.num_features, "</img>"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from metal_engine.media.families.base import Grid, ImageFamily
+from metal_engine.media.families.base import Grid, ImageFamily, integer_pixels
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -64,13 +64,13 @@ class KimiVL(ImageFamily):
         left, top = max((image.width - width) // 2, 0), max((image.height - height) // 2, 0)
         image = image.crop((left, top, left + width, top + height))  # beyond its sides, the image is black
         mean, std = (
-            np.array(self.vision.processor.get(name, default), np.float32)
+            np.array(self.vision.processor.get(name, default), np.float64)
             for name, default in (("image_mean", _MEAN), ("image_std", _STD))
         )
-        array = (np.asarray(image, np.float32) / 255 - mean) / std
-        patches = array.reshape(grid[0], patch, grid[1], patch, 3).transpose(0, 2, 4, 1, 3)
-        pixels = np.ascontiguousarray(patches).reshape(-1, 3, patch, patch)
-        return grid, {"pixel_values": pixels, "image_grid_hws": np.array([grid], np.int32)}
+        patches = np.asarray(image).reshape(grid[0], patch, grid[1], patch, 3).transpose(0, 2, 4, 1, 3)
+        pixels = patches.reshape(-1, 3, patch, patch)
+        inputs = integer_pixels(pixels, 1 / 255 / std, -mean / std, "channels, height, width")
+        return grid, {**inputs, "image_grid_hws": np.array([grid], np.int32)}
 
     def segments(self, grid: Grid) -> list[str | int]:
         return [grid[0] * grid[1] // self.vision.merge_size**2]

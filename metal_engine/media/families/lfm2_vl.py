@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from metal_engine.media.families.base import Grid, ImageFamily
+from metal_engine.media.families.base import Grid, ImageFamily, integer_pixels
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -115,26 +115,26 @@ class Lfm2VL(ImageFamily):
         return grid, self._packed(views)
 
     def _packed(self, views: list[Image.Image]) -> dict[str, np.ndarray]:
-        """Return the normalized patches of each view, padded to the same number."""
+        """Return the patches of each view, padded to the same number. The encoder masks the padding."""
         patch = self._patch
         features = int(self._setting("max_image_tokens", 256)) * int(self._setting("downsample_factor", 2)) ** 2
         num_patches = features
         if self._setting("do_image_splitting", True):
             num_patches = max(features, (self._tile // patch) ** 2)
-        pixels = np.zeros((len(views), num_patches, patch * patch * 3), np.float32)
+        pixels = np.zeros((len(views), num_patches, patch * patch * 3), np.uint8)
         mask = np.zeros((len(views), num_patches), np.int32)
         shapes = np.zeros((len(views), 2), np.int32)
         mean, std = (
-            np.array(self.vision.processor.get(name, [0.5] * 3), np.float32) for name in ("image_mean", "image_std")
+            np.array(self.vision.processor.get(name, [0.5] * 3), np.float64) for name in ("image_mean", "image_std")
         )
         for i, view in enumerate(views):
-            array = np.array(view, np.float32)
-            array *= self._setting("rescale_factor", 1 / 255)
-            array = (array - mean) / std
+            array = np.asarray(view)
             height, width = array.shape[0] // patch, array.shape[1] // patch
             patches = array.reshape(height, patch, width, patch, 3).swapaxes(1, 2).reshape(height * width, -1)
             pixels[i, : len(patches)], mask[i, : len(patches)], shapes[i] = patches, 1, (height, width)
-        return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+        scale = self._setting("rescale_factor", 1 / 255) / std
+        inputs = integer_pixels(pixels, scale, -mean / std, "channels within a pixel")
+        return {**inputs, "pixel_attention_mask": mask, "spatial_shapes": shapes}
 
     def segments(self, grid: Grid) -> list[str | int]:
         rows, columns, height, width = grid

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from metal_engine.media.families.base import Grid, ImageFamily
+from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageFamily, integer_pixels, scaled_by
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -44,10 +44,11 @@ class Pixtral(ImageFamily):
         return tuple(size // self._side for size in sizes)
 
     def inputs(self, image: Image.Image) -> tuple[Grid, dict[str, np.ndarray]]:
-        found = self._processor(images=[image], patch_size=self._side, return_tensors="np")
+        found = self._processor(images=[image], patch_size=self._side, **AS_INTEGERS)
         sizes = np.asarray(found["image_sizes"], np.int32)
-        pixels = np.asarray(found["pixel_values"], np.float32)
-        return tuple(int(size) // self._side for size in sizes[0]), {"pixel_values": pixels, "image_sizes": sizes}
+        pixels = np.asarray(found["pixel_values"])
+        inputs = integer_pixels(pixels, *scaled_by(self._processor), "channels, height, width")
+        return tuple(int(size) // self._side for size in sizes[0]), {**inputs, "image_sizes": sizes}
 
     def segments(self, grid: Grid) -> list[str | int]:
         height, width = grid

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from metal_engine.media.families.base import Grid, ImageFamily
+from metal_engine.media.families.base import AS_INTEGERS, Grid, ImageFamily, integer_pixels, scaled_by
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,10 +40,10 @@ class QwenVL(ImageFamily):
         return (1, sides[0] // processor.patch_size, sides[1] // processor.patch_size)
 
     def inputs(self, image: Image.Image) -> tuple[Grid, dict[str, np.ndarray]]:
-        found = self._processor(images=[image], return_tensors="np")
+        found = self._processor(images=[image], **AS_INTEGERS)
         grid = found["image_grid_thw"].astype("int32")
-        arrays = {"pixel_values": found["pixel_values"].astype("float32", copy=False), "image_grid_thw": grid}
-        return tuple(map(int, grid[0])), arrays
+        inputs = integer_pixels(found["pixel_values"], *scaled_by(self._processor), "channels within a patch")
+        return tuple(map(int, grid[0])), {**inputs, "image_grid_thw": grid}
 
     def segments(self, grid: Grid) -> list[str | int]:
         time, height, width = self.axes(grid)

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from metal_engine.checkpoints.image_encoders import ENCODERS, sees_itself
+from metal_engine.images import PIXEL_OFFSET, PIXEL_SCALE, PIXELS
 from metal_engine.models.multimodal.encoder import Axes, ImageFeatures, SampleImage
 from metal_engine.models.multimodal.families import FAMILIES, ImageFamily
 
@@ -69,7 +70,9 @@ class MlxVlmEncoder:
     def encode(self, inputs: Mapping[str, np.ndarray], num_features: int) -> ImageFeatures:
         """See :class:`metal_engine.models.multimodal.encoder.ImageEncoder`."""
         given = {name: mx.array(array) for name, array in inputs.items()}
-        pixels = given.pop("pixel_values")
+        pixels = given.pop(PIXELS)
+        if PIXEL_SCALE in given:
+            pixels = pixels * given.pop(PIXEL_SCALE) + given.pop(PIXEL_OFFSET)
         if self.num_deep_layers:  # the method evaluates these features, which would wait for the running step
             embeddings, by_layer = self.model.vision_tower(
                 pixels.astype(self.model.vision_tower.patch_embed.proj.weight.dtype), given["image_grid_thw"]

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from metal_engine.media.sources import ImageSource
 from metal_engine.server.anthropic import protocol
 from metal_engine.server.anthropic.messages import MessagesEndpoint
 from metal_engine.server.errors import anthropic_error, renaming
@@ -32,15 +33,17 @@ def add_anthropic_routes(app: FastAPI, models: Models, answer: Answerer) -> None
     @app.post("/v1/messages/count_tokens", tags=["messages"], responses=_ERRORS)
     async def count_tokens(body: protocol.CountTokensBody, request: Request) -> protocol.TokenCount:
         with renaming(protocol.RENAMED):
-            weight = Weight.of(len(await request.body()))
+            num_bytes = len(await request.body())
             served = await models.use(request, body.model)
-            return await served.workers.run(weight, _count_tokens, served, body)
+            prompt, images = await served.workers.run(Weight.of(num_bytes), _tokens, served, body)
+            prompt = await with_image_tokens(served, images, num_bytes, prompt)
+            return protocol.TokenCount(input_tokens=len(prompt))
 
 
-def _count_tokens(served: ServedModel, body: protocol.CountTokensBody) -> protocol.TokenCount:
+def _tokens(served: ServedModel, body: protocol.CountTokensBody) -> tuple[list[int], list[ImageSource]]:
+    """Return the tokens of a conversation without those of its images, and the images."""
     chat = protocol.to_chat(body)
     served.parameters.check(chat)
     endpoint = MessagesEndpoint(served)
     (prompt,) = endpoint.tokenize(chat, served.tokenizer_beyond_context)
-    prompt = with_image_tokens(served, endpoint.image_sources(chat), prompt)
-    return protocol.TokenCount(input_tokens=len(prompt))
+    return prompt, endpoint.image_sources(chat)

@@ -33,33 +33,42 @@ async def load_images(served: ServedModel, sources: Sequence[ImageSource], num_b
     max_tokens = served.engine.config.scheduler.max_model_len
     details = [source.detail for source in sources]
 
-    def read() -> list[bytes]:
-        with _errors_as_api_errors(sources):
-            return processing.read(sources, allowed_domains=served.allowed_media_domains)
-
     def decode(files: list[bytes]) -> list[LoadedImage]:
         with _errors_as_api_errors(sources):
             return processing.decode(files, details, wants_inputs=True, max_tokens=max_tokens)
 
-    # Decoding waits for another process, and a download for another server, so both have threads of their own.
-    is_download = any(source.is_download for source in sources)
-    files = await served.workers.run(Weight.COMPILING if is_download else Weight.of(num_bytes), read)
+    files = await _read(served, processing, sources, num_bytes)
     return await served.workers.run(Weight.COMPILING, decode, files)
 
 
-def with_image_tokens(served: ServedModel, sources: Sequence[ImageSource], token_ids: list[int]) -> list[int]:
-    """Return the token ids of a prompt with the tokens of its images. Call it in a thread.
-
-    Raises as :func:`load_images`.
-    """
+async def with_image_tokens(
+    served: ServedModel, sources: Sequence[ImageSource], num_bytes: int, token_ids: list[int]
+) -> list[int]:
+    """Return the token ids of a prompt with the tokens of its images. Raises as :func:`load_images`."""
     if not sources:
         return token_ids
     processing = _processing(served, sources)
-    with _errors_as_api_errors(sources):
-        images = processing.load(
-            sources, allowed_domains=served.allowed_media_domains, wants_inputs=False, max_tokens=0
-        )
-        return processing.insert(token_ids, images)[0]
+    details = [source.detail for source in sources]
+
+    def insert(files: list[bytes]) -> list[int]:
+        with _errors_as_api_errors(sources):
+            images = processing.decode(files, details, wants_inputs=False, max_tokens=0)
+            return processing.insert(token_ids, images)[0]
+
+    files = await _read(served, processing, sources, num_bytes)
+    return await served.workers.run(Weight.COMPILING, insert, files)
+
+
+async def _read(
+    served: ServedModel, processing: ImageProcessing, sources: Sequence[ImageSource], num_bytes: int
+) -> list[bytes]:
+    def read() -> list[bytes]:
+        with _errors_as_api_errors(sources):
+            return processing.read(sources, allowed_domains=served.allowed_media_domains)
+
+    # Decoding waits for another process, and a download for another server, so both have threads of their own.
+    is_download = any(source.is_download for source in sources)
+    return await served.workers.run(Weight.COMPILING if is_download else Weight.of(num_bytes), read)
 
 
 def _processing(served: ServedModel, sources: Sequence[ImageSource]) -> ImageProcessing:

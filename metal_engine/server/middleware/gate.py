@@ -110,7 +110,7 @@ def limit_body(app: ASGIApp, max_bytes: int, read_seconds: float) -> ASGIApp:
 
 
 def _too_large(max_bytes: int) -> APIError:
-    message = f"the request body is larger than {max_bytes} bytes (--max-body-size)"
+    message = f"the request body is larger than {max_bytes} bytes: raise --max-body-size, or reduce images"
     return APIError(413, message, headers={"connection": "close"})
 
 

@@ -49,6 +49,15 @@ def test_round_trip() -> None:
             assert theirs.inputs[name].dtype == array.dtype and theirs.inputs[name].tolist() == array.tolist(), name
 
 
+def test_inputs_of_equal_images_are_sent_once() -> None:
+    image = some_images().images[0]
+    other = PromptImage(np.array([5, 6, 7], np.int32), image.content_hash, image.inputs)
+    message = submitted(PromptImages((image, other)))
+    assert [len(one.inputs) for one in message.images.images] == [3, 0]
+    found = unpacked_request(message, None, None).images
+    assert found is not None and found.images[1].inputs is found.images[0].inputs
+
+
 def test_prompts_without_images_or_axes() -> None:
     assert unpacked_request(submitted(None), None, None).images is None
     found = unpacked_request(submitted(PromptImages(some_images().images)), None, None).images
