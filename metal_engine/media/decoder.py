@@ -63,7 +63,7 @@ class DecodedImage:
 class ImageDecoder:
     """Decodes the images of requests in processes of their own. Thread-safe.
 
-    The requests take turns, so one with many slow files does not delay the images of others.
+    Requests take turns: a request with many slow files must not delay the images of other requests.
 
     Args:
         vision: configuration of the model.
@@ -150,8 +150,8 @@ class ImageDecoder:
 class _Work:
     """Work on the images of one request.
 
-    A fork decodes one image after another, until a request that has used less CPU time waits. The fork then ends, and
-    the next turn has a new one.
+    A fork decodes one image after another, until a request that has used less CPU time waits. The fork then ends.
+    The request's next turn starts a new fork.
     """
 
     def __init__(self, connect: Callable[[], socket.socket], turns: Turns) -> None:

@@ -116,7 +116,7 @@ def _on_white(image: Image.Image, low: Image.Image | None) -> Image.Image:
 def _low_bytes(image: Image.Image) -> Image.Image | None:
     """Return the low bytes of a 16-bit RGB image with a transparent color; None for other images.
 
-    Pillow drops these bytes. Without them, other colors would become transparent.
+    Pillow drops these bytes, which distinguish the transparent color from its neighbors.
     """
     if not isinstance(image, PngImageFile) or "transparency" not in image.info or image.tile[0].args != "RGB;16B":
         return None

@@ -110,10 +110,10 @@ def test_each_host_of_a_redirect_is_checked(url: str, monkeypatch: pytest.Monkey
 
 
 def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names beyond the limit are refused at once. The resolver's threads end with it."""
-    hangs = threading.Event()
+    """Names beyond the limit are refused at once, until a resolver's thread ends."""
+    hangs, slots = threading.Event(), threading.BoundedSemaphore(2)
     monkeypatch.setattr(module, "_SECONDS", 0.05)
-    monkeypatch.setattr(module, "_resolving", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(module, "_resolving", slots)
     monkeypatch.setattr(module.socket, "getaddrinfo", lambda *_, **__: hangs.wait(60) and [])
     try:
         for problem in ("takes more than 0.05 s", "takes more than 0.05 s", "host names are being resolved"):
@@ -121,6 +121,7 @@ def test_a_resolver_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
                 fetch(f"http://{HOST}/", [HOST])
     finally:
         hangs.set()
+        assert all(slots.acquire(timeout=60) for _ in range(2))
 
 
 @pytest.mark.usefixtures("anywhere")

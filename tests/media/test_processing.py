@@ -204,7 +204,7 @@ def test_the_end_of_a_process_is_an_error_of_its_image(forks: FakeForks) -> None
 
 
 def test_the_least_served_request_is_next(forks: FakeForks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request with many slow files has a turn. Others with less work pass it, in the order of their used time."""
+    """A request with many slow files has a turn. Requests that have used less time precede it."""
     monkeypatch.setattr(decoder_module, "_MAX_DECODING", 1)
     decoder = ImageDecoder(VISION)
 
@@ -249,6 +249,7 @@ def test_a_cancelled_request_leaves_its_place(forks: FakeForks, monkeypatch: pyt
 
 def test_the_inputs_in_use_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = shared_decoder()
+    gc.collect()  # images of other tests
     before = decoder.num_live_bytes
     file = encoded(picture(64, 48, 7))
     images = decoder.decode([file], ["high"], wants_inputs=True, max_tokens=1000)
