@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,8 +52,7 @@ def build_engine(
     """Load a model and build its engine. Call it in the thread that will run the engine's steps.
 
     Args:
-        access: this model's access to the device. If several models use the device, the settings must give the size of
-            the KV cache.
+        access: grants memory. If several models use the device, the settings must give the size of the KV cache.
         earlier: configuration of an engine with the same settings, which this engine replaces. Sizes are taken from it,
             and checks that this engine has passed are left out.
 
@@ -69,7 +69,7 @@ def build_engine(
     blas = import_mlx(args)
 
     from metal_engine.device.compiled import keep_kernels_private
-    from metal_engine.device.streams import drain_streams, end_streams_of_thread
+    from metal_engine.device.streams import end_streams_of_thread
     from metal_engine.distributed.ranks import starting_ranks
 
     keep_kernels_private()
@@ -77,10 +77,7 @@ def build_engine(
         with starting_ranks(args) as ranks:
             return _build(args, access, blas, chat_template, transfer, ranks, earlier)
     except BaseException:
-        if access is WHOLE_DEVICE:
-            end_streams_of_thread()
-        else:  # this thread will serve other models
-            drain_streams()
+        end_streams_of_thread()
         raise
 
 
@@ -99,17 +96,14 @@ def _build(
     from metal_engine.checkpoints import loader
     from metal_engine.checkpoints.requirements import check_memory
     from metal_engine.device.info import device_info
-    from metal_engine.models.paged_model import release_weights
 
-    with access.hold_device():
-        choice = choose_backend(args.attention_backend, args.block_size, args.attention_tuning)
+    choice = choose_backend(args.attention_backend, args.block_size, args.attention_tuning)
     before = ranks.device(access.unlimited(device_info(blas)))
 
     def check(facts: CheckpointRequirements) -> None:
-        with access.hold_device():
-            check_before_loading(args, facts, before, ranks.divide)
-            kv_bytes = 0 if access is WHOLE_DEVICE else _expected_bytes(args, facts, before)[0]
-            mx.random.seed(args.seed)
+        check_before_loading(args, facts, before, ranks.divide)
+        kv_bytes = 0 if access is WHOLE_DEVICE else _expected_bytes(args, facts, before)[0]
+        mx.random.seed(args.seed)
         access.check_fits(facts.weight_bytes + kv_bytes)
 
     def claim(facts: CheckpointRequirements) -> None:
@@ -128,12 +122,7 @@ def _build(
     loaded = loader.load(args, before, check, claim, check_tokenizer, divide=divide, look=look)
     if chat_template is not None:
         loaded.tokenizer.chat_template = chat_template
-    try:
-        return _assemble(args, access, blas, choice, loaded, head_place, transfer, ranks, earlier)
-    except BaseException:
-        if access is not WHOLE_DEVICE:  # the process will serve other models
-            release_weights(loaded.model)
-        raise
+    return _assemble(args, access, blas, choice, loaded, head_place, transfer, ranks, earlier)
 
 
 def _assemble(
@@ -158,38 +147,39 @@ def _assemble(
     from metal_engine.runner.model_runner import ModelRunner
     from metal_engine.runner.replay_check import check_replay
 
-    opened = open_model(args, loaded, choice, ranks, access, is_checked=earlier is not None)
-    opened = replace(opened, info=add_image_input(args, loaded, opened, access, is_checked=earlier is not None))
+    began = time.monotonic()
+    opened = open_model(args, loaded, choice, ranks, is_checked=earlier is not None)
+    opened = replace(opened, info=add_image_input(args, loaded, opened, is_checked=earlier is not None))
     paged = opened.paged
-    with access.hold_device():
-        adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
-    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, access, head_place)
+    adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
+    drafts = load_drafts(args, loaded, opened, device_info(blas), choice, head_place)
     device = ranks.device(device_info(blas))
-    with access.hold_device():
-        config = earlier or resolve_config(
-            args,
-            replace(opened.info, adapter_bytes=0 if paged.adapters is None else paged.adapters.nbytes),
-            access.unlimited(device),
-            opened.attention.backend.name,
-            # The models run in sequence, so the largest step counts.
-            lambda num_tokens, num_seqs: ranks.largest(
-                "bytes of the largest step",
-                max(
-                    model.step_bytes(args.block_size, num_tokens, num_seqs, head, agree=ranks.largest)
-                    for model, head in [(opened, drafts.head), *((model, None) for model in drafts.models)]
-                ),
+    config = earlier or resolve_config(
+        args,
+        replace(opened.info, adapter_bytes=0 if paged.adapters is None else paged.adapters.nbytes),
+        access.unlimited(device),
+        opened.attention.backend.name,
+        # The models run in sequence, so the largest step counts.
+        lambda num_tokens, num_seqs: ranks.largest(
+            "bytes of the largest step",
+            max(
+                model.step_bytes(args.block_size, num_tokens, num_seqs, head, agree=ranks.largest)
+                for model, head in [(opened, drafts.head), *((model, None) for model in drafts.models)]
             ),
-            opened.attention.layers,
-            drafts.info,
-            lambda num_tokens: measure_encode_bytes(paged, num_tokens),
-        )
-        # The encoder may work in only one of this process and an earlier process.
-        refusal = config.model.image_refusal or opened.info.image_refusal
-        config = replace(config, model=replace(config.model, image_refusal=refusal))
+        ),
+        opened.attention.layers,
+        drafts.info,
+        lambda num_tokens: measure_encode_bytes(paged, num_tokens),
+    )
+    if earlier is None:
+        config = replace(config, warm_up_seconds=time.monotonic() - began)
+    # The encoder may work in only one of this process and an earlier process.
+    refusal = config.model.image_refusal or opened.info.image_refusal
+    config = replace(config, model=replace(config.model, image_refusal=refusal))
     access.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
     config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.facts)
-    limit_device_memory(config, *access.record_step_bytes(config))
+    limit_device_memory(config)
     scheduler_side, runner_side = None, None
     if transfer is not None:
         from metal_engine.kv_transfer.connect import connect_kv
@@ -205,22 +195,19 @@ def _assemble(
         # Prefix hashes use the fingerprint of the KV store, so that other processes find the prefixes.
         cache = replace(config.cache, model_fingerprint=fingerprint)
         config = replace(config, cache=cache, kv_role=transfer.kv_role)
-    with access.hold_device():
-        outlives_model = access is not WHOLE_DEVICE  # a process with a single model ends with it
-        runner = ModelRunner(
-            paged,
-            opened.attention.backend,
-            config.scheduler,
-            config.cache,
-            runner_side,
-            drafts.drafter(config),
-            outlives_model=outlives_model,
-            broadcast=ranks.broadcast,
-        )
-        if runner.replay is not None:
-            check_replay(paged, opened.attention.backend, runner.replay, config.scheduler, config.cache)
-        if config.scheduler.async_scheduling:
-            config = replace(config, dispatch=choose_dispatch(runner, config))
+    runner = ModelRunner(
+        paged,
+        opened.attention.backend,
+        config.scheduler,
+        config.cache,
+        runner_side,
+        drafts.drafter(config),
+        broadcast=ranks.broadcast,
+    )
+    if runner.replay is not None:
+        check_replay(paged, opened.attention.backend, runner.replay, config.scheduler, config.cache)
+    if config.scheduler.async_scheduling:
+        config = replace(config, dispatch=choose_dispatch(runner, config))
     ranks.follow(runner)
     try:
         tokenizer = Tokenizer(
@@ -297,8 +284,7 @@ def _claim_for_loading(
     access: DeviceAccess, args: EngineArgs, facts: CheckpointRequirements, device: DeviceInfo
 ) -> None:
     """Reserve the memory for reading the weights and measuring a step. The final memory is reserved after that."""
-    with access.hold_device():
-        kv_bytes, step_bytes = _expected_bytes(args, facts, device)
+    kv_bytes, step_bytes = _expected_bytes(args, facts, device)
     access.claim(facts.weight_bytes + kv_bytes, facts.weight_bytes + facts.reading_bytes, step_bytes)
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from metal_engine.attention.choice import BackendChoice
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.checkpoints.requirements import CheckpointRequirements
-    from metal_engine.engine.device_access import DeviceAccess
     from metal_engine.models.draft_head import PagedDraftHead
     from metal_engine.opening import OpenedModel
     from metal_engine.runner.drafting import Drafter
@@ -100,7 +99,6 @@ def load_drafts(
     opened: OpenedModel,
     device: DeviceInfo,
     choice: BackendChoice,
-    access: DeviceAccess,
     head: Path | None = None,
 ) -> Drafts:
     """Load the source of drafts that ``--speculative-config`` names, if it computes on the device.
@@ -118,16 +116,16 @@ def load_drafts(
     if config is None or config.method == "ngram":
         return Drafts()
     if config.method == "draft_model":
-        return _load_draft_model(config, args, target, opened, device, choice, access)
+        return _load_draft_model(config, args, target, opened, device, choice)
     place = target.path if head is None else head
     name = config.model or f"the draft head of {target.name}"
     if config.method == "mtp":
-        return _load_head(name, place, target, opened, device, access)
+        return _load_head(name, place, target, opened, device)
     from metal_engine.checkpoints.draft_head_names import has_head
 
     try:
         if has_head(place):
-            return _load_head(name, place, target, opened, device, access)
+            return _load_head(name, place, target, opened, device)
         logger.info("%s has no draft head: drafts by prompt lookup only", target.name)
     except ModelLoadError as error:
         logger.warning("drafts by prompt lookup only: %s", error)
@@ -150,7 +148,6 @@ def _load_draft_model(
     opened: OpenedModel,
     device: DeviceInfo,
     choice: BackendChoice,
-    access: DeviceAccess,
 ) -> Drafts:
     """Load a draft model.
 
@@ -176,7 +173,7 @@ def _load_draft_model(
 
     try:
         loaded = loader.load(draft_args, device, check, check_tokenizer=check_tokenizer)
-        draft = open_model(draft_args, loaded, choice, Ranks(), access)
+        draft = open_model(draft_args, loaded, choice, Ranks())
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model (--speculative-config): {error}") from error
     except ConfigError as error:
@@ -200,9 +197,7 @@ def _load_draft_model(
     return Drafts(draft.info, make, (draft,))
 
 
-def _load_head(
-    name: str, place: Path, target: LoadedModel, opened: OpenedModel, device: DeviceInfo, access: DeviceAccess
-) -> Drafts:
+def _load_head(name: str, place: Path, target: LoadedModel, opened: OpenedModel, device: DeviceInfo) -> Drafts:
     """Load a draft head.
 
     Args:
@@ -219,7 +214,7 @@ def _load_head(
     from metal_engine.models.draft_head import PagedDraftHead, load_head
 
     paged = opened.paged
-    with _naming_the_head(), access.hold_device():
+    with _naming_the_head():
         weights = read_head(place, target.model)
         head = load_head(target.model, weights, paged.dtype, dequantize=device.kind == "cpu")
         paged_head = PagedDraftHead(head, paged)

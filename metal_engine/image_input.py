@@ -15,7 +15,6 @@ from metal_engine.settings.config import TEXT_ONLY
 if TYPE_CHECKING:
     from metal_engine.attention.choice import ChosenAttention
     from metal_engine.checkpoints.loader import LoadedModel
-    from metal_engine.engine.device_access import DeviceAccess
     from metal_engine.models.multimodal.encoder import ImageEncoder
     from metal_engine.opening import OpenedModel
     from metal_engine.settings.args import EngineArgs
@@ -33,7 +32,7 @@ class _Sizes:
 
 
 def add_image_input(
-    args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, access: DeviceAccess, *, is_checked: bool = False
+    args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, *, is_checked: bool = False
 ) -> ModelInfo:
     """Load the image encoder of a model, and check that images reach the model correctly.
 
@@ -53,8 +52,7 @@ def add_image_input(
             refusal = f"its image processor cannot be used: {error}"
     if refusal is None:
         try:
-            with access.hold_device():
-                sizes = _load(args, loaded, opened, is_checked=is_checked)
+            sizes = _load(args, loaded, opened, is_checked=is_checked)
         except Exception as error:
             opened.paged.images = None
             logger.debug("loading the image encoder of %s", loaded.name, exc_info=error)

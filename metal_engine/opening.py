@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from metal_engine.attention.choice import BackendChoice, ChosenAttention
     from metal_engine.checkpoints.loader import LoadedModel
     from metal_engine.distributed.ranks import Ranks
-    from metal_engine.engine.device_access import DeviceAccess
     from metal_engine.models.draft_head import PagedDraftHead
     from metal_engine.models.paged_model import PagedModel
     from metal_engine.settings.args import EngineArgs
@@ -53,13 +52,7 @@ class OpenedModel:
 
 
 def open_model(
-    args: EngineArgs,
-    loaded: LoadedModel,
-    choice: BackendChoice,
-    ranks: Ranks,
-    access: DeviceAccess,
-    *,
-    is_checked: bool = False,
+    args: EngineArgs, loaded: LoadedModel, choice: BackendChoice, ranks: Ranks, *, is_checked: bool = False
 ) -> OpenedModel:
     """Convert a loaded model to a paged KV cache, and check that it computes correctly.
 
@@ -75,23 +68,19 @@ def open_model(
     from metal_engine.recurrence.metal import MetalRecurrence
 
     try:
-        with access.hold_device():
-            recurrence = MetalRecurrence() if choice.metal is not None else None
-            paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
-            info = ranks.sync_model_info(model_info(loaded, paged))
-            kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
-            attention = choice.for_layers(kinds, args.block_size)
-        attention = choice.tuned(
-            attention, args.block_size, decide=ranks.decided, agree=ranks.largest, hold_device=access.hold_device
-        )
+        recurrence = MetalRecurrence() if choice.metal is not None else None
+        paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
+        info = ranks.sync_model_info(model_info(loaded, paged))
+        kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
+        attention = choice.for_layers(kinds, args.block_size)
+        attention = choice.tuned(attention, args.block_size, decide=ranks.decided, agree=ranks.largest)
         # Larger blocks need longer test requests. Only compiled kernels depend on the block size.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
         if not is_checked or paged.has_recurrence_kernels:
             logger.info("checking that %s computes correctly with a paged KV cache", loaded.name)
-            with access.hold_device():
-                _with_recurrence(
-                    paged, ranks, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest)
-                )
+            _with_recurrence(
+                paged, ranks, lambda: check_paged_model(paged, attention.backend, *sizes, agree=ranks.largest)
+            )
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise cannot_run(args.model, loaded.config, error) from error
     if paged.index_top_k is not None:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
 from metal_engine.attention.metal.variants import BLOCK_SIZES, UnsupportedAttentionError
 from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
-from metal_engine.attention.tuning import HoldDevice, Tuner
+from metal_engine.attention.tuning import Tuner
 from metal_engine.device.cache_dir import cache_dir
 from metal_engine.device.info import gpu_core_count, has_tensor_ops
 from metal_engine.errors import ConfigError, one_line
@@ -142,7 +141,6 @@ class BackendChoice:
         *,
         decide: Decide = lambda what, own: own(),
         agree: Agree = lambda what, number: number,
-        hold_device: HoldDevice = nullcontext,
     ) -> ChosenAttention:
         """Return the attention backend with the fastest cut for each kind of layer.
 
@@ -151,7 +149,6 @@ class BackendChoice:
             block_size: tokens of a block.
             decide: returns the decision of rank 0, so that all ranks have the same choices.
             agree: returns the maximum of a number over all ranks.
-            hold_device: returns a context manager for exclusive use of the device.
         """
         tuner, metal = self.tuner, chosen.metal
         if tuner is None or metal is None:
@@ -159,7 +156,7 @@ class BackendChoice:
         kinds = [kind for kind, _ in Counter(chosen.kinds).most_common() if kind not in chosen.not_covered]
 
         def choose() -> dict[str, Any]:
-            choices = tuner.choose(metal, kinds, block_size, may_use_mlx=not self.is_strict, hold_device=hold_device)
+            choices = tuner.choose(metal, kinds, block_size, may_use_mlx=not self.is_strict)
             return {name: choice.facts for name, choice in choices.items()}
 
         decided = decide("choices of attention", choose)
@@ -168,8 +165,7 @@ class BackendChoice:
         }
         choices = {kind: choice for kind, choice in choices.items() if not choice.is_default}
         cuts = {kind: choice.cut for kind, choice in choices.items() if choice.cut is not None}
-        with hold_device():
-            does_fail = not _all_work(metal.with_cuts(cuts), cuts, block_size)
+        does_fail = not _all_work(metal.with_cuts(cuts), cuts, block_size)
         if agree("choices of attention that fail", int(does_fail)):
             logger.warning("choices of attention are ignored; to measure again, remove %s", tuner.file.path)
             choices, cuts = {}, {}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -56,8 +55,6 @@ WORTH_CHANGING = 0.97
 # Largest such ratio for MLX's operations. They exclude replay of decode steps, and their rounding depends on the batch.
 WORTH_LEAVING_KERNEL = 0.5
 
-HoldDevice = Callable[[], AbstractContextManager[None]]
-
 
 @dataclass(frozen=True)
 class _Step:
@@ -85,13 +82,7 @@ class Tuner:
         self._left = seconds
 
     def choose(
-        self,
-        metal: MetalBackend,
-        kinds: Sequence[AttentionKind],
-        block_size: int,
-        *,
-        may_use_mlx: bool,
-        hold_device: HoldDevice = nullcontext,
+        self, metal: MetalBackend, kinds: Sequence[AttentionKind], block_size: int, *, may_use_mlx: bool
     ) -> dict[str, TunedChoice]:
         """Return the choice for each kind of layer, by name. Add measured choices to the file.
 
@@ -100,8 +91,6 @@ class Tuner:
             kinds: kinds of layers that the kernel computes, the most important first.
             block_size: tokens of a block.
             may_use_mlx: True if MLX's operations may be chosen.
-            hold_device: returns a context manager for exclusive use of the device. Each candidate
-                enters a new one.
         """
         kept = self.file.read()
         choices = {name: kept[name] for kind in kinds if (name := name_of(kind, block_size)) in kept}
@@ -112,7 +101,7 @@ class Tuner:
         measured = {}
         for index, kind in enumerate(missing):
             seconds = self._left / (len(missing) - index)
-            of_kind = _OfKind(metal, kind, block_size, self._clock, seconds, hold_device)
+            of_kind = _OfKind(metal, kind, block_size, self._clock, seconds)
             choice = of_kind.choose(may_use_mlx=may_use_mlx)
             self._left -= of_kind.spent
             measured[name_of(kind, block_size)] = choice
@@ -135,20 +124,13 @@ class _OfKind:
     """
 
     def __init__(
-        self,
-        metal: MetalBackend,
-        kind: AttentionKind,
-        block_size: int,
-        clock: Callable[[], float],
-        seconds: float,
-        hold_device: HoldDevice,
+        self, metal: MetalBackend, kind: AttentionKind, block_size: int, clock: Callable[[], float], seconds: float
     ) -> None:
         self._metal = metal
         self._kind = kind
         self._block_size = block_size
         self._clock = clock
         self._most_seconds = seconds
-        self._hold_device = hold_device
         self._steps: list[_Step] = []
         self._state = make_state(kind.spec)
         self._sinks = random_sinks(kind)
@@ -188,24 +170,23 @@ class _OfKind:
 
     def _timed(self, what: str, measure: Callable[..., float], *arguments: Any) -> float | None:
         """Run ``measure`` and return its ratio. Log an error and return None if the candidate fails."""
-        with self._hold_device():
-            self._began = self._clock()
-            try:
-                ratio = measure(*arguments)
-                logger.debug("%s takes %.2f of the time, for layers with %s", what, ratio, self._kind)
-                return ratio
-            except _OutOfTimeError:
-                logger.info("tuning reached its time limit with %s for layers with %s", what, self._kind)
-                return None
-            except (KernelFailedError, UnsupportedAttentionError, RuntimeError, ValueError, MemoryError) as error:
-                forget_errors()
-                report = error.report if isinstance(error, KernelFailedError) else f"{type(error).__name__}: {error}"
-                logger.warning("attention with %s is not used for layers with %s: %s", what, self._kind, report)
-                return None
-            finally:
-                seconds = self._clock() - self._began
-                self.spent += seconds
-                self._longest = max(self._longest, seconds)
+        self._began = self._clock()
+        try:
+            ratio = measure(*arguments)
+            logger.debug("%s takes %.2f of the time, for layers with %s", what, ratio, self._kind)
+            return ratio
+        except _OutOfTimeError:
+            logger.info("tuning reached its time limit with %s for layers with %s", what, self._kind)
+            return None
+        except (KernelFailedError, UnsupportedAttentionError, RuntimeError, ValueError, MemoryError) as error:
+            forget_errors()
+            report = error.report if isinstance(error, KernelFailedError) else f"{type(error).__name__}: {error}"
+            logger.warning("attention with %s is not used for layers with %s: %s", what, self._kind, report)
+            return None
+        finally:
+            seconds = self._clock() - self._began
+            self.spent += seconds
+            self._longest = max(self._longest, seconds)
 
     def _prepare(self) -> float:
         """Create the steps, with K and V, and measure their default times."""

@@ -85,7 +85,7 @@ def registry_facts(registry: ModelRegistry, url: str) -> dict[str, str]:
     facts = {
         "loaded": ", ".join(loaded) or "none yet",
         "on demand": ", ".join(others),
-        "memory": f"{format_size(registry.memory_bytes)} for all models",
+        "memory": f"{format_size(registry.budget.memory_bytes)} for all models",
         "keep alive": f"{registry.keep_alive:g} s" if registry.keep_alive else "until another model needs the memory",
         "URL": url,
     }

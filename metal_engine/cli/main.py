@@ -82,8 +82,6 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
     from metal_engine.server.listen import listen
 
     check_lora_dir(args, server_args)
-    if server_args.engine_process == "always" and args.num_ranks > 1 and launched_rank() is not None:
-        raise ConfigError("--engine-process", "always does not work with a launcher, which starts each rank only once")
     names = server_args.served_model_name or (args.model,)
     if not server_args.served_model_name and (problem := problem_of_name(args.model)):
         raise ConfigError("MODEL", f"{problem} with --served-model-name")
@@ -119,8 +117,11 @@ def _serve_one(args: EngineArgs, server_args: ServerArgs) -> int:
 
 
 def _transport(args: EngineArgs, server_args: ServerArgs) -> Transport:
-    """Return the engine of a server with one model, in a thread or in a process of its own."""
-    if server_args.engine_process == "always" or (server_args.engine_process == "auto" and args.num_ranks == 1):
+    """Return the engine of a server with one model, in a thread or in a process of its own.
+
+    A launcher starts each rank only once, so rank 0 then cannot be replaced by a new process.
+    """
+    if server_args.engine_process and not (args.num_ranks > 1 and launched_rank() is not None):
         from metal_engine.cli.engine_worker import launch_engine
 
         return launch_engine(args, server_args)

@@ -26,6 +26,8 @@ def find_several(
     """
     if server_args.served_model_name:
         raise ConfigError("--served-model-name", "is for one model: several models are served under their own names")
+    if not server_args.engine_process:
+        raise ConfigError("--no-engine-process", "works with one model: several models run in separate processes")
     if server_args.lora_dir is not None:
         raise ConfigError("--lora-dir", "is for one model that stays loaded, not for models loaded on demand")
     if len(set(models)) < len(models):

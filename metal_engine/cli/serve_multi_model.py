@@ -7,17 +7,15 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from metal_engine.cli.engine_worker import engine_of, spawner_of
 from metal_engine.cli.models_dir import models_in
-from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
-from metal_engine.engine.engine_threads import EngineThreads
+from metal_engine.engine.device_access import DeviceAccess
 from metal_engine.engine.process.spawner import Spawner
-from metal_engine.engine.transport import Transport
 from metal_engine.errors import InsufficientMemoryError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource, Start
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.server.listen import Listener
 from metal_engine.settings.args import EngineArgs, ServerArgs
-from metal_engine.settings.config import DeviceInfo
 from metal_engine.settings.multi_model import RegistryArgs, models_memory, per_model_args
 from metal_engine.settings.pool_size import pool_flag
 
@@ -41,22 +39,17 @@ def serve_several(
         ConfigError: settings are invalid or conflict.
         ModelLoadError: a named model cannot be loaded.
     """
-    each_alone = (replace(args, model=name) for name in (*models, *map(str, found.values())))
-    all_args = [replace(one, async_scheduling=False) for one in each_alone]
-    spawner: Spawner | None = None
-    if server_args.engine_process != "never":
-        from metal_engine.cli.engine_worker import spawner_of
-
-        spawner = spawner_of(all_args, server_args, is_shared=True)
-        spawner.prepare_spare()
+    all_args = [replace(args, model=name) for name in (*models, *map(str, found.values()))]
+    spawner = spawner_of(all_args, server_args, is_shared=True)
+    spawner.prepare_spare()
 
     from metal_engine.cli.banner import print_banner, registry_facts
     from metal_engine.server.run import run_registry
 
-    device = _device_here(all_args) if spawner is None else spawner.device()
+    device = spawner.device()
     memory_bytes = models_memory(args, registry_args, device)
     each = per_model_args(args, memory_bytes, device)
-    registry = ModelRegistry(memory_bytes, registry_args.keep_alive, engine_threads())
+    registry = ModelRegistry(memory_bytes, registry_args.keep_alive)
     for name in models:
         registry.add(name, source_of(replace(each, model=name), server_args, spawner))
     for name, path in found.items():
@@ -78,39 +71,8 @@ def serve_several(
     )
 
 
-def _device_here(models: list[EngineArgs]) -> DeviceInfo:
-    """Return the device of this process. Import the modules for loading models: later, they would delay requests."""
-    from metal_engine.checkpoints.mlx_import import import_mlx
-    from metal_engine.device.info import device_info
-
-    blas = import_mlx(*models)
-    import metal_engine.attention.choice
-    import metal_engine.checkpoints.answer_formats
-    import metal_engine.checkpoints.loader
-    import metal_engine.models.check
-    import metal_engine.runner.model_runner  # noqa: F401
-
-    return device_info(blas)
-
-
-def engine_threads() -> EngineThreads:
-    """Return the threads for engines that compute with MLX."""
-
-    def end_streams() -> None:
-        # This import loads MLX, which must not happen before the first engine has set up its BLAS.
-        from metal_engine.device.streams import end_streams_of_thread
-
-        end_streams_of_thread()
-
-    return EngineThreads(end_streams)
-
-
-def source_of(args: EngineArgs, server_args: ServerArgs, spawner: Spawner | None = None) -> ModelSource:
-    """Return a source that loads a model with these settings, and detects changes of its files.
-
-    Args:
-        spawner: spawns the processes of engines; None for engines in this process.
-    """
+def source_of(args: EngineArgs, server_args: ServerArgs, spawner: Spawner) -> ModelSource:
+    """Return a source that loads a model with these settings in a process, and detects changes of its files."""
     return ModelSource(_starter(args, server_args, spawner), lambda: files_signature(Path(args.model)))
 
 
@@ -124,27 +86,15 @@ def files_signature(path: Path) -> object:
         return None
 
 
-def _starter(args: EngineArgs, server_args: ServerArgs, spawner: Spawner | None) -> Start:
+def _starter(args: EngineArgs, server_args: ServerArgs, spawner: Spawner) -> Start:
 
-    def transport(access: DeviceAccess, lock: FairDeviceLock, threads: EngineThreads) -> Transport:
-        if spawner is not None:
-            from metal_engine.cli.engine_worker import engine_of
-
-            return engine_of(args, spawner, access)
-        from metal_engine.build import build_engine
-        from metal_engine.engine.engine_thread import EngineThread
-
-        return EngineThread(lambda: build_engine(args, access), lock, threads)
-
-    def start(access: DeviceAccess, lock: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
+    def start(access: DeviceAccess) -> LoadedEngine:
+        from metal_engine.checkpoints.answer_formats import find_answer_format
         from metal_engine.engine.async_engine import AsyncEngine
 
-        engine = AsyncEngine(transport(access, lock, threads))
+        engine = AsyncEngine(engine_of(args, spawner, access))
         engine.start()
         try:
-            # This import loads MLX, which must not happen before the engine has set up its BLAS.
-            from metal_engine.checkpoints.answer_formats import find_answer_format
-
             format_ = find_answer_format(
                 engine.tokenizer.hf_tokenizer,
                 server_args.tool_call_parser,

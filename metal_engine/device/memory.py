@@ -68,23 +68,18 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, reclaimable_name: 
         yield int(limit) - usage + (int(match[1]) if match else 0)
 
 
-def limit_device_memory(config: EngineConfig, peak_bytes: int, step_bytes: int) -> None:
+def limit_device_memory(config: EngineConfig) -> None:
     """Limit the freed buffers that MLX keeps. On Metal, with ``--wire-memory``, also limit the memory that MLX wires.
 
-    MLX keeps as many freed buffers as a step can use again, and wires the memory of all engines. Both limits apply to
+    MLX keeps as many freed buffers as a step can use again, and wires the memory of the engine. Both limits apply to
     the process.
-
-    Args:
-        config: configuration of the latest engine.
-        peak_bytes: maximum memory of all engines of the process, in bytes.
-        step_bytes: memory of the largest step of any engine, in bytes.
     """
     import mlx.core as mx  # not at the top, because the BLAS must be loaded before MLX
 
     if config.device.kind != "metal":
         least, most = _CPU_CACHE_BYTES
-        mx.set_cache_limit(min(max(step_bytes, least), most))
+        mx.set_cache_limit(min(max(config.step_bytes, least), most))
         return
     if config.wire_memory:
-        mx.set_wired_limit(min(peak_bytes + MARGIN_BYTES, config.device.memory_bytes))
-    mx.set_cache_limit(step_bytes + MARGIN_BYTES)
+        mx.set_wired_limit(min(config.peak_bytes + MARGIN_BYTES, config.device.memory_bytes))
+    mx.set_cache_limit(config.step_bytes + MARGIN_BYTES)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 
 import mlx.core as mx
-
-logger = logging.getLogger(__name__)
 
 _of_thread = threading.local()
 
@@ -29,19 +26,6 @@ def synchronize() -> None:
     finally:
         if hasattr(_of_thread, "second"):
             mx.synchronize(_of_thread.second)
-
-
-def drain_streams() -> None:
-    """Wait until the thread's streams have completed all work, and discard their errors.
-
-    Call it in a thread whose later work must not raise these errors.
-    """
-    for stream in (mx.default_stream(mx.default_device()), vars(_of_thread).get("second")):
-        if stream is not None:
-            try:
-                mx.synchronize(stream)
-            except Exception as error:  # noqa: BLE001 (already reported)
-                logger.debug("a stream had an error: %s", error)
 
 
 def end_streams_of_thread() -> None:

@@ -12,15 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.engine.core import EngineCore
-from metal_engine.engine.device_access import FairDeviceLock
-from metal_engine.engine.engine_threads import EngineThreads, LentThread
 from metal_engine.engine.step_observer import FrameSink
 from metal_engine.engine.transport import EndSink, EngineDeadError, OutputSink
 from metal_engine.errors import AdapterError
@@ -78,9 +74,6 @@ class EngineThread:
 
     Args:
         build: function that builds the engine. Called in the thread.
-        device_lock: lock on the device if several models share it. Held for each step and for closing the engine.
-        threads: pool that lends the thread. Without it, the engine starts its own thread. For a lent thread, "the
-            thread has ended" means that it has left the engine.
 
     Attributes:
         error: error that ended the thread, or the loss of a rank; None while it runs or after a shutdown.
@@ -89,14 +82,8 @@ class EngineThread:
 
     is_restarting = False
 
-    def __init__(
-        self,
-        build: Callable[[], BuiltEngine],
-        device_lock: FairDeviceLock | None = None,
-        threads: EngineThreads | None = None,
-    ) -> None:
+    def __init__(self, build: Callable[[], BuiltEngine]) -> None:
         self._build = build
-        self._device_lock = device_lock
         self._on_outputs: OutputSink
         self._on_end: EndSink
         self._inbox: queue.SimpleQueue[_Add | _End | _Watch | _Call | None] = queue.SimpleQueue()  # None: stop
@@ -106,11 +93,7 @@ class EngineThread:
         # Held to submit and to stop. Without it, a request could enter the inbox after the thread has ended.
         self._lock = threading.Lock()
         self._stopped = False
-        self._thread: threading.Thread | LentThread = (
-            threading.Thread(target=self._main, name="engine", daemon=True)
-            if threads is None
-            else threads.lend(self._main)
-        )
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     def start(self, on_outputs: OutputSink, on_end: EndSink = lambda message: None) -> BuiltEngine:
         """Start the thread and wait for the engine. Raises the errors of ``build``. Callbacks run in the thread."""
@@ -210,10 +193,8 @@ class EngineThread:
             self.error = error
             message = f"the engine has stopped: {error}"
         try:
-            # Close before clients are notified, because the notification may end the process. Closing holds the device,
-            # because another model's memory may be being measured.
-            with nullcontext() if self._device_lock is None else self._device_lock.hold():
-                self._engine.close()
+            # Close before clients are notified, because the notification may end the process.
+            self._engine.close()
         finally:
             self._fail_everything(core, message)
 
@@ -245,15 +226,13 @@ class EngineThread:
         self._on_end(message)
 
     def _loop(self, engine: EngineCore) -> None:
-        step = engine.step if self._device_lock is None else partial(self._device_lock.run, engine.step)
         while True:
-            if self._device_lock is None:  # otherwise step() does this while it holds the lock
-                engine.dispatch_second_part()
+            engine.dispatch_second_part()
             outputs = self._process_inbox(engine)
             if outputs is None:
                 return
             if engine.has_requests:
-                outputs += step()
+                outputs += engine.step()
             if outputs:
                 self._on_outputs(outputs)
 

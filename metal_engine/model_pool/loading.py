@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from metal_engine.engine.device_access import FairDeviceLock, LimitedDevice
-from metal_engine.engine.engine_threads import EngineThreads
+from metal_engine.engine.device_access import DeviceAccess
 from metal_engine.errors import (
     InsufficientMemoryError,
     LoadCancelledError,
@@ -17,7 +15,6 @@ from metal_engine.errors import (
     one_line,
 )
 from metal_engine.model_pool.model_entry import Load, LoadedEngine, ModelSource
-from metal_engine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     from metal_engine.model_pool.registry import ModelRegistry
@@ -26,17 +23,15 @@ if TYPE_CHECKING:
 _CLOSED_SECONDS = 0.5
 
 
-class RegistryDeviceAccess(LimitedDevice):
+class RegistryDeviceAccess(DeviceAccess):
     """A model's access to the device, granted by the registry.
-
-    Implements :class:`metal_engine.engine.device_access.DeviceAccess`.
 
     Attributes:
         signature: signature of the model's files, taken before any file was read.
     """
 
     def __init__(self, registry: ModelRegistry, load: Load, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(registry.memory_bytes)
+        super().__init__(registry.budget.memory_bytes)
         self._registry = registry
         self._load = load
         self._loop = loop
@@ -45,16 +40,12 @@ class RegistryDeviceAccess(LimitedDevice):
     def check_wanted(self) -> None:
         self._registry.check_wanted(self._load)
 
-    def hold_device(self) -> AbstractContextManager[None]:
-        self.check_wanted()
-        return self._registry.device_lock.hold()
-
     def check_fits(self, num_bytes: int) -> None:
         self._registry.budget.check_fits(self._load.entry, num_bytes)
 
     def claim(self, num_bytes: int, loading_bytes: int = 0, step_bytes: int | None = 0) -> None:
         self.check_fits(num_bytes)
-        most = self._registry.memory_bytes
+        most = self._registry.budget.memory_bytes
         if not self._load.num_bytes:  # first load: the model's size is not known yet
             loading_bytes = most if step_bytes is None else max(loading_bytes, num_bytes + step_bytes)
         wanted = max(num_bytes, min(loading_bytes, most))
@@ -66,13 +57,8 @@ class RegistryDeviceAccess(LimitedDevice):
                 if self._registry.is_closed:  # the event loop has ended
                     raise ModelLoadError(f"the load of {self._load.entry.name} was cancelled") from None
 
-    def record_step_bytes(self, config: EngineConfig) -> tuple[int, int]:
-        return self._registry.record_step_bytes(self._load.entry, config.step_bytes)
 
-
-def load_in_thread(
-    source: ModelSource, access: RegistryDeviceAccess, device_lock: FairDeviceLock, threads: EngineThreads
-) -> LoadedEngine:
+def load_in_thread(source: ModelSource, access: RegistryDeviceAccess) -> LoadedEngine:
     """Load a model. Clears the frames of an error's traceback, because a frame can keep weights in memory.
 
     Raises:
@@ -80,7 +66,7 @@ def load_in_thread(
     """
     try:
         access.signature = source.signature()
-        return source.start(access, device_lock, threads)
+        return source.start(access)
     except Exception as error:  # noqa: BLE001  (raised below)
         failure = to_model_load_error(error)
         clear_traceback_frames(error)

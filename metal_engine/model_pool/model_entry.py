@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
-from metal_engine.engine.engine_threads import EngineThreads
+from metal_engine.engine.device_access import DeviceAccess
 
 
 class ModelState(enum.Enum):
@@ -31,7 +30,7 @@ class LoadedEngine:
 
 
 # Loads a model and blocks until it is ready. Called in a thread. Raises the errors of loading.
-Start = Callable[[DeviceAccess, FairDeviceLock, EngineThreads], LoadedEngine]
+Start = Callable[[DeviceAccess], LoadedEngine]
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,6 @@ class ModelEntry:
         name: name under which the model was registered. Additional names may refer to the same entry.
         loaded_engine: engine and response format while the model is loaded.
         num_bytes: device memory reserved for the model so far, in bytes.
-        step_bytes: part of ``num_bytes`` that the model's largest step takes.
         num_leases: number of requests that use the model.
         load: queued or running load; None if there is none.
         loaded_by: load that loaded the model.
@@ -129,7 +127,6 @@ class ModelEntry:
     state: ModelState = ModelState.UNLOADED
     loaded_engine: LoadedEngine | None = None
     num_bytes: int = 0
-    step_bytes: int = 0
     num_leases: int = 0
     load: Load | None = None
     loaded_by: Load | None = None

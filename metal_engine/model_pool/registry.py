@@ -1,4 +1,4 @@
-"""Registry of the models that one process serves: finds them by name, loads them on demand, evicts idle models."""
+"""Registry of the models that one server has: finds them by name, loads them on demand, evicts idle models."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from metal_engine.engine.device_access import FairDeviceLock
-from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.errors import InsufficientMemoryError, LoadCancelledError, one_line
 from metal_engine.model_pool.load_queue import LoadQueue
 from metal_engine.model_pool.loading import RegistryDeviceAccess, load_in_thread, to_model_load_error
@@ -42,21 +40,19 @@ class ModelRegistry:
         memory_bytes: memory budget of all models together, in bytes.
         keep_alive: seconds for which a model stays loaded after its last request. 0 keeps a model until its memory is
             needed.
-        threads: lends each engine its thread. :meth:`shutdown` ends these threads.
 
     Attributes:
+        entries: registered models.
         at_unload: callbacks, called with each model that is about to be unloaded, after its last request.
     """
 
-    def __init__(self, memory_bytes: int, keep_alive: float = 0.0, threads: EngineThreads | None = None) -> None:
+    def __init__(self, memory_bytes: int, keep_alive: float = 0.0) -> None:
         self.keep_alive = keep_alive
-        self.device_lock = FairDeviceLock()
-        self.engine_threads = threads or EngineThreads()
         self.is_closed = False
         self.at_unload: list[Callable[[LoadedEngine], None]] = []
-        self._entries: list[ModelEntry] = []
+        self.entries: list[ModelEntry] = []
         self._by_name: dict[str, ModelEntry] = {}
-        self.budget = MemoryBudget(memory_bytes, self._entries)
+        self.budget = MemoryBudget(memory_bytes, self.entries)
         self._queue = LoadQueue(self.budget)
         self._loading: tuple[Load, asyncio.Task[None]] | None = None
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="models")
@@ -67,7 +63,7 @@ class ModelRegistry:
         """Register a model. Raises ValueError if the name is taken."""
         entry = ModelEntry(name, source)
         self.add_name(name, entry)
-        self._entries.append(entry)
+        self.entries.append(entry)
         return entry
 
     def add_name(self, name: str, entry: ModelEntry) -> None:
@@ -84,15 +80,6 @@ class ModelRegistry:
     def names(self) -> tuple[str, ...]:
         """All registered names in the order of registration."""
         return tuple(self._by_name)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Memory budget of all models together, in bytes."""
-        return self.budget.memory_bytes
-
-    @property
-    def entries(self) -> tuple[ModelEntry, ...]:
-        return tuple(self._entries)
 
     # --- use ---
 
@@ -179,7 +166,7 @@ class ModelRegistry:
 
     def unload_idle(self, seconds: float) -> None:
         """Unload the models that have served no request for ``seconds``, because the machine lacks memory."""
-        for entry in self._entries:
+        for entry in self.entries:
             is_unused = entry.is_idle and time.monotonic() - entry.last_used >= seconds
             if is_unused and entry.state is ModelState.LOADED and entry.unloading is None:
                 logger.warning("memory is short: unloading %s", entry.name)
@@ -229,11 +216,7 @@ class ModelRegistry:
     async def _run(self, load: Load) -> None:
         """Run a load. Requeue the load if it has to wait for memory."""
         load.lacks_memory = load.was_given_up = False
-        error: Exception | None = None
-        try:
-            await self._load(load)
-        except Exception as problem:  # noqa: BLE001  (raised in the requests that wait for the model)
-            error = problem
+        error = await self._load(load)
         self._loading = None
         # A cancelled load may have new waiters that came before its thread ended.
         if error is not None and load.is_wanted and (load.lacks_memory or load.was_given_up):
@@ -242,25 +225,23 @@ class ModelRegistry:
             self._finish(load, error)
         self._start_next_load()
 
-    async def _load(self, load: Load) -> None:
-        """Load a model in a thread. Raises the error of the thread."""
+    async def _load(self, load: Load) -> Exception | None:
+        """Load a model in a thread. Return the error of the thread."""
         entry = load.entry
         access = RegistryDeviceAccess(self, load, asyncio.get_running_loop())
         started = time.monotonic()
-        entry.starting = self._threads.submit(
-            load_in_thread, entry.source, access, self.device_lock, self.engine_threads
-        )
+        entry.starting = self._threads.submit(load_in_thread, entry.source, access)
         try:
             loaded = await asyncio.wrap_future(entry.starting)
-        except Exception as error:
-            entry.state, entry.num_bytes, entry.step_bytes, entry.starting = ModelState.UNLOADED, 0, 0, None
+        except Exception as error:  # noqa: BLE001  (raised in the requests that wait for the model)
+            entry.state, entry.num_bytes, entry.starting = ModelState.UNLOADED, 0, None
             if not (load.is_cancelled or isinstance(error, InsufficientMemoryError | LoadCancelledError)):
                 entry.error = one_line(error)
                 entry.failed = FailedLoad(
                     to_model_load_error(error), access.signature, time.monotonic() + RETRY_SECONDS
                 )
                 logger.error("cannot load %s: %s", entry.name, entry.error)
-            raise
+            return error
         entry.starting = None  # only now: shutdown() waits for this future
         entry.loaded_engine, entry.state, entry.error, entry.loaded_by = loaded, ModelState.LOADED, None, load
         entry.num_loads += 1
@@ -268,6 +249,7 @@ class ModelRegistry:
         entry.last_used = time.monotonic()
         size = format_size(entry.num_bytes)
         logger.info("loaded %s in %.1f s; it takes %s at most", entry.name, time.monotonic() - started, size)
+        return None
 
     def _finish(self, load: Load, error: Exception | None) -> None:
         """Finish a load and resolve the future that its waiters await."""
@@ -307,14 +289,6 @@ class ModelRegistry:
         if self.is_closed or not load.is_wanted:
             load.was_given_up = True
             raise LoadCancelledError(_unwanted(load.entry))
-
-    def record_step_bytes(self, entry: ModelEntry, step_bytes: int) -> tuple[int, int]:
-        """Record the size of a model's largest step. Return the totals, as :meth:`DeviceAccess.record_step_bytes` does.
-
-        Called in the model's thread, while no other model is loaded or given memory.
-        """
-        entry.step_bytes = step_bytes
-        return self.budget.taken_bytes, max(one.step_bytes for one in self._entries)
 
     # --- unloading ---
 
@@ -367,7 +341,7 @@ class ModelRegistry:
         except Exception as error:
             entry.error = f"it could not be unloaded properly: {one_line(error)}"
             logger.exception("%s could not be unloaded properly", entry.name)
-        entry.state, entry.num_bytes, entry.step_bytes = ModelState.UNLOADED, 0, 0
+        entry.state, entry.num_bytes = ModelState.UNLOADED, 0
         entry.is_closing, entry.unloading, entry.closed_for, entry.ending = False, None, None, None
         logger.info("unloaded %s", entry.name)
         self._start_next_load()
@@ -394,11 +368,10 @@ class ModelRegistry:
     def cut(self, message: str) -> None:
         """Abort all requests, even requests that wait for a model. Stop loading models. Call in the event loop."""
         self.is_closed = True
-        for entry in self._entries:
+        for entry in self.entries:
             self._stop_timer(entry)
-            if entry.load is not None and not entry.load.done.done():
-                entry.load.done.set_exception(RegistryClosedError(message))
-                entry.load.done.exception()
+            if entry.load is not None:
+                self._finish(entry.load, RegistryClosedError(message))
             if entry.loaded_engine is not None:
                 entry.loaded_engine.engine.cut_requests(message)
 
@@ -407,10 +380,10 @@ class ModelRegistry:
         self.is_closed = True
         deadline = time.monotonic() + timeout
         stopped = True
-        for entry in self._entries:
+        for entry in self.entries:
             engine = entry.ending if entry.loaded_engine is None else entry.loaded_engine.engine
             try:
-                if entry.starting is not None:  # ends at its next claim of memory or of the device
+                if entry.starting is not None:  # its thread finds the registry closed
                     engine = entry.starting.result(max(deadline - time.monotonic(), 0.0)).engine
             except TimeoutError:
                 stopped = False
@@ -418,7 +391,6 @@ class ModelRegistry:
                 logger.debug("%s was not loaded: %s", entry.name, error)
             if engine is not None:
                 stopped &= engine.shutdown(max(deadline - time.monotonic(), 0.0))
-        stopped &= self.engine_threads.close(max(deadline - time.monotonic(), 0.0))
         self._threads.shutdown(wait=stopped, cancel_futures=True)
         return stopped
 

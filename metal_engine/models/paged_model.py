@@ -48,12 +48,6 @@ from metal_engine.recurrence.metal import MetalRecurrence
 logger = logging.getLogger(__name__)
 
 
-def release_weights(model: nn.Module) -> None:
-    """Release a model's weights even if the model is still referenced. The model cannot be used afterwards."""
-    for module in model.modules():
-        module.clear()
-
-
 class PagedModel:
     """An mlx-lm model that runs packed batches over a paged KV cache.
 
@@ -162,12 +156,6 @@ class PagedModel:
     def drop_recurrence_kernels(self) -> None:
         """Use MLX's own operations for recurrent layers from now on."""
         self._step.recurrence = None
-
-    def release_weights(self) -> None:
-        """Release the weights of the model and of its image encoder, as :func:`release_weights` does."""
-        release_weights(self.model)
-        if self.images is not None:
-            self.images.encoder.release_weights()
 
     def adapt(self, names: Iterable[str], max_loras: int, max_rank: int) -> AdaptedLayers:
         """Prepare linear layers for LoRA adapters. Can be called once.

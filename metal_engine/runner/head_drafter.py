@@ -34,7 +34,6 @@ from metal_engine.errors import one_line
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.models.draft_head import PagedDraftHead
-from metal_engine.models.paged_model import release_weights
 from metal_engine.runner.batch import RequestTable
 from metal_engine.runner.drafting import DraftTask, TargetStep, sample_drafts, wanted_drafts
 from metal_engine.runner.replay import DecodeReplay, ForwardResult, is_decode
@@ -239,11 +238,10 @@ class HeadDrafter:
             raise
 
     def release(self) -> None:
-        """Release the head's weights. Its KV is released with the pool."""
+        """Release all arrays except the head's weights. Its KV is released with the pool."""
         self._carried.clear()
         if self.replay is not None:
             self.replay.drop_traces()
-        release_weights(self.head.head)
 
 
 class FollowedByHead:

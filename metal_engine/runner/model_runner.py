@@ -45,8 +45,6 @@ class ModelRunner:
     is far behind. Between the two parts, the tokens of the previous step are returned.
 
     Args:
-        outlives_model: True if the thread continues after the runner is closed. Closing then frees the weights and
-            keeps the streams.
         broadcast: distributes rank 0's tokens to all ranks; None if there is one rank.
         allow_queued_dispatch: True to queue steps behind running steps, if nothing in a step prevents it.
         in_parts: True to dispatch steps in two parts. None: only on a GPU, with async scheduling and one rank.
@@ -67,7 +65,6 @@ class ModelRunner:
         kv_connector: KVConnectorRunner | None = None,
         drafter: Drafter | None = None,
         *,
-        outlives_model: bool = False,
         broadcast: TokenBroadcast | None = None,
         allow_queued_dispatch: bool = False,
         in_parts: bool | None = None,
@@ -79,7 +76,6 @@ class ModelRunner:
         self._backend = backend
         self._num_blocks = cache_config.num_blocks
         self._kv_connector = kv_connector
-        self._outlives_model = outlives_model
         self._drafter = drafter
         needs_hidden = drafter is not None and drafter.needs_hidden
         self._hidden_indices = slice(None) if needs_hidden else None
@@ -402,9 +398,9 @@ class ModelRunner:
         return True
 
     def close(self) -> None:
-        """Free the KV caches of the model and the drafter. Call it in the thread that ran the steps.
+        """Free the KV caches of the model and the drafter, and end the streams of the calling thread.
 
-        If the thread continues (``outlives_model``), also free the weights. Otherwise, end the thread's streams.
+        Call it in the thread that ran the steps.
         """
         self._steps.clear()
         synchronize()
@@ -416,8 +412,4 @@ class ModelRunner:
             self.replay.drop_traces()
         self.pool.release()
         self._features.clear()
-        if self._outlives_model:
-            self._model.release_weights()
-            mx.clear_cache()
-        else:
-            end_streams_of_thread()
+        end_streams_of_thread()

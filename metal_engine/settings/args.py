@@ -22,7 +22,6 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 TOOL_GRAMMARS = ("auto", "required", "never")
-ENGINE_PROCESSES = ("auto", "never", "always")
 
 # Maximum of --max-num-seqs. The runner keeps an entry for each sequence. Devices compute far fewer at once.
 MAX_NUM_SEQS = 65_536
@@ -220,12 +219,11 @@ class ServerArgs(SettingsBase):
     host: str = setting("127.0.0.1", "Address to listen on, or 0.0.0.0 for all.", group=SERVER)
     port: int = setting(8000, "Port to listen on; 0 selects a free port.", group=SERVER, ge=0, le=65535)
     uds: str | None = setting(None, "Unix domain socket instead of --host and --port.", group=SERVER, listing=HELP_ALL)
-    engine_process: str = setting(
-        "auto",
-        "Run each model's engine in a process of its own: never, always, or auto, unless it has several ranks.",
+    engine_process: bool = setting(
+        True,
+        "Run the engine in a process of its own, unless a launcher starts the ranks. Several models need it.",
         group=SERVER,
         listing=HELP_ALL,
-        choices=ENGINE_PROCESSES,
     )
     served_model_name: tuple[str, ...] = setting(
         (),

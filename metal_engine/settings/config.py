@@ -320,6 +320,8 @@ class EngineConfig:
     step_bytes: int = 0  # measured memory of the largest step in addition to weights and KV cache
     image_bytes: int = 0  # memory for encoding the largest image, and for the kept features of images
     step_seconds: float = field(default=0.0, compare=False)  # measured time of the largest step without a context
+    # measured time of the model's check and its largest step, which compile kernels
+    warm_up_seconds: float = field(default=0.0, compare=False)
     draft: ModelInfo | None = None  # draft model or draft head for speculation
     command_buffers: CommandBufferLimits | None = None  # None for MLX's own limits, or without Metal
     kv_role: str | None = None  # vLLM's name of the engine's role with a KV store; None without a store

@@ -82,8 +82,6 @@ def models_memory(args: EngineArgs, registry_args: RegistryArgs, device: DeviceI
 
 def refuse_for_one_model(args: EngineArgs) -> None:
     """Raise ConfigError for settings that are supported only for a server with a single model."""
-    if args.async_scheduling:
-        raise ConfigError("--async-scheduling", "is for one model: the steps of several models alternate on the device")
     if args.num_ranks > 1:
         raise ConfigError(args.ranks_flag, "is for one model that stays loaded, not for models loaded on demand")
     if args.has_adapters:
@@ -99,7 +97,6 @@ def refuse_for_one_model(args: EngineArgs) -> None:
 
 def per_model_args(args: EngineArgs, memory_bytes: int, device: DeviceInfo) -> EngineArgs:
     """Return the settings for one of several models: its KV cache has a fixed size."""
-    args = replace(args, async_scheduling=False)
     if args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None:
         return args
     kv_bytes = int(memory_bytes * _KV_SHARE)

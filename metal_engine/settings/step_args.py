@@ -12,8 +12,7 @@ SCHEDULING = "Scheduling"
 # Fields of :class:`metal_engine.settings.args.EngineArgs`.
 ASYNC_SCHEDULING: Any = setting(
     None,
-    "Plan the next step while the device computes. Default: on with Metal for one model on one machine without "
-    "a draft model.",
+    "Plan the next step while the device computes. Default: on with Metal on one machine without a draft model.",
     group=SCHEDULING,
     listing=HELP_ALL,
 )

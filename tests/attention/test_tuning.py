@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -301,25 +300,6 @@ def test_models_of_a_start_share_the_time(on: Any, tmp_path: Path) -> None:
     first = gpu.now
     tuner.choose(gpu.backend(), [replace(KIND, has_softcap=True)], BLOCK_SIZE, may_use_mlx=False)
     assert gpu.now - first <= 1  # a first run
-
-
-def test_each_candidate_holds_the_device_separately(on: Any, tmp_path: Path) -> None:
-    """Steps of other models run between candidates."""
-    gpu = on(same)
-    holds: list[int] = []
-    is_open = False
-
-    @contextmanager
-    def hold_device() -> Iterator[None]:
-        nonlocal is_open
-        before, is_open = len(gpu.launched), True
-        yield
-        is_open = False
-        holds.append(len(gpu.launched) - before)
-
-    gpu.cost = lambda *_: MS if is_open else pytest.fail("a kernel runs while another model holds the device")
-    choose(gpu, tmp_path, hold_device=hold_device)
-    assert len(holds) == 7 and sum(holds) == len(gpu.launched)
 
 
 # --- the file ---

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,7 @@ def test_what_cannot_be_served(folder: Path, tmp_path: Path) -> None:
         ([one, "a\u202eb"], "MODEL 'a\\u202eb' has the character U+202E"),
         (["--models-dir", str(tmp_path / "none")], "cannot read --models-dir"),
         (["--models-dir", str(tmp_path)], "contains no model, and no MODEL is given"),
-        ([one, two, "--async-scheduling"], "--async-scheduling is for one model"),
+        ([one, two, "--no-engine-process"], "--no-engine-process works with one model"),
         ([one, two, "--speculative-config", DRAFT_MODEL], "method draft_model is for one model"),
         ([one, two, "--enable-lora"], "--enable-lora is for one model"),
         ([one, two, "--lora-modules", "sql=/nowhere"], "--lora-modules is for one model"),
@@ -141,7 +140,7 @@ def test_models_in_processes_of_their_own(folder: Path) -> None:
     """The server loads no MLX. A stream survives the death of its engine. A kill of the server leaves no process."""
     url = f"http://127.0.0.1:{(port := free_port())}"
     serve_command = [sys.executable, "-m", "metal_engine", "serve", "--models-dir", str(folder), "--port", str(port)]
-    command = [*serve_command, "--engine-process", "always", "--models-memory", "64MiB", *SMALL]
+    command = [*serve_command, "--models-memory", "64MiB", *SMALL]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
     def workers() -> list[int]:
@@ -252,4 +251,4 @@ def test_memory() -> None:
     assert per_model_args(args, 48 * GIB, device("metal")).kv_cache_memory_bytes == 6 * GIB
     assert per_model_args(args, 48 * GIB, device("cpu")).kv_cache_memory_bytes == 2 * GIB
     given = EngineArgs(model="m", kv_cache_memory_bytes=GIB)
-    assert per_model_args(given, 48 * GIB, device("cpu")) == replace(given, async_scheduling=False)
+    assert per_model_args(given, 48 * GIB, device("cpu")) == given

@@ -205,7 +205,7 @@ def test_no_more_is_wired_and_kept_than_the_engine_needs(monkeypatch: pytest.Mon
     limits: dict[str, int] = {}
 
     def limit(config: EngineConfig) -> None:
-        limit_device_memory(config, config.peak_bytes, config.step_bytes)
+        limit_device_memory(config)
 
     monkeypatch.setattr(mx, "set_wired_limit", lambda n: limits.__setitem__("wired", n))
     monkeypatch.setattr(mx, "set_cache_limit", lambda n: limits.__setitem__("cache", n))

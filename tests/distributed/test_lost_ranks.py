@@ -1,4 +1,4 @@
-"""A rank that dies or stops: every rank ends, clients get an error, and nothing hangs."""
+"""A rank that dies or stops in a server without a process for its engine: every rank ends, and clients get an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def end_of(model: Path, lost: int, how: signal.Signals, phase: str) -> tuple[flo
     Returns:
         Seconds until all other ranks had ended, the server's log output, and the text that the client received.
     """
-    flags = ["--served-model-name", "m", "--max-num-batched-tokens", str(CHUNK)]
+    flags = ["--served-model-name", "m", "--max-num-batched-tokens", str(CHUNK), "--no-engine-process"]
     settings = {"distributed_timeout_seconds": TIMEOUT, "log_stats_interval": 0}
     with RankedServer(model, *flags, **settings) as server, ThreadPoolExecutor(1) as client:
         answer = None
@@ -85,7 +85,7 @@ def test_a_lost_leader(model: Path) -> None:
 def test_an_orderly_end_leaves_no_stopped_rank(model: Path) -> None:
     with RankedServer(model, "--served-model-name", "m", distributed_timeout_seconds=600) as server:
         os.kill(server.ranks[1], signal.SIGSTOP)
-        os.kill(server.ranks[0], signal.SIGTERM)
+        server.process.terminate()
         server.seconds_until_all_ended()
         assert server.process.wait() == 0
         assert "CRITICAL" not in server.said()
@@ -117,7 +117,7 @@ def test_a_signal_to_all_ranks_loses_no_request(model: Path) -> None:
         next(lines)
         for number in (signal.SIGTERM, signal.SIGHUP):
             os.kill(server.ranks[1], number)
-        os.kill(server.ranks[0], signal.SIGTERM)
+        server.process.terminate()
         told = [line for line in lines if line]
         assert told[-1] == "data: [DONE]" and not any('"error"' in line for line in told), told
         server.seconds_until_all_ended()

@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from metal_engine.cli.main import app
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.ranked_server import RankedServer, is_alive
 from tests.support.serving import wait_until
@@ -25,7 +23,7 @@ def text_of(lines: Iterable[str]) -> str:
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_answers_survive_a_lost_rank(tmp_path: Path, lost: int) -> None:
     model = write_checkpoint(tmp_path / "m")
-    flags = ["--served-model-name", "m", "--engine-process", "always", "--max-num-seqs", "8"]
+    flags = ["--served-model-name", "m", "--max-num-seqs", "8"]
     with RankedServer(model, *flags) as server:
         whole = text_of(server.stream(100).iter_lines())
         lines = server.stream(100).iter_lines()
@@ -36,10 +34,3 @@ def test_answers_survive_a_lost_rank(tmp_path: Path, lost: int) -> None:
         assert len(ranks) == 2 and not set(ranks) & set(server.ranks)
         server.process.kill()
         wait_until(lambda: not any(map(is_alive, [*ranks, *server.ranks[1:]])), "the ends of the ranks")
-
-
-def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLX_RANK", "0")
-    arguments = ["serve", "demo", "--port", "0", "--tensor-parallel-size", "2", "--engine-process", "always"]
-    found = CliRunner().invoke(app, arguments)
-    assert found.exit_code == 1 and "--engine-process always does not work with a launcher" in found.stderr

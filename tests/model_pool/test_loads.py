@@ -232,19 +232,3 @@ async def test_a_model_that_could_not_be_loaded_is_not_read_again_at_once(
         with pytest.raises(ModelTooLargeError) as told:
             await made.ask("c", [1])
         assert told.value.missing_bytes == 100
-
-
-@with_fakes()
-async def test_memory_is_given_back_while_the_device_is_held(
-    made: RegistryOfFakes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory is released while holding the device. It must not change while another model's step is measured."""
-    await made.ask("a", [1])
-    closed: list[bool] = []
-    monkeypatch.setattr(made.models["a"].runners[-1], "close", lambda: closed.append(True))
-    with made.registry.device_lock.hold():
-        unloading = asyncio.ensure_future(made.registry.unload(made["a"]))
-        await asyncio.wait([unloading], timeout=0.1)
-        assert made["a"].state is ModelState.UNLOADING and not closed
-    await unloading
-    assert closed

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import msgspec
 import pytest
+from mlx_lm.utils import load_model
 
 from metal_engine.cli import engine_worker
 from metal_engine.cli.serve_multi_model import source_of
@@ -24,14 +28,45 @@ from metal_engine.model_pool.model_entry import ModelEntry
 from metal_engine.model_pool.registry import ModelRegistry
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.settings.args import EngineArgs, ServerArgs
+from tests.support import checkpoint_files
 from tests.support.engine_child import is_running, pid_of
 from tests.support.registry import until
 from tests.support.serving import DEADLINE
-from tests.test_several_checkpoints import folder, own, own_answer  # noqa: F401
 from tools.compare.equal_outputs import compare_outputs
+from tools.fixtures.tiny_models import tiny_model
 
 PROMPTS = [[7 + i, 3 * i, 60, i] * (1 + i % 5) for i in range(4)]
 LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with three checkpoints of equal size and different weights."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate("abc"):
+        with pytest.MonkeyPatch.context() as patch:
+            seeded = partial(tiny_model, seed=seed)
+            patch.setattr(
+                checkpoint_files, "tiny_model", lambda dtype, seeded=seeded, **more: seeded(dtype=dtype, **more)
+            )
+            checkpoint_files.write_checkpoint(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path) -> dict[str, Any]:
+    """Return mlx-lm's models of the same checkpoints."""
+    return {name: load_model(folder / name)[0] for name in "abc"}
+
+
+def check_answers(model: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+    """Check that mlx-lm's model prefers the tokens of the answers."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == LONG.max_tokens
+        logits = model(mx.array([[*prompt, *answer[:-1]]]))[0, len(prompt) - 1 :]
+        preferred: Any = mx.argmax(logits, axis=-1).tolist()
+        compared = compare_outputs(model, prompt, answer, preferred)
+        assert compared.equal, compared
 
 
 def args_of(path: Path, num_blocks: int = 512) -> EngineArgs:
@@ -54,6 +89,7 @@ class Models:
         start = Start([msgspec.to_builtins(args) for args in models.values()], "warning", "text")
         self.spawner = Spawner(engine_worker.MODULE, start, ProcessLimits(spare_delay=math.inf), is_shared=True)
         self.pids: list[int] = []
+        self._numbers = itertools.count()
         spawn = self.spawner._spawn
 
         def spawn_and_list() -> Any:
@@ -83,7 +119,8 @@ class Models:
 
             async def one(index: int) -> list[int]:
                 tokens = []
-                async for output in loaded.engine.generate(str(index), prepared[index]):
+                request_id = str(next(self._numbers))
+                async for output in loaded.engine.generate(request_id, prepared[index]):
                     assert output.error is None, output.error
                     tokens += output.token_ids
                     received.append(name)
@@ -113,7 +150,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_one_dies_and_others_go_on(folder: Path, own: dict[str, Any]) -> None:  # noqa: F811
+def test_one_dies_and_others_go_on(folder: Path, own: dict[str, Any]) -> None:
     """Answers in flight survive. A third model ends the process of the least recently used model."""
 
     async def test() -> None:
@@ -129,10 +166,7 @@ def test_one_dies_and_others_go_on(folder: Path, own: dict[str, Any]) -> None:  
             await until(lambda: {"a", "b"} <= set(received), "answers in flight")
             os.kill(first, signal.SIGKILL)
             for name, answers in zip("ab", await asked, strict=True):
-                for prompt, answer in zip(PROMPTS, answers, strict=True):
-                    assert len(answer) == 60
-                    compared = compare_outputs(own[name], prompt, answer, own_answer(own[name], prompt, answer))
-                    assert compared.equal, (name, compared)
+                check_answers(own[name], PROMPTS, answers)
             second = pid(models["a"])
             assert second != first and pid(models["b"]) == other and not is_running(first)
             resumed = [
@@ -151,18 +185,41 @@ def test_one_dies_and_others_go_on(folder: Path, own: dict[str, Any]) -> None:  
     run(test)
 
 
-def test_loads_that_fail_end_their_processes(folder: Path) -> None:  # noqa: F811
+def test_room_for_two(folder: Path, own: dict[str, Any]) -> None:
+    """Three models get requests at once. The answers are correct, and the reserved memory stays within the budget."""
+
+    async def test() -> None:
+        async with in_processes({name: args_of(folder / name) for name in "abc"}) as models:
+            await models.registry.load(models["a"])
+            models.registry.budget.memory_bytes = int(2.5 * models["a"].num_bytes)
+            asked = [(name, [prompt]) for prompt in PROMPTS for name in "abc"]
+            answers = await asyncio.gather(*(models.answer(*one, []) for one in asked))
+            for (name, prompts), found in zip(asked, answers, strict=True):
+                check_answers(own[name], prompts, found)
+            assert len(models.loaded) == 2
+            assert models.registry.budget.taken_bytes <= models.registry.budget.memory_bytes
+
+    run(test)
+
+
+def test_loads_that_fail_end_their_processes(folder: Path, tmp_path: Path) -> None:
+    for file in (folder / "c").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes()[: 1000 if file.suffix == ".safetensors" else None])
+
     async def test() -> None:
         models = {"large": args_of(folder / "a", 1 << 20), "nothing": args_of(folder / "x"), "b": args_of(folder / "b")}
+        models["corrupt"] = args_of(tmp_path)
         async with in_processes(models, 64 << 20) as made:
             with pytest.raises(ModelTooLargeError, match=r"large takes .* \(--models-memory\): .* are missing"):
                 await made.registry.load(made["large"])
             with pytest.raises(ModelLoadError, match="x"):
                 await made.registry.load(made["nothing"])
+            with pytest.raises(ModelLoadError, match="safetensors"):
+                await made.registry.load(made["corrupt"])
             assert made.registry.budget.taken_bytes == 0 and not any(map(is_running, made.pids))
 
             load = asyncio.ensure_future(made.registry.load(made["b"]))
-            await until(lambda: len(made.pids) == 3, "the process")
+            await until(lambda: len(made.pids) == 4, "the process")
             await made.registry.unload(made["b"])
             with pytest.raises(LoadCancelledError):
                 await load

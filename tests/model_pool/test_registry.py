@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 
+from metal_engine.cli.serve_multi_model import load_named
 from metal_engine.errors import InsufficientMemoryError, ModelLoadError, ModelTooLargeError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelState
 from metal_engine.model_pool.registry import RegistryClosedError
@@ -88,7 +89,7 @@ async def test_a_model_that_cannot_be_loaded_takes_nobody_with_it(made: Registry
 @with_fakes()
 async def test_what_never_fits_is_told_with_what_is_missing(made: RegistryOfFakes) -> None:
     await made.ask("a", [1])
-    made.models["c"].num_bytes = (2 << 20) + made.registry.memory_bytes
+    made.models["c"].num_bytes = (2 << 20) + made.registry.budget.memory_bytes
     with pytest.raises(ModelTooLargeError, match=r"c takes .* \(--models-memory\): 2 MiB are missing") as told:
         await made.ask("c", [1])
     assert told.value.missing_bytes == (2 << 20)
@@ -213,3 +214,21 @@ async def test_idle_models_are_unloaded_if_memory_is_short(made: RegistryOfFakes
     made.registry.unload_idle(0.0)
     await until(lambda: made.loaded == "", "the end of b")
     assert await made.ask("b", [4]) == made.answer("b", [4])
+
+
+@with_fakes()
+async def test_named_models_that_fit_together_are_loaded(
+    made: RegistryOfFakes, caplog: pytest.LogCaptureFixture
+) -> None:
+    await load_named(made.registry, ("a", "b", "c"), "--num-gpu-blocks-override")
+    assert made.loaded == "ab"
+    (line,) = caplog.messages
+    assert line == (
+        "c takes up to 100 bytes during loading (an estimate, since its largest step is not measured yet), and 0 bytes "
+        "are available while the loaded models stay in memory: 100 bytes are missing; it is loaded on its first "
+        "request; to load it at the start, raise --models-memory or lower --num-gpu-blocks-override"
+    )
+    await made.registry.unload(made["a"])
+    made.models["a"].problem = "its weights are cut short"
+    with pytest.raises(ModelLoadError, match="cut short"):
+        await load_named(made.registry, ("b", "a"))

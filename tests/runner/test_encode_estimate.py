@@ -3,17 +3,16 @@ measurement, whose peak depends on when MLX frees arrays."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from metal_engine.build import build_engine
-from metal_engine.engine.device_access import LimitedDevice
+from metal_engine.engine.device_access import DeviceAccess
 from metal_engine.runner.encode_estimate import estimate_encode_bytes
 from metal_engine.runner.encode_memory import measure_encode_bytes
 from metal_engine.settings.args import EngineArgs
-from metal_engine.settings.config import DeviceInfo, EngineConfig
+from metal_engine.settings.config import DeviceInfo
 from tests.support.vision import CONFIGS, QWEN3_VL, tiny_vision
 from tests.test_image_input import SIZES, write_vision_checkpoint
 
@@ -30,27 +29,18 @@ def test_no_less_than_is_measured(name: str) -> None:
         assert 0 < estimate_encode_bytes(CONFIGS[name], METAL, num_tokens) < 16 * measured
 
 
-class RecordedClaims(LimitedDevice):
+class RecordedClaims(DeviceAccess):
     """Device of several models that records the claims of one model."""
 
     def __init__(self) -> None:
         super().__init__(1 << 32)
         self.claims: list[tuple[int, int, int | None]] = []
 
-    def check_wanted(self) -> None:
-        pass
-
-    def hold_device(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def check_fits(self, num_bytes: int) -> None:
         assert num_bytes > 0
 
     def claim(self, num_bytes: int, loading_bytes: int = 0, step_bytes: int | None = 0) -> None:
         self.claims.append((num_bytes, loading_bytes, step_bytes))
-
-    def record_step_bytes(self, config: EngineConfig) -> tuple[int, int]:
-        return config.peak_bytes, config.step_bytes
 
 
 @pytest.mark.parametrize("takes_images", [True, False])

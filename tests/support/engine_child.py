@@ -23,7 +23,7 @@ from metal_engine.engine.device_access import DeviceAccess
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.child import BuildFunction, PrepareFunction, serve_engine
-from metal_engine.engine.process.limits import NUM_FIRST_PLANS, ProcessLimits
+from metal_engine.engine.process.limits import ProcessLimits
 from metal_engine.engine.process.spawner import Spawner
 from metal_engine.engine.process.supervisor import EngineSupervisor
 from metal_engine.errors import ConfigError
@@ -182,7 +182,7 @@ def faulty(folder: str, faults: list[str]) -> BuiltEngine:
         return RuntimeError("[METAL] Command buffer execution failed")
 
     def faulty_step() -> Any:
-        if next(num_steps) >= NUM_FIRST_PLANS + 8:
+        if next(num_steps) >= 8:
             match fault:
                 case "hang":
                     time.sleep(600)

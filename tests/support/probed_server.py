@@ -87,7 +87,7 @@ def probed_server(model: Path, folder: Path, *flags: str) -> Iterator[ProbedServ
     """
     log = folder / "server.log"
     command = [sys.executable, "-m", "tests.support.probed_server", "serve", str(model), "--port", "0", *flags]
-    command += ["--engine-process", "never"]  # the probes are in the process of the command
+    command += ["--no-engine-process"]  # the probes are in the process of the command
     with log.open("w") as stderr:
         process = subprocess.Popen(
             command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True

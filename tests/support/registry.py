@@ -43,7 +43,7 @@ class RegistryOfFakes:
 
     def check(self) -> None:
         taken = sum(one.num_bytes for one in self.registry.entries)
-        assert taken <= self.registry.memory_bytes
+        assert taken <= self.registry.budget.memory_bytes
         for one in self.registry.entries:
             assert (one.num_bytes == 0) == (one.state is ModelState.UNLOADED) or one.state is ModelState.LOADING
 

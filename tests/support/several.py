@@ -15,9 +15,8 @@ import httpx
 
 from metal_engine.answers.answer_format import AnswerFormat
 from metal_engine.engine.async_engine import AsyncEngine
-from metal_engine.engine.device_access import DeviceAccess, FairDeviceLock
+from metal_engine.engine.device_access import DeviceAccess
 from metal_engine.engine.engine_thread import EngineThread
-from metal_engine.engine.engine_threads import EngineThreads
 from metal_engine.errors import ModelLoadError
 from metal_engine.model_pool.model_entry import LoadedEngine, ModelSource
 from metal_engine.model_pool.registry import ModelRegistry
@@ -70,23 +69,20 @@ class FakeModel:
         """Return a source whose file identity is ``problem``."""
         return ModelSource(self.start, lambda: self.problem)
 
-    def start(self, access: DeviceAccess, device_lock: FairDeviceLock, threads: EngineThreads) -> LoadedEngine:
+    def start(self, access: DeviceAccess) -> LoadedEngine:
         def build() -> SteppedEngine:
             self.began.set()
-            with access.hold_device():
-                pass
+            access.check_wanted()
             access.claim(self.num_bytes)
             while not self.gate.wait(0.005):
-                with access.hold_device():
-                    pass
+                access.check_wanted()
             if self.problem is not None:
                 raise ModelLoadError(self.problem)
-            access.record_step_bytes(self.config)
             runner = FakeRunner(self.config.cache.block_size, salted(self.salt), self.step_time)
             self.runners.append(runner)
             return SteppedEngine(self.config, runner, TOKENIZER)
 
-        engine = AsyncEngine(EngineThread(build, device_lock, threads))
+        engine = AsyncEngine(EngineThread(build))
         engine.start()
         return LoadedEngine(engine, AnswerFormat())
 
@@ -121,11 +117,10 @@ def serve_models(
     args: ServerArgs | None = None,
     prepare: Callable[[ModelRegistry], Awaitable[None]] | None = None,
     discover: Discover | None = None,
-    threads: EngineThreads | None = None,
 ) -> Iterator[ServedModels]:
     """Yield a server whose models are loaded on demand. Shuts the server down at the end."""
     args = args or ServerArgs(shutdown_timeout=1)
-    registry = ModelRegistry(memory_bytes, keep_alive, threads)
+    registry = ModelRegistry(memory_bytes, keep_alive)
     for name, source in sources.items():
         registry.add(name, source)
     models = MultiModel(registry, args, Workers())

@@ -3,7 +3,7 @@
     python -m tools.benchmarks.bodies_beside_streams
     python -m tools.benchmarks.bodies_beside_streams --model FOLDER --streams 64 --clients 3 --rounds 4
 
-Two servers of the same model run, one for each value of ``--engine-process``, and take turns. A server generates some
+Two servers of the same model run, with and without a process for the engine, and take turns. A server generates some
 streams, first alone, then beside clients that post bodies of 15.7 MB. The prompt of such a body is longer than the
 context, so the answer is an error. The servers count the tokens.
 """
@@ -106,10 +106,10 @@ def main() -> None:
     rates: dict[tuple[str, int], list[float]] = {}
     with contextlib.ExitStack() as stack:
         urls = {}
-        for mode in ("never", "always"):
-            flags = ("--engine-process", mode, "--served-model-name", _MODEL, "--max-num-seqs", str(args.streams))
+        for mode in ("--no-engine-process", "--engine-process"):
+            flags = (mode, "--served-model-name", _MODEL, "--max-num-seqs", str(args.streams))
             urls[mode] = stack.enter_context(running(OURS, args.model, same_blas=True, extra=flags)).url
-        print("engine process  clients  tokens/s  p99 gap, ms  bodies")
+        print("mode                 clients  tokens/s  p99 gap, ms  bodies")
         for turn in range(args.rounds + 1):
             for mode, url in urls.items():
                 for num_clients in (0, args.clients):
@@ -119,10 +119,10 @@ def main() -> None:
                     rates.setdefault((mode, num_clients), []).append(rate)
                     gap = 1000 * statistics.quantiles(load.gaps, n=100)[-1]
                     statuses = ", ".join(f"{number} x {status}" for status, number in load.statuses.items())
-                    print(f"{mode:14}  {num_clients:7}  {rate:8.1f}  {gap:11.1f}  {statuses}", flush=True)
+                    print(f"{mode:19}  {num_clients:7}  {rate:8.1f}  {gap:11.1f}  {statuses}", flush=True)
     for mode in urls:
         alone, beside = (statistics.median(rates[mode, n]) for n in (0, args.clients))
-        print(f"--engine-process {mode}: {beside / alone:.2f} of the tokens/s without large bodies")
+        print(f"{mode}: {beside / alone:.2f} of the tokens/s without large bodies")
 
 
 if __name__ == "__main__":

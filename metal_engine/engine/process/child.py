@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from metal_engine.cancellation import caller_disconnected
 from metal_engine.device.allocator import give_back_freed_memory
 from metal_engine.device.blas.threads import blas_threads
 from metal_engine.engine.built_engine import BuiltEngine
-from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess, ExclusiveDeviceAccess, LimitedDevice
+from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.channel import Channel
@@ -72,7 +72,7 @@ PrepareFunction = Callable[[], DeviceInfo]
 BuildFunction = Callable[[wire.Build, DeviceAccess], BuiltEngine]
 
 
-class _ServersDevice(LimitedDevice, ExclusiveDeviceAccess):
+class _ServersDevice(DeviceAccess):
     """Device access of one of several models. The server grants the memory, or kills this process.
 
     Args:
@@ -96,12 +96,12 @@ class _ServersDevice(LimitedDevice, ExclusiveDeviceAccess):
         self._granted.release()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class _HeldGrammar:
     """Grammar that the server has not released. ``made`` is its future."""
 
-    made: Future[Grammar] = field(default_factory=Future)
-    released: threading.Event = field(default_factory=threading.Event)
+    made: Future[Grammar]
+    released: threading.Event
 
 
 class EngineChild:
@@ -265,7 +265,8 @@ class EngineChild:
                 if self._device is not None:
                     self._device.grant()
             case wire.Submit():
-                self._submit(message)
+                self._waiting.add(message.request_id)
+                self._add_when_made(message)
             case wire.End():
                 with self._lock:
                     self._waiting.discard(message.request_id)
@@ -276,8 +277,8 @@ class EngineChild:
             case wire.MakeGrammar():
                 self._make_grammar(message)
             case wire.LoadAdapter():
-                self._adapters[message.call] = loaded = Future[Adapter]()
-                self._adapter_calls.submit(self._answer, message.call, partial(self._load_adapter, message, loaded))
+                self._adapters[message.call] = loaded = self._adapter_calls.submit(self._load_adapter, message)
+                loaded.add_done_callback(partial(self._answer, message.call))
             case wire.UnloadAdapter():
                 self._adapter_calls.submit(self._unload_adapter, unpacked_text(message.name))
             case wire.ReleaseMemory():
@@ -288,10 +289,6 @@ class EngineChild:
                 for key in message.grammars:
                     if (held := self._grammars.pop(key, None)) is not None:
                         held.released.set()
-
-    def _submit(self, message: wire.Submit) -> None:
-        self._waiting.add(message.request_id)
-        self._add_when_made(message)
 
     def _add_when_made(self, message: wire.Submit, _: object = None) -> None:
         """Add a request to the engine when its grammar and its adapter are made. Only resumed requests wait."""
@@ -320,34 +317,25 @@ class EngineChild:
                 self._thread.submit(message.request_id, prepared, *arguments)
 
     def _make_grammar(self, message: wire.MakeGrammar) -> None:
-        self._grammars[message.call] = held = _HeldGrammar()
-
-        def make() -> None:
+        def make() -> Grammar:
             stop_token_ids = np.frombuffer(message.stop_token_ids, np.int32)
             structured, phases = unpacked_structured(message.structured), unpacked_phases(message.phases)
-            try:
-                held.made.set_result(self._built.preparer.grammars.grammar_for(structured, phases, stop_token_ids))
-            except Exception as error:
-                held.made.set_exception(error)
-                raise
+            return self._built.preparer.grammars.grammar_for(structured, phases, stop_token_ids)
 
+        held = _HeldGrammar(Future(), threading.Event())
         if message.structured is None:  # needs no compilation that the server waits for
-            self._answer(message.call, make)
-            return
-        context = contextvars.copy_context()
-        context.run(caller_disconnected.set, held.released)
-        self._calls.submit(context.run, self._answer, message.call, make)
+            try:
+                held.made.set_result(make())
+            except Exception as error:  # noqa: BLE001  (raised in the server)
+                held.made.set_exception(error)
+        else:
+            context = contextvars.copy_context()
+            context.run(caller_disconnected.set, held.released)
+            held = _HeldGrammar(self._calls.submit(context.run, make), held.released)
+        self._grammars[message.call] = held
+        held.made.add_done_callback(partial(self._answer, message.call))
 
-    def _load_adapter(self, message: wire.LoadAdapter, loaded: Future[Adapter]) -> wire.LoadedAdapter:
-        try:
-            adapter = self._loaded_adapter(message)
-        except Exception as error:
-            loaded.set_exception(error)
-            raise
-        loaded.set_result(adapter)
-        return packed_adapter(adapter)
-
-    def _loaded_adapter(self, message: wire.LoadAdapter) -> Adapter:
+    def _load_adapter(self, message: wire.LoadAdapter) -> Adapter:
         """Load an adapter. An adapter of an earlier process may be among the adapters that this process has loaded."""
         name, path = unpacked_text(message.name), unpacked_text(message.path)
         within = None if message.within is None else Path(unpacked_text(message.within))
@@ -372,14 +360,13 @@ class EngineChild:
         if (adapters := self._built.adapters) is not None:
             adapters.unload(name)
 
-    def _answer(self, call: int, work: Callable[[], wire.LoadedAdapter | None]) -> None:
-        try:
-            reply = wire.Reply(call, work())
-        except Exception as error:  # noqa: BLE001  (raised in the server)
-            if self._thread.error is not None:
-                return  # another process may succeed
-            reply = wire.Reply(call, error=packed_error(error))
-        self._channel.send(reply)
+    def _answer(self, call: int, made: Future[Any]) -> None:
+        """Send the result of a call, or its error."""
+        if (error := made.exception()) is None:
+            result = made.result()
+            self._channel.send(wire.Reply(call, packed_adapter(result) if isinstance(result, Adapter) else None))
+        elif self._thread.error is None:  # otherwise, another process may succeed
+            self._channel.send(wire.Reply(call, error=packed_error(error)))
 
 
 def serve_engine(descriptor: int, set_up: Callable[[wire.Start], tuple[PrepareFunction, BuildFunction]]) -> NoReturn:

@@ -11,7 +11,7 @@ from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.process import wire
 from metal_engine.engine.process.engine_process import EngineProcess
 from metal_engine.engine.process.hang_monitor import HangMonitor
-from metal_engine.engine.process.limits import BUSY_DELAY_SECONDS, NUM_FIRST_PLANS, RESTART_SECONDS, ProcessLimits
+from metal_engine.engine.process.limits import BUSY_DELAY_SECONDS, RESTART_SECONDS, ProcessLimits
 from metal_engine.engine.process.spawner import Spawner
 from metal_engine.scheduling.stats import SchedulerStats
 from metal_engine.settings.config import EngineConfig
@@ -62,22 +62,17 @@ class EngineProcesses:
             self._load_seconds = time.monotonic() - began
             self._config = ready.config
             self._monitor.start()
-        self._limit_steps(are_first=True)
+        assert self._config is not None
+        seconds = self._limits.of_steps(self._config.step_seconds, self._config.warm_up_seconds)
+        self._monitor.set_limit(seconds, "it has computed no step")
         if self._limits.max_restarts:
             self._spare_time = time.monotonic() + self._limits.spare_delay
         return ready
-
-    def _limit_steps(self, *, are_first: bool) -> None:
-        assert self._config is not None
-        seconds = self._limits.of_steps(self._config.step_seconds, are_first=are_first)
-        self._monitor.set_limit(seconds, "it has computed no step")
 
     def follow(self, before: SchedulerStats, now: SchedulerStats, *, has_requests: bool) -> None:
         """Record the numbers of the engine. If it has requests, only a new plan is progress."""
         if now.num_plans != before.num_plans or not has_requests:
             self._monitor.progressed()
-        if before.num_plans < NUM_FIRST_PLANS <= now.num_plans:
-            self._limit_steps(are_first=False)
         if time.monotonic() > self._spare_time + (BUSY_DELAY_SECONDS if has_requests else 0.0):
             self._spare_time = math.inf
             self._spawner.prepare_spare()

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 # Time within which the number of new processes is limited.
 RESTART_SECONDS = 60.0
-# Number of plans of a new process whose steps may compile kernels.
-NUM_FIRST_PLANS = 32
 # The largest step was measured without a context, and alone on the device.
 _STEP_FACTOR = 10.0
-_FIRST_STEPS_FACTOR = 10.0
+# A step compiles fewer kernels than the check of the model and its largest step at load, which compile most of them.
+_WARM_UP_FACTOR = 2.0
 _LOAD_FACTOR = 4.0
 # How much longer an engine that has requests waits for its spare process.
 BUSY_DELAY_SECONDS = 30.0
@@ -24,8 +23,8 @@ class ProcessLimits:
         max_restarts: maximum number of new processes within :data:`RESTART_SECONDS`, and of consecutive new processes
             without any output. Beyond it, the engine ends.
         stall_seconds: time after which a process that reads no message is killed.
-        step_seconds: minimum time after which a process that computes no step is killed. The time is longer for the
-            first steps, and for models with slow steps.
+        step_seconds: minimum time after which a process that computes no step is killed. The time is longer for models
+            whose steps are slow, or whose kernels were compiled slowly at load.
         load_seconds: minimum time after which a new process that loads the model again is killed.
         spare_delay: time from the start of an engine to the start of its spare process, whose imports take a second of
             a core. While the engine has requests, the time is longer by :data:`BUSY_DELAY_SECONDS`.
@@ -37,15 +36,14 @@ class ProcessLimits:
     load_seconds: float = 600.0
     spare_delay: float = 5.0
 
-    def of_steps(self, largest_seconds: float, *, are_first: bool) -> float:
+    def of_steps(self, largest_seconds: float, warm_up_seconds: float) -> float:
         """Return the time after which a process that computes no step is killed.
 
         Args:
             largest_seconds: measured time of the largest step without a context.
-            are_first: True for the first steps of a process, which may compile kernels.
+            warm_up_seconds: time of the model's check and largest step at the first load.
         """
-        seconds = max(self.step_seconds, _STEP_FACTOR * largest_seconds)
-        return seconds * _FIRST_STEPS_FACTOR if are_first else seconds
+        return max(self.step_seconds, _STEP_FACTOR * largest_seconds, _WARM_UP_FACTOR * warm_up_seconds)
 
     def of_load(self, first_seconds: float) -> float:
         """Return the time after which a new process that loads the model again is killed.

@@ -86,8 +86,5 @@ class ImageEncoder(Protocol):
     def parameters(self) -> dict[str, Any]:
         """Return the encoder's weights by name."""
 
-    def release_weights(self) -> None:
-        """Release the encoder's weights. It cannot be used afterwards."""
-
     def sample(self, rows: int, columns: int) -> SampleImage:
         """Return a random image of ``rows`` times ``columns`` features, or of the only size that the encoder takes."""

@@ -91,11 +91,6 @@ class MlxVlmEncoder:
         parameters: dict[str, Any] = self.model.parameters()
         return parameters
 
-    def release_weights(self) -> None:
-        """See :class:`metal_engine.models.multimodal.encoder.ImageEncoder`."""
-        for module in self.model.modules():
-            module.clear()
-
     def sample(self, rows: int, columns: int) -> SampleImage:
         """See :class:`metal_engine.models.multimodal.encoder.ImageEncoder`."""
         return self._family.sample(self.model.config, rows, columns)

@@ -91,7 +91,7 @@ def registry_health(
         unconstrained_calls=sum(one.unconstrained_calls for one in healths),
         num_unknown_parameters=sum(unknown.values()),
         unknown_parameters=unknown if shows_parameters else {},
-        memory_bytes=models.registry.memory_bytes,
+        memory_bytes=models.registry.budget.memory_bytes,
         used_bytes=sum(one.memory_bytes for one in healths),
         models=healths if shows_models else [],
     )

@@ -75,9 +75,9 @@ def test_a_hang_is_reported_once() -> None:
 
 def test_limits_follow_the_model() -> None:
     limits = ProcessLimits()
-    assert limits.of_steps(0.5, are_first=False) == 60.0
-    assert limits.of_steps(60.0, are_first=False) == 600.0
-    assert limits.of_steps(0.5, are_first=True) == 600.0
+    assert limits.of_steps(0.5, 4.0) == 60.0
+    assert limits.of_steps(60.0, 70.0) == 600.0
+    assert limits.of_steps(0.5, 200.0) == 400.0  # a machine that compiles slowly
     assert limits.of_load(10.0) == 600.0 and limits.of_load(600.0) == 2400.0
 
 

@@ -4,7 +4,7 @@
     python -m tools.benchmarks.engine_death --models attention hybrid quantized lora ranks
     python -m tools.benchmarks.engine_death --model MODEL --serve-args "--max-num-seqs 32"
 
-A real server runs with `--engine-process always`. Streams of all APIs (log probabilities, several outputs, tools,
+A real server runs. Streams of all APIs (log probabilities, several outputs, tools,
 grammars, seeds, stop strings) keep it busy. Each request is first answered without deaths. Its later answers must be
 equal, except for small differences of log probabilities. The report has the parts of the pause after a death: the start
 of a process, the load of the model, and the recomputation until each stream has its next token. It also shows counters
@@ -86,7 +86,7 @@ def _measure_kind(kind: str, folder: Path, args: argparse.Namespace) -> bool:
     names = (model.model, *model.adapters)
     requests = [request for name in names for request in mixed_requests(name, args.num_each, args.max_tokens)]
     os.environ[LOADS] = str(folder / "loads")
-    extra = ["--engine-process", "always", *model.serve_args, *args.serve_args.split()]
+    extra = [*model.serve_args, *args.serve_args.split()]
     is_good = True
     with running(OURS, model.model, same_blas=True, extra=extra, module=WORKER.replace("worker", "server")) as server:
         for num_streams in args.streams:
