@@ -35,6 +35,10 @@ class UnsupportedModelError(ModelLoadError):
     """The model's architecture is not supported. The message names the unsupported part."""
 
 
+class UnknownCacheError(UnsupportedModelError):
+    """A layer stores its state in a cache that a packed step does not support."""
+
+
 class ModelTooLargeError(ModelLoadError):
     """The model cannot be loaded, even if other models are unloaded: the memory for all models is too small.
 

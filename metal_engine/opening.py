@@ -61,15 +61,15 @@ def open_model(
             whether kernels for recurrent layers are used.
     """
     from metal_engine.attention.metal.variants import UnsupportedAttentionError
+    from metal_engine.models.alone import open_paged_model
     from metal_engine.models.attention_kinds import attention_kinds
     from metal_engine.models.check import check_paged_model
     from metal_engine.models.info import model_info
-    from metal_engine.models.paged_model import PagedModel
     from metal_engine.recurrence.metal import MetalRecurrence
 
     try:
         recurrence = MetalRecurrence() if choice.metal is not None else None
-        paged = PagedModel(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
+        paged = open_paged_model(loaded.model, recurrence, kv_cache_dtype=args.kv_cache_dtype)
         info = ranks.sync_model_info(model_info(loaded, paged))
         kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
         attention = choice.for_layers(kinds, args.block_size)
@@ -83,6 +83,10 @@ def open_model(
             )
     except (UnsupportedModelError, UnsupportedAttentionError) as error:
         raise cannot_run(args.model, loaded.config, error) from error
+    if paged.alone:
+        logger.warning(
+            "%s runs the requests of a step one after another over mlx-lm's own caches: %s", loaded.name, paged.alone
+        )
     if paged.index_top_k is not None:
         logger.info(
             "MLX's operations select %d keys for each token, and attend to them, in contexts of more tokens",

@@ -35,6 +35,7 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         "device": f"{config.device.name}: {config.device.compute}",
         "ranks": _ranks(config.ranks),
         "attention": config.attention,
+        "requests": config.requests,
         "tuning": config.attention_tuning,
         "memory": f"weights {format_size(config.weight_bytes)}{adapters}, KV cache {format_size(config.kv_bytes)}"
         f"{states}{images}, largest step {format_size(config.step_bytes)}; "
@@ -59,6 +60,8 @@ def startup_facts(config: EngineConfig, url: str, names: tuple[str, ...]) -> dic
         )
     else:
         del facts["speculation"]
+    if not model.alone:
+        del facts["requests"]
     if not facts["images"]:
         del facts["images"]
     if not model.can_generate:

@@ -10,6 +10,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from metal_engine.device.streams import synchronize
+from metal_engine.kv_cache.own_caches import OwnCachesState
 from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.recurrent import PendingByArray, RecurrentState
 from metal_engine.kv_cache.segments import Slots
@@ -17,6 +18,7 @@ from metal_engine.kv_cache.spec import (
     IndexSpec,
     KVSpec,
     LatentSpec,
+    OwnCachesSpec,
     QuantizedKVSpec,
     RecurrentSpec,
     StateSpec,
@@ -42,6 +44,8 @@ def make_state(spec: StateSpec) -> LayerState:
             return IndexState(spec)
         case QuantizedKVSpec():
             return QuantizedKVState(spec)
+        case OwnCachesSpec():
+            return OwnCachesState(spec)
         case RecurrentSpec():
             return RecurrentState(spec)
         case _:
@@ -62,6 +66,7 @@ class StatePool:
     Attributes:
         is_recurrent: True if a layer carries a state from token to token.
         has_index: True if a layer attends only to the keys that an index selects.
+        own_caches: mlx-lm's own caches of requests; None if the states of packed steps replace them.
     """
 
     def __init__(self, states: Iterable[LayerState]) -> None:
@@ -74,6 +79,7 @@ class StatePool:
         self._size = (0, 1, 0)  # number of blocks, tokens of a block, number of state slots
         self.is_recurrent = self.bytes_per_request > 0
         self.has_index = any(isinstance(state, IndexState) for state in self.states)
+        self.own_caches = next((state for state in self.states if isinstance(state, OwnCachesState)), None)
 
     @classmethod
     def of(cls, specs: Iterable[StateSpec]) -> StatePool:

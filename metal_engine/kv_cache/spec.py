@@ -221,6 +221,28 @@ def kv_cache_spec(spec: StateSpec, kv_cache_dtype: str) -> StateSpec:
 
 
 @dataclass(frozen=True)
+class OwnCachesSpec(StateSpec):
+    """mlx-lm's own caches of all layers, held for each request. They grow, so the pool allocates nothing for them.
+
+    Attributes:
+        token_bytes: bytes by which a request's caches grow with each token, with a copy of the cache that is replaced.
+        request_bytes: bytes of a request's caches that do not depend on its length.
+    """
+
+    dtype: mx.Dtype
+    token_bytes: int
+    request_bytes: int
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.token_bytes
+
+    @property
+    def bytes_per_request(self) -> int:
+        return self.request_bytes
+
+
+@dataclass(frozen=True)
 class RecurrentSpec(StateSpec):
     """A layer that carries a state from token to token: a few arrays of fixed size for each request.
 

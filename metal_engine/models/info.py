@@ -9,6 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import get_total_parameters
 
 from metal_engine.checkpoints.checkpoint import context_length
@@ -17,6 +18,7 @@ from metal_engine.checkpoints.model_classes import model_classes
 from metal_engine.checkpoints.requirements import CheckpointRequirements
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.state import IndexState
+from metal_engine.models.alone import open_paged_model
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.settings.config import ModelInfo
 
@@ -81,7 +83,7 @@ def expected_model_info(
         divide(model)
     weight_bytes = facts.weight_bytes * get_total_parameters(model) // num_whole
     try:
-        paged = PagedModel(model, kv_cache_dtype=kv_cache_dtype, is_sketch=True)
+        paged = open_paged_model(model, kv_cache_dtype=kv_cache_dtype, is_sketch=True)
     except UnsupportedModelError as error:
         if error.__cause__ is None:
             raise
@@ -97,12 +99,13 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
         name=name,
         model_type=config["model_type"],
         vocab_size=paged.vocab_size,
-        num_layers=sum(not isinstance(state, IndexState) for state in paged.pool.states),
+        num_layers=_num_layers(paged),
         kv_dtype=paged.pool.kv_dtype,
         kv_bytes_per_token=paged.pool.bytes_per_token,
         unquantized_kv_bytes_per_token=paged.pool.unquantized_bytes_per_token,
         state_bytes_per_request=paged.pool.bytes_per_request,
         has_index=paged.pool.has_index,
+        alone=paged.alone,
         max_position_embeddings=_context_length(text_config, paged.model),
         num_heads=num_heads,
         head_dim=text_config.get("head_dim") or text_config.get("hidden_size", 0) // num_heads or 1,
@@ -110,6 +113,13 @@ def _info(name: str, config: dict[str, Any], paged: PagedModel, **more: Any) -> 
         layer_width=_layer_width(config["model_type"], text_config, paged),
         **more,
     )
+
+
+def _num_layers(paged: PagedModel) -> int:
+    """Return the number of layers with a state."""
+    if paged.alone:
+        return len(make_prompt_cache(paged.model))
+    return sum(not isinstance(state, IndexState) for state in paged.pool.states)
 
 
 def _layer_width(model_type: str, text_config: dict[str, Any], paged: PagedModel) -> int:

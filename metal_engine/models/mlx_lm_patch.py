@@ -17,7 +17,7 @@ from mlx_lm.models import base as mlx_lm_base
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from metal_engine.device.info import computes_on_cpu
-from metal_engine.errors import UnsupportedModelError
+from metal_engine.errors import UnknownCacheError, UnsupportedModelError
 from metal_engine.kv_cache.spec import StateSpec
 from metal_engine.models import cpu_ops
 from metal_engine.models.cache_tree import CacheGroup, CacheTree, leaves, map_caches
@@ -156,7 +156,7 @@ def _recorders(model: nn.Module, trace: CallTrace) -> CacheTree:
             return RecordingCache()
         if type(cache) is ChunkedKVCache:
             return RecordingCache(cache.chunk_size)
-        raise UnsupportedModelError(f"its state is not a plain KV cache ({type(cache).__name__})")
+        raise UnknownCacheError(f"its state is not a plain KV cache ({type(cache).__name__})")
 
     return map_caches(recorder, make_prompt_cache(model))
 

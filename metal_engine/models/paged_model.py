@@ -74,8 +74,11 @@ class PagedModel:
         adapters: layers with LoRA adapters, set by :meth:`adapt`; None before.
         images: image input, set by :meth:`see`; None if the model takes text only.
         index_top_k: largest number of keys that an index selects for a row; None if no layer has an index.
+        alone: reason why requests run alone over mlx-lm's own caches; empty if they are packed.
         hidden_problem: reason to refuse embeddings, if the rows of ``hidden_indices`` are not hidden states; else None.
     """
+
+    alone = ""
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class PagedModel:
         self.hidden_problem: str | None = None
         if not is_sketch:
             pairs = zip(patched.recorders, self.layer_caches, strict=True)
-            _refuse_half_precision_experts(model)
+            refuse_half_precision_experts(model)
             try:
                 for output in patched.outputs if self.pool.is_recurrent else ():
                     # Computes the recurrent states, which install_states reads. Ranks of a pipeline exchange data here.
@@ -279,7 +282,7 @@ class PagedModel:
         return logits[:, 0], None if hidden is None else hidden[:, 0]
 
 
-def _refuse_half_precision_experts(model: nn.Module) -> None:
+def refuse_half_precision_experts(model: nn.Module) -> None:
     """Raise UnsupportedModelError if the model has experts in half precision and runs on a CPU.
 
     MLX multiplies unquantized experts on a CPU in float32 only. Quantized experts run in any type.

@@ -180,6 +180,12 @@ class RequestTable:
             self.num_prompt_logprobs_requests -= int(self.sampling.prompt_logprobs[index] >= 0)
             self._num_with_adapter -= int(self._adapter_slots[index] > 0)
 
+    @property
+    def state_slots(self) -> set[int]:
+        """Return the state slots that the requests hold."""
+        indices = list(self._index_of.values())
+        return {*self._state_reads[indices].tolist(), *self._state_writes[indices].tolist()}
+
     def holds(self, request_id: str) -> bool:
         """Return True if the table has the request."""
         return request_id in self._index_of

@@ -119,6 +119,8 @@ class ModelRunner:
         before = None
         try:
             self._table.update(plan)
+            if self.pool.own_caches is not None:
+                self.pool.own_caches.keep(self._table.state_slots)
             self.pool.begin_step()
             drafting = self._draft(plan)
             before = self.pool.snapshot()  # not earlier: a drafter may write to the pool, in place
@@ -386,6 +388,8 @@ class ModelRunner:
         """Drop requests between steps, as the next plan would. Unknown ids are ignored."""
         plan = SchedulerOutput(0, dropped_req_ids=req_ids)
         self._table.update(plan)
+        if self.pool.own_caches is not None:
+            self.pool.own_caches.keep(self._table.state_slots)
         if self._drafter is not None:
             self._drafter.update(plan)
 

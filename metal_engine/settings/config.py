@@ -12,6 +12,8 @@ from metal_engine.settings.args import GIB
 MARGIN_BYTES = GIB // 4
 # Value of :attr:`EngineConfig.replay` if decode steps are replayed.
 REPLAYS = "on"
+# Way in which requests run if :attr:`ModelInfo.alone` is set.
+ALONE = "one after another over mlx-lm's own caches, without a prefix cache"
 # Reasons why a model's decode steps are not replayed.
 NO_REPLAY_WITHOUT_KERNEL = "the kernel does not compute all of its attention"
 NO_REPLAY_WITH_INDEX = "its layers attend to keys that an index selects"
@@ -102,6 +104,8 @@ class ModelInfo:
         unquantized_kv_bytes_per_token: size of K and V without quantization, in bytes; None if they are not quantized.
         state_bytes_per_request: size of a request's recurrent states in bytes, independent of its length.
         has_index: True if a layer attends only to the keys that an index selects.
+        alone: reason why the requests of a step run one after another over mlx-lm's own caches; empty if they are
+            packed.
         max_position_embeddings: context length for which the checkpoint was trained, in tokens, if known.
         num_heads: number of query heads of a layer.
         default_sampling: recommended sampling parameters of the checkpoint, for requests without parameters.
@@ -127,6 +131,7 @@ class ModelInfo:
     unquantized_kv_bytes_per_token: int | None = None
     state_bytes_per_request: int = 0
     has_index: bool = False
+    alone: str = ""
     max_position_embeddings: int | None
     num_heads: int = 1
     head_dim: int = 1
@@ -334,6 +339,11 @@ class EngineConfig:
     def weight_bytes(self) -> int:
         """Size of the weights of the model and its draft model, in bytes."""
         return self.model.weight_bytes + (0 if self.draft is None else self.draft.weight_bytes)
+
+    @property
+    def requests(self) -> str:
+        """How the requests of a step run: ``packed``, or one after another with the reason."""
+        return f"{ALONE}: {self.model.alone}" if self.model.alone else "packed"
 
     @property
     def saves_kv(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from metal_engine.errors import ConfigError
 from metal_engine.settings.args import EngineArgs
 from metal_engine.settings.config import (
+    ALONE,
     NO_REPLAY_WITH_INDEX,
     NO_REPLAY_WITHOUT_KERNEL,
     REPLAYS,
@@ -23,6 +24,7 @@ from metal_engine.settings.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from metal_engine.settings.lora_args import MODULES as LORA_MODULES
 from metal_engine.settings.pool_size import affordable_states, pool_flag, pool_size, requested_context_length
 from metal_engine.settings.speculative import speculative_config
 
@@ -63,6 +65,7 @@ def resolve_config(
     Raises:
         ConfigError: the settings conflict. The message names the flag to change.
     """
+    args = _for_model(args, model)
     scheduler = _scheduler(args, model, device, draft)
     max_num_seqs = scheduler.max_num_seqs
     began = time.monotonic()
@@ -127,6 +130,7 @@ def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> Ex
     Raises:
         ConfigError: as :func:`resolve_config`.
     """
+    args = _for_model(args, model)
     scheduler = _scheduler(args, model, device, None)
     attention_backend = "mlx" if device.kind == "cpu" else "metal"  # the backend that needs more memory
     num_padding_blocks = int(_replay(args, attention_backend, _NO_LAYERS, model) == REPLAYS)
@@ -140,6 +144,29 @@ def expected_sizes(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> Ex
         scheduler.max_sample_rows,
         scheduler.max_num_encoder_tokens,
     )
+
+
+def _for_model(args: EngineArgs, model: ModelInfo) -> EngineArgs:
+    """Return the settings for a model. A model that runs over mlx-lm's own caches has no prefix cache.
+
+    Raises:
+        ConfigError: the model runs over mlx-lm's own caches, and a setting needs packed steps.
+    """
+    if not model.alone:
+        return args
+    needs_packed_steps = {
+        "--speculative-config": args.speculative_config is not None,
+        "--kv-transfer-config": args.kv_transfer_config is not None,
+        "--kv-cache-dtype": args.kv_cache_dtype != "auto",
+        args.ranks_flag: args.num_ranks > 1,
+        LORA_MODULES if args.adapters else "--enable-lora": args.has_adapters,
+    }
+    for flag, is_used in needs_packed_steps.items():
+        if is_used:
+            raise ConfigError(
+                flag, f"does not work with {model.name}, whose requests run {ALONE} ({model.alone}); remove it"
+            )
+    return replace(args, enable_prefix_caching=False)
 
 
 def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: ModelInfo | None) -> SchedulerConfig:
@@ -206,6 +233,8 @@ def _replay(args: EngineArgs, attention_backend: str, attention_layers: Attentio
         return "off: several ranks share the model"
     if attention_layers.not_covered:
         return f"off: {NO_REPLAY_WITHOUT_KERNEL}"
+    if model.alone:
+        return f"off: requests run {ALONE}"
     if model.has_index:
         return f"off: {NO_REPLAY_WITH_INDEX}"
     return REPLAYS
@@ -244,6 +273,7 @@ def check_kv_cache(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> in
     Raises:
         ConfigError: the settings conflict, or there is not enough memory. The message names the flag to change.
     """
+    args = _for_model(args, model)
     if device.kind == "cpu":  # memory that remains after loading the weights
         device = replace(device, memory_bytes=max(0, device.memory_bytes - model.weight_bytes))
     pool = pool_size(args, model, device, args.max_num_seqs or 1, 0)

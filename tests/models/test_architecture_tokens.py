@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from metal_engine.models.alone import AloneModel
 from metal_engine.sampling_params import SamplingParams
 from tests.support.tiny_engine import run_all, tiny_engine, tiny_reference, token_ids
+from tools.fixtures.architectures import ALONE
 from tools.fixtures.fake_engine import VOCAB_SIZE
 
 REPLAYED = ["afm7", "baichuan_m1", "gpt_bigcode", "iquestloopcoder", "llama4", "longcat_flash_ngram", "plamo", "plamo2"]
@@ -61,6 +63,32 @@ def test_preempted_requests_and_steps_planned_ahead(architecture: str) -> None:
     engine = engine_of(architecture, ahead=True, num_blocks=22)
     assert outputs_of(engine)[0] == mlx_lms_tokens(architecture)
     assert engine.scheduler.num_preemptions
+
+
+@pytest.mark.parametrize("architecture", ALONE)
+def test_alone_in_chunks_then_preempted_ahead_then_after_a_failed_step(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run requests one after another over mlx-lm's own caches, without a prefix cache. Their memory is released."""
+    engine = engine_of(architecture, max_num_batched_tokens=7, enable_prefix_caching=False)
+    assert outputs_of(engine) == (mlx_lms_tokens(architecture), 0)
+    engine = engine_of(architecture, behind=True, num_blocks=22, enable_prefix_caching=False)
+    assert outputs_of(engine)[0] == mlx_lms_tokens(architecture)
+    assert engine.scheduler.num_preemptions
+    arrays_per_request = 6 * 5
+    assert len(engine.runner.pool.own_caches.pending()) <= arrays_per_request
+    engine = engine_of(architecture, enable_prefix_caching=False)
+    original, calls = AloneModel.forward, iter(range(100))
+
+    def fail_after_the_forward(self: AloneModel, *args: Any) -> Any:
+        result = original(self, *args)
+        if next(calls) == 5:
+            raise RuntimeError("a failed step")
+        return result
+
+    monkeypatch.setattr(AloneModel, "forward", fail_after_the_forward)
+    assert outputs_of(engine, 2)[0] == mlx_lms_tokens(architecture)[:2]
+    assert engine.metrics.num_failed_steps == 1
 
 
 @pytest.mark.parametrize("architecture", REPLAYED)

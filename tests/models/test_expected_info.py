@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
+from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.checkpoints.requirements import CheckpointRequirements
-from metal_engine.errors import UnsupportedModelError
+from metal_engine.errors import ConfigError, UnsupportedModelError
+from metal_engine.kv_cache.rows import step_rows
+from metal_engine.models.alone import open_paged_model
 from metal_engine.models.info import expected_model_info
 from metal_engine.models.paged_model import PagedModel
+from metal_engine.settings.args import EngineArgs
+from metal_engine.settings.config import DeviceInfo
+from metal_engine.settings.resolve import check_kv_cache, resolve_config
 from tools.fixtures.architectures import SUPPORTED, UNSUPPORTED, configuration
 from tools.fixtures.tiny_models import random_model
 
@@ -34,10 +42,53 @@ def test_kv_of_a_token(model_type: str) -> None:
 
 
 def test_the_refused_are_refused() -> None:
-    for model_type in ("deepseek_v41",):
-        reason = UNSUPPORTED[model_type][1]
-        with pytest.raises(UnsupportedModelError, match=re.escape(reason)):
-            expected_model_info("x", facts(model_type))
+    reason = UNSUPPORTED["phi3small"][1]
+    with pytest.raises(UnsupportedModelError, match=re.escape(reason)):
+        expected_model_info("x", facts("phi3small"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "setting"),
+    [
+        ("--speculative-config", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+        ("--kv-cache-dtype", {"kv_cache_dtype": "int8"}),
+        ("--kv-transfer-config", {"kv_transfer_config": '{"kv_connector": "x", "kv_role": "kv_both"}'}),
+        ("--tensor-parallel-size", {"tensor_parallel_size": 2}),
+        ("--enable-lora", {"enable_lora": True}),
+    ],
+)
+def test_models_over_mlx_lms_caches_refuse_what_needs_packed_steps(flag: str, setting: dict[str, Any]) -> None:
+    """Refuse by the configuration alone, before weights are read."""
+    info = expected_model_info("x", facts("deepseek_v41"))
+    device = DeviceInfo(kind="cpu", name="x", compute="x", memory_bytes=1 << 34)
+    assert info is not None and info.alone == "its state is not a plain KV cache (LayerCache)"
+    assert not resolve_config(EngineArgs(model="x"), info, device, "mlx").cache.enable_prefix_caching
+    with pytest.raises(ConfigError) as error:
+        check_kv_cache(EngineArgs(model="x", **setting), info, device)
+    assert error.value.flag == flag
+
+
+def test_memory_of_mlx_lms_caches_is_within_what_is_counted() -> None:
+    """Count what a chunk of 600 tokens and a decode hold: a window must not keep all tokens of the chunk."""
+    paged = open_paged_model(random_model(configuration("deepseek_v41")))
+    info = expected_model_info("x", facts("deepseek_v41"))
+    pool, tokens = paged.pool, 0
+    assert info is not None
+    assert (info.kv_bytes_per_token, info.state_bytes_per_request) == (pool.bytes_per_token, pool.bytes_per_request)
+    pool.allocate(200, 4, 2)
+    before = mx.get_active_memory()
+    slots = np.array([1], np.int32)
+    for length in (600, 1):
+        reads = slots if tokens else np.zeros_like(slots)
+        rows = step_rows(
+            np.arange(200)[None].astype(np.int32), np.array([tokens], np.int32), [length], 4, state_slots=(reads, slots)
+        )
+        mx.eval(paged(mx.arange(length) % 97, rows, PortableBackend().for_step(rows)), pool.writes_done_marker())
+        tokens += length
+        mx.synchronize()
+        held = mx.get_active_memory() - before
+        assert held <= pool.bytes_per_request + tokens * pool.bytes_per_token
+        assert held > tokens * pool.bytes_per_token / 2
 
 
 def test_what_cannot_be_made_is_left_to_loading() -> None:

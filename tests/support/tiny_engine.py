@@ -15,6 +15,7 @@ from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.kv_transfer.runner_side import KVConnectorRunner
 from metal_engine.kv_transfer.scheduler_side import KVConnectorScheduler
 from metal_engine.lora.registry import AdapterRegistry
+from metal_engine.models.alone import open_paged_model
 from metal_engine.models.draft_head import DraftHead, PagedDraftHead
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.pooling_params import PoolingParams
@@ -60,6 +61,7 @@ def tiny_engine(
     architecture: str | Config | None = None,
     kv_cache_dtype: str = "auto",
     num_state_slots: int = 0,
+    enable_prefix_caching: bool = True,
     make_adapters: Callable[[PagedModel], AdapterRegistry] | None = None,
     draft: nn.Module | None = None,
     make_head: Callable[[nn.Module], DraftHead] | None = None,
@@ -86,14 +88,14 @@ def tiny_engine(
         cache=CacheConfig(
             block_size=settings.cache.block_size,
             num_blocks=settings.cache.num_blocks,
-            enable_prefix_caching=True,
+            enable_prefix_caching=enable_prefix_caching,
             num_state_slots=num_state_slots,
             num_padding_blocks=int(replay),
         ),
     )
     wide = {} if kv_cache_dtype == "auto" else {"head_dim": 64}
     reference = tiny_reference(seed, settings.model.vocab_size, architecture, **wide)
-    model = PagedModel(reference, kv_cache_dtype=kv_cache_dtype)
+    model = open_paged_model(reference, kv_cache_dtype=kv_cache_dtype)
     adapters = None if make_adapters is None else make_adapters(model)
     backend, scheduler_side, runner_side = PortableBackend(), *(connector or (None, None))
     drafter: Drafter | None = None

@@ -41,6 +41,14 @@ what computes the layers of your model.
 | --- | --- | --- | --- | --- |
 """
 
+_ALONE = """
+## One request after another
+
+Packed steps do not support the caches of these architectures: {alone}. Their requests
+[run one after another](models.md#one-request-after-another) over mlx-lm's own caches. Tests compare the logits with
+mlx-lm's logits in the same chunks.
+"""
+
 _UNSUPPORTED = """
 ## Refused
 
@@ -52,8 +60,8 @@ _TAIL = """
 {metal_only} run only on a Mac, because mlx-lm computes parts of them in its own Metal kernels. Tests
 run these kernels in the simulator.
 
-Other architectures of mlx-lm may run. Their layers must store keys and values of every token, latent vectors of them,
-or a recurrent state.
+Other architectures of mlx-lm may run. Packed steps need layers that store keys and values of every token, latent
+vectors of them, or a recurrent state.
 
 ## GGUF files
 
@@ -77,7 +85,6 @@ output for the original checkpoint.
 - **End of output**: the tokens that the file names, and the usual end-of-turn tokens among its control tokens.
 """
 _REFUSED = {
-    "deepseek_v41": "caches windows, groups of compressed keys and candidates, in a cache of its own",
     "olmo": "multiplies queries and keys in its own code, which needs the package `ai2-olmo`; OLMo 2 and 3 run",
     "phi3small": "attends to blocks in a pattern of its own; in mlx-lm, a prompt's token also sees later tokens",
 }
@@ -101,7 +108,7 @@ _GGUF_MODELS = {
 def models_doc() -> str:
     """Return the text of docs/models-table.md."""
     from metal_engine.checkpoints.gguf.tokenizer import PRE_TOKENIZERS
-    from tools.fixtures.architectures import METAL_ONLY, SUPPORTED, UNSUPPORTED
+    from tools.fixtures.architectures import ALONE, METAL_ONLY, SUPPORTED, UNSUPPORTED
 
     rows = [
         f"| `{name}` | {_attention(name)} | {_layers(name)} | {_heads(name)} | {_served_by(name)} |"
@@ -114,7 +121,8 @@ def models_doc() -> str:
         gguf=_gguf_table(),
         splits=", ".join(f"`{name}`" for name in PRE_TOKENIZERS),
     )
-    return _HEAD + supported + "\n".join(rows) + "\n" + _UNSUPPORTED + "\n".join(refused) + "\n" + tail
+    alone = _ALONE.format(alone=", ".join(f"`{name}`" for name in sorted(ALONE)))
+    return _HEAD + supported + "\n".join(rows) + "\n" + alone + _UNSUPPORTED + "\n".join(refused) + "\n" + tail
 
 
 def _gguf_table() -> str:

@@ -53,6 +53,7 @@ class Health(BaseModel):
       for clients on other machines.
     - ``kv_cache_dtype``: type in which K and V are stored, such as ``bfloat16`` or ``int8``.
     - ``attention``: backend that computes attention, and the layers for which MLX's operations are used instead.
+    - ``requests``: ``packed``, or that the requests of a step run one after another, with the reason.
     - ``dispatch``: with ``--async-scheduling``, a description of the time at which steps are dispatched.
     - ``command_buffers``: limits of Metal's command buffers. Null if they are MLX's own, or without Metal.
     - ``replay``: ``on`` if decode-only steps are replayed, otherwise ``off``, with the reason if replay is impossible.
@@ -66,6 +67,7 @@ class Health(BaseModel):
     kv_cache_usage: float
     kv_cache_dtype: str
     attention: str
+    requests: str
     dispatch: str | None = None
     command_buffers: str | None = None
     replay: str

@@ -124,6 +124,7 @@ def _health(served: ServedModel, lifecycle: Lifecycle, *, shows_parameters: bool
         kv_cache_usage=stats.num_used_blocks / stats.num_blocks,
         kv_cache_dtype=engine.config.model.kv_dtype,
         attention=engine.config.attention,
+        requests=engine.config.requests,
         dispatch=engine.config.dispatch or None,
         command_buffers=None if (limits := engine.config.command_buffers) is None else str(limits),
         replay=_replay(served),

@@ -64,6 +64,7 @@ def test_health(served: Served) -> None:
         "kv_cache_usage": 0.0,
         "kv_cache_dtype": "auto",
         "attention": "fake",
+        "requests": "packed",
         "replay": "off",
         "images": "refused: the model takes text only",
         "preemptions": served.engine.stats.num_preemptions,
