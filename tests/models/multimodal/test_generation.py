@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
+import mlx.core as mx
 import pytest
 
 from metal_engine.request import RequestOptions, RequestOutput
+from metal_engine.runner.features import Encoding
 from tests.support.speculation import speculative_config
 from tests.support.vision import (
     CONFIGS,
@@ -108,6 +110,26 @@ def test_a_request_continues_after_its_output_so_far() -> None:
     while engine.core.has_requests:
         tokens += [token for output in engine.core.step() for token in output.token_ids]
     assert tokens == expected[3].token_ids[5:]
+
+
+def test_the_time_of_encoding_is_counted() -> None:
+    """Steps that encode no image add nothing."""
+    prompts, _ = cases_of("qwen3_vl")
+    engine = make_engine(tiny_vision("qwen3_vl"), budget=19, ahead=True, behind=True)
+    run(engine, prompts, 3)
+    metrics = engine.core.metrics
+    seconds = metrics.image_encode_seconds
+    assert 0 < seconds < metrics.step_time.sum
+    run(engine, [prompts[1], prompts[0]], 3)  # text, and a prompt whose image is kept
+    assert metrics.image_encode_seconds == seconds
+
+
+def test_the_time_of_encoding_begins_after_the_previous_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([3.0, 5.0, 9.0])
+    monkeypatch.setattr("metal_engine.runner.features.time.monotonic", lambda: next(times))
+    encoding = Encoding([mx.zeros(1)], began=1.0)
+    encoding.begin()
+    assert [encoding.wait(), encoding.wait()] == [2.0, 2.0]
 
 
 def test_quantized_keys_and_values() -> None:
