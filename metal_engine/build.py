@@ -18,7 +18,7 @@ from metal_engine.engine.core import EngineCore
 from metal_engine.engine.device_access import WHOLE_DEVICE, DeviceAccess
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.errors import AdapterError, ConfigError, ModelLoadError, UnsupportedModelError
-from metal_engine.image_input import add_image_input
+from metal_engine.image_input import add_image_input, warn_of_refusal, with_largest_image
 from metal_engine.kv_transfer.settings import KVTransferConfig, kv_transfer_config
 from metal_engine.kv_transfer.stores.choice import check_place
 from metal_engine.lora.files import open_adapter
@@ -107,6 +107,7 @@ def _build(
         access.check_fits(facts.weight_bytes + kv_bytes)
 
     def claim(facts: CheckpointRequirements) -> None:
+        warn_of_refusal(args.model, image_refusal(facts.config, args))
         if access is WHOLE_DEVICE:
             return
         _claim_for_loading(access, args, facts, before)
@@ -149,7 +150,9 @@ def _assemble(
 
     began = time.monotonic()
     opened = open_model(args, loaded, choice, ranks, is_checked=earlier is not None)
-    opened = replace(opened, info=add_image_input(args, loaded, opened, is_checked=earlier is not None))
+    unlimited = access.unlimited(device_info(blas))
+    info = add_image_input(args, loaded, opened, unlimited, is_checked=earlier is not None)
+    opened = replace(opened, info=info)
     paged = opened.paged
     adapters = _enable_adapters(args, paged, loaded.interleaved) if args.has_adapters else None
     drafts = load_drafts(args, loaded, opened, device_info(blas), choice, head_place)
@@ -175,7 +178,7 @@ def _assemble(
         config = replace(config, warm_up_seconds=time.monotonic() - began)
     # The encoder may work in only one of this process and an earlier process.
     refusal = config.model.image_refusal or opened.info.image_refusal
-    config = replace(config, model=replace(config.model, image_refusal=refusal))
+    config = with_largest_image(replace(config, model=replace(config.model, image_refusal=refusal)))
     access.claim(config.peak_bytes)
     command_buffers = limits_in_force() if device.kind == "metal" else None
     config = replace(config, device=access.limited(device), command_buffers=command_buffers, ranks=ranks.facts)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from metal_engine.checkpoints.image_encoders import feature_bytes, image_refusal
 from metal_engine.checkpoints.image_processors import read_vision
 from metal_engine.errors import ModelLoadError, one_line
+from metal_engine.media.families.find import find_family
 from metal_engine.settings.config import TEXT_ONLY
+from metal_engine.settings.resolve import too_small_for_images
 
 if TYPE_CHECKING:
     from metal_engine.attention.choice import ChosenAttention
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from metal_engine.models.multimodal.encoder import ImageEncoder
     from metal_engine.opening import OpenedModel
     from metal_engine.settings.args import EngineArgs
-    from metal_engine.settings.config import ModelInfo
+    from metal_engine.settings.config import DeviceInfo, EngineConfig, ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +33,19 @@ class _Sizes:
     feature_bytes: int
 
 
+def warn_of_refusal(name: str, refusal: str | None) -> None:
+    """Log the reason why a model with an image encoder refuses images; nothing for other models."""
+    if refusal not in (None, TEXT_ONLY):
+        logger.warning("%s serves text, and refuses images: %s", name, refusal)
+
+
 def add_image_input(
-    args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, *, is_checked: bool = False
+    args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, device: DeviceInfo, *, is_checked: bool = False
 ) -> ModelInfo:
     """Load the image encoder of a model, and check that images reach the model correctly.
 
-    If that fails, the model serves text, and one line is logged.
+    If that fails, the model serves text, and one line is logged. Reasons that :func:`image_refusal` finds are logged
+    before the weights are read.
 
     Args:
         is_checked: True if an earlier process has checked the same model.
@@ -45,11 +54,15 @@ def add_image_input(
         Facts about the model, with the encoder, or with the reason why images are refused.
     """
     refusal, vision = image_refusal(loaded.config, args), None
-    if refusal is None:
-        try:
-            vision = read_vision(loaded.path, json.loads(args.mm_processor_kwargs or "{}"))
-        except ModelLoadError as error:
-            refusal = f"its image processor cannot be used: {error}"
+    if refusal is not None:
+        return replace(opened.info, image_refusal=refusal)
+    try:
+        vision = read_vision(loaded.path, json.loads(args.mm_processor_kwargs or "{}"))
+    except ModelLoadError as error:
+        refusal = f"its image processor cannot be used: {error}"
+    else:
+        vision = replace(vision, least_image_tokens=find_family(vision, 1).most_tokens)
+        refusal = too_small_for_images(args, replace(opened.info, image_refusal=None, vision=vision), device)
     if refusal is None:
         try:
             sizes = _load(args, loaded, opened, is_checked=is_checked)
@@ -66,9 +79,19 @@ def add_image_input(
                 weight_bytes=weight_bytes,
                 feature_bytes=sizes.feature_bytes,
             )
-    if refusal != TEXT_ONLY:
-        logger.warning("%s serves text, and refuses images: %s", loaded.name, refusal)
+    warn_of_refusal(loaded.name, refusal)
     return replace(opened.info, image_refusal=refusal)
+
+
+def with_largest_image(config: EngineConfig) -> EngineConfig:
+    """Return a configuration with the number of tokens of the largest image, if the model takes images."""
+    vision = config.vision
+    if vision is None:
+        return config
+    most = find_family(vision, vision.max_image_tokens).most_tokens
+    assert config.model.vision is not None
+    own = replace(config.model.vision, most_image_tokens=most)
+    return replace(config, model=replace(config.model, vision=own))
 
 
 def _load(args: EngineArgs, loaded: LoadedModel, opened: OpenedModel, *, is_checked: bool) -> _Sizes:

@@ -236,6 +236,7 @@ class ModelOutput:
         num_unmasked_drafts: number of drafts that cannot be accepted, because the grammar mask after them is unknown.
         pooled: request id -> vector or logits, [D] float32, for each of ``SchedulerOutput.pooled_req_ids``.
         decode_forward: outcome of the forward; None if not every row samples, or if replay was not requested.
+        encode_seconds: time that the device took for encoding the step's images.
     """
 
     sampled_token_ids: list[int]
@@ -250,6 +251,7 @@ class ModelOutput:
     num_unmasked_drafts: int = 0
     pooled: dict[str, np.ndarray] = field(default_factory=dict)
     decode_forward: DecodeForward | None = None
+    encode_seconds: float = 0.0
 
     def drafts_of(self, plan: SchedulerOutput, request_id: str) -> list[int]:
         """Return the drafts that a request of ``plan`` had, from the plan or from the draft model."""

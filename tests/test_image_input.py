@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import quantize_model
 
 from metal_engine.build import build_engine
-from metal_engine.checkpoints import image_encoders
+from metal_engine.checkpoints import image_encoders, loader
 from metal_engine.checkpoints.image_encoders import ENCODERS, image_refusal
 from metal_engine.engine.built_engine import BuiltEngine
 from metal_engine.errors import ConfigError, PromptError
@@ -190,6 +190,19 @@ def test_a_step_has_room_for_an_image_that_no_chunk_may_cut(tmp_path: Path, name
     assert run_prompt(engine, prompt) == golden(tiny, prompt, 6).token_ids
 
 
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [({"max_num_batched_tokens": 20}, "--max-num-batched-tokens"), ({"max_model_len": 16}, "--max-model-len")],
+)
+def test_settings_without_room_for_an_image(
+    tmp_path: Path, settings: dict[str, int], flag: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_vision_checkpoint(tmp_path / "m", GEMMA3)
+    _, refusal = refused(tmp_path / "m", **settings)
+    assert "an image has at least 16 tokens" in refusal and flag in refusal
+    assert caplog.text.count(refusal) == 1
+
+
 def test_crops_are_refused(tmp_path: Path) -> None:
     write_vision_checkpoint(tmp_path / "m", GEMMA3)
     _, refusal = refused(tmp_path / "m", mm_processor_kwargs='{"do_pan_and_scan": true}')
@@ -254,11 +267,21 @@ def fail(*args: Any) -> Any:
     raise AttributeError("mlx-vlm has changed")
 
 
-def test_settings_that_do_not_go_with_images(tmp_path: Path) -> None:
+def test_settings_that_do_not_go_with_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The refusal is logged before the weights are read."""
     write_vision_checkpoint(tmp_path / "m", QWEN3_VL)
     draft = {"method": "draft_model", "model": str(tmp_path / "m"), "num_speculative_tokens": 2}
+    load_weights = loader.load_model
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        assert "the method draft_model of --speculative-config takes text only" in caplog.text
+        return load_weights(*args, **kwargs)
+
+    monkeypatch.setattr(loader, "load_model", load)
     _, refusal = refused(tmp_path / "m", speculative_config=json.dumps(draft))
-    assert "the method draft_model" in refusal
+    assert caplog.text.count(refusal) == 1
 
 
 def test_a_limit_below_the_size_of_every_image(tmp_path: Path) -> None:
@@ -272,7 +295,7 @@ def test_a_limit_below_the_size_of_every_image(tmp_path: Path) -> None:
     [
         ({"model_type": "llama"}, {}, "text only"),
         ({"model_type": "qwen3_vl", "vision_config": None}, {}, "text only"),
-        ({"model_type": "paligemma", "vision_config": {}}, {}, "architecture paligemma are not supported"),
+        ({"model_type": "paligemma", "vision_config": {}}, {}, "architecture paligemma has no supported"),
         ({"model_type": "qwen3_vl", "vision_config": {}}, {"tensor_parallel_size": 2}, "several ranks"),
         (
             {"model_type": "qwen3_vl", "vision_config": {}},

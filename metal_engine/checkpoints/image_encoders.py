@@ -49,12 +49,12 @@ def image_refusal(config: Mapping[str, Any], args: EngineArgs) -> str | None:
     if not isinstance(config.get("vision_config"), dict):
         return TEXT_ONLY
     if model_type not in ENCODERS:
-        return f"images of the architecture {model_type} are not supported"
+        return f"the architecture {model_type} has no supported image encoder"
     if args.num_ranks > 1:
-        return "images are not supported on several ranks"
+        return "several ranks take text only"
     speculative = speculative_config(args)
     if speculative is not None and speculative.method == "draft_model":
-        return "images are not supported with the method draft_model of --speculative-config"
+        return "the method draft_model of --speculative-config takes text only; use ngram or mtp"
     return _mlx_vlm_problem()
 
 

@@ -126,11 +126,14 @@ def _sampling(model: ModelInfo) -> str:
 
 
 def _images(config: EngineConfig) -> str:
-    """Describe the limit of an image's tokens. Empty if the model takes no images."""
-    if config.vision is None:
+    """Describe the limits of an image's tokens. Empty if the model takes no images."""
+    if (vision := config.vision) is None:
         return ""
+    whole = "; one step computes a whole image" if vision.sees_itself else ""
+    if vision.most_image_tokens == vision.least_image_tokens:
+        return f"{vision.most_image_tokens:,} tokens each{whole}"
     limits = "--mm-processor-kwargs, --max-num-encoder-tokens"
-    return f"{config.vision.max_image_tokens:,} tokens an image at most; larger images are reduced ({limits})"
+    return f"{vision.most_image_tokens:,} tokens an image at most{whole}; larger images are reduced ({limits})"
 
 
 def _ranks(ranks: tuple[RankInfo, ...]) -> str:

@@ -93,6 +93,7 @@ class EngineMetrics:
         restart: time from the end of an engine to the continuation of its requests in a new one.
         num_late_masks: rows computed again because their grammar mask was late.
         num_unconstrained_calls: tool calls whose grammars failed, so that their text was free.
+        image_encode_seconds: time that the device took for encoding images.
         num_decode_forwards: steps in which every row samples, by the outcome of their forward pass
             (:class:`metal_engine.step.DecodeForward`). Counted if replay applies to such steps.
         replay_refusal: reason why no step is replayed; None if there is no known reason.
@@ -111,6 +112,7 @@ class EngineMetrics:
         self.restart = Histogram(_REQUEST_SECONDS)
         self.num_late_masks = 0
         self.num_unconstrained_calls = 0
+        self.image_encode_seconds = 0.0
         self.num_decode_forwards: Counter[str] = Counter()
         self.replay_refusal = replay_refusal
         self.num_drafts = 0
@@ -181,7 +183,8 @@ class EngineMetrics:
         self.num_rows["chunk"] += total - num_decodes - num_fresh
 
     def computed(self, output: ModelOutput) -> None:
-        """Count the late masks and failed grammars of a step, and the outcome of its forward pass."""
+        """Count the late masks, failed grammars and encode time of a step, and the outcome of its forward pass."""
+        self.image_encode_seconds += output.encode_seconds
         self.num_late_masks += len(output.late_req_ids)
         self.num_unconstrained_calls += output.num_unconstrained_calls
         if output.decode_forward is not None:

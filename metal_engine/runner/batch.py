@@ -99,12 +99,20 @@ class RequestTable:
         max_model_len: maximum number of tokens of a request.
         block_size: tokens per block.
         make_writes: builds the writes of a step's rows to their slots.
+        needs_next_images: True to find the rows before image tokens, for a draft head.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, make_writes: MakeWrites = SlotWrites
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        make_writes: MakeWrites = SlotWrites,
+        *,
+        needs_next_images: bool = False,
     ) -> None:
         self.block_size = block_size
+        self._needs_next_images = needs_next_images
         self._make_writes = make_writes
         # Untouched pages of a zeroed array take no memory, so allocating for the longest request costs nothing.
         self._token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
@@ -355,7 +363,8 @@ class RequestTable:
         images = next_images = None
         if self._images:
             rows = self._images.add_to_rows(indices, rows)
-            images, next_images = self._images.rows(indices, rows), self._images.rows(indices, rows, ahead=1)
+            images = self._images.rows(indices, rows)
+            next_images = self._images.rows(indices, rows, ahead=1) if self._needs_next_images else None
         return PackedBatch(
             input_ids, rows, sample_indices, pending_rows, pending_samples, adapter_slots, images, next_images
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import mlx.core as mx
 import numpy as np
 
@@ -10,6 +12,31 @@ from metal_engine.models.multimodal.merging import StepImages
 from metal_engine.models.paged_model import PagedModel
 from metal_engine.runner.image_rows import ImageRows
 from metal_engine.step import SchedulerOutput
+
+
+class Encoding:
+    """Images that a step encodes, and the time that the device takes for them. The device encodes before the step.
+
+    Args:
+        arrays: features of the images, which are being evaluated.
+        began: start of the evaluation in seconds of ``time.monotonic``.
+    """
+
+    def __init__(self, arrays: list[mx.array], began: float) -> None:
+        self._arrays = arrays
+        self._began = began
+        self._seconds: float | None = None
+
+    def begin(self) -> None:
+        """Record that the device has ended the previous step, before which it encodes nothing."""
+        self._began = time.monotonic()
+
+    def wait(self) -> float:
+        """Wait for the features. Return the time from the start to the first of these calls in seconds."""
+        mx.eval(self._arrays)
+        if self._seconds is None:
+            self._seconds = time.monotonic() - self._began
+        return self._seconds
 
 
 class FeatureCache:
@@ -22,14 +49,18 @@ class FeatureCache:
         self._model = model
         self._features: dict[bytes, ImageFeatures] = {}
 
-    def update(self, plan: SchedulerOutput) -> None:
+    def update(self, plan: SchedulerOutput) -> Encoding | None:
         """Drop and encode the images of a plan. The device encodes while the host builds the step.
+
+        Returns:
+            The encoding in flight; None if the plan encodes no image.
 
         Raises:
             ValueError: the model has no encoder, or an image has a different number of features.
         """
         for content_hash in plan.images_to_drop:
             self._features.pop(content_hash, None)
+        arrays, began = [], time.monotonic()
         for image in plan.images_to_encode:
             if self._model.images is None:
                 raise ValueError("bad plan: the model has no image encoder")
@@ -37,7 +68,9 @@ class FeatureCache:
             if any(len(array) != image.num_features for array in features.arrays):
                 raise ValueError(f"an image has {len(features.embeddings)} features, not {image.num_features}")
             mx.async_eval(features.arrays)
+            arrays += features.arrays
             self._features[image.content_hash] = features
+        return Encoding(arrays, began) if arrays else None
 
     def of_step(self, images: ImageRows | None) -> StepImages | None:
         """Return the features of a step's rows; None if no row has features.

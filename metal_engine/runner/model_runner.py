@@ -88,6 +88,7 @@ class ModelRunner:
             scheduler_config.max_model_len,
             cache_config.block_size,
             choose_writes(page_aligned=scheduler_config.page_aligned_scheduling),
+            needs_next_images=needs_hidden,
         )
         self._features = FeatureCache(model)
         self._steps: deque[PendingStep] = deque()  # steps in flight, in order; later steps may not be dispatched yet
@@ -195,7 +196,7 @@ class ModelRunner:
             self._kv_connector.bind_connector_metadata(plan.kv_connector_metadata)
             if plan.kv_connector_metadata is not None and plan.kv_connector_metadata.state_loads:
                 self.pool.forget_states(set(plan.kv_connector_metadata.state_loads))
-        self._features.update(plan)
+        encoding = self._features.update(plan)
         attention = self._backend.for_step(batch.rows)
         pooling, decode_forward = None, None
         if self._table.pooling:
@@ -203,7 +204,9 @@ class ModelRunner:
             logits, hidden = self._forward_with_pooling(batch, attention, sampling, pooling)
         else:
             (logits, hidden), decode_forward = self._forward(plan, batch, attention, sampling.logits_indices)
-        step = PendingStep(self.finish, plan.sampled_req_ids, sampling, pooling, decode_forward=decode_forward)
+        step = PendingStep(
+            self.finish, plan.sampled_req_ids, sampling, pooling, decode_forward=decode_forward, encoding=encoding
+        )
         if self._drafter is not None:
             next_images = self._features.kept_of_step(batch.next_images)
             target = TargetStep(self._table, plan, batch, attention, hidden, next_images)
@@ -335,7 +338,7 @@ class ModelRunner:
         step.dispatch_second_part()
         self._steps.popleft()
         try:
-            step.wait()
+            step.wait(self._steps[0].encoding if self._steps else None)
             if self._steps and not self._steps[0].is_dispatched:
                 self._dispatch(self._steps[0])
             return self._output(step)
@@ -346,7 +349,7 @@ class ModelRunner:
     def _output(self, step: PendingStep) -> ModelOutput:
         """Collect the results of a completed step."""
         output = step.sampling.result()
-        output.decode_forward = step.decode_forward
+        output.decode_forward, output.encode_seconds = step.decode_forward, step.encode_seconds
         if step.drafting is not None:
             output.drafting = step.drafting
             # Include requests for which the drafter returned no drafts.

@@ -12,6 +12,7 @@ from metal_engine.device.streams import synchronize
 from metal_engine.kv_cache.pool import PoolSnapshot
 from metal_engine.kv_transfer.runner_side import StepLoads, StepSaves
 from metal_engine.runner.drafting import FollowedStep
+from metal_engine.runner.features import Encoding
 from metal_engine.runner.step_pooling import StepPooling
 from metal_engine.runner.step_sampling import StepSampling
 from metal_engine.step import DecodeForward, Drafting, ModelOutput
@@ -41,6 +42,8 @@ class PendingStep:
         shared: logits that every rank evaluates at the dispatch; None afterwards, or if there is one rank.
         follow: callback that builds the drafter's work on the sampled tokens; None without a drafter, or once called.
         followed: the drafter's work in this step; None for drafters without such work.
+        encoding: encoding of the step's images; None without images to encode.
+        encode_seconds: time that the device took for it, set by :meth:`wait`.
     """
 
     finish: Callable[[PendingStep], ModelOutput]
@@ -63,6 +66,8 @@ class PendingStep:
     shared: mx.array | None = None
     follow: Callable[[mx.array | None], FollowedStep | None] | None = None
     followed: FollowedStep | None = None
+    encoding: Encoding | None = None
+    encode_seconds: float = 0.0
 
     def build_sampling(self, logits: mx.array, *, is_dispatched: bool) -> None:
         """Build the sampling pass on the step's logits (:meth:`StepSampling.build`), and the drafter's work on it."""
@@ -99,27 +104,38 @@ class PendingStep:
             except Exception as error:  # noqa: BLE001  (raised by result())
                 self.error = error
 
-    def wait(self) -> None:
+    def wait(self, following: Encoding | None = None) -> None:
         """Wait until the device has completed the step, and raise its error if it failed.
 
         The step has then also released all arrays that it read, unless another step is queued behind it.
+
+        Args:
+            following: encoding of the next step, which the device begins after this step.
         """
         if self.error is not None:
             raise self.error
         # Conversion to NumPy would also wait, but would ignore the error of an operation and use invalid data.
         try:
+            if self.encoding is not None:  # the device encodes first, so that this wait is a part of the next one
+                self.encode_seconds = self.encoding.wait()
             mx.eval(self.root)
         except Exception:
             # Other streams may have stored the same error. They would raise it in the next step.
             with suppress(Exception):
                 synchronize()
             raise
+        if following is not None:
+            following.begin()
         if not self.has_queued_successor:
             synchronize()
+            if following is not None:  # synchronize() has waited for it, too
+                with suppress(Exception):  # the next step raises its error
+                    following.wait()
 
     def release(self) -> None:
         """Drop all arrays: each unevaluated array refers to arrays of the KV cache. The step is then unusable."""
         self.before = self.first_part = self.root = self.shared = self.saves = self.follow = self.followed = None
+        self.encoding = None
         self.sampling.release()
         if self.pooling is not None:
             self.pooling.release()

@@ -78,6 +78,8 @@ class VisionConfig:
         num_features: constant number of features of an image or of each tile; 0 if it varies.
         max_image_tokens: maximum number of an image's tokens, as far as the image processor allows a limit; None for
             the checkpoint's own limit.
+        least_image_tokens: number of tokens to which the image processor can reduce every image; 0 if unknown.
+        most_image_tokens: number of tokens of the largest image that the image processor makes; 0 if unknown.
         sees_itself: layers in which an image's tokens attend to each other (:class:`metal_engine.images.PromptImage`).
             A step computes such an image as a whole.
     """
@@ -90,6 +92,8 @@ class VisionConfig:
     merge_size: int = 1
     num_features: int = 0
     max_image_tokens: int | None = None
+    least_image_tokens: int = 0
+    most_image_tokens: int = 0
     sees_itself: SeesItself = ""
 
 
@@ -214,6 +218,11 @@ class SchedulerConfig:
     speculative: SpeculativeConfig | None = None  # settings of speculation; None without it
     max_num_encoder_tokens: int = 0  # maximum number of image tokens that a step encodes, and that an image has
     image_cache_tokens: int = 0  # maximum number of image tokens whose features are kept
+
+    def room_for_image(self, block_size: int) -> int:
+        """Return how many tokens of an image a step can compute beside a decode of each other request."""
+        edges = 2 * (block_size - 1) if self.page_aligned_scheduling else 0  # of the blocks at both ends
+        return self.max_num_batched_tokens - (self.max_num_seqs - 1) - edges
 
     @property
     def max_sample_rows(self) -> int:
@@ -402,6 +411,8 @@ class EngineConfig:
     def vision(self) -> VisionConfig | None:
         """Processing of images, with the limit of a step on an image's tokens; None if images are refused."""
         vision, most = self.model.vision, self.scheduler.max_num_encoder_tokens
+        if vision is not None and vision.sees_itself:
+            most = min(most, self.scheduler.room_for_image(self.cache.block_size))
         if vision is None or self.model.image_refusal is not None:
             return None
         own = vision.max_image_tokens

@@ -169,6 +169,30 @@ def _for_model(args: EngineArgs, model: ModelInfo) -> EngineArgs:
     return replace(args, enable_prefix_caching=False)
 
 
+def too_small_for_images(args: EngineArgs, model: ModelInfo, device: DeviceInfo) -> str | None:
+    """Return the reason why the settings leave no room for any image; None if there is room.
+
+    Args:
+        model: facts about a model that takes images.
+
+    Raises:
+        ConfigError: as :func:`resolve_config`.
+    """
+    vision = model.vision
+    assert vision is not None
+    needs = f"an image has at least {vision.least_image_tokens} tokens"
+    if args.max_model_len is not None and vision.least_image_tokens >= args.max_model_len:
+        return f"{needs}, but --max-model-len is {args.max_model_len}; raise it"
+    scheduler = _scheduler(args, model, device, None)
+    room = scheduler.room_for_image(args.block_size)
+    if not vision.sees_itself or vision.least_image_tokens <= room:
+        return None
+    return (
+        f"{needs}, which one step must compute, but a step has only {max(room, 0)} tokens for it beside the decodes of "
+        f"{scheduler.max_num_seqs - 1} requests; raise --max-num-batched-tokens or lower --max-num-seqs"
+    )
+
+
 def _scheduler(args: EngineArgs, model: ModelInfo, device: DeviceInfo, draft: ModelInfo | None) -> SchedulerConfig:
     budget = args.max_num_batched_tokens or max(args.max_num_seqs or 0, _step_budget(model, device))
     most = min(budget, 64 if device.kind == "cpu" else 256)

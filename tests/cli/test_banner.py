@@ -9,8 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from metal_engine.cli.banner import print_banner, startup_facts
-from metal_engine.settings.config import AttentionLayers, RankInfo
-from tests.support.seeing import seeing_config
+from metal_engine.image_input import with_largest_image
+from metal_engine.media.families.find import find_family
+from metal_engine.settings.config import AttentionLayers, RankInfo, VisionConfig
+from tests.support.seeing import VISION, seeing_config
 from tools.fixtures.fake_engine import fake_config
 
 URL = "http://127.0.0.1:8000"
@@ -101,8 +103,21 @@ def test_ranks_are_told_with_what_each_has() -> None:
 
 
 def test_the_limit_of_images_is_shown() -> None:
-    config = seeing_config()
-    assert "64 tokens an image at most" in startup_facts(config, "http://a", ("fake",))["images"]
-    smaller = dataclasses.replace(config, scheduler=dataclasses.replace(config.scheduler, max_num_encoder_tokens=32))
-    assert "32 tokens an image at most" in startup_facts(smaller, "http://a", ("fake",))["images"]
+    def shown(vision: VisionConfig = VISION, most: int = 128, budget: int = 512) -> str:
+        config = seeing_config()
+        scheduler = dataclasses.replace(config.scheduler, max_num_encoder_tokens=most, max_num_batched_tokens=budget)
+        config = dataclasses.replace(config, scheduler=scheduler)
+        vision = dataclasses.replace(vision, least_image_tokens=find_family(vision, 1).most_tokens)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vision=vision))
+        return startup_facts(with_largest_image(config), "http://a", ("fake",))["images"]
+
+    assert "64 tokens an image at most" in shown()
+    assert "32 tokens an image at most" in shown(most=32)
+    assert "128 tokens an image at most" in shown(dataclasses.replace(VISION, max_image_tokens=None))
+    gemma3 = VisionConfig(family="gemma3", image_token_id=1, num_features=256, max_image_tokens=1280)
+    gemma3 = dataclasses.replace(gemma3, sees_itself="every layer")
+    assert shown(gemma3, 2048) == "256 tokens each; one step computes a whole image"
+    gemma4 = VisionConfig(family="gemma4", image_token_id=1, max_image_tokens=300, sees_itself="layers with windows")
+    assert shown(gemma4, 2048).startswith("280 tokens an image at most; one step computes a whole image; larger")
+    assert shown(gemma4, 2048, budget=264).startswith("140 tokens an image at most")  # 201 beside 63 decodes
     assert "images" not in startup_facts(fake_config(), "http://a", ("fake",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -377,6 +378,18 @@ def test_limits_bound_the_tokens(name: str) -> None:
                 "padded kimi_vl",
             ):  # one size, whole tiles, and padding beyond the limit
                 assert family.num_tokens(grid) <= most
+
+
+@pytest.mark.parametrize("limit", [None, 100])
+@pytest.mark.parametrize("name", CASES)
+def test_the_largest_image(name: str, limit: int | None) -> None:
+    family = find_family(CASES[name]().vision, limit)
+    sizes = [(side, round(side * ratio)) for side in (100, 900, 2040) for ratio in np.geomspace(0.001, 3, 80)]
+    found = []
+    for width, height in sizes:
+        with contextlib.suppress(ValueError):
+            found.append(family.num_tokens(tuple(family.grid(width, max(1, height)))))
+    assert 0.85 * family.most_tokens <= max(found) <= family.most_tokens
 
 
 def test_every_family_is_tested() -> None:

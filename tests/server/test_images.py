@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -311,6 +312,14 @@ def test_a_conversation_decodes_its_images_once(
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 48
     arrays = [seen(request).images[0].inputs["pixel_values"] for request in prepared]
     assert all(array is arrays[0] for array in arrays)
+
+
+def test_metrics_of_images(seeing: Served) -> None:
+    seeing.engine.metrics.image_encode_seconds = 1.5
+    text = httpx.get(seeing.url + "/metrics").text
+    found = dict(re.findall(r"^metal_engine:(image\w+)\{.*\} (\S+)$", text, re.M))
+    assert found.keys() >= {"images_encoded_total", "image_encode_seconds_total", "image_cache_hits_total"}
+    assert found["image_encode_seconds_total"] == "1.5" and found["image_input"] == "1.0"
 
 
 def test_the_number_of_images_is_limited(seeing: Served) -> None:

@@ -94,7 +94,7 @@ def packed_metrics(metrics: EngineMetrics) -> MetricsSnapshot:
         {}, {}, {}, {}, metrics.replay_refusal, None if kv_transfer is None else kv_transfer.as_dict()
     )
     for name, value in vars(metrics).items():
-        if isinstance(value, int):
+        if isinstance(value, int | float):
             snapshot.counts[name] = value
         elif isinstance(value, Histogram):
             snapshot.histograms[name] = list(value.counts), value.sum

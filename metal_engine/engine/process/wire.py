@@ -136,7 +136,7 @@ class LoadedAdapter(Part):
 class MetricsSnapshot(Part):
     """:class:`metal_engine.engine.metrics.EngineMetrics` by the types of its attributes."""
 
-    counts: dict[str, int]
+    counts: dict[str, int | float]
     by_label: dict[str, dict[str, int]]
     by_position: dict[str, list[int]]
     histograms: dict[str, tuple[list[int], float]]

@@ -86,6 +86,11 @@ class ImageFamily(ABC):
     def segments(self, grid: Grid) -> list[str | int]:
         """Return the text that replaces the image's placeholder. A number is a number of feature tokens."""
 
+    @property
+    @abstractmethod
+    def most_tokens(self) -> int:
+        """Number of feature tokens of the largest image."""
+
     def num_tokens(self, grid: Grid) -> int:
         """Return the number of feature tokens of an image."""
         return sum(segment for segment in self.segments(grid) if isinstance(segment, int))
@@ -106,6 +111,10 @@ class EqualImages(ImageFamily):
     @abstractmethod
     def _processor(self) -> Any:
         """The image processor of ``transformers``."""
+
+    @property
+    def most_tokens(self) -> int:
+        return self.vision.num_features
 
     def grid(self, width: int, height: int) -> Grid:
         return (self.vision.num_features,)

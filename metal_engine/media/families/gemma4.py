@@ -27,6 +27,10 @@ class Gemma4(ImageFamily):
         processor.max_soft_tokens = next((limit for limit in _LIMITS if limit <= most), _LIMITS[-1])
         return processor
 
+    @property
+    def most_tokens(self) -> int:
+        return int(self._processor.max_soft_tokens)
+
     def grid(self, width: int, height: int) -> Grid:
         from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 

@@ -35,6 +35,13 @@ class Idefics3(ImageFamily):
             processor.size = {"longest_edge": min(processor.size["longest_edge"], side * tile)}
         return processor
 
+    @property
+    def most_tokens(self) -> int:
+        processor, num_features = self._processor, self.vision.num_features
+        side = -(-processor.size["longest_edge"] // processor.max_image_size["longest_edge"])
+        is_tiled = processor.do_image_splitting and side > 1
+        return int(side * side + 1) * num_features if is_tiled else num_features
+
     def grid(self, width: int, height: int) -> Grid:
         _, rows, columns = self._processor.get_number_of_image_patches(height, width, {})
         return rows, columns

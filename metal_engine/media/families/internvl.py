@@ -26,6 +26,12 @@ class InternVL(ImageFamily):
             processor.min_patches = min(processor.min_patches, processor.max_patches)
         return processor
 
+    @property
+    def most_tokens(self) -> int:
+        processor = self._processor
+        num_tiles = processor.max_patches if processor.crop_to_patches else 1
+        return int(num_tiles + (num_tiles > 1)) * self.vision.num_features
+
     def grid(self, width: int, height: int) -> Grid:
         return (self._processor.get_number_of_image_patches(height, width, {}),)
 

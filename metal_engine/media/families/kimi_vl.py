@@ -28,11 +28,27 @@ class KimiVL(ImageFamily):
         """Side of the square of pixels that becomes one feature."""
         return self.vision.patch_size * self.vision.merge_size
 
+    @property
+    def _max_patches(self) -> int:
+        """Maximum number of an image's patches before padding."""
+        most = int(self.vision.processor.get("in_token_limit", 4096))
+        return most if self.max_tokens is None else min(most, self.max_tokens * self.vision.merge_size**2)
+
+    @property
+    def most_tokens(self) -> int:
+        merge = self.vision.merge_size
+        if not self.vision.processor.get("pad_input", False):
+            return self._max_patches // merge**2
+        longest = (_MAX_PATCHES - 1) // merge
+        # An image of `rows` features has at least (rows - 1) * merge whole patches in height.
+        columns = [
+            min(longest, self._max_patches // max(1, (rows - 1) * merge) // merge + 1) for rows in range(1, longest + 1)
+        ]
+        return max(rows * count for rows, count in enumerate(columns, 1))
+
     def _scaled(self, width: int, height: int) -> tuple[int, int]:
         """Return the size of the image within the limit of patches."""
-        patch, most = self.vision.patch_size, int(self.vision.processor.get("in_token_limit", 4096))
-        if self.max_tokens is not None:
-            most = min(most, self.max_tokens * self.vision.merge_size**2)
+        patch, most = self.vision.patch_size, self._max_patches
         num_patches = (width // patch) * (height // patch)
         if num_patches <= most:
             return width, height

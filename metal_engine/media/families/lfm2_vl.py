@@ -49,6 +49,17 @@ class Lfm2VL(ImageFamily):
             return most
         return min(most, (self.max_tokens - self._max_features) // (self._tile // self._side) ** 2)
 
+    @property
+    def most_tokens(self) -> int:
+        if self._max_tiles < int(self._setting("min_tiles", 2)):
+            return self._max_features
+        whole = self._max_features if self._setting("use_thumbnail", True) else 0
+        return max(self._max_features, self._max_tiles * self._tile_features + whole)
+
+    @property
+    def _tile_features(self) -> int:
+        return math.ceil(self._tile // self._patch / int(self._setting("downsample_factor", 2))) ** 2
+
     def _setting(self, name: str, default: float) -> float:
         return float(self.vision.processor.get(name, default))
 
@@ -140,12 +151,11 @@ class Lfm2VL(ImageFamily):
         rows, columns, height, width = grid
         if rows * columns == 1:
             return [_START, height * width, _END]
-        of_tile = math.ceil(self._tile // self._patch / int(self._setting("downsample_factor", 2))) ** 2
         segments: list[str | int] = []
         text = _START
         for row in range(rows):
             for column in range(columns):
-                segments += [f"{text}<|img_row_{row + 1}_col_{column + 1}|>", of_tile]
+                segments += [f"{text}<|img_row_{row + 1}_col_{column + 1}|>", self._tile_features]
                 text = ""
         if self._setting("use_thumbnail", True):
             segments += [_THUMBNAIL, height * width]

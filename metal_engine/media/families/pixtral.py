@@ -34,6 +34,10 @@ class Pixtral(ImageFamily):
             processor.size = {"longest_edge": min(processor.size["longest_edge"], longest)}
         return processor
 
+    @property
+    def most_tokens(self) -> int:
+        return int((-(-self._processor.size["longest_edge"] // self._side)) ** 2)
+
     def grid(self, width: int, height: int) -> Grid:
         from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
 

@@ -30,6 +30,11 @@ class QwenVL(ImageFamily):
             processor.size = size
         return processor
 
+    @property
+    def most_tokens(self) -> int:
+        processor = self._processor
+        return int(processor.size["longest_edge"] // (processor.patch_size * processor.merge_size) ** 2)
+
     def grid(self, width: int, height: int) -> Grid:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 

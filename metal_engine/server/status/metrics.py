@@ -181,7 +181,7 @@ class _EngineReader:
             help_ = "0 if the requests of a step run one after another over mlx-lm's own caches."
             yield self._gauge("packed_requests", help_, 0)
         if (refusal := self._engine.config.model.image_refusal) != TEXT_ONLY:
-            yield from self._images(refusal)
+            yield from self._images(refusal, metrics)
         if self._engine.config.scheduler.speculative is not None:
             yield from self._speculation(metrics)
         ended = dict(metrics.num_finished)
@@ -208,10 +208,12 @@ class _EngineReader:
             yield self._gauge("num_requests_waiting", "Requests in the queue.", self._engine.num_waiting, prefix)
             yield self._gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage, prefix)
 
-    def _images(self, refusal: str | None) -> Iterator[Metric]:
+    def _images(self, refusal: str | None, metrics: EngineMetrics) -> Iterator[Metric]:
         stats = self._engine.stats
         yield self._gauge("image_input", "1 if prompts may have images, 0 if they are refused.", refusal is None)
         yield self._counter("images_encoded", "Images whose features were computed.", stats.images_encoded)
+        help_ = "Time that the device took for encoding images."
+        yield self._counter("image_encode_seconds", help_, metrics.image_encode_seconds)
         help_ = "Images whose features were kept when a request needed them."
         yield self._counter("image_cache_hits", help_, stats.image_cache_hits)
 

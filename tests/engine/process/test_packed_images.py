@@ -17,6 +17,7 @@ from metal_engine.request import PreparedRequest
 from metal_engine.sampling_params import SamplingParams
 from metal_engine.token_rules import NO_RULES
 from tests.support.engine_child import pid_of, started
+from tests.support.serving import wait_until
 from tests.support.vision import golden, tiny_vision, vision_prompt
 
 
@@ -78,6 +79,7 @@ def test_an_engine_in_a_process_of_its_own_gets_images() -> None:
     tiny = tiny_vision("qwen3_vl")
     prompt = vision_prompt(tiny, (3, (2, 2, 2), 2, (6, 4, 3), 11))
     engine = started("seeing", name="qwen3_vl", max_restarts=1)
+    encode_seconds: list[float] = []
 
     async def run() -> list[int]:
         params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -86,6 +88,7 @@ def test_an_engine_in_a_process_of_its_own_gets_images() -> None:
         async for output in engine.generate("r", prepared):
             assert output.error is None, output.error
             if not tokens:
+                encode_seconds.append(engine.metrics.image_encode_seconds)
                 os.kill(pid_of(engine), signal.SIGKILL)
             tokens += output.token_ids
         return tokens
@@ -93,5 +96,6 @@ def test_an_engine_in_a_process_of_its_own_gets_images() -> None:
     try:
         assert asyncio.run(run()) == golden(tiny, prompt, 40).token_ids
         assert engine.metrics.num_resumed_requests == 1 and engine.stats.images_encoded >= 2
+        wait_until(lambda: engine.metrics.image_encode_seconds > encode_seconds[0], "the time of both processes")
     finally:
         engine.shutdown()

@@ -47,7 +47,7 @@ PARTS = (
     (40, (4, 4, 5), 20),
 )
 OPTIONS: tuple[dict[str, object], ...] = (
-    {"budget": 512},
+    {"budget": 512, "max_num_seqs": 1},
     {"budget": 37, "block_size": 4},
     {"budget": 23},  # the smallest budget for an image and 7 decodes
     {"budget": 48, "num_blocks": 12},

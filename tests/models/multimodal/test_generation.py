@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from metal_engine.request import RequestOptions, RequestOutput
+from metal_engine.runner.features import Encoding
 from tests.support.speculation import speculative_config
 from tests.support.vision import (
     CONFIGS,
@@ -34,18 +37,20 @@ PARTS: tuple[tuple[int | tuple[int, int, int], ...], ...] = (
 )
 
 
+# Alone: one prompt at a time in whole steps. Packed and chunked at odd sizes, preempted, cached, one ahead, replayed.
 OPTIONS: tuple[dict[str, object], ...] = (
+    {"budget": 512, "max_num_seqs": 1},
     {"budget": 37},
-    {"replay": True, "num_blocks": 16},
-    {"budget": 512},
     {"budget": 5},
     {"budget": 19, "ahead": True},
-    {"budget": 40, "ahead": True, "behind": True, "replay": True},
-    {"encoder_tokens": 24, "image_cache_tokens": 30},
+    {"budget": 64, "num_blocks": 15, "encoder_tokens": 24, "image_cache_tokens": 30},
+    {"budget": 24, "caching": True, "num_blocks": 64, "stagger": 3},
+    {"budget": 40, "ahead": True, "behind": True, "replay": True, "caching": True, "trace_at": 4},
 )
 # Families with parts of their own in the packed step: axes, features after layers, recurrent layers.
 WHOLE = ("qwen3_vl", "qwen3_5")
-CASES = [(name, options) for name in CONFIGS for options in OPTIONS[: None if name in WHOLE else 1]]
+SELF_SEEING = ("gemma3", "gemma4")  # tests/models/multimodal/test_gemma.py
+FAMILIES = [name for name in CONFIGS if name not in SELF_SEEING]
 
 
 @cache
@@ -55,13 +60,21 @@ def cases_of(name: str) -> tuple[list[VisionPrompt], list[Golden]]:
     return prompts, [golden(tiny, prompt, NUM_TOKENS) for prompt in prompts]
 
 
-@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-def test_outputs_equal_mlx_vlms(name: str, options: dict[str, object]) -> None:
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_outputs_equal_mlx_vlms(name: str, options: dict[str, Any]) -> None:
     prompts, expected = cases_of(name)
-    engine = make_engine(tiny_vision(name), **options)
-    outputs = run(engine, prompts, NUM_TOKENS)
-    assert max(gap(output, one) for output, one in zip(outputs, expected, strict=True)) < TOLERANCE
-    assert engine.scheduler.num_preemptions > 0 or options.get("num_blocks") is None
+    order = [0, 3, 0, 2, 1, 3] if options.get("caching") else [0, 1, 2, 3]
+    given = dict(options)
+    stagger = given.pop("stagger", 0)
+    engine = make_engine(tiny_vision(name), **given)
+    outputs = run(engine, [prompts[i] for i in order], NUM_TOKENS, stagger=stagger)
+    assert max(gap(output, expected[i]) for output, i in zip(outputs, order, strict=True)) < TOLERANCE
+    assert engine.scheduler.num_preemptions > 0 or options.get("num_blocks") != 15
+    assert any(output.num_cached_tokens for output in outputs) or not stagger
+    decodes = engine.core.metrics.num_decode_forwards
+    assert decodes["replayed"] > 0 or not options.get("replay")
+    assert not decodes["refused"]
 
 
 def test_cached_prefixes_end_within_images() -> None:
@@ -108,6 +121,26 @@ def test_a_request_continues_after_its_output_so_far() -> None:
     while engine.core.has_requests:
         tokens += [token for output in engine.core.step() for token in output.token_ids]
     assert tokens == expected[3].token_ids[5:]
+
+
+def test_the_time_of_encoding_is_counted() -> None:
+    """Steps that encode no image add nothing."""
+    prompts, _ = cases_of("qwen3_vl")
+    engine = make_engine(tiny_vision("qwen3_vl"), budget=19, ahead=True, behind=True)
+    run(engine, prompts, 3)
+    metrics = engine.core.metrics
+    seconds = metrics.image_encode_seconds
+    assert 0 < seconds < metrics.step_time.sum
+    run(engine, [prompts[1], prompts[0]], 3)  # text, and a prompt whose image is kept
+    assert metrics.image_encode_seconds == seconds
+
+
+def test_the_time_of_encoding_begins_after_the_previous_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([3.0, 5.0, 9.0])
+    monkeypatch.setattr("metal_engine.runner.features.time.monotonic", lambda: next(times))
+    encoding = Encoding([mx.zeros(1)], began=1.0)
+    encoding.begin()
+    assert [encoding.wait(), encoding.wait()] == [2.0, 2.0]
 
 
 def test_quantized_keys_and_values() -> None:
