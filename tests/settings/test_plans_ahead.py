@@ -36,6 +36,6 @@ def test_the_flag_decides(kind: str, given: bool) -> None:
     assert plans_ahead(args, kind) == given
 
 
-def test_not_where_several_models_take_turns() -> None:
+def test_each_of_several_models_plans_ahead() -> None:
     device = DeviceInfo(kind="metal", name="GPU", compute="GPU", memory_bytes=1 << 34)
-    assert not plans_ahead(per_model_args(EngineArgs(model="model"), 1 << 33, device), device.kind)
+    assert plans_ahead(per_model_args(EngineArgs(model="model"), 1 << 33, device), device.kind)
