@@ -96,7 +96,8 @@ CASES: dict[str, tuple[Any, ...]] = {
     "two tiles of index heads": ([(1, 40), (35, 9)], 9, 70, 136, mx.float32, SMALL),
     "decode of many index heads": ([(1, 1299)], 9, 70, 136, mx.float32, SMALL),
     "split lists": ([(1, 2200), (3, 700)], 520, 9, 128, mx.bfloat16, DEEPSEEK),
-    "int8": ([(1, 300), (3, 70)], 64, 9, 64, mx.float16, {"num_heads": 4, "head_dim": 192, "v_head_dim": 128, "quantized": (8, 64)}),
+    "int8": ([(1, 300), (3, 70)], 64, 9, 64, mx.float16,
+             {"num_heads": 4, "head_dim": 192, "v_head_dim": 128, "quantized": (8, 64)}),
 }  # fmt: skip
 
 
