@@ -28,7 +28,11 @@ for (int strip = 0; strip < STRIPS; ++strip) {
   const int row = first_row + strip * 8 + lane_row;
   const int position = first_position + row / G - first_token;
   sees[strip] = HAS_WINDOW ? max(key_begin, position - window + 1) : key_begin;
+#ifdef SELECTED
+  sees_end[strip] = key_end;  // a list has only keys that its token sees
+#else
   sees_end[strip] = min(key_end, HAS_IMAGES ? max(position + 1, image_end) : position + 1);
+#endif
   peak[strip] = LOWEST;   // over the keys of this slot
   total[strip] = 0.0f;    // of this lane's columns only, until the end
   sink[strip] = LOWEST;
@@ -38,7 +42,11 @@ for (int strip = 0; strip < STRIPS; ++strip) {
   uint at[2];  // rows of q
   #pragma clang loop unroll(full)
   for (int e = 0; e < 2; ++e) {
+#ifdef SELECTED
+    const int column_row = first_row + strip * 8 + lane_column + e + to_queries;
+#else
     const int column_row = first_row + strip * 8 + lane_column + e;
+#endif
     at[e] = (uint(column_row) / G * uint(num_kv_heads) + uint(kv_head)) * G + uint(column_row) % G;
   }
   const int left = num_rows - strip * 8 - lane_column;
@@ -74,13 +82,19 @@ constexpr int STEP = SLOTS * 8;
 const int exchange_to = group * EXCHANGED + lane_column * 8 + lane_row;
 const int exchange_from = slot * PARTS * EXCHANGED + lane_row * 8 + lane_column;
 int parity = 0;  // the half of `exchange` that has the scores of these keys
-// Fragments begin at multiples of 8, and so each lies in one block.
+// Fragments begin at multiples of 8, and so each lies in one block, unless keys are selected.
 const int first_key = key_begin / 8 * 8;
-int cache_slot[HELD];  // of each fragment's first key, looked up ahead: loads of keys need not wait for it
+// Of each fragment's first key, or of this lane's own key if keys are selected. Looked up ahead: loads of keys need not
+// wait for it.
+int cache_slot[HELD];
 #pragma clang loop unroll(full)
 for (int h = 0; h < HELD; ++h) {
   const int begin = first_key + h * STEP + slot * 8;
+#ifdef SELECTED
+  cache_slot[h] = slot_in_list<BLOCK_SIZE>(block_table, table_row, list, begin + lane_row, key_begin, key_end);
+#else
   cache_slot[h] = begin < key_end ? slot_of<BLOCK_SIZE>(block_table, table_row, uint(begin)) : 0;
+#endif
 }
 for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
   simdgroup_matrix<T, 8, 8> keys[HELD][DK_PART];  // [keys x columns]
@@ -91,14 +105,22 @@ for (int tile = first_key; tile < key_end; tile += HELD * STEP) {
   #pragma clang loop unroll(full)
   for (int h = 0; h < HELD; ++h) {
     const int begin = tile + h * STEP + slot * 8;
+#ifdef SELECTED
+    at[h] = uint(cache_slot[h]) * uint(num_kv_heads) + uint(kv_head);
+#else
     at[h] = uint(cache_slot[h] + lane_row) * uint(num_kv_heads) + uint(kv_head);
+#endif
     exists[h] = begin + lane_row >= key_begin && begin + lane_row < key_end;
     load_row<K_COLUMNS, K_CHUNKS, PARTS, 0, SPLIT_AT>(
         k_rows, at[h], part * K_CHUNKS, lane_column, exists[h], k_loaded[h], keys[h]);
     load_row<REST_COLUMNS, REST_CHUNKS, PARTS, SPLIT_AT, DK>(
         k_rows, at[h], part * REST_CHUNKS, lane_column, exists[h], rest_loaded[h], keys[h] + REST);
     const int next = tile + (HELD + h) * STEP + slot * 8;
+#ifdef SELECTED
+    cache_slot[h] = slot_in_list<BLOCK_SIZE>(block_table, table_row, list, next + lane_row, key_begin, key_end);
+#else
     cache_slot[h] = next < key_end ? slot_of<BLOCK_SIZE>(block_table, table_row, uint(next)) : 0;
+#endif
   }
   threadgroup float* to_parts = exchange + uint(parity + exchange_to);
   threadgroup const float* from_parts = exchange + uint(parity + exchange_from);

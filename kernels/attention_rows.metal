@@ -48,6 +48,13 @@ METAL_FUNC int slot_of(const device int* block_table, int table_row, Key key) {
   return block_table[table_row + int(key / BLOCK_SIZE)] * BLOCK_SIZE + int(key % BLOCK_SIZE);
 }
 
+// The slot of key `at` of a list of positions. 0, without a read, outside the item's range of the list.
+template <int BLOCK_SIZE>
+METAL_FUNC int slot_in_list(
+    const device int* block_table, int table_row, const device int* list, int at, int begin, int end) {
+  return at >= begin && at < end ? slot_of<BLOCK_SIZE>(block_table, table_row, uint(list[at])) : 0;
+}
+
 // K or V of all slots as they are, in rows of WIDTH elements. QuantizedRows (attention_quantized.metal) is used alike.
 template <typename T, int WIDTH> struct Rows {
   const device T* elements;

@@ -1,7 +1,7 @@
 // Variable-length paged attention: the body of a kernel. MLX writes the signature (mx.fast.metal_kernel), so the
 // names of inputs and template arguments are those of metal_engine/attention/metal/backend.py and variants.py.
 //
-// metal_sim: never small: q, k_cache, v_cache, k_scales, k_biases, v_scales, v_biases, block_table, items
+// metal_sim: never small: q, k_cache, v_cache, k_scales, k_biases, v_scales, v_biases, block_table, items, selected, list_rows
 //
 // One threadgroup takes one work item of one KV head. An item is a tile of query rows and a range of keys. A row is
 // (token, query head of the group), so that all heads of a group share the K and V that the tile reads.
@@ -29,7 +29,9 @@
 // Template: T, DK, DV (head dims), LATENT (V is the first DV columns of K), G (query heads of a KV head), BLOCK_SIZE,
 // HAS_WINDOW, HAS_SOFTCAP, HAS_SINKS, HAS_IMAGES (rows of images see later rows of their image), and how the work is shared out: variants.py. Where the host defines TENSOR_OPS, the
 // staged way multiplies with Metal's tensor operations (attention_tensor.metal); where it defines QUANTIZED, the cache holds
-// groups of GROUP_SIZE integers of BITS bits, each with a scale and a bias (attention_quantized.metal).
+// groups of GROUP_SIZE integers of BITS bits, each with a scale and a bias (attention_quantized.metal). Where it defines
+// SELECTED, a row of `selected` lists the positions of the keys of one token, and an item's range of keys is a range of
+// the list. `list_rows` has the token of each list, and its request. Rows of the output are in the order of the lists.
 
 constexpr float WEIGHT_SHIFT = is_same_v<T, half> ? 14.0f : 0.0f;
 constexpr int K_FRAGMENTS = divided_up(DK, 8);
@@ -111,7 +113,14 @@ const int num_rows = items[item + 1];
 const int first_position = items[item + 2]; // absolute position of the first row's token
 const int key_begin = items[item + 3];
 const int key_end = items[item + 4];
+#ifdef SELECTED
+const int list_row = items[item + 5];
+const int table_row = list_rows[list_row * 2 + 1] * int(block_table_shape[1]);
+const device int* list = selected + list_row * int(selected_shape[1]);
+const int to_queries = (list_rows[list_row * 2] - list_row) * G;  // from rows of the output to rows of q
+#else
 const int table_row = items[item + 5] * int(block_table_shape[1]);
+#endif
 const int partial_row = items[item + 6];    // where a split's result goes; -1: the item is whole
 const int image_end = HAS_IMAGES ? items[item + 7] : 0;  // end of the image that the rows see as a whole; 0: text
 const int first_token = first_row / G;

@@ -64,6 +64,7 @@ def open_model(
     from metal_engine.models.alone import open_paged_model
     from metal_engine.models.attention_kinds import attention_kinds
     from metal_engine.models.check import check_paged_model
+    from metal_engine.models.indexer import index_kind
     from metal_engine.models.info import model_info
     from metal_engine.recurrence.metal import MetalRecurrence
 
@@ -73,6 +74,9 @@ def open_model(
         info = ranks.sync_model_info(model_info(loaded, paged))
         kinds = _with_recurrence(paged, ranks, lambda: attention_kinds(paged))
         attention = choice.for_layers(kinds, args.block_size)
+        index = index_kind(paged.model, paged.pool.states)
+        if index is not None:
+            attention = choice.for_index(attention, index, args.block_size, ranks.largest)
         attention = choice.tuned(attention, args.block_size, decide=ranks.decided, agree=ranks.largest)
         # Larger blocks need longer test requests. Only compiled kernels depend on the block size.
         sizes = (info.vocab_size,) if choice.metal is None else (info.vocab_size, args.block_size)
@@ -88,8 +92,10 @@ def open_model(
             "%s runs the requests of a step one after another over mlx-lm's own caches: %s", loaded.name, paged.alone
         )
     if paged.index_top_k is not None:
+        has_kernels = attention.metal is not None and not attention.layers.no_index_kernels
         logger.info(
-            "MLX's operations select %d keys for each token, and attend to them, in contexts of more tokens",
+            "%s select %d keys for each token, and attend to them, in contexts of more tokens",
+            "Metal kernels" if has_kernels else "MLX's operations",
             paged.index_top_k,
         )
     return OpenedModel(paged, info, attention)

@@ -8,10 +8,10 @@ from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
-from metal_engine.attention.indexed import KeySelection
+from metal_engine.attention.indexed import Common, IndexQueries, KeySelection, SelectionPlan
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import AttentionSpec
-from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.state import IndexState, KVState
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,10 @@ class StepAttention(Protocol):
 
         For latents, only the first ``latent_dim`` columns of the result are the output. The caller drops the others.
         """
+        ...
+
+    def select_keys(self, plan: SelectionPlan, index: IndexQueries, state: IndexState, common: Common) -> KeySelection:
+        """Select keys for :meth:`attend`. See :func:`metal_engine.attention.indexed.select_keys`."""
         ...
 
 

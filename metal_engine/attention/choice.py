@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionBackend, AttentionKind
 from metal_engine.attention.choice_file import TunedChoice, TunedChoiceFile, describe_machine, name_of
+from metal_engine.attention.index_selftest import IndexKind, try_index, unsupported_index
 from metal_engine.attention.kernel_selftest import KernelFailedError, try_kernel
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.cuts import THREADGROUPS_PER_CORE
@@ -134,6 +135,45 @@ class BackendChoice:
             )
         return ChosenAttention.of(self.metal, kinds, not_covered, tensor_ops=self.tensor_ops)
 
+    def for_index(
+        self, chosen: ChosenAttention, index: IndexKind, block_size: int, agree: Agree = lambda what, number: number
+    ) -> ChosenAttention:
+        """Select what computes the selection of keys, and attention to them. Tries the kernels.
+
+        Args:
+            chosen: result of :meth:`for_layers`.
+            index: index of the model.
+            block_size: tokens of a block.
+            agree: returns the maximum of a number over all ranks. All ranks use the kernels, or no rank.
+        """
+        metal = chosen.metal
+        if metal is None or metal.index_kernels is None:
+            return chosen
+        kinds = [kind for kind in dict.fromkeys(chosen.kinds) if kind not in chosen.not_covered]
+        why = unsupported_index(metal, index, kinds, block_size)
+        if why:
+            logger.warning("MLX's operations select keys, which is slower: the metal kernels do not support %s", why)
+        else:
+            try:
+                try_index(metal, index, kinds, block_size)
+            except KernelFailedError as error:
+                why = f"the kernel {error}"
+                logger.error(
+                    "a metal kernel of the model's index %s; MLX's operations select keys instead. Please report this "
+                    "with the output of `metal-engine doctor MODEL`:\n%s",
+                    *(error, error.report),
+                )
+        if not agree("kernels of an index that fail", int(bool(why))):
+            return chosen
+        why = why or "the kernels do not work on another rank"
+        return ChosenAttention.of(
+            metal.without_index_kernels(),
+            chosen.kinds,
+            chosen.not_covered,
+            tensor_ops=chosen.layers.tensor_ops,
+            no_index_kernels=why,
+        )
+
     def tuned(
         self,
         chosen: ChosenAttention,
@@ -179,6 +219,7 @@ class BackendChoice:
             not_covered,
             tuning="; ".join(words) or ("the default" if kinds else ""),
             tensor_ops=chosen.layers.tensor_ops,
+            no_index_kernels=chosen.layers.no_index_kernels,
             tuned=tuple(sorted(f"{name_of(kind, block_size)}: {choice.cut!r}" for kind, choice in choices.items())),
         )
 

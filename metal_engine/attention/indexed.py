@@ -1,5 +1,7 @@
 """Attention to the keys that an index selects (sparse attention), in MLX's operations on any device.
 
+On Metal, kernels replace the operations for DeepSeek's index (:mod:`metal_engine.attention.metal.indexed`).
+
 An index stores a key for each token. In a step, it scores every key j of a row's own request. Row r attends to the
 ``top_k`` visible keys with the largest scores. DeepSeek's index has one score for all heads::
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -81,12 +84,63 @@ class IndexQueries:
 
 
 @dataclass(frozen=True)
-class _Tile:
-    """R rows of each of T requests, which select among S keys. Padding repeats a request's last row and last key."""
+class _Keys:
+    """Keys of requests, uploaded at first use.
 
-    rows: mx.array  # [T * R] packed rows
-    positions: mx.array  # [T, R, 1]
-    slots: mx.array  # [T, S]
+    Attributes:
+        step: rows of the step.
+        requests: index of each request, [T].
+        ends: number of keys of each request, [T].
+    """
+
+    step: StepRows
+    requests: np.ndarray
+    ends: np.ndarray
+
+    @cached_property
+    def slots(self) -> mx.array:
+        """Slots of the keys, [T, S] int32. Padding repeats a request's last key."""
+        keys = np.minimum(np.arange(self.ends.max()), self.ends[:, None] - 1)
+        return mx.array(self.step.slots(self.requests[:, None], keys).astype(np.int32))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """R rows of each of T requests, which select among S keys. Padding repeats a request's last row and last key.
+
+    Attributes:
+        packed: packed row of each row, [T * R].
+        own_positions: position of each row, [T, R].
+        num_keys: S.
+        is_group: True for several requests with few rows each, or one such request. The rows of any such tile are
+            computed as if each row were alone.
+    """
+
+    packed: np.ndarray
+    own_positions: np.ndarray
+    keys: _Keys
+    num_keys: int
+    is_group: bool
+
+    @property
+    def requests(self) -> np.ndarray:
+        """Index of each request in the step, [T]."""
+        return self.keys.requests
+
+    @cached_property
+    def rows(self) -> mx.array:
+        """Packed rows, [T * R] int32."""
+        return mx.array(self.packed.astype(np.int32))
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """Positions, [T, R, 1] int32."""
+        return mx.array(self.own_positions[..., None].astype(np.int32))
+
+    @cached_property
+    def slots(self) -> mx.array:
+        """Slots of the keys, [T, S] int32."""
+        return self.keys.slots[:, : self.num_keys]
 
 
 @dataclass
@@ -107,7 +161,7 @@ class SelectionPlan:
     limits: Limits
     others: StepRows | None
     other_rows: mx.array | None
-    tiles: list[_Tile]
+    tiles: list[Tile]
     order: mx.array
     _attention: dict[Hashable, StepAttention] = field(default_factory=dict)
 
@@ -127,10 +181,12 @@ class KeySelection:
         plan: plan of the step.
         positions: for each tile, positions of the selected keys, [T, R, G, K] int32. G is 1, or the number of KV heads
             if each KV head has its own keys. A position is -1 if a row sees fewer keys.
+        is_sorted: True if each row's positions rise, with -1 at the end. The kernel requires this order.
     """
 
     plan: SelectionPlan
     positions: list[mx.array]
+    is_sorted: bool = False
 
     def by_row(self) -> np.ndarray:
         """Return the selected positions of each packed row, [N, G, K] int32. -1 for no key, and for other requests."""
@@ -168,7 +224,7 @@ def plan_selection(rows: StepRows, num_keys: int, dims: Dims, limits: Limits | N
     return SelectionPlan(dims, rows.num_tokens, limits, others, uploaded, tiles, mx.array(order))
 
 
-_PlannedTile = tuple[np.ndarray, _Tile]
+_PlannedTile = tuple[np.ndarray, Tile]
 """Packed row of each row of a tile, [T * R], -1 for padding; and the tile."""
 
 
@@ -180,37 +236,32 @@ def _group(rows: StepRows, segments: list[RowSegment]) -> _PlannedTile:
     own = np.minimum(row, num_rows[:, None] - 1)  # [T, R]
     packed = start[:, None] + own
     positions = (key_end - num_rows)[:, None] + own
-    keys = np.minimum(np.arange(key_end.max()), key_end[:, None] - 1)  # [T, S]
-    slots = rows.slots(request[:, None], keys)
     place = np.where(row < num_rows[:, None], packed, -1).ravel()
-    return place, _tile(packed.ravel(), positions, mx.array(slots.astype(np.int32)))
+    return place, Tile(packed.ravel(), positions, _Keys(rows, request, key_end), int(key_end.max()), is_group=True)
 
 
 def _tiles(rows: StepRows, segment: RowSegment, least_keys: int, limits: Limits) -> Iterator[_PlannedTile]:
     """Yield the tiles of one request with many rows. A tile's keys end with the last key that one of its rows sees."""
-    slots = mx.array(rows.slots(segment.request, np.arange(segment.key_end)).astype(np.int32))[None]
+    keys = _Keys(rows, np.array([segment.request]), np.array([segment.key_end]))
     size = max(1, min(limits.tile_rows, limits.scores // (_SORTED_ARRAYS * segment.num_keys)))
     for lo in range(0, segment.num_rows, size):
         own = np.arange(lo, min(lo + size, segment.num_rows))
         num_keys = max(segment.context_len + int(own[-1]) + 1, least_keys)
         packed = segment.start + own
-        yield packed, _tile(packed, segment.context_len + own[None], slots[:, :num_keys])
+        yield packed, Tile(packed, segment.context_len + own[None], keys, num_keys, is_group=False)
 
 
-def _tile(packed: np.ndarray, positions: np.ndarray, slots: mx.array) -> _Tile:
-    return _Tile(mx.array(packed.astype(np.int32)), mx.array(positions[..., None].astype(np.int32)), slots)
+Common = Callable[[mx.array], mx.array]
+"""Function that returns the selection of all ranks, given the positions that this rank has selected."""
 
 
 def select_keys(
-    plan: SelectionPlan,
-    index: IndexQueries,
-    state: IndexState,
-    common: Callable[[mx.array], mx.array] = lambda positions: positions,
+    plan: SelectionPlan, index: IndexQueries, state: IndexState, common: Common = lambda positions: positions
 ) -> KeySelection:
     """Select the keys of a layer. Builds the graph and evaluates nothing.
 
     Args:
-        common: returns the selection that all ranks use, given the positions that this rank has selected.
+        common: returns the selection that all ranks use.
     """
     selected: list[mx.array] = []
     last: list[mx.array] = []
@@ -224,7 +275,7 @@ def select_keys(
     return KeySelection(plan, selected)
 
 
-def _scores(plan: SelectionPlan, tile: _Tile, index: IndexQueries, state: IndexState, last: list[mx.array]) -> mx.array:
+def _scores(plan: SelectionPlan, tile: Tile, index: IndexQueries, state: IndexState, last: list[mx.array]) -> mx.array:
     """Return the scores of a tile's blocks, [T, R, G, number of blocks] float32. Local blocks have infinite scores."""
     dims, limits, block_size = plan.dims, plan.limits, index.size.block_size
     num_requests, num_rows, _ = tile.positions.shape
@@ -292,6 +343,10 @@ def largest(scores: mx.array, positions: mx.array, top_k: int) -> mx.array:
     return mx.where(selected <= positions, selected, _NOT_SEEN)
 
 
+AttendTile = Callable[[Tile, mx.array], mx.array]
+"""Function of a tile and the positions that it selects."""
+
+
 def attend_selected(
     selection: KeySelection,
     owner: object,
@@ -299,6 +354,7 @@ def attend_selected(
     q: mx.array,  # [N, Hq, D]
     state: KVState,
     scale: float,
+    attend_tile: AttendTile | None = None,
 ) -> mx.array:  # [N, Hq, Dv], dtype of q; for latents, the latent_dim columns
     """Compute attention of every packed row to its selected keys, or to all keys if its request has few.
 
@@ -309,6 +365,7 @@ def attend_selected(
         q: queries.
         state: keys and values, which include those of this step.
         scale: factor of the scores.
+        attend_tile: function that computes the rows of a tile, [T * R, Hq, Dv]; None for MLX's operations.
     """
     plan = selection.plan
     width = state.spec.latent_dim or state.spec.v_head_dim
@@ -316,6 +373,9 @@ def attend_selected(
     if plan.other_rows is not None:
         others = plan.attention_of_others(owner, for_step)
         outputs.append(others.attend(q[plan.other_rows], state, scale=scale)[..., :width])
+    if attend_tile is not None:
+        outputs += [attend_tile(*tile) for tile in zip(plan.tiles, selection.positions, strict=True)]
+        return mx.concatenate(outputs)[plan.order]
     queries = q.astype(mx.float32) * (scale * LOG2E)
     last: list[mx.array] = []
     for tile, positions in zip(plan.tiles, selection.positions, strict=True):
@@ -326,7 +386,7 @@ def attend_selected(
 
 
 def _attend_tile(
-    tile: _Tile,
+    tile: Tile,
     positions: mx.array,  # [T, R, G, K]
     queries: mx.array,  # [N, Hq, D] float32, scaled
     state: KVState,

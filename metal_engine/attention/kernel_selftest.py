@@ -13,12 +13,15 @@ The results are compared with the portable backend's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, AttentionKind
+from metal_engine.attention.indexed import KeySelection
 from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.metal.variants import UnsupportedAttentionError
 from metal_engine.attention.portable.backend import PortableBackend
@@ -89,15 +92,26 @@ def try_images(metal: MetalBackend, kind: AttentionKind, block_size: int) -> Non
 def _compare(backend: MetalBackend, kind: AttentionKind, rows: StepRows, step: str) -> None:
     """Raise KernelFailedError if the kernel and the portable backend differ. ``step`` describes the rows."""
     state = random_state(kind, rows)
-    try:
+    with running():
         out = attend_random(backend, kind, rows, state)
+    check_rows(out, attend_random(PortableBackend(), kind, rows, state), kind, step)
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Raise KernelFailedError for errors of kernels within a ``with`` block."""
+    try:
+        yield
     except UnsupportedAttentionError:
         raise
     # ValueError: MLX raises it for a threadgroup larger than the pipeline's maxTotalThreadsPerThreadgroup.
     except (RuntimeError, ValueError) as error:
         forget_errors()
         raise KernelFailedError("does not run on this device", f"{type(error).__name__}: {error}") from error
-    expected = attend_random(PortableBackend(), kind, rows, state)
+
+
+def check_rows(out: np.ndarray, expected: np.ndarray, kind: AttentionKind, step: str) -> None:
+    """Raise KernelFailedError if outputs, [N, Hq, Dv], differ by more than rounding. ``step`` describes the rows."""
     gaps = np.linalg.norm(out - expected, axis=-1) / np.linalg.norm(expected, axis=-1)  # [N, Hq]
     if not gaps.max() <= _TOLERANCE[kind.dtype]:  # NaN too
         summary = f"gives wrong results on this device, off by {gaps.max():.1g} of their size"
@@ -138,9 +152,16 @@ def random_state(kind: AttentionKind, rows: StepRows) -> KVState:
     return state
 
 
-def attend_random(backend: AttentionBackend, kind: AttentionKind, rows: StepRows, state: KVState) -> np.ndarray:
+def attend_random(
+    backend: AttentionBackend,
+    kind: AttentionKind,
+    rows: StepRows,
+    state: KVState,
+    selection: KeySelection | None = None,
+) -> np.ndarray:
     """Compute attention, [N, Hq, Dv] float32. For latents, only the columns of the value are returned."""
-    out = attend_kind(backend.for_step(rows), kind, random_queries(kind, rows.num_tokens), state, random_sinks(kind))
+    queries, sinks = random_queries(kind, rows.num_tokens), random_sinks(kind)
+    out = attend_kind(backend.for_step(rows), kind, queries, state, sinks, selection)
     if kind.spec.latent_dim is not None:
         out = out[..., : kind.spec.latent_dim]
     mx.eval(out)  # raises errors of operations; the conversion to NumPy would not

@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionBackend, AttentionKind, StepAttention
-from metal_engine.attention.indexed import KeySelection
+from metal_engine.attention.indexed import Common, IndexQueries, KeySelection, SelectionPlan
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.state import IndexState, KVState
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,10 @@ class MixedStep:
         step = self.portable if is_portable else self.metal
         options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "chunk": chunk}
         return step.attend(q, state, scale=scale, selection=selection, **options)
+
+    def select_keys(self, plan: SelectionPlan, index: IndexQueries, state: IndexState, common: Common) -> KeySelection:
+        """See :meth:`metal_engine.attention.backend.StepAttention.select_keys`."""
+        return self.metal.select_keys(plan, index, state, common)
 
 
 @dataclass

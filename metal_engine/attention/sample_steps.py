@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from metal_engine.attention.backend import AttentionKind, StepAttention
+from metal_engine.attention.indexed import KeySelection
 from metal_engine.device.streams import synchronize
 from metal_engine.kv_cache.state import KVState
 
@@ -29,10 +30,15 @@ def random_sinks(kind: AttentionKind) -> mx.array | None:
 
 
 def attend_kind(
-    attention: StepAttention, kind: AttentionKind, q: mx.array, state: KVState, sinks: mx.array | None
+    attention: StepAttention,
+    kind: AttentionKind,
+    q: mx.array,
+    state: KVState,
+    sinks: mx.array | None,
+    selection: KeySelection | None = None,
 ) -> mx.array:
     """Call a step's attention as a layer of a kind does, with its window and softcap."""
-    return attention.attend(q, state, sinks=sinks, **attend_options(kind))
+    return attention.attend(q, state, sinks=sinks, selection=selection, **attend_options(kind))
 
 
 def attend_options(kind: AttentionKind) -> dict[str, Any]:

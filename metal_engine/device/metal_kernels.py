@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 # Types of arrays that kernels read and write.
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -25,3 +26,10 @@ def kernel_text(name: str) -> str:
         if (folder / name).exists():
             return _INCLUDE.sub(lambda line: kernel_text(line[1]), (folder / name).read_text())
     raise FileNotFoundError(f"kernel {name} is not installed with metal_engine")
+
+
+def on_device(table: np.ndarray) -> mx.array:
+    """Upload ``table``, padded with zero rows to at least DEVICE_ELEMENTS elements. No kernel reads the padding."""
+    missing = max(0, DEVICE_ELEMENTS - table.size)
+    rows = -(-missing // table.shape[1])
+    return mx.array(np.pad(table, ((0, rows), (0, 0))) if rows else table)

@@ -73,3 +73,10 @@ class QuantizedKVState(KVState):
         packed, scales, biases = (rows_of(self.arrays[part]) for part in quantized_names(name))
         scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
         return mx.dequantize(packed, scales, biases, group_size=self.group_size, bits=self.bits)
+
+
+def numbers_of_groups(state: KVState) -> list[mx.array]:
+    """Return scales and biases of keys and values, each [num_slots, num_kv_heads, groups]; [] if not quantized."""
+    if not isinstance(state, QuantizedKVState):
+        return []
+    return [*state.key_groups, *state.value_groups]

@@ -79,6 +79,10 @@ class TokenState:
         self.arrays: dict[str, mx.array] = {}
         self._block_size = 1
 
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
     def allocate(self, num_blocks: int, block_size: int, num_state_slots: int = 0) -> None:
         self._block_size = block_size
         self.arrays = {
@@ -134,10 +138,6 @@ class KVState(TokenState):
     @property
     def values(self) -> mx.array:
         return self.arrays["values"]
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
 
     def read_heads(self, head_rows: mx.array) -> tuple[mx.array, mx.array]:
         """Gather single heads of single tokens.

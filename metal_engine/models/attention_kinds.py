@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionKind
-from metal_engine.attention.indexed import KeySelection
+from metal_engine.attention.indexed import Common, IndexQueries, KeySelection, SelectionPlan
 from metal_engine.kv_cache.rows import step_rows
 from metal_engine.kv_cache.segments import ZERO_STATE_SLOT
-from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.state import IndexState, KVState
 from metal_engine.models.paged_model import PagedModel, forward_error
 
 _BLOCK_SIZE = 8
@@ -35,6 +35,9 @@ class _RecordingAttention:
     ) -> mx.array:  # [N, num_heads, v_head_dim]
         self.kinds.append(AttentionKind.of(q, state, window, softcap, sinks))
         return mx.zeros((*q.shape[:2], state.spec.v_head_dim), q.dtype)
+
+    def select_keys(self, plan: SelectionPlan, index: IndexQueries, state: IndexState, common: Common) -> KeySelection:
+        raise AssertionError("a request of one token does not select keys")
 
 
 def attention_kinds(paged: PagedModel) -> list[AttentionKind]:

@@ -15,13 +15,13 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionBackend, StepAttention
-from metal_engine.attention.indexed import KeySelection
+from metal_engine.attention.indexed import Common, IndexQueries, KeySelection, SelectionPlan
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.pool import StatePool
 from metal_engine.kv_cache.quantized import QuantizedKVState
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import QuantizedKVSpec
-from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.state import IndexState, KVState
 from metal_engine.kv_cache.writes import HasWrites
 
 _NUM_ROWS = 32  # number of last rows of a segment that are checked
@@ -117,6 +117,10 @@ class _ComparingStep:
             attention = _Attention(q[rows], seq_len, scale, selected=keys, **options)
             _compare(out[rows], attention, state, state.recorded[first_block], query_len)
         return out
+
+    def select_keys(self, plan: SelectionPlan, index: IndexQueries, state: IndexState, common: Common) -> KeySelection:
+        """See :meth:`metal_engine.attention.backend.StepAttention.select_keys`."""
+        return self.inner.select_keys(plan, index, state, common)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ selection when the layer attends.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
@@ -16,7 +16,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import deepseek_v32, minimax_m3_vl
 
-from metal_engine.attention.indexed import IndexQueries, KeySelection, SelectionSize, plan_selection, select_keys
+from metal_engine.attention.index_selftest import IndexKind
+from metal_engine.attention.indexed import IndexQueries, KeySelection, SelectionSize, plan_selection
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.state import IndexState
 from metal_engine.models.current_step import CurrentStep
@@ -47,6 +48,12 @@ class PagedIndex(nn.Module):
     small: ClassVar[dict[str, int]]
     ranks: mx.distributed.Group | None
     can_share: ClassVar[bool] = False
+    has_weights: ClassVar[bool] = False
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads of the index."""
+        raise NotImplementedError
 
     @property
     def size(self) -> SelectionSize:
@@ -99,11 +106,16 @@ class PagedIndexer(PagedIndex, deepseek_v32.Indexer):
 
     small: ClassVar = {"index_topk": 8}
     can_share: ClassVar = True
+    has_weights: ClassVar = True
 
     def __call__(self, x: mx.array, qr: mx.array, mask: Any, cache: Any = None) -> mx.array | None:
         if isinstance(cache, IndexOwner):
             return cache.select(self, x, qr, mask)
         return deepseek_v32.Indexer.__call__(self, x, qr, mask, cache)
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.n_heads)
 
     @property
     def size(self) -> SelectionSize:
@@ -144,6 +156,10 @@ class PagedBlockAttention(PagedIndex, minimax_m3_vl.Attention):
         return minimax_m3_vl.Attention._block_mask(self, x, mask, offset, cache)
 
     @property
+    def num_heads(self) -> int:
+        return int(self.index_n_heads)
+
+    @property
     def size(self) -> SelectionSize:
         return SelectionSize(self.index_topk_blocks, self.index_block_size, self.index_local_blocks)
 
@@ -173,6 +189,15 @@ _CLASSES: tuple[tuple[type[nn.Module], type[PagedIndex]], ...] = (
 def indexers(model: nn.Module) -> list[PagedIndex]:
     """Return the patched indexes of a model."""
     return [module for module in model.modules() if isinstance(module, PagedIndex)]
+
+
+def index_kind(model: nn.Module, states: Iterable[object]) -> IndexKind | None:
+    """Return the kind of the indexes of a model with these layer states; None if no layer has an index."""
+    spec = next((state.spec for state in states if isinstance(state, IndexState)), None)
+    if spec is None:
+        return None
+    index = indexers(model)[0]
+    return IndexKind(index.num_heads, spec, index.size, index.has_weights)
 
 
 def patch_indexers(model: nn.Module) -> None:
@@ -227,7 +252,10 @@ class IndexCache(IndexOwner):
         if key not in step.selection_plans:
             step.selection_plans[key] = plan_selection(rows, *key)
         plan = step.selection_plans[key]
-        self._selections = [None if plan is None else select_keys(plan, asked, self.state, index.common)]
+        self._selections = [None]
+        if plan is not None:
+            assert step.attention is not None
+            self._selections = [step.attention.select_keys(plan, asked, self.state, index.common)]
         self.num_reads += 1
         if self.observe is not None:
             self.observe(rows, self._selections[0])

@@ -272,6 +272,8 @@ class AttentionLayers:
         tuning: description of the choices of attention tuning; empty without tuning.
         tuned: names of the choices that differ from the default.
         tensor_ops: state of Metal's tensor operations with the reason; empty if the GPU lacks them.
+        no_index_kernels: reason why MLX's operations select the keys of an index; empty if the kernels do, or if no
+            layer has an index.
     """
 
     metal: int = 0
@@ -280,6 +282,7 @@ class AttentionLayers:
     tuning: str = ""
     tuned: tuple[str, ...] = ()
     tensor_ops: str = ""
+    no_index_kernels: str = ""
 
 
 @dataclass(frozen=True)
@@ -363,10 +366,13 @@ class EngineConfig:
     def attention(self) -> str:
         """Description of the backend that computes attention."""
         layers = self.attention_layers
-        if not layers.not_covered:
-            return self.attention_backend
-        total, why = layers.metal + layers.portable, ", ".join(layers.not_covered)
-        return f"{self.attention_backend}; portable for {layers.portable} of {total} layers ({why})"
+        described = self.attention_backend
+        if layers.not_covered:
+            total, why = layers.metal + layers.portable, ", ".join(layers.not_covered)
+            described += f"; portable for {layers.portable} of {total} layers ({why})"
+        if layers.no_index_kernels:
+            described += f"; portable for selected keys ({layers.no_index_kernels})"
+        return described
 
     @property
     def attention_tuning(self) -> str:

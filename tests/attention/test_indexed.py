@@ -11,14 +11,11 @@ import pytest
 
 from metal_engine.attention import indexed
 from metal_engine.attention.indexed import IndexQueries, SelectionSize, largest, plan_selection, select_keys
-from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.groups import CPU_LIMITS, Limits
 from metal_engine.kv_cache.spec import IndexSpec
 from metal_engine.kv_cache.state import IndexState, StateSnapshot
-from tests.support.simulated import backend as simulated_backend
 from tools.fixtures.packed_step import PackedStep, make_step
-from tools.metal_sim import record_launches
 
 TOP_K, SCALE = 8, 0.25
 # (rows, context) of each request: dense decodes and chunks, decodes of similar and different lengths, drafts, chunks
@@ -131,21 +128,6 @@ def test_scores_of_zero_decide_in_these_steps() -> None:
         num_selected = is_zero[step.selected(row)].sum()
         num_tied += 0 < num_selected < is_zero.sum()
     assert num_tied > 10
-
-
-def test_on_metal_the_kernel_computes_only_requests_with_few_keys() -> None:
-    sizes = {**LATENTS, "head_dim": 576, "v_head_dim": 512, "num_heads": 2}
-    step = IndexedStep.random([(1, 3), (3, 0), (1, 40), (20, 10)], **sizes)
-    metal = simulated_backend()
-
-    for backend in (metal, MixedBackend(metal, PortableBackend(), frozenset())):
-        with record_launches() as launches:
-            assert gap(step.attend(backend), step.reference()) < 1e-3
-        assert launches[0].kernel == "paged_attention" and len(launches) == 1
-    with record_launches() as launches:
-        selecting = IndexedStep.random([(1, 40), (20, 10)], **sizes)
-        assert gap(selecting.attend(metal), selecting.reference()) < 1e-3
-    assert not launches
 
 
 def _highest_of_ties(scores: mx.array, positions: mx.array, top_k: int) -> mx.array:

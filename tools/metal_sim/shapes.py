@@ -209,6 +209,9 @@ ATTENTION: dict[str, tuple[str, ...]] = {
     "youtu_llm": ("16/16x192:128",),
 }
 
+# model_type -> heads and head_dim of an index that the kernels support, and the number of keys that a row selects.
+INDEXES: dict[str, tuple[int, int, int]] = {"deepseek_v32": (64, 128, 2048), "glm_moe_dsa": (32, 128, 2048)}
+
 # model_type -> recurrent layers. Architectures whose recurrences use mlx-lm's own functions have only their
 # convolutions here, if any.
 RECURRENT: dict[str, tuple[Layer, ...]] = {

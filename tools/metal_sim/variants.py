@@ -15,7 +15,8 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionKind
-from metal_engine.attention.metal.backend import MetalBackend, shape_of
+from metal_engine.attention.indexed import IndexQueries, SelectionSize, plan_selection
+from metal_engine.attention.metal.backend import MetalBackend, MetalStep, shape_of
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, Cut, tried_cuts
 from metal_engine.attention.metal.variants import (
     UnsupportedAttentionError,
@@ -23,17 +24,18 @@ from metal_engine.attention.metal.variants import (
     fits_tensor_ops,
     variant_of,
 )
+from metal_engine.attention.portable.groups import GPU_LIMITS
 from metal_engine.errors import ConfigError
 from metal_engine.images import SeesItself
 from metal_engine.kv_cache.pool import make_state
 from metal_engine.kv_cache.rows import ImageSpans, StepRows, step_rows
-from metal_engine.kv_cache.spec import KVSpec, LatentSpec, kv_cache_spec
-from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.spec import IndexSpec, KVSpec, LatentSpec, kv_cache_spec
+from metal_engine.kv_cache.state import IndexState, KVState
 from metal_engine.recurrence.metal import MetalRecurrence
 from metal_engine.settings.args import EngineArgs
 
 from .kernel import SimulatedKernel
-from .shapes import Attention, Convolution, GatedDelta, Layer, Mamba2
+from .shapes import INDEXES, Attention, Convolution, GatedDelta, Layer, Mamba2
 
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 # Values of --kv-cache-dtype, and the types of checkpoints that are compiled with them. float32 only compares results.
@@ -225,7 +227,8 @@ class Recorder:
             steps.append(replace(_rows(((IMAGE_ROWS, 0),), block_size), image_spans=spans))
         for rows in steps:
             q = mx.zeros((rows.num_tokens, layer.num_heads, layer.head_dim + layer.rope_dim), dtype)
-            backend.for_step(rows).attend(
+            attention = backend.for_step(rows)
+            attention.attend(
                 q,
                 state,
                 scale=1.0,
@@ -233,6 +236,25 @@ class Recorder:
                 softcap=SOFTCAP if layer.softcap else None,
                 sinks=mx.zeros((layer.num_heads,), dtype) if layer.sinks else None,
             )
+            if layer.is_latent:
+                self._record_indexes(attention, rows, q, state)
+
+    def _record_indexes(self, attention: MetalStep, rows: StepRows, q: mx.array, state: KVState) -> None:
+        """Record the kernels of models whose index selects the latents of a layer."""
+        needed_by = self.models
+        for model in sorted(needed_by & INDEXES.keys()):
+            self.models = {model}
+            heads, head_dim, top_k = INDEXES[model]
+            keys = IndexState(IndexSpec(head_dim, q.dtype))
+            keys.allocate(_NUM_BLOCKS, rows.block_size)
+            queries = mx.zeros((rows.num_tokens, heads, head_dim), q.dtype)
+            weights = mx.zeros((rows.num_tokens, heads), q.dtype)
+            index = IndexQueries(queries, weights, SelectionSize(top_k))
+            plan = plan_selection(rows, top_k, index.dims, GPU_LIMITS)
+            if plan is not None:
+                selection = attention.select_keys(plan, index, keys, lambda positions: positions)
+                attention.attend(q, state, scale=1.0, selection=selection)
+        self.models = needed_by
 
 
 def _quantized(dtype: mx.Dtype) -> tuple[str, ...]:

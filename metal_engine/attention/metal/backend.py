@@ -15,26 +15,27 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionKind, StepTables, size_class
-from metal_engine.attention.indexed import KeySelection, attend_selected
+from metal_engine.attention.indexed import (
+    Common,
+    IndexQueries,
+    KeySelection,
+    SelectionPlan,
+    attend_selected,
+    select_keys,
+)
+from metal_engine.attention.metal.attention_kernel import KernelFactory, attention_kernel
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, THREADGROUPS_PER_CORE, Cut
+from metal_engine.attention.metal.indexed import IndexKernels, SelectedRows
 from metal_engine.attention.metal.kinds import Kind, make_kind
 from metal_engine.attention.metal.planning import WorkItems, plan_work_items
 from metal_engine.attention.metal.variants import THREADS, AttentionShape, KernelVariant, fits_tensor_ops, variant_of
-from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, kernel_text
-from metal_engine.kv_cache.quantized import QuantizedKVState
+from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, kernel_text, on_device
+from metal_engine.kv_cache.quantized import numbers_of_groups
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import AttentionSpec, QuantizedKVSpec
-from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.state import IndexState, KVState
 
 UNKNOWN_GPU_CORES = 12
-KernelFactory = Callable[..., Any]
-
-
-def _on_device(table: np.ndarray) -> mx.array:
-    """Upload ``table``, padded with zero rows to at least DEVICE_ELEMENTS elements. No kernel reads the padding."""
-    missing = max(0, DEVICE_ELEMENTS - table.size)
-    rows = -(-missing // table.shape[1])
-    return mx.array(np.pad(table, ((0, rows), (0, 0))) if rows else table)
 
 
 _ShapeKey = tuple[mx.Dtype, int, AttentionSpec, int]
@@ -57,13 +58,6 @@ def _shape(dtype: mx.Dtype, num_heads: int, spec: AttentionSpec, block_size: int
 def shape_of(q: mx.array, state: KVState) -> AttentionShape:
     """Return the shape of a layer's attention from its queries, [N, Hq, D], and its state."""
     return _shape(*_shape_key(q, state))
-
-
-def _numbers_of_groups(state: KVState) -> list[mx.array]:
-    """Return scales and biases of keys and values, each [num_slots, num_kv_heads, groups]; [] if not quantized."""
-    if not isinstance(state, QuantizedKVState):
-        return []
-    return [*state.key_groups, *state.value_groups]
 
 
 # group, num_kv_heads, window, chunk, key_step, tile_rows, threadgroups_per_core
@@ -109,6 +103,7 @@ class MetalStep:
     _launches: dict[tuple[object, ...], _Launch] = field(default_factory=dict)
     _block_table: mx.array | None = None
     is_planned: bool = False  # True if the work is given, so that planning from the rows is an error
+    _selected: SelectedRows = field(default_factory=SelectedRows)
 
     @property
     def work_keys(self) -> tuple[_ItemsKey, ...]:
@@ -123,8 +118,8 @@ class MetalStep:
             if self.is_planned:
                 raise RuntimeError(f"a layer requests work items {key}, which no layer has requested before")
             items = self.backend.plan(self.rows, key)
-            rows = _on_device(items.rows) if items.is_split else None
-            self._uploaded[key] = _Uploaded(len(items.table), items.num_partial_rows, _on_device(items.table), rows)
+            rows = on_device(items.rows) if items.is_split else None
+            self._uploaded[key] = _Uploaded(len(items.table), items.num_partial_rows, on_device(items.table), rows)
         return self._uploaded[key]
 
     def attend(
@@ -141,10 +136,15 @@ class MetalStep:
     ) -> mx.array:  # [N, Hq, Dv], dtype of q; for latents, the latent_dim columns
         """See :meth:`metal_engine.attention.backend.StepAttention.attend`.
 
-        The kernel reads all keys of a request. MLX's operations compute the rows that attend to selected keys.
+        MLX's operations attend to keys that they have selected, and to other keys than latents.
         """
         if selection is not None:
-            return attend_selected(selection, self, self.backend.for_step, q, state, scale)
+            attend_tile = None
+            if selection.is_sorted and state.spec.latent_dim is not None:
+                kind = self.backend.kind_of(_shape_key(q, state), False, False, None)
+                self._check(q, state, kind.shape, None)
+                attend_tile = self._selected.attention(self, kind, q, state, scale)
+            return attend_selected(selection, self, self.backend.for_step, q, state, scale, attend_tile)
         key = (state.spec, state.block_size, q.shape, q.dtype, scale, window, softcap, sinks is not None, chunk)
         launch = self._launches.get(key)
         if launch is None:
@@ -152,7 +152,7 @@ class MetalStep:
             launch = self._launches[key] = self._launch(q, state, scale, window, softcap, sinks_dtype, chunk)
         sink_values = sinks if sinks is not None else self.backend.no_sinks
         out, partial_out, partial_lse = launch.kernel(
-            inputs=[*(q, state.keys, state.values, *_numbers_of_groups(state)), *(*launch.tables, sink_values)],
+            inputs=[*(q, state.keys, state.values, *numbers_of_groups(state)), *(*launch.tables, sink_values)],
             **launch.options,
         )
         if launch.merge_rows is None:
@@ -178,8 +178,6 @@ class MetalStep:
         shape = kind.shape
         self._check(q, state, shape, window)
         uploaded = self._items(shape, kind.variant, window, chunk, kind.cut.threadgroups_per_core)
-        if self._block_table is None:
-            self._block_table = _on_device(self.rows.block_table)
         # MLX does not support empty outputs, and the merge takes these as inputs.
         partial_rows = max(DEVICE_ELEMENTS, uploaded.num_partial_rows)
         numbers = self.backend.constant([scale, softcap or 0.0], mx.float32)
@@ -188,7 +186,7 @@ class MetalStep:
         out_shape = (*q.shape[:2], shape.v_head_dim)
         return _Launch(
             self.backend.attention_for(shape, kind.cut),
-            [self._block_table, uploaded.table, numbers, window_size],
+            [self.block_table, uploaded.table, numbers, window_size],
             {
                 "template": kind.template,
                 "grid": (uploaded.num_items * THREADS, shape.num_kv_heads, 1),
@@ -206,6 +204,28 @@ class MetalStep:
             },
         )
 
+    def select_keys(self, plan: SelectionPlan, index: IndexQueries, state: IndexState, common: Common) -> KeySelection:
+        """See :meth:`metal_engine.attention.backend.StepAttention.select_keys`.
+
+        MLX's operations select blocks of keys, and keys of shapes that the kernels do not support.
+        """
+        kernels = self.backend.index_kernels
+        if kernels is None or kernels.unsupported(index, state.spec, self.rows.block_size):
+            return select_keys(plan, index, state, common)
+        target = self.backend.target_threadgroups
+        positions = [
+            common(kernels.select(self._selected.tables(tile), index, state, self.block_table, target))
+            for tile in plan.tiles
+        ]
+        return KeySelection(plan, positions, is_sorted=True)
+
+    @property
+    def block_table(self) -> mx.array:
+        """Block table of the step, on the device."""
+        if self._block_table is None:
+            self._block_table = on_device(self.rows.block_table)
+        return self._block_table
+
     def _check(self, q: mx.array, state: KVState, shape: AttentionShape, window: int | None) -> None:
         keys, values = state.keys, state.values
         if q.shape[0] != self.rows.num_tokens or shape.block_size != self.rows.block_size:
@@ -216,26 +236,6 @@ class MetalStep:
             raise ValueError(f"q {q.shape} does not match keys of {state.spec}")
         if window is not None and window < 1:
             raise ValueError(f"window must be at least 1, not {window}")
-
-
-def _attention_kernel(kernel_factory: KernelFactory, *, tensor_ops: bool = False, quantized: bool = False) -> Any:
-    """Create the attention kernel, or a variant of it for tensor operations or quantized caches."""
-    name, header = "paged_attention", kernel_text("attention_rows.metal")
-    inputs = ["q", "k_cache", "v_cache"]
-    if tensor_ops:
-        name += "_tensor"
-        header = f"#define TENSOR_OPS\n{header}{kernel_text('attention_products.metal')}"
-    if quantized:
-        name += "_quantized"
-        header = f"#define QUANTIZED\n{header}{kernel_text('attention_quantized.metal')}"
-        inputs += ["k_scales", "k_biases", "v_scales", "v_biases"]
-    return kernel_factory(
-        name=name,
-        header=header,
-        input_names=[*inputs, "block_table", "items", "numbers", "window_size", "sinks"],
-        output_names=["out", "partial_out", "partial_lse"],
-        source=kernel_text("paged_attention.metal"),
-    )
 
 
 def _with_rows(table: np.ndarray, num_rows: int) -> np.ndarray:
@@ -258,6 +258,7 @@ class MetalBackend:
 
     Attributes:
         cuts: cut of the work for each kind of layer. Other kinds have the default cut.
+        index_kernels: kernels that select keys and attend to them; None if MLX's operations do both.
     """
 
     name = "metal"
@@ -275,12 +276,13 @@ class MetalBackend:
         # Created from host data once: mx.zeros would launch one more kernel in every layer.
         self.no_sinks = mx.array([0.0], mx.float32)
         self.target_threadgroups = target_threadgroups or THREADGROUPS_PER_CORE * UNKNOWN_GPU_CORES
-        self.attention = _attention_kernel(kernel_factory)
-        self.quantized_attention = _attention_kernel(kernel_factory, quantized=True)
+        self.attention = attention_kernel(kernel_factory)
+        self.quantized_attention = attention_kernel(kernel_factory, quantized=True)
         self.tensor_attention = self.quantized_tensor_attention = None
         if tensor_ops:
-            self.tensor_attention = _attention_kernel(kernel_factory, tensor_ops=True)
-            self.quantized_tensor_attention = _attention_kernel(kernel_factory, tensor_ops=True, quantized=True)
+            self.tensor_attention = attention_kernel(kernel_factory, tensor_ops=True)
+            self.quantized_tensor_attention = attention_kernel(kernel_factory, tensor_ops=True, quantized=True)
+        self.index_kernels: IndexKernels | None = IndexKernels(kernel_factory)
         self.merge = kernel_factory(
             name="merge_splits",
             input_names=["whole", "partial_out", "partial_lse", "rows", "sinks"],
@@ -343,6 +345,12 @@ class MetalBackend:
         other.tensor_attention = other.quantized_tensor_attention = None
         return other
 
+    def without_index_kernels(self) -> MetalBackend:
+        """Return a backend with the same kernels, except those that select keys. MLX's operations select keys."""
+        other = copy(self)
+        other.index_kernels = None
+        return other
+
     def with_cuts(self, cuts: Mapping[AttentionKind, Cut]) -> MetalBackend:
         """Return a backend with the same kernels and another division of the work for some kinds of layers."""
         other = copy(self)
@@ -359,6 +367,10 @@ class MetalBackend:
         """Return a step's attention. Work items are planned when the first layer of a kind attends."""
         return MetalStep(rows, self)
 
+    def threadgroups_of(self, per_core: int) -> int:
+        """Return the approximate number of threadgroups of a request, for a cut's number of threadgroups per core."""
+        return self.target_threadgroups * per_core // THREADGROUPS_PER_CORE
+
     def plan(self, rows: StepRows, key: _ItemsKey) -> WorkItems:
         """Plan the work items of a step for one kind of layer."""
         group, num_kv_heads, window, chunk, key_step, tile_rows, per_core = key
@@ -368,7 +380,7 @@ class MetalBackend:
             num_kv_heads=num_kv_heads,
             window=window,
             chunk=chunk,
-            target_threadgroups=self.target_threadgroups * per_core // THREADGROUPS_PER_CORE,
+            target_threadgroups=self.threadgroups_of(per_core),
             key_step=key_step,
             tile_rows=tile_rows,
         )
@@ -377,16 +389,16 @@ class MetalBackend:
         """See :meth:`metal_engine.attention.backend.ReplayableBackend.tables`. Items without rows pad the tables."""
         assert isinstance(work_keys, tuple)
         num_rows = rows.num_tokens
-        arrays = [_on_device(_with_rows(rows.block_table, num_rows))]
+        arrays = [on_device(_with_rows(rows.block_table, num_rows))]
         sizes: list[tuple[int, int]] = []  # items, and rows of splits
         for key in work_keys:
             items = self.plan(rows, key)
             num_items = size_class(len(items.table))
             num_partial = 1 << (items.num_partial_rows - 1).bit_length() if items.is_split else 0
             sizes.append((num_items, num_partial))
-            arrays.append(_on_device(_with_rows(items.table, num_items)))
+            arrays.append(on_device(_with_rows(items.table, num_items)))
             if items.is_split:
-                arrays.append(_on_device(items.rows))
+                arrays.append(on_device(items.rows))
 
         def attention(tables: list[mx.array]) -> MetalStep:
             given = iter(tables)

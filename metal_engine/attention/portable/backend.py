@@ -15,7 +15,14 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import StepTables, size_class
-from metal_engine.attention.indexed import KeySelection, attend_selected
+from metal_engine.attention.indexed import (
+    Common,
+    IndexQueries,
+    KeySelection,
+    SelectionPlan,
+    attend_selected,
+    select_keys,
+)
 from metal_engine.attention.portable.exp2 import LOG2E
 from metal_engine.attention.portable.groups import CPU_LIMITS, GPU_LIMITS, Dims, Limits
 from metal_engine.attention.portable.planning import MASKED, Queries, ScoreTile, Span, Unit, Work, plan_work
@@ -24,7 +31,7 @@ from metal_engine.attention.portable.softmax import SoftmaxState, Weights, after
 from metal_engine.device.info import computes_on_cpu
 from metal_engine.device.streams import second_stream
 from metal_engine.kv_cache.rows import StepRows
-from metal_engine.kv_cache.state import KVState
+from metal_engine.kv_cache.state import IndexState, KVState
 
 _WorkKey = tuple[int | None, Dims, int | None]  # window, dimensions, and chunk size
 
@@ -92,6 +99,10 @@ class PortableStep:
             last = [out]
         packed = (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
         return packed if work.order is None else packed[work.order]
+
+    def select_keys(self, plan: SelectionPlan, index: IndexQueries, state: IndexState, common: Common) -> KeySelection:
+        """See :meth:`metal_engine.attention.backend.StepAttention.select_keys`."""
+        return select_keys(plan, index, state, common)
 
     def _of_other_rows(self, rows: StepRows) -> PortableStep:
         return PortableStep(rows, self.limits, self.weights)

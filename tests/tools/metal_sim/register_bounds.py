@@ -38,6 +38,7 @@ BOUNDS: tuple[tuple[str, Bound], ...] = (
     # rows, with a window and sinks, and with two row fragments if nothing is staged.
     (r"^paged_attention_quantized \w+ (128, group (20|24)|192:128,.* sinks|256|512|latent)", Bound(loop_size=12_000)),
     (r"^paged_attention_quantized \w+ (96(:64)?|160|192:128),.* nothing staged", Bound(loop_size=12_000)),
+    (r"^paged_attention_selected", Bound(loop_size=12_000)),
     # Arrays of 24 rows of a latent take 84 registers.
     (r"^paged_attention \w+ latent 512 \+ 64, group (20|32|64|96|128)", Bound(loop_size=12_000)),
     (r"^paged_attention", Bound(loop_size=12_000, threadgroups=2)),

@@ -24,6 +24,7 @@ SOME: tuple[tuple[Layer, mx.Dtype], ...] = (
     (Convolution(4, bias=True), mx.bfloat16),
 )
 WITH_IMAGES = Attention(8, 4, 256, 256, window=True)
+WITH_INDEX = Attention(64, 1, 512, 512, rope_dim=64)
 QUANTIZED = (mx.bfloat16, "int8"), (mx.float16, "int4")
 QUANTIZED_LAYER = Attention(32, 8, 128, 128)
 TENSOR = Attention(16, 4, 128, 128)
@@ -37,6 +38,8 @@ def some_variants() -> list[Variant]:
     recorder.record(WITH_IMAGES, {"gemma3"}, mx.bfloat16)
     for dtype, kv_cache_dtype in QUANTIZED:
         recorder.record_quantized(QUANTIZED_LAYER, {"some"}, dtype, kv_cache_dtype)
+    recorder.record(WITH_INDEX, {"deepseek_v32"}, mx.bfloat16)
+    recorder.record_quantized(WITH_INDEX, {"deepseek_v32"}, mx.bfloat16, "int8")
     recorder.record_tensor_ops(TENSOR, {"some"}, mx.float16)
     # Merging depends little on the layer.
     merges = [v for v in recorder.variants.values() if v.kernel == "merge_splits"]

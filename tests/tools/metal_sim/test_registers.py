@@ -20,6 +20,7 @@ from tools.metal_sim.variants import DTYPES, Variant, record_variants
 
 KERNELS = (
     "paged_attention", "paged_attention_quantized", "paged_attention_tensor", "paged_attention_tensor_quantized",
+    "paged_attention_selected", "paged_attention_selected_quantized", "index_scores", "index_select",
     "merge_splits", "gated_delta", "ssm_update", "short_convolution",
 )  # fmt: skip
 PROCESSES = 2
@@ -113,7 +114,7 @@ def test_no_loop_of_any_kernel_carries_an_undefined_value(kernel: str, published
     ],
 )
 def test_every_kernel_fits_into_registers(kernel: str, dtype: str, published: list[Variant], compiler: None) -> None:
-    variants = [v for v in published if v.kernel == kernel and v.template["T"] == dtype]
+    variants = [v for v in published if v.kernel == kernel and v.template.get("T", dtype) == dtype]
     check_bounds(measure([job_of(v) for v in variants], PROCESSES, [13, 14]))
 
 

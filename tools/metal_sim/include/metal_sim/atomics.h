@@ -1,10 +1,25 @@
 // Atomic operations on device and threadgroup memory, relaxed as everywhere in Metal.
 #pragma once
 
+#if defined(METAL_SIM_AGX) || defined(METAL_SIM_CUDA)
+// A stand-in with the same operands: an operation is a load and a store. PTX and machine code with atomic operations are
+// never run.
+METAL_FUNC ulong __ms_atomic_load(const void* address, uint size) {
+  return size == 4 ? ulong(*(const volatile uint*)address) : *(const volatile ulong*)address;
+}
+METAL_FUNC void __ms_atomic_store(void* address, uint size, ulong value) {
+  if (size == 4) {
+    *(volatile uint*)address = uint(value);
+  } else {
+    *(volatile ulong*)address = value;
+  }
+}
+#else
 extern "C" {
 ulong __ms_atomic_load(const void* address, uint size);
 void __ms_atomic_store(void* address, uint size, ulong value);
 }
+#endif
 
 namespace metal {
 

@@ -1,0 +1,112 @@
+"""Tries the kernels of an index on this device at load, for the index and the latents that a model has.
+
+A step with a decode and a chunk selects among many equal scores. All numbers of the index are small integers, so that
+sums are exact in any order. The kernels must select the same keys as MLX's operations. Attention to these keys is then
+compared with the portable backend. The list of each row is long enough to be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+
+from metal_engine.attention.backend import AttentionKind
+from metal_engine.attention.indexed import IndexQueries, KeySelection, SelectionSize, plan_selection, select_keys
+from metal_engine.attention.kernel_selftest import (
+    KernelFailedError,
+    attend_random,
+    check_rows,
+    random_state,
+    shuffled_rows,
+)
+from metal_engine.attention.kernel_selftest import running as running_on_device
+from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.kv_cache.rows import StepRows
+from metal_engine.kv_cache.spec import IndexSpec
+from metal_engine.kv_cache.state import IndexState, StateSnapshot
+
+_SEGMENTS = [(1, 2499), (40, 590), (1, 29)]  # (tokens, context tokens); rows of the chunk see more or fewer keys
+_TOP_K = 600
+
+
+@dataclass(frozen=True)
+class IndexKind:
+    """An index of a model.
+
+    Attributes:
+        num_heads: number of query heads of the index.
+        spec: spec of its keys.
+        size: number of keys that a row selects.
+        has_weights: True if one score is the weighted sum of all heads.
+    """
+
+    num_heads: int
+    spec: IndexSpec
+    size: SelectionSize
+    has_weights: bool
+
+
+def unsupported_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind], block_size: int) -> str:
+    """Return the property of a model's index or latents that the kernels do not support, or an empty string."""
+    queries, _ = _random_index(index, shuffled_rows([(1, 0)], block_size))
+    assert metal.index_kernels is not None
+    if why := metal.index_kernels.unsupported(queries, index.spec, block_size):
+        return why
+    return "" if any(kind.spec.latent_dim is not None for kind in kinds) else "no layer has latents"
+
+
+def try_index(metal: MetalBackend, index: IndexKind, kinds: Sequence[AttentionKind], block_size: int) -> None:
+    """Select keys, and attend to them in each kind of layer with latents.
+
+    Args:
+        metal: backend of the kernels.
+        index: an index that the kernels support.
+        kinds: kinds of layers that the attention kernel computes.
+        block_size: block size of the server.
+
+    Raises:
+        KernelFailedError: a kernel does not build or run here, or its results are wrong.
+    """
+    rows = shuffled_rows(_SEGMENTS, block_size)
+    small = replace(index, size=SelectionSize(_TOP_K))
+    queries, state = _random_index(small, rows)
+    plan = plan_selection(rows, _TOP_K, queries.dims)
+    assert plan is not None
+    backend = metal.splitting()
+    with running_on_device():
+        selection = backend.for_step(rows).select_keys(plan, queries, state, lambda positions: positions)
+        selected = selection.by_row()
+    expected = select_keys(plan, queries, state).by_row()
+    if not np.array_equal(np.sort(selected), np.sort(expected)):
+        summary = "selects other keys than MLX's operations on this device"
+        raise KernelFailedError(summary, f"queries and contexts of {_SEGMENTS}: {summary}")
+    for kind in kinds:
+        if kind.spec.latent_dim is not None:
+            _compare(backend, kind, rows, selection)
+
+
+def _compare(backend: MetalBackend, kind: AttentionKind, rows: StepRows, selection: KeySelection) -> None:
+    state = random_state(kind, rows)
+    with running_on_device():
+        out = attend_random(backend, kind, rows, state, selection)
+    expected = attend_random(PortableBackend(), kind, rows, state, selection)
+    check_rows(out, expected, kind, f"selected keys of {_SEGMENTS}")
+
+
+def _random_index(index: IndexKind, rows: StepRows) -> tuple[IndexQueries, IndexState]:
+    """Return queries of an index for a step, and the state of its keys. All numbers are small integers."""
+    rng, dtype = np.random.default_rng(0), index.spec.dtype
+    state = IndexState(index.spec)
+    state.allocate(int(rows.block_table.max()) + 1, rows.block_size)
+
+    def integers(*shape: int) -> mx.array:
+        return mx.array(rng.integers(-2, 3, shape).astype(np.float32)).astype(dtype)
+
+    state.restore(StateSnapshot({"index_keys": integers(*state.arrays["index_keys"].shape)}))
+    weights = integers(rows.num_tokens, index.num_heads) if index.has_weights else None
+    queries = integers(rows.num_tokens, index.num_heads, index.spec.head_dim)
+    return IndexQueries(queries, weights, index.size), state

@@ -1,0 +1,273 @@
+"""The kernels that select keys and attend to them, in the simulator: against NumPy in float64 and MLX's operations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from metal_engine.attention.backend import AttentionKind
+from metal_engine.attention.choice import BackendChoice, ChosenAttention
+from metal_engine.attention.index_selftest import IndexKind
+from metal_engine.attention.indexed import IndexQueries, SelectionSize, plan_selection, select_keys
+from metal_engine.attention.metal.backend import MetalBackend
+from metal_engine.attention.mixed import MixedBackend
+from metal_engine.attention.portable.backend import PortableBackend
+from metal_engine.kv_cache.spec import IndexSpec, LatentSpec
+from metal_engine.kv_cache.state import IndexState, StateSnapshot
+from tests.support.simulated import TOLERANCE, backend, relative_error
+from tools.fixtures.packed_step import PackedStep, make_step
+from tools.metal_sim import MetalSimError, metal_kernel, record_launches
+from tools.metal_sim.mutants import Mutant, factory_of
+
+SCALE = 0.25
+# (rows, context): dense rows, decodes of similar and different lengths, drafts, chunks that cross the top-k.
+SEGMENTS = [(1, 3), (5, 0), (1, 40), (1, 43), (1, 200), (4, 30), (11, 4), (1, 7), (1, 8), (70, 25)]
+SMALL = {"num_heads": 4, "head_dim": 12, "v_head_dim": 8}
+MIDDLE = {"num_heads": 20, "head_dim": 48, "v_head_dim": 32}
+DEEPSEEK = {"num_heads": 20, "head_dim": 576, "v_head_dim": 512}
+
+
+@dataclass
+class Step:
+    """A packed step with an index. Slots without a key contain NaN."""
+
+    packed: PackedStep
+    index: IndexQueries
+    state: IndexState
+
+    @classmethod
+    def random(
+        cls, segments: list[tuple[int, int]], top_k: int, heads: int, dim: int, dtype: mx.Dtype, **sizes: Any
+    ) -> Step:
+        """Return a step whose index has small integers: sums are exact in any order, and many scores are equal."""
+        packed = make_step(segments, num_kv_heads=1, is_latent=True, dtype=dtype, **sizes)
+        rows, rng = packed.rows, np.random.default_rng(0)
+        keys = np.full((len(packed.state.keys), dim), np.nan, np.float32)
+        for request, seq_len in enumerate(rows.seq_lens.tolist()):
+            keys[rows.slots(request, np.arange(seq_len))] = rng.integers(-2, 3, (seq_len, dim))
+        state = IndexState(IndexSpec(dim, dtype))
+        state.allocate(len(keys) // rows.block_size, rows.block_size)
+        state.restore(StateSnapshot({"index_keys": mx.array(keys).astype(dtype)}))
+        queries, weights = (
+            rng.integers(-2, 3, (rows.num_tokens, heads, dim)),
+            rng.integers(-1, 3, (len(rows.positions), heads)),
+        )
+        arrays = (mx.array(array.astype(np.float32)).astype(dtype) for array in (queries, weights))
+        return cls(packed, IndexQueries(*arrays, SelectionSize(top_k)), state)
+
+    def attend(self, attention: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Return the selected positions, [N, top_k], and the output."""
+        plan = plan_selection(self.packed.rows, self.index.size.top_k, self.index.dims)
+        assert plan is not None
+        step = attention.for_step(self.packed.rows)
+        selection = step.select_keys(plan, self.index, self.state, lambda positions: positions)
+        out = step.attend(self.packed.q, self.packed.state, scale=SCALE, selection=selection)
+        return selection.by_row()[:, 0], np.array(out.astype(mx.float32))[..., : self.packed.latent_dim]
+
+    def reference(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the same, computed by NumPy in float64. Of equal scores, the lowest positions are selected."""
+        rows, top_k = self.packed.rows, self.index.size.top_k
+        queries, weights, index_keys, q = (
+            np.array(a.astype(mx.float32)).astype(np.float64)
+            for a in (self.index.queries, self.index.weights, self.state.arrays["index_keys"], self.packed.q)
+        )
+        latents = np.array(self.packed._kept[0].astype(mx.float32)).astype(np.float64).reshape(-1, q.shape[-1])
+        picks, outputs = np.full((rows.num_tokens, top_k), -1), []
+        for row, (request, position) in enumerate(zip(rows.request_of_row, rows.positions, strict=True)):
+            slots = rows.slots(int(request), np.arange(position + 1))
+            if rows.seq_lens[request] > top_k:
+                scores = weights[row] @ np.maximum(queries[row] @ index_keys[slots].T, 0)
+                best = np.sort(np.lexsort((np.arange(len(slots)), -scores))[:top_k])
+                picks[row, : len(best)], slots = best, slots[best]
+            scores = q[row] @ latents[slots].T * SCALE
+            shares = np.exp(scores - scores.max(-1, keepdims=True))
+            values = latents[slots, : self.packed.latent_dim]
+            outputs.append(shares / shares.sum(-1, keepdims=True) @ values)
+        return picks, np.array(outputs)
+
+
+CASES: dict[str, tuple[Any, ...]] = {
+    "many requests": (SEGMENTS, 8, 2, 8, mx.float32, SMALL),
+    "half": (SEGMENTS, 8, 12, 40, mx.float16, MIDDLE),
+    "two tiles of index heads": ([(1, 40), (35, 9)], 9, 70, 136, mx.float32, SMALL),
+    "decode of many index heads": ([(1, 1299)], 9, 70, 136, mx.float32, SMALL),
+    "split lists": ([(1, 2200), (3, 700)], 520, 9, 128, mx.bfloat16, DEEPSEEK),
+    "int8": ([(1, 300), (3, 70)], 64, 9, 64, mx.float16,
+             {"num_heads": 4, "head_dim": 192, "v_head_dim": 128, "quantized": (8, 64)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_attend_to_the_keys_with_the_largest_scores(name: str) -> None:
+    *arguments, sizes = CASES[name]
+    step = Step.random(*arguments, **sizes)
+    with record_launches() as launches:
+        picks, out = step.attend(backend(1000))
+    expected, outputs = step.reference()
+    assert np.array_equal(picks, expected)
+    assert relative_error(out, outputs) <= TOLERANCE[step.packed.q.dtype]
+    own = {launch.kernel for launch in launches} - {"merge_splits", "paged_attention", "paged_attention_quantized"}
+    assert own == {"index_scores", "index_select", "paged_attention_selected" + "_quantized" * (name == "int8")}
+    assert ("merge_splits" in {launch.kernel for launch in launches}) == (name == "split lists")
+    mlx_picks, _ = step.attend(PortableBackend())
+    assert np.array_equal(picks[picks[:, -1] >= 0], np.sort(mlx_picks)[picks[:, -1] >= 0])
+
+
+def test_a_decode_has_the_same_bits_in_every_batch() -> None:
+    step = Step.random([(1, 700), (1, 640), (2, 900), (1, 3)], 520, 4, 16, mx.float16, **MIDDLE)
+    _, out = step.attend(backend(1000))
+    alone = step.packed.alone(1)
+    index = replace(step.index, queries=step.index.queries[1:2], weights=step.index.weights[1:2])
+    assert np.array_equal(Step(alone, index, step.state).attend(backend(1000))[1][0], out[1])
+
+
+def test_bytes_of_a_decode() -> None:
+    """An index key is read once, and a selected latent once for each tile of heads, whatever the context."""
+    sizes = {"num_heads": 16, "head_dim": 576, "v_head_dim": 512}
+    for context in (2047, 4095):
+        step = Step.random([(1, context)], 512, 64, 128, mx.float16, **sizes)
+        with record_launches() as launches:
+            step.attend(backend())
+        scores, select, attention, *_ = launches
+        num_keys = context + 1
+        assert scores.buffers["index_keys"].read == 256 * num_keys
+        assert select.buffers["scores"].read == 5 * 4 * num_keys == 5 * scores.buffers["scores"].written
+        assert attention.buffers["k_cache"].read == 512 * 1152
+
+
+SCORES, SELECT, ITEM, DIRECT, ROWS = (
+    "index_scores", "index_select", "paged_attention", "attention_direct", "attention_rows",
+)  # fmt: skip
+MUTANTS = (
+    Mutant(SCORES, "max(products[h].thread_elements()[1], 0.0f)", "products[h].thread_elements()[1]"),
+    Mutant(SCORES, "rows[(end_row - 1) * 3 + 1] + 1)", "rows[(end_row - 1) * 3 + 1])"),
+    Mutant(SCORES, "rows[first_row * 3 + 2]", "0"),  # keys of another request
+    Mutant(SCORES, "uint(rows[row * 3])", "uint(rows[first_row * 3])"),
+    Mutant(SCORES, "head + own < H && column", "column"),
+    Mutant(SCORES, "H <= HEADS && end_row", "end_row"),
+    Mutant(SCORES, "end_row - first_row == 1", "true"),
+    Mutant(SCORES, "key <= last_key", "key < last_key"),
+    Mutant(SCORES, "ushort(8)", "ushort(2)"),
+    Mutant(SELECT, "* 3 + 1]) + 1;", "* 3 + 1]) + 2;"),  # a key after the row
+    Mutant(SELECT, "* 3 + 1]) + 1;", "* 3 + 1]);"),  # not the row's own key
+    Mutant(SELECT, "num_keys <= top_k", "true"),  # no selection
+    Mutant(SELECT, "larger + own[i] >= left", "larger + own[i] > left"),
+    Mutant(SELECT, "min(equal_up_to, left)", "equal_up_to"),
+    Mutant(SELECT, "equal_up_to <= left)", "equal_up_to + left > equal_before)"),  # the highest of equal scores
+    Mutant(SELECT, "equal_before += all >> 16", "equal_before += 0"),
+    Mutant(SELECT, "shift == 0 ? 1023 : 2047", "shift == 0 ? 511 : 2047"),
+    Mutant(
+        "index_order", "score >= 0.0f", "as_type<int>(score) >= 0", equivalent="a sum that begins with 0 is never -0"
+    ),
+    Mutant(ROWS, "at >= begin && at < end ? slot", "at < end + 1 ? slot"),
+    Mutant(ROWS, "uint(list[at])", "uint(at)"),  # the first keys
+    Mutant(ITEM, "list_rows[list_row * 2 + 1]", "0"),
+    Mutant(ITEM, "(list_rows[list_row * 2] - list_row)", "0"),
+    Mutant(ITEM, "selected + list_row * ", "selected + 0 * "),
+    Mutant(DIRECT, "uint(cache_slot[h]) *", "uint(cache_slot[h] + 1) *"),
+)
+
+
+def caught(mutant: Mutant | None) -> bool:
+    metal = MetalBackend(factory_of(mutant), target_threadgroups=1000)
+    for name in ("many requests", "two tiles of index heads", "decode of many index heads"):
+        *arguments, sizes = CASES[name]
+        step = Step.random(*arguments, **sizes)
+        try:
+            picks, out = step.attend(metal)
+        except MetalSimError:
+            return True
+        expected, outputs = step.reference()
+        if not np.array_equal(picks, expected) or not np.isfinite(out).all() or relative_error(out, outputs) > 1e-5:
+            return True
+    return False
+
+
+# The order of ties, a missing selection, the causal edge, and the keys of another request. The other mutants need more
+# compilations. Wrong slots are tested at load.
+SAMPLE = [MUTANTS[i] for i in (2, 10, 11, 14)]
+
+
+@pytest.mark.parametrize("mutant", SAMPLE, ids=lambda mutant: mutant.name)
+def test_mutants(mutant: Mutant) -> None:
+    assert caught(mutant)
+
+
+@pytest.mark.full
+def test_all_mutants() -> None:
+    assert not caught(None)
+    for mutant in MUTANTS:
+        assert caught(mutant) != bool(mutant.equivalent), mutant.name
+
+
+LATENTS = AttentionKind(LatentSpec(32, 16, mx.float16), 20, mx.float16)
+INDEX = IndexKind(12, IndexSpec(40, mx.float16), SelectionSize(2048), has_weights=True)
+
+
+def chosen(factory: Any, index: IndexKind, kind: AttentionKind = LATENTS) -> ChosenAttention:
+    metal = MetalBackend(factory)
+    return BackendChoice(metal).for_index(ChosenAttention.of(metal, [kind], {}), index, 16)
+
+
+def test_the_check_at_load(caplog: pytest.LogCaptureFixture) -> None:
+    accepted = chosen(metal_kernel, INDEX)
+    assert not accepted.layers.no_index_kernels and not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("mutant", "why"),
+    [
+        (Mutant(SCORES, "ushort(8)", "ushort(2)"), "the kernel selects other keys"),
+        (Mutant(ROWS, "uint(list[at])", "uint(at)"), "the kernel gives wrong results"),
+    ],
+    ids=["selection", "slots"],
+)  # fmt: skip
+def test_wrong_kernels_are_refused_at_load(mutant: Mutant, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    refused = chosen(factory_of(mutant), INDEX)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert why in refused.layers.no_index_kernels
+    step = Step.random([(1, 40)], 8, 12, 40, mx.float16, **MIDDLE)
+    with record_launches() as launches:
+        picks, _ = step.attend(refused.backend)
+    assert not launches and np.array_equal(np.sort(picks), step.reference()[0])
+
+
+@pytest.mark.parametrize(
+    ("index", "why"),
+    [
+        (replace(INDEX, size=SelectionSize(16, 128, 1), has_weights=False), "an index of blocks"),
+        (replace(INDEX, spec=IndexSpec(41, mx.float16)), "head_dim 41"),
+        (replace(INDEX, size=SelectionSize(5)), "a selection of 5 keys"),
+    ],
+)
+def test_other_indexes_are_left_to_mlx(index: IndexKind, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    left = chosen(metal_kernel, index)
+    assert why in left.layers.no_index_kernels
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_layers_of_the_portable_backend_attend_to_the_kernels_selection() -> None:
+    step = Step.random(SEGMENTS, 8, 2, 8, mx.float32, **SMALL)
+    kind = AttentionKind.of(step.packed.q, step.packed.state, None, None, None)
+    mixed = MixedBackend(backend(), PortableBackend(), frozenset({kind}))
+    with record_launches() as launches:
+        picks, out = step.attend(mixed)
+    assert {launch.kernel for launch in launches} == {"index_scores", "index_select"}
+    expected, outputs = step.reference()
+    assert np.array_equal(picks, expected) and relative_error(out, outputs) < 1e-5
+
+
+def test_the_kernels_select_as_mlx_in_random_numbers() -> None:
+    """Scores round differently. Only keys with nearly equal scores may differ."""
+    step = Step.random([(1, 300)], 64, 16, 64, mx.float32, **SMALL)
+    random = mx.random.normal(step.index.queries.shape, key=mx.random.key(1))
+    index = replace(step.index, queries=random)
+    plan = plan_selection(step.packed.rows, 64, index.dims)
+    assert plan is not None
+    own = backend().for_step(step.packed.rows).select_keys(plan, index, step.state, lambda positions: positions)
+    same = np.intersect1d(own.by_row(), select_keys(plan, index, step.state).by_row())
+    assert len(same) >= 63
