@@ -15,7 +15,7 @@ from metal_engine.step import SchedulerOutput
 
 
 class Encoding:
-    """Images that a step encodes, and the time that the device takes for them. The device encodes before the step.
+    """Encoding of a step's images, and its duration. The device encodes before it computes the step.
 
     Args:
         arrays: features of the images, which are being evaluated.
@@ -28,7 +28,7 @@ class Encoding:
         self._seconds: float | None = None
 
     def begin(self) -> None:
-        """Record that the device has ended the previous step, before which it encodes nothing."""
+        """Restart the measurement at the end of the previous step, because the device encodes after that step."""
         self._began = time.monotonic()
 
     def wait(self) -> float:

@@ -43,7 +43,7 @@ class PendingStep:
         follow: callback that builds the drafter's work on the sampled tokens; None without a drafter, or once called.
         followed: the drafter's work in this step; None for drafters without such work.
         encoding: encoding of the step's images; None without images to encode.
-        encode_seconds: time that the device took for it, set by :meth:`wait`.
+        encode_seconds: duration of the encoding, set by :meth:`wait`.
     """
 
     finish: Callable[[PendingStep], ModelOutput]
@@ -116,7 +116,7 @@ class PendingStep:
             raise self.error
         # Conversion to NumPy would also wait, but would ignore the error of an operation and use invalid data.
         try:
-            if self.encoding is not None:  # the device encodes first, so that this wait is a part of the next one
+            if self.encoding is not None:  # no additional delay: the step follows on the device
                 self.encode_seconds = self.encoding.wait()
             mx.eval(self.root)
         except Exception:
