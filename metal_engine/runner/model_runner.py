@@ -338,7 +338,8 @@ class ModelRunner:
         step.dispatch_second_part()
         self._steps.popleft()
         try:
-            step.wait(self._steps[0].encoding if self._steps else None)
+            step.next_encoding = self._steps[0].encoding if self._steps else None
+            step.wait()
             if self._steps and not self._steps[0].is_dispatched:
                 self._dispatch(self._steps[0])
             return self._output(step)

@@ -44,6 +44,7 @@ class PendingStep:
         followed: the drafter's work in this step; None for drafters without such work.
         encoding: encoding of the step's images; None without images to encode.
         encode_seconds: duration of the encoding, set by :meth:`wait`.
+        next_encoding: encoding of the next step, which the device begins after this step; None if there is none.
     """
 
     finish: Callable[[PendingStep], ModelOutput]
@@ -68,6 +69,7 @@ class PendingStep:
     followed: FollowedStep | None = None
     encoding: Encoding | None = None
     encode_seconds: float = 0.0
+    next_encoding: Encoding | None = None
 
     def build_sampling(self, logits: mx.array, *, is_dispatched: bool) -> None:
         """Build the sampling pass on the step's logits (:meth:`StepSampling.build`), and the drafter's work on it."""
@@ -104,13 +106,10 @@ class PendingStep:
             except Exception as error:  # noqa: BLE001  (raised by result())
                 self.error = error
 
-    def wait(self, following: Encoding | None = None) -> None:
+    def wait(self) -> None:
         """Wait until the device has completed the step, and raise its error if it failed.
 
         The step has then also released all arrays that it read, unless another step is queued behind it.
-
-        Args:
-            following: encoding of the next step, which the device begins after this step.
         """
         if self.error is not None:
             raise self.error
@@ -124,18 +123,18 @@ class PendingStep:
             with suppress(Exception):
                 synchronize()
             raise
-        if following is not None:
-            following.begin()
+        if self.next_encoding is not None:
+            self.next_encoding.begin()
         if not self.has_queued_successor:
             synchronize()
-            if following is not None:  # synchronize() has waited for it, too
+            if self.next_encoding is not None:  # synchronize() has waited for it, too
                 with suppress(Exception):  # the next step raises its error
-                    following.wait()
+                    self.next_encoding.wait()
 
     def release(self) -> None:
         """Drop all arrays: each unevaluated array refers to arrays of the KV cache. The step is then unusable."""
         self.before = self.first_part = self.root = self.shared = self.saves = self.follow = self.followed = None
-        self.encoding = None
+        self.encoding = self.next_encoding = None
         self.sampling.release()
         if self.pooling is not None:
             self.pooling.release()
