@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from metal_engine.attention import indexed
 from metal_engine.attention.indexed import IndexQueries, KeySelection, SelectionSize
+from metal_engine.attention.portable import backend as portable
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.errors import UnsupportedModelError
 from metal_engine.kv_cache.rows import TracedRows, step_rows
@@ -229,22 +230,22 @@ def _keys_of_the_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _one_key_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    select = indexer.select_keys
+    select = portable.select_keys
 
     def select_fewer(*args: Any) -> KeySelection:
         found = select(*args)
         return replace(found, positions=[mx.where(mx.arange(8) == 0, -1, one) for one in found.positions])
 
-    monkeypatch.setattr(indexer, "select_keys", select_fewer)
+    monkeypatch.setattr(portable, "select_keys", select_fewer)
 
 
 def _weights_without_signs(monkeypatch: pytest.MonkeyPatch) -> None:
-    select = indexer.select_keys
+    select = portable.select_keys
 
     def select_others(plan: Any, index: IndexQueries, *rest: Any) -> KeySelection:
         return select(plan, replace(index, weights=mx.abs(index.weights)), *rest)
 
-    monkeypatch.setattr(indexer, "select_keys", select_others)
+    monkeypatch.setattr(portable, "select_keys", select_others)
 
 
 def _positions_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
