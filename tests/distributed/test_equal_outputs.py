@@ -99,6 +99,8 @@ def test_models_that_cannot_be_shared_evenly_are_refused(case: RankCase, on_rank
 def check_equal(case: RankCase, expected: dict[str, Any], found: dict[str, Any]) -> None:
     """Check that tokens, log probabilities and vectors are equal, except those of failed requests."""
     num_same = 0
+    # Sums of ranks round differently, and a number in the middle of two codes of 8 bits can get either code.
+    tolerance = 1e-3 if case.kv_cache_dtype == "auto" else 5e-3
     for i, (prompt, params) in enumerate(requests_of(case)):
         if isinstance(params, PoolingParams):
             continue
@@ -114,7 +116,7 @@ def check_equal(case: RankCase, expected: dict[str, Any], found: dict[str, Any])
             continue
         of_one, of_ranks = expected["logprobs"][i], found["logprobs"][i]
         assert [token for token, _ in of_one] == [token for token, _ in of_ranks]
-        np.testing.assert_allclose([p for _, p in of_one], [p for _, p in of_ranks], atol=1e-3)
+        np.testing.assert_allclose([p for _, p in of_one], [p for _, p in of_ranks], atol=tolerance)
     assert num_same >= 2
     for of_one, of_ranks in zip(expected["pooled"], found["pooled"], strict=True):
         np.testing.assert_allclose(of_one, of_ranks, atol=1e-4)
