@@ -42,7 +42,7 @@ WRONG = [
     (["serve", "--models-dir", "./nowhere"], "cannot read --models-dir"),
     (["serve", "demo", "demo"], "a MODEL is given twice"),
     (["serve", "demo", "./nowhere"], "./nowhere is neither a directory nor a .gguf file"),
-    (["serve", "demo", "other", "--async-scheduling"], "--async-scheduling is for one model"),
+    (["serve", "demo", "other", "--no-engine-process"], "--no-engine-process works with one model"),
     (["serve", "demo", "other", "--chat-template", "nowhere.jinja"], "cannot read --chat-template"),
     (["chat", "nowhere.gguf", "--port", "9"], "no such file: nowhere.gguf"),
     (["chat", "demo", "--port", "9", "--top-p", "7"], "--top-p must be in (0, 1]"),
