@@ -1,4 +1,4 @@
-"""Tries the kernels of an index on this device at load, for the index and the latents that a model has.
+"""Runs the kernels of a model's index on this device at load, and compares their results.
 
 A step with a decode and a chunk selects among many equal scores. All numbers of the index are small integers, so that
 sums are exact in any order. The kernels must select the same keys as MLX's operations. Attention to these keys is then

@@ -222,7 +222,7 @@ def kv_cache_spec(spec: StateSpec, kv_cache_dtype: str) -> StateSpec:
 
 @dataclass(frozen=True)
 class OwnCachesSpec(StateSpec):
-    """mlx-lm's own caches of all layers, held for each request. They grow, so the pool allocates nothing for them.
+    """mlx-lm's own caches of all layers, held for each request. The pool allocates no arrays for these caches.
 
     Attributes:
         token_bytes: bytes by which a request's caches grow with each token, with a copy of the cache that is replaced.

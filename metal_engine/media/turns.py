@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.02
 class Turns:
     """Gives the next turn to the waiting request that has used the least time. Thread-safe.
 
-    A request with little work therefore waits only for turns that have begun, and for requests with as little work.
+    A request with one small image waits for the running turns, not for the whole work of other requests.
 
     Args:
         num_at_once: number of turns at a time.
@@ -31,7 +31,7 @@ class Turns:
         """Wait for a turn.
 
         Args:
-            used: time of the request's turns so far.
+            used: seconds that the request has used in earlier turns.
 
         Raises:
             Cancelled: the request was cancelled.

@@ -221,7 +221,8 @@ class SchedulerConfig:
 
     def room_for_image(self, block_size: int) -> int:
         """Return how many tokens of an image a step can compute beside a decode of each other request."""
-        edges = 2 * (block_size - 1) if self.page_aligned_scheduling else 0  # of the blocks at both ends
+        # With page alignment, a part of the first and of the last block of the image cannot be used.
+        edges = 2 * (block_size - 1) if self.page_aligned_scheduling else 0
         return self.max_num_batched_tokens - (self.max_num_seqs - 1) - edges
 
     @property

@@ -37,9 +37,9 @@ from metal_engine.errors import ConfigError, UnsupportedModelError
 from metal_engine.kv_cache.rows import StepRows
 from metal_engine.kv_cache.spec import KVSpec, LatentSpec, kv_cache_spec
 from metal_engine.kv_cache.state import KVState
+from metal_engine.models.alone import open_paged_model
 from metal_engine.models.attention_kinds import attention_kinds
 from metal_engine.models.check import LOGITS_TOLERANCE, check_paged_model
-from metal_engine.models.paged_model import PagedModel
 from metal_engine.recurrence.metal import MetalRecurrence
 
 _BLOCK_SIZE = 16
@@ -57,7 +57,7 @@ def _measure(plan: Plan, loaded: LoadedModel) -> Iterator[Item]:
     factory = kernel_factory(plan)
     clock = None if factory is None else CompileClock(factory)
     recurrence = None if clock is None else RecordingRecurrence(clock.make)
-    paged = PagedModel(loaded.model, recurrence)
+    paged = open_paged_model(loaded.model, recurrence)
     kinds = list(dict.fromkeys(attention_kinds(paged)))
     yield "kinds of attention", "; ".join(map(str, kinds)) or "none"
     choice = BackendChoice(None)

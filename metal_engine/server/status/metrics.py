@@ -194,6 +194,9 @@ class _EngineReader:
         family.add_metric([self._model, "metal"], layers.metal)
         family.add_metric([self._model, "portable"], layers.portable)
         yield family
+        if self._engine.config.model.has_index:
+            help_ = "1 if Metal kernels select the keys of the model's index, 0 if MLX's operations do."
+            yield self._gauge("index_kernels", help_, int(bool(layers.metal) and not layers.no_index_kernels))
         yield self._by_label("step_rows", "Rows of packed steps, by kind.", "kind", dict(metrics.num_rows))
         for name, (help_, histogram) in _HISTOGRAMS.items():
             yield self._histogram(name, help_, histogram(metrics))

@@ -78,9 +78,19 @@ def test_layers_by_what_computes_their_attention() -> None:
     config = replace(fake_config(), attention_backend="metal", attention_layers=layers)
     with serve(config=config) as served:
         assert scrape(served)["attention_layers"] == {("metal",): 24, ("portable",): 4}
+        assert "index_kernels" not in scrape(served)
         words = "metal; portable for 4 of 28 layers (head_dim 512)"
         assert httpx.get(served.url + "/health").json()["attention"] == words
     assert startup_facts(config, served.url, ("demo",))["attention"] == words
+
+
+@pytest.mark.parametrize("why", ["", "the kernel fails"])
+def test_an_index_without_kernels_shows(why: str) -> None:
+    config = fake_config()
+    layers = AttentionLayers(metal=4, no_index_kernels=why)
+    config = replace(config, attention_layers=layers, model=replace(config.model, has_index=True))
+    with serve(config=config) as served:
+        assert scrape(served)["index_kernels"] == {(): int(not why)}
 
 
 def test_what_the_device_is_given() -> None:
