@@ -49,8 +49,8 @@ def test_cold_then_after_a_restart(
     assert first.stats.states_loaded == 0 and first.stats.blocks_saved > 0
     second = make(model=hybrid(), **dispatch, replay=replay)
     check(plain, second.run(PROMPTS))
-    for engine in (first, second):
-        assert (engine.core.metrics.num_decode_forwards["replayed"] > 0) == replay
+    # The second engine's steps depend on when its loads end: often no two in a row have the same rows.
+    assert (first.core.metrics.num_decode_forwards["replayed"] > 0) == replay
     stats = second.stats
     assert stats.states_loaded >= 6
     # Computed tokens are those after a prompt's last whole block, where the first engine saved a state.

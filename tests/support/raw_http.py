@@ -211,7 +211,7 @@ SHAPES = [
     shape("20,000", get() * 20_000, *[200] * 9, at_any_pace=False),
     shape("one and garbage", get() + b"garbage\r\n\r\n" + get(), 200, at_any_pace=False),
     shape("one and a half", get() + get()[:-5], 200, at_any_pace=False),
-    shape("one behind the last", get(headers=b"Connection: close\r\n") + get(), 200),
+    shape("one behind the last", get(headers=b"Connection: close\r\n") + get(), 200, at_any_pace=False),
     # --- bodies
     shape("asked first", post(b"Expect: 100-continue\r\n"), 200),
     shape("an odd expectation", post(b"Expect: 200-ok\r\n"), 200),

@@ -6,13 +6,13 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Sequence
-from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from metal_engine.server.connections.connection import IS_SPARE
-from metal_engine.server.errors import APIError, error_response
+from metal_engine.server.errors import APIError
+from metal_engine.server.middleware.refusal import discard_body, refuse
 from metal_engine.server.page.files import is_open
 from metal_engine.server.status.routes import WITHOUT_KEY
 
@@ -44,7 +44,7 @@ def require_api_key(app: ASGIApp, api_keys: Sequence[str]) -> ASGIApp:
             return
         headers = {"www-authenticate": "Bearer", "connection": "close"}
         error = APIError(401, _WRONG_KEY if given else _NO_KEY, code="invalid_api_key", headers=headers)
-        await error_response(error, scope)(scope, receive, send)
+        await refuse(error, scope, receive, send)
 
     return guarded
 
@@ -56,7 +56,7 @@ def only_probes_if_spare(app: ASGIApp) -> ASGIApp:
         if scope.get(IS_SPARE) and scope["path"] not in OPEN_PATHS:
             headers = {"connection": "close", "retry-after": "1"}
             error = APIError(503, "too many connections (setting max-connections)", code="overloaded", headers=headers)
-            await error_response(error, scope)(scope, receive, send)
+            await refuse(error, scope, receive, send)
             return
         await app(scope, receive, send)
 
@@ -73,16 +73,9 @@ def limit_body(app: ASGIApp, max_bytes: int, read_seconds: float) -> ASGIApp:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        length = headers.get("content-length", "")
+        length = Headers(scope=scope).get("content-length", "")
         if length.isdecimal() and int(length[:20]) > max_bytes:
-            error = error_response(_too_large(max_bytes), scope)
-            await send({"type": "http.response.start", "status": 413, "headers": error.raw_headers})
-            await send({"type": "http.response.body", "body": bytes(error.body), "more_body": True})
-            # with an Expect header, the client waits for the response before it sends the body
-            if "expect" not in headers:
-                await _discard(receive, read_seconds)
-            await send({"type": "http.response.body", "body": b""})
+            await refuse(_too_large(max_bytes), scope, receive, send, read_seconds)
             return
         num_bytes = 0
         is_whole = False
@@ -100,7 +93,7 @@ def limit_body(app: ASGIApp, max_bytes: int, read_seconds: float) -> ASGIApp:
             num_bytes += len(message.get("body", b""))
             if num_bytes > max_bytes:  # a body without Content-Length
                 if message.get("more_body", False):
-                    await _discard(receive, read_seconds)
+                    await discard_body(receive, read_seconds)
                 raise _too_large(max_bytes)
             return message
 
@@ -117,14 +110,3 @@ def _too_large(max_bytes: int) -> APIError:
 def _too_slow(read_seconds: float) -> APIError:
     message = f"no part of the request body came for {read_seconds:g} s (setting timeout-read)"
     return APIError(408, message, headers={"connection": "close"})
-
-
-async def _discard(receive: Receive, seconds: float) -> None:
-    """Read and discard the rest of a body, for a limited time.
-
-    Closing at once would reset the connection and lose the response.
-    """
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while (await receive()).get("more_body", False):
-                pass

@@ -9,7 +9,8 @@ import socket
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from metal_engine.server.errors import APIError, error_response
+from metal_engine.server.errors import APIError
+from metal_engine.server.middleware.refusal import refuse
 from metal_engine.settings.args import ServerArgs
 
 ANY = "*"
@@ -42,7 +43,7 @@ def allow_hosts(app: ASGIApp, args: ServerArgs) -> ASGIApp:
         if scope["type"] == "http":
             hosts = Headers(scope=scope).getlist("host")
             if not all(_is_allowed(host, known) for host in hosts):
-                await error_response(_refusal(hosts), scope)(scope, receive, send)
+                await refuse(_refusal(hosts), scope, receive, send)
                 return
         await app(scope, receive, send)
 

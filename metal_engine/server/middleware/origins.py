@@ -11,7 +11,8 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from metal_engine.server.errors import APIError, error_response
+from metal_engine.server.errors import APIError
+from metal_engine.server.middleware.refusal import refuse
 from metal_engine.settings.args import ServerArgs
 
 # Value in --allowed-origins that allows every origin.
@@ -36,7 +37,7 @@ def own_origins_only(app: ASGIApp, args: ServerArgs, guarded_paths: Collection[s
         if scope["type"] == "http":
             is_read = scope["method"] in _READS
             if (not is_read or scope["path"] in guarded_paths) and not _is_own(scope, args.allowed_origins, is_read):
-                await error_response(_refusal(), scope)(scope, receive, send)
+                await refuse(_refusal(), scope, receive, send)
                 return
         await app(scope, receive, send)
 

@@ -161,6 +161,29 @@ def test_a_client_that_asks_first_sends_nothing(guarded: Served) -> None:
     assert answer.startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (401, {"host": "localhost"}),
+        (403, {"host": "evil.example"}),
+        (403, {"host": "localhost", "sec-fetch-site": "cross-site"}),
+    ],
+)
+def test_a_body_that_comes_after_the_refusal_resets_nothing(
+    guarded: Served, served: Served, status: int, headers: dict[str, str]
+) -> None:
+    host, port = (guarded if status == 401 else served).url.removeprefix("http://").split(":")
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+    with socket.create_connection((host, int(port)), timeout=DEADLINE) as client:
+        client.sendall(f"POST /v1/completions HTTP/1.1\r\n{''.join(lines)}Content-Length: 20000\r\n\r\n".encode())
+        answer = client.recv(1)
+        for _ in range(2):
+            client.sendall(b"x" * 10_000)
+        while part := client.recv(4096):
+            answer += part
+    assert answer.startswith(f"HTTP/1.1 {status}".encode()) and b"connection: close" in answer
+
+
 def test_unknown_parameters_are_counted(served: Served) -> None:
     before = httpx.get(served.url + "/health").json()["unknown_parameters"].get("temprature", 0)
     for _ in range(3):
