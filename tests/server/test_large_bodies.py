@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from pydantic import BaseModel, ValidationError
 from metal_engine.engine.engine_thread import EngineThread
 from metal_engine.engine.preparer import RequestPreparer
 from metal_engine.sampling_params import SamplingParams
-from metal_engine.server import large_bodies
+from metal_engine.server import large_bodies, workers
 from metal_engine.server.anthropic.protocol import MessagesBody
 from metal_engine.server.large_bodies import (
     MAX_CONTAINERS,
@@ -193,16 +194,16 @@ def send(served: Served, path: str, file: Path) -> str:
 
 
 class Holds:
-    """Longest delays in seconds.
+    """Longest CPU times in seconds.
 
     Attributes:
-        loop: CPU time of one callback of the event loop.
-        steps: CPU time between two steps.
-        lock: delay until a thread that wakes at intervals gets Python's lock. Noisy, because it is wall-clock time.
+        loop: one callback of the event loop.
+        steps: time between two steps.
+        call: one call into C in a worker's thread, which holds Python's lock. Calls of tokenizers release it.
     """
 
     def __init__(self) -> None:
-        self.loop = self.steps = self.lock = 0.0
+        self.loop = self.steps = self.call = 0.0
 
     def within(self, other: Holds) -> Holds:
         """Return the minimum of each field."""
@@ -215,14 +216,21 @@ class Holds:
 @contextmanager
 def watched(loop_thread: str = "server") -> Iterator[Holds]:
     holds = Holds()
-    over = threading.Event()
 
-    def watch_lock() -> None:
-        last = time.perf_counter()
-        while not over.is_set():
-            time.sleep(0.001)
-            now = time.perf_counter()
-            holds.lock, last = max(holds.lock, now - last), now
+    def profiled(work: Callable[..., Any], *args: Any) -> Any:
+        last = time.thread_time()
+
+        def on_event(frame: FrameType, event: str, called: Any) -> None:
+            nonlocal last
+            if event in ("c_return", "c_exception") and not called.__name__.startswith("encode_batch"):
+                holds.call = max(holds.call, time.thread_time() - last)
+            last = time.thread_time()
+
+        sys.setprofile(on_event)
+        try:
+            return work(*args)
+        finally:
+            sys.setprofile(None)
 
     def timed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -238,15 +246,12 @@ def watched(loop_thread: str = "server") -> Iterator[Holds]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio.events.Handle, "_run", timed(asyncio.events.Handle._run, "loop"))
         patch.setattr(EngineThread, "_process_inbox", timed(EngineThread._process_inbox, "steps"))
-        watcher = threading.Thread(target=watch_lock)
+        patch.setattr(workers, "_unless_cancelled", profiled)
         gc.collect()
         gc.freeze()  # as in the server
-        watcher.start()
         try:
             yield holds
         finally:
-            over.set()
-            watcher.join()
             gc.unfreeze()
 
 
@@ -273,12 +278,12 @@ def test_nobody_is_held_up(served: Served, trivial: Holds, tmp_path: Path, name:
             served.wait_until_idle()
         assert answer.startswith(str(status)) and message in answer, answer
         best = holds if best is None else best.within(holds)
-        if best.loop < 0.02 and best.steps < 0.02 and best.lock < 0.02:
+        if best.loop < 0.02 and best.steps < 0.02 and best.call < 0.05:
             return
-    assert best is not None  # slow machines need more than 0.02; parsing such a body at once takes 0.1 or more
+    assert best is not None
     assert best.loop < max(0.05, 5 * trivial.loop)
     assert best.steps < max(0.05, 5 * trivial.steps)
-    assert best.lock < max(0.06, 5 * trivial.lock)
+    assert best.call < 0.15  # streams may wait as long
 
 
 def test_a_request_is_checked_once_and_not_in_the_event_loop(

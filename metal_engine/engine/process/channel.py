@@ -8,10 +8,11 @@ import threading
 from contextlib import suppress
 
 from metal_engine.engine.process.wire import Message, WireError, encode
+from metal_engine.media.limits import MAX_INPUT_BYTES
 
 _LENGTH = struct.Struct("<I")
-# Maximum size of a message: log probabilities of a prompt take 300 bytes a token.
-MAX_MESSAGE_BYTES = 1 << 28
+# Maximum size of a message. The log probabilities of a prompt take 300 bytes a token. A request may have images, too.
+MAX_MESSAGE_BYTES = (1 << 28) + MAX_INPUT_BYTES
 # Unsent bytes beyond which sending blocks, if the channel may block.
 _MAX_UNSENT_BYTES = 1 << 26
 _BUFFER_BYTES = 1 << 20
