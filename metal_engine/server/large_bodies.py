@@ -1,7 +1,7 @@
 """Limits on the content of request bodies, so that the memory of a parsed body is bounded.
 
-Values are counted in the text before it is parsed: an empty array takes two bytes of text and 56 bytes of memory. A call
-into C holds Python's global lock (GIL) for less than 0.1 s for a body of 16 MiB, and streams wait as long.
+Values are counted in the text before it is parsed: an empty array takes two bytes of text and 56 bytes of memory. A
+call into C holds Python's global lock (GIL) for less than 0.1 s for a body of 16 MiB, and streams wait as long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_TEXT_BYTES = 24 << 20
 MAX_WITHIN = 1 << 21
 
 _HIGH_OR_LOW_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-# Number of bytes per character in memory, the bytes of a body that need fewer, and the escapes that need as many.
+# Number of bytes per character in memory, bytes of characters that need fewer, and escapes of wider characters.
 _WIDTHS = ((4, bytes(range(0xF0)), re.compile(rb"\\u[dD][89abAB]")), (2, bytes(range(0xC4)), re.compile(rb"\\u(?!00)")))
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b'"[{:,'))
 
