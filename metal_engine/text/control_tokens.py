@@ -283,9 +283,13 @@ class _Hidden:
     stand_ins: str
 
     def hide(self, text: str) -> str:
-        for sign, stand_in in zip(self.signs, self.stand_ins, strict=True):
-            text = text.replace(sign, stand_in)
-        return text
+        pieces = []
+        for start in range(0, len(text), _WINDOW):
+            piece = text[start : start + _WINDOW]
+            for sign, stand_in in zip(self.signs, self.stand_ins, strict=True):
+                piece = piece.replace(sign, stand_in)
+            pieces.append(piece)
+        return "".join(pieces)
 
     def shown(self, text: str) -> str:
         return text.translate(str.maketrans(self.stand_ins, self.signs))
