@@ -117,10 +117,10 @@ def main() -> None:
                     if not turn:  # the first round compiles and traces
                         continue
                     rates.setdefault((mode, num_clients), []).append(rate)
-                    gap = 1000 * statistics.quantiles(load.gaps, n=100)[-1]
+                    gaps = 1000 * statistics.quantiles(load.gaps, n=100)[-1], 1000 * max(load.gaps)
                     statuses = ", ".join(f"{number} x {status}" for status, number in load.statuses.items())
                     print(
-                        f"{mode:19}  {num_clients:7}  {rate:8.1f}  {gap:11.1f}  {1000 * max(load.gaps):11.1f}  {statuses}",
+                        f"{mode:19}  {num_clients:7}  {rate:8.1f}  {gaps[0]:11.1f}  {gaps[1]:11.1f}  {statuses}",
                         flush=True,
                     )
     for mode in urls:
