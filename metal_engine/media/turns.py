@@ -35,7 +35,7 @@ class Turns:
         """Wait for a turn.
 
         Args:
-            time: result of the request's first call, plus the seconds that it has used since; None in its first call.
+            time: result of the request's first call plus the seconds used since then; None in the first call.
 
         Returns:
             Time of the request.
