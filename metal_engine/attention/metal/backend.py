@@ -15,20 +15,14 @@ import mlx.core as mx
 import numpy as np
 
 from metal_engine.attention.backend import AttentionKind, StepTables, size_class
-from metal_engine.attention.indexed import (
-    Common,
-    IndexQueries,
-    KeySelection,
-    SelectionPlan,
-    attend_selected,
-    select_keys,
-)
+from metal_engine.attention.indexed import Common, IndexQueries, KeySelection, SelectionPlan, attend_selected
 from metal_engine.attention.metal.attention_kernel import KernelFactory, attention_kernel
 from metal_engine.attention.metal.cuts import DEFAULT_CUT, THREADGROUPS_PER_CORE, Cut
 from metal_engine.attention.metal.indexed import IndexKernels, SelectedRows
 from metal_engine.attention.metal.kinds import Kind, make_kind
 from metal_engine.attention.metal.planning import WorkItems, plan_work_items
 from metal_engine.attention.metal.variants import THREADS, AttentionShape, KernelVariant, fits_tensor_ops, variant_of
+from metal_engine.attention.portable.indexed import select_keys, tile_attention
 from metal_engine.device.metal_kernels import DEVICE_ELEMENTS, kernel_text, on_device
 from metal_engine.kv_cache.quantized import numbers_of_groups
 from metal_engine.kv_cache.rows import StepRows
@@ -139,11 +133,12 @@ class MetalStep:
         MLX's operations attend to keys that they have selected, and to other keys than latents.
         """
         if selection is not None:
-            attend_tile = None
             if selection.is_sorted and state.spec.latent_dim is not None:
                 kind = self.backend.kind_of(_shape_key(q, state), False, False, None)
                 self._check(q, state, kind.shape, None)
                 attend_tile = self._selected.attention(self, kind, q, state, scale)
+            else:
+                attend_tile = tile_attention(q, state, scale, selection.plan.limits)
             return attend_selected(selection, self, self.backend.for_step, q, state, scale, attend_tile)
         key = (state.spec, state.block_size, q.shape, q.dtype, scale, window, softcap, sinks is not None, chunk)
         launch = self._launches.get(key)
