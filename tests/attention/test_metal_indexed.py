@@ -171,11 +171,10 @@ def test_mutants(mutant: Mutant) -> None:
     assert caught(mutant)
 
 
-@pytest.mark.full
-def test_all_mutants() -> None:
-    assert not caught(None)
-    for mutant in MUTANTS:
-        assert caught(mutant) != bool(mutant.equivalent), mutant.name
+@pytest.mark.mutants
+@pytest.mark.parametrize("mutant", [None, *MUTANTS], ids=lambda mutant: mutant.name if mutant else "none")
+def test_every_mutant(mutant: Mutant | None) -> None:
+    assert caught(mutant) == (mutant is not None and not mutant.equivalent)
 
 
 LATENTS = AttentionKind(LatentSpec(32, 16, mx.float16), 20, mx.float16)
