@@ -17,7 +17,9 @@ from metal_engine.attention.metal.backend import MetalBackend
 from metal_engine.attention.mixed import MixedBackend
 from metal_engine.attention.portable.backend import PortableBackend
 from metal_engine.attention.portable.indexed import select_keys
+from metal_engine.doctor.figures import Figure, Verdict
 from metal_engine.doctor.references.attention import selected_keys
+from metal_engine.doctor.sections.kernels import index_errors
 from metal_engine.kv_cache.spec import IndexSpec, LatentSpec
 from metal_engine.kv_cache.state import IndexState, StateSnapshot
 from tests.support.simulated import TOLERANCE, backend, relative_error
@@ -186,9 +188,15 @@ def chosen(factory: Any, index: IndexKind, kind: AttentionKind = LATENTS) -> Cho
     return BackendChoice(metal).for_index(ChosenAttention.of(metal, [kind], {}), index, 16)
 
 
+def doctors_figures(factory: Any, index: IndexKind) -> list[Figure]:
+    return list(index_errors(MetalBackend(factory), index, [LATENTS]))
+
+
 def test_the_check_at_load(caplog: pytest.LogCaptureFixture) -> None:
     accepted = chosen(metal_kernel, INDEX)
     assert not accepted.layers.no_index_kernels and not caplog.records
+    verdicts = [figure.verdict for figure in doctors_figures(metal_kernel, INDEX)]
+    assert verdicts == [Verdict.AS_PROMISED] * 2
 
 
 @pytest.mark.parametrize(
@@ -203,6 +211,7 @@ def test_wrong_kernels_are_refused_at_load(mutant: Mutant, why: str, caplog: pyt
     refused = chosen(factory_of(mutant), INDEX)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert why in refused.layers.no_index_kernels
+    assert any(figure.is_failure for figure in doctors_figures(factory_of(mutant), INDEX))
     step = Step.random([(1, 40)], 8, 12, 40, mx.float16, **MIDDLE)
     with record_launches() as launches:
         picks, _ = step.attend(refused.backend)
@@ -221,6 +230,8 @@ def test_other_indexes_are_left_to_mlx(index: IndexKind, why: str, caplog: pytes
     left = chosen(metal_kernel, index)
     assert why in left.layers.no_index_kernels
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+    (figure,) = doctors_figures(metal_kernel, index)
+    assert figure.verdict is Verdict.NOT_MEASURED and why in figure.note
 
 
 def test_layers_of_the_portable_backend_attend_to_the_kernels_selection() -> None:

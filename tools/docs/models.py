@@ -62,8 +62,8 @@ _UNSUPPORTED = """
 """
 
 _TAIL = """
-Architectures that newer versions of mlx-lm add may run. Packed steps need layers that store keys and values of every token, latent
-vectors of them, or a recurrent state.
+Architectures that newer versions of mlx-lm add may run. Packed steps need layers that store keys and values of every
+token, latent vectors of them, or a recurrent state.
 
 ## GGUF files
 
