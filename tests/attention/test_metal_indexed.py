@@ -76,7 +76,7 @@ class Step:
         """Return the same, computed by NumPy in float64. Of equal scores, the lowest positions are selected."""
         arrays = (self.index.queries, self.index.weights, self.state.arrays["index_keys"])
         numbers = (np.array(array.astype(mx.float32)) for array in arrays)
-        picks = selected_keys(*numbers, self.packed.rows, self.index.size.top_k)
+        picks = selected_keys(self.packed.rows, self.index.size.top_k, *numbers)
         return picks, self.packed.reference(scale=SCALE, selected=picks)
 
 

@@ -134,7 +134,7 @@ def index_errors(metal: MetalBackend, index: IndexKind, kinds: Sequence[Attentio
     backend, selection, note = metal.splitting(), None, ""
     assert queries.weights is not None
     arrays = (queries.queries, queries.weights, keys.arrays["index_keys"])
-    expected = selected_keys(*(np.array(array.astype(mx.float32)) for array in arrays), rows, TOP_K)
+    expected = selected_keys(rows, TOP_K, *(np.array(array.astype(mx.float32)) for array in arrays))
     try:
         selection = select_random(backend, rows, queries, keys)
         wrong = float((selection.by_row()[:, 0] != expected).any(axis=1).sum())
